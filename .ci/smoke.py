@@ -1,0 +1,38 @@
+"""Tries the installed wheel alone: no extras, no checkout on the path."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optax_lossscale
+
+# The installed package is under test, and it needs jax and optax alone.
+assert Path(optax_lossscale.__file__).is_relative_to(sys.prefix)
+assert (Path(optax_lossscale.__file__).parent / "py.typed").is_file()
+assert not {"chex", "flax"} & set(sys.modules)
+
+# A step that overflows is skipped and halves the scale; the next one counts.
+optimizer = optax_lossscale.LossScaleOptimizer(optax.sgd(0.25))
+step = jax.jit(lambda p, s, x: optimizer.minimize(lambda p: p * x, p, s))
+params = jnp.ones(())
+state = optimizer.init(params)
+params, state, _ = step(params, state, jnp.inf)
+assert params == 1
+assert optimizer.current_loss_scale(state) == 2**14
+params, state, loss = step(params, state, 1.0)
+assert (params, loss, state.skipped_steps) == (0.75, 1, 1)
+
+# Without its extra, the demonstration says in one line how to install it.
+demo = subprocess.run(
+    [sys.executable, "-m", "optax_lossscale"], capture_output=True, text=True
+)
+message = (demo.stdout + demo.stderr).strip()
+assert demo.returncode == 2, demo
+assert "pip install" in message, message
+assert "\n" not in message, message
+
+print(f"optax_lossscale {optax_lossscale.__version__}: the wheel works alone")

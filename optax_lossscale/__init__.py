@@ -1,0 +1,18 @@
+"""Loss scaling for float16 training with Optax."""
+
+from optax_lossscale._loss_scale import (
+    DynamicLossScale as DynamicLossScale,
+    FixedLossScale as FixedLossScale,
+    FixedLossScaleState as FixedLossScaleState,
+    LossScale as LossScale,
+    LossScaleState as LossScaleState,
+    get_loss_scale as get_loss_scale,
+)
+from optax_lossscale._optimizer import LossScaleOptimizer as LossScaleOptimizer
+from optax_lossscale._state import (
+    LossScaleOptimizerState as LossScaleOptimizerState,
+    select_applied as select_applied,
+)
+from optax_lossscale._tree import all_finite as all_finite
+
+__version__ = "0.1.0"

@@ -1,0 +1,88 @@
+"""Checks of hyperparameters: what is wrong, and what is allowed."""
+
+import inspect
+import math
+import numbers
+from typing import Any
+
+import optax
+
+# Within these bounds the scale and its reciprocal are normal float32 numbers.
+# Outside, one of the two is subnormal, and most hardware takes it for zero.
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = 2.0**126
+
+
+def check_number(name: str, value: Any) -> float:
+    """Returns `value` as a float, if it is a finite real number."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(
+            f"{name} must be a Python number, got {value!r} of type "
+            f"{type(value).__name__}. Hyperparameters are fixed when the program "
+            f"is built: what changes during training belongs in the state."
+        )
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {value!r}.")
+    return number
+
+
+def check_scale(name: str, value: Any, *, at_least: float = SMALLEST_SCALE) -> float:
+    """Returns `value` as a float, if it can serve as a loss scale."""
+    number = check_number(name, value)
+    if not at_least <= number <= LARGEST_SCALE:
+        least = f"{at_least:g}" if at_least >= 1 else "2**-126 (about 1.2e-38)"
+        raise ValueError(
+            f"{name} must be at least {least} and at most 2**126 (about 8.5e37), "
+            f"got {value!r}: beyond these the scale or its reciprocal is no normal "
+            f"float32 number, or scaling would lose more than it saves."
+        )
+    return number
+
+
+def check_count(name: str, value: Any) -> int:
+    """Returns `value` as an int, if it is a whole number of at least one."""
+    number = check_number(name, value)
+    if number != int(number) or not 1 <= number < 2**31:
+        raise ValueError(
+            f"{name} must be a whole number, at least 1 and below 2**31, got {value!r}."
+        )
+    return int(number)
+
+
+def check_bool(name: str, value: Any) -> bool:
+    """Returns `value`, if it is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}.")
+    return value
+
+
+def check_hashable(name: str, value: Any) -> None:
+    """Raises unless `value` can be a static argument of jit."""
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(
+            f"{name} must be hashable, a name or a tuple of names, got {value!r}."
+        ) from None
+
+
+def check_optimizer(name: str, value: Any) -> optax.GradientTransformationExtraArgs:
+    """Returns `value` as an optimizer that takes, or ignores, extra arguments."""
+    if isinstance(value, optax.GradientTransformation):
+        return optax.with_extra_args_support(value)
+    has_methods = (callable(getattr(value, name, None)) for name in ("init", "update"))
+    if not all(has_methods):
+        hint = " Call it to make an optimizer." if callable(value) else ""
+        raise TypeError(
+            f"{name} must be an optax.GradientTransformation, or an object with "
+            f"methods init and update, got {value!r}.{hint}"
+        )
+    parameters = inspect.signature(value.update).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return optax.GradientTransformationExtraArgs(value.init, value.update)
+    plain = optax.GradientTransformation(value.init, value.update)
+    return optax.with_extra_args_support(plain)

@@ -1,0 +1,401 @@
+"""The half of the optimizer that changes its state: step or skip."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lossscale._check import (
+    check_bool,
+    check_count,
+    check_hashable,
+    check_optimizer,
+    check_scale,
+)
+from optax_lossscale._loss_scale import (
+    DynamicLossScale,
+    FixedLossScale,
+    LossScale,
+    get_loss_scale,
+)
+from optax_lossscale._scaling import LossScaling
+from optax_lossscale._skip import Skip, run_or_skip
+from optax_lossscale._state import LossScaleOptimizerState, find_states
+from optax_lossscale._tree import strongly_typed
+
+
+class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
+    """Wraps an optimizer with loss scaling.
+
+    The loss is multiplied by a scale, so that float16 gradients neither underflow
+    nor overflow; the gradients are divided by it in float32. A step whose
+    gradients are not finite is skipped: parameters and inner state stay exactly
+    as they were.
+
+    It is an `optax.GradientTransformationExtraArgs`, and goes wherever Optax, Flax
+    or Equinox take one. In a chain put it outermost: `optax.clip` before the check
+    turns an inf into a finite number, and the step is applied.
+
+    Args:
+      inner_optimizer: A `GradientTransformation`, or an object with methods `init`
+        and `update` (`optax.MultiSteps`).
+      loss_scale: A `LossScale`, a number (fixed) or "dynamic". The default is
+        made of the next three.
+      dynamic: Whether the scale adapts by itself.
+      initial_scale: The first scale, 2**15 by default; without `dynamic`, the scale.
+      dynamic_growth_steps: Finite steps before the scale doubles, 2000 by default.
+      axis_name: A name, or tuple of names, of mapped axes (`jax.pmap`,
+        `jax.shard_map`). All devices of these axes skip together. Gradients are
+        not reduced: reduce them before the update, as without loss scaling.
+      skip: How a step is skipped. "where" computes it and selects the old values;
+        "cond" branches; "auto" is "cond" where the program is compiled for CPU and
+        "where" on GPU and TPU. Outside `jax.jit` all three select.
+
+    Raises:
+      ValueError: If `loss_scale` comes with `dynamic`, `initial_scale` or
+        `dynamic_growth_steps`, or `dynamic=False` without `initial_scale` or with
+        `dynamic_growth_steps`; if an argument is out of its range.
+      TypeError: If an argument is of the wrong type, or `inner_optimizer` is a
+        `LossScaleOptimizer`.
+
+    Examples:
+      The whole step, which is also the fastest form:
+
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from optax_lossscale import LossScaleOptimizer
+      >>> optimizer = LossScaleOptimizer(optax.sgd(0.25))
+      >>> params = jnp.array(1.0)
+      >>> opt_state = optimizer.init(params)
+      >>> loss_fn = lambda params: params**2
+      >>> params, opt_state, loss = optimizer.minimize(loss_fn, params, opt_state)
+      >>> print(params, loss)
+      0.5 1.0
+
+      In two halves, as with any optimizer:
+
+      >>> loss, grads = optimizer.value_and_grad(loss_fn, opt_state)(params)
+      >>> updates, opt_state = optimizer.update(grads, opt_state, params)
+      >>> params = optax.apply_updates(params, updates)
+      >>> print(params, loss)
+      0.25 0.25
+
+      A non-finite gradient: nothing moves, and the scale backs off.
+
+      >>> nan = jnp.array(jnp.nan)
+      >>> params, opt_state = optimizer.apply_gradients(nan, params, opt_state)
+      >>> print(params, opt_state.last_step_applied)
+      0.25 False
+      >>> print(optimizer.current_loss_scale(opt_state))
+      16384.0
+
+    References:
+      Micikevicius et al., `Mixed Precision Training
+      <https://arxiv.org/abs/1710.03740>`_, 2018;
+      `tf.keras.mixed_precision.LossScaleOptimizer`, TensorFlow 2.4.
+    """
+
+    _inner_optimizer: Any
+    _inner: optax.GradientTransformationExtraArgs
+    _axis_name: Hashable | None
+    _skip: Skip
+
+    def __new__(
+        cls,
+        inner_optimizer: optax.GradientTransformation | Any,
+        loss_scale: LossScale | float | str | None = None,
+        *,
+        dynamic: bool = True,
+        initial_scale: float | None = None,
+        dynamic_growth_steps: int | None = None,
+        axis_name: Hashable | None = None,
+        skip: Skip = "auto",
+    ):
+        keras = (dynamic, initial_scale, dynamic_growth_steps)
+        if loss_scale is None:
+            chosen = _keras_loss_scale(*keras)
+        elif keras == (True, None, None):
+            chosen = get_loss_scale(loss_scale)
+        else:
+            raise ValueError(
+                "Give either loss_scale or dynamic, initial_scale and "
+                f"dynamic_growth_steps, not both: got {loss_scale!r}, and {keras!r}."
+            )
+        if isinstance(inner_optimizer, LossScaleOptimizer):
+            raise TypeError(
+                "inner_optimizer is a LossScaleOptimizer already, and scaling twice is "
+                "a bug. Pass its inner_optimizer."
+            )
+        if skip not in ("auto", "where", "cond"):
+            raise ValueError(f'skip must be "auto", "where" or "cond", got {skip!r}.')
+        check_hashable("axis_name", axis_name)
+        inner = check_optimizer("inner_optimizer", inner_optimizer)
+        # The tuple that Optax unpacks holds plain functions: methods cannot be
+        # bound before there is an object to bind them to.
+        self = super().__new__(
+            cls,
+            lambda params: self.init(params),
+            lambda *args, **kwargs: self.update(*args, **kwargs),
+        )
+        self._inner_optimizer = inner_optimizer
+        self._inner = inner
+        self._loss_scale = chosen
+        self._axis_name = axis_name
+        self._skip = skip
+        return self
+
+    def __getnewargs_ex__(self):
+        # For copy and pickle, which would pass the tuple's items otherwise.
+        options = {"axis_name": self._axis_name, "skip": self._skip}
+        return (self._inner_optimizer, self._loss_scale), options
+
+    def __eq__(self, other):
+        if not isinstance(other, LossScaleOptimizer):
+            return NotImplemented
+        return self.__getnewargs_ex__() == other.__getnewargs_ex__()
+
+    def __ne__(self, other):
+        return not self == other
+
+    def __hash__(self):
+        return hash(
+            (self._inner_optimizer, self._loss_scale, self._axis_name, self._skip)
+        )
+
+    def __repr__(self):
+        return (
+            f"{type(self).__name__}({self._inner_optimizer!r}, {self._loss_scale!r}, "
+            f"axis_name={self._axis_name!r}, skip={self._skip!r})"
+        )
+
+    @property
+    def inner_optimizer(self) -> Any:
+        """The optimizer that this one wraps."""
+        return self._inner_optimizer
+
+    def init(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, params: Any
+    ) -> LossScaleOptimizerState:
+        """Initializes the inner optimizer and the loss scale.
+
+        Args:
+          params: The parameters, any pytree.
+
+        Returns:
+          The state. Its arrays are strongly typed.
+
+        Raises:
+          TypeError: If the inner optimizer scales losses itself.
+        """
+        inner_state = strongly_typed(self._inner.init(params))
+        if find_states(inner_state):
+            raise TypeError(
+                "inner_optimizer holds a LossScaleOptimizer, and scaling twice is a "
+                "bug. Keep the outermost one."
+            )
+        return LossScaleOptimizerState(
+            inner_state=inner_state,
+            loss_scale_state=self._loss_scale.init(),
+            last_step_applied=jnp.ones((), bool),
+            skipped_steps=jnp.zeros((), jnp.int32),
+            consecutive_skipped_steps=jnp.zeros((), jnp.int32),
+        )
+
+    def update(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self,
+        updates: Any,
+        state: LossScaleOptimizerState,
+        params: Any = None,
+        **extra_args: Any,
+    ) -> tuple[Any, LossScaleOptimizerState]:
+        """Transforms gradients and advances the loss scale, or skips the step.
+
+        Args:
+          updates: Unscaled gradients, as `value_and_grad` and
+            `get_unscaled_gradients` return them.
+          state: The state.
+          params: The parameters, where the inner optimizer wants them.
+          **extra_args: Passed to the inner optimizer (`value`, `value_fn`, ...).
+
+        Returns:
+          The updates, which on a skip are zero; and the new state, in which a skip
+          leaves `inner_state` bitwise unchanged.
+
+        Raises:
+          ValueError: If `state` is not a `LossScaleOptimizerState`.
+        """
+
+        def run(grads, inner_state, params, extra_args):
+            return self._inner.update(grads, inner_state, params, **extra_args)
+
+        operands = (updates, state, params, extra_args)
+        return self._step(updates, run, _zero_updates, *operands)
+
+    def apply_gradients(
+        self,
+        grads: Any,
+        params: Any,
+        state: LossScaleOptimizerState,
+        **extra_args: Any,
+    ) -> tuple[Any, LossScaleOptimizerState]:
+        """Updates parameters with unscaled gradients, or skips the step.
+
+        The same as `update` and `optax.apply_updates`, and faster, as a skip need
+        not write zero updates.
+
+        Args:
+          grads: Unscaled gradients, as `value_and_grad` and
+            `get_unscaled_gradients` return them.
+          params: The parameters.
+          state: The state.
+          **extra_args: Passed to the inner optimizer (`value`, `value_fn`, ...).
+
+        Returns:
+          The new parameters, of unchanged dtypes, and the new state.
+
+        Raises:
+          ValueError: If `state` is not a `LossScaleOptimizerState`.
+        """
+
+        def run(grads, inner_state, params, extra_args):
+            return self._apply(grads, inner_state, params, **extra_args)
+
+        operands = (grads, state, strongly_typed(params), extra_args)
+        return self._step(grads, run, _keep_params, *operands)
+
+    def minimize(
+        self,
+        loss_fn: Callable[..., Any],
+        params: Any,
+        state: LossScaleOptimizerState,
+        *args: Any,
+        has_aux: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Any, LossScaleOptimizerState, Any]:
+        """Takes one whole training step: loss, gradients, update.
+
+        The inner optimizer gets the extra arguments `value`, `grad` and `value_fn`,
+        as line searches and `optax.polyak_sgd` want them.
+
+        Args:
+          loss_fn: Called with `params`, `*args` and `**kwargs`; returns a real
+            scalar loss, or the loss and auxiliary data where `has_aux`.
+          params: The parameters.
+          state: The state.
+          *args: Passed to `loss_fn`.
+          has_aux: Whether `loss_fn` returns auxiliary data as well.
+          **kwargs: Passed to `loss_fn`.
+
+        Returns:
+          The new parameters, the new state, and what `loss_fn` returned.
+
+        Raises:
+          ValueError: If `state` is not a `LossScaleOptimizerState`.
+          TypeError: If the loss is not a real scalar.
+
+        Examples:
+          >>> import jax
+          >>> import jax.numpy as jnp
+          >>> import optax
+          >>> from optax_lossscale import LossScaleOptimizer
+          >>> optimizer = LossScaleOptimizer(optax.sgd(0.25))
+          >>> @jax.jit
+          ... def train_step(params, state, x):
+          ...     loss_fn = lambda params, x: jnp.sum((params * x) ** 2)
+          ...     return optimizer.minimize(loss_fn, params, state, x)
+          >>> params, x = jnp.array([1.0, 1.0]), jnp.array([1.0, 0.5])
+          >>> params, state, loss = train_step(params, optimizer.init(params), x)
+          >>> print(params, loss)
+          [0.5   0.875] 1.25
+        """
+        value, scaled_grads = self._value_and_scaled_grad(
+            loss_fn, state, has_aux=has_aux
+        )(params, *args, **kwargs)
+
+        def value_fn(params):
+            out = loss_fn(params, *args, **kwargs)
+            return out[0] if has_aux else out
+
+        def run(scaled_grads, inner_state, params, loss):
+            # Not unscaled once for check and step: they would have to be stored.
+            grads = self.get_unscaled_gradients(scaled_grads, state)
+            return self._apply(
+                grads, inner_state, params, value=loss, grad=grads, value_fn=value_fn
+            )
+
+        loss = value[0] if has_aux else value
+        checked = self.get_unscaled_gradients(scaled_grads, state)
+        operands = (scaled_grads, state, strongly_typed(params), loss)
+        params, state = self._step(checked, run, _keep_params, *operands)
+        return params, state, value
+
+    def _apply(self, grads, inner_state, params, **extra_args):
+        updates, inner_state = self._inner.update(
+            grads, inner_state, params, **extra_args
+        )
+        return optax.apply_updates(params, updates), inner_state
+
+    def _step(self, checked, run, keep, grads, state, params, extra):
+        """Advances the loss scale by the `checked` gradients; runs or keeps."""
+        if not isinstance(state, LossScaleOptimizerState):
+            raise ValueError(
+                "state must be the LossScaleOptimizerState that this optimizer's init "
+                f"returned, got {type(state).__name__}. Where the optimizer is part "
+                "of a chain, call the update of the chain."
+            )
+        loss_scale_state, should_apply = self._loss_scale.update(
+            checked, state.loss_scale_state, axis_name=self._axis_name
+        )
+        skip = self._skip if self._loss_scale.skip_nonfinite else "never"
+        result, inner_state = run_or_skip(
+            skip, should_apply, run, keep, grads, state.inner_state, params, extra
+        )
+        skipped = optax.safe_increment(state.skipped_steps)
+        consecutive = optax.safe_increment(state.consecutive_skipped_steps)
+        return result, LossScaleOptimizerState(
+            inner_state=inner_state,
+            loss_scale_state=loss_scale_state,
+            last_step_applied=should_apply,
+            skipped_steps=jnp.where(should_apply, state.skipped_steps, skipped),
+            consecutive_skipped_steps=jnp.where(should_apply, 0, consecutive),
+        )
+
+
+# Without leaves, so that jit, eqx.filter_jit and tree functions take an optimizer
+# among their arguments as the constant that it is.
+jax.tree_util.register_static(LossScaleOptimizer)
+
+
+def _keep_params(like, grads, inner_state, params, extra):
+    del like, grads, extra
+    return params, inner_state
+
+
+def _zero_updates(like, grads, inner_state, params, extra):
+    del grads, params, extra
+    # Minus zero: x + -0.0 is x for every x, but -0.0 + 0.0 is 0.0.
+    zeros = jax.tree.map(lambda x: -jnp.zeros(x.shape, x.dtype), like[0])
+    return zeros, inner_state
+
+
+def _keras_loss_scale(dynamic, initial_scale, dynamic_growth_steps) -> LossScale:
+    """Makes a loss scale of the arguments that Keras's optimizer takes."""
+    if not check_bool("dynamic", dynamic):
+        if initial_scale is None:
+            raise ValueError(
+                "initial_scale must be given where dynamic=False: it is the scale."
+            )
+        if dynamic_growth_steps is not None:
+            raise ValueError(
+                "dynamic_growth_steps must not be given where dynamic=False, as the "
+                f"scale never grows; got {dynamic_growth_steps!r}."
+            )
+        return FixedLossScale(check_scale("initial_scale", initial_scale, at_least=1.0))
+    options = {"initial_scale": initial_scale}
+    if dynamic_growth_steps is not None:
+        # Checked here, as the error would name growth_interval otherwise.
+        steps = check_count("dynamic_growth_steps", dynamic_growth_steps)
+        options["growth_interval"] = steps
+    return DynamicLossScale(**{k: v for k, v in options.items() if v is not None})

@@ -1,0 +1,240 @@
+"""The half of the optimizer that only reads its state: scaling and unscaling."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from optax_lossscale._loss_scale import FixedLossScale, LossScale
+from optax_lossscale._state import find_state, unbox
+from optax_lossscale._tree import is_inexact, scale_down, scale_up
+
+
+class LossScaling:
+    """Scales losses and unscales gradients by the scale in an optimizer's state."""
+
+    _loss_scale: LossScale
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The loss scale: hyperparameters and rule, not the current number."""
+        return self._loss_scale
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale adapts by itself."""
+        return not isinstance(self._loss_scale, FixedLossScale)
+
+    @property
+    def initial_scale(self) -> float | None:
+        """The first scale, or the only one; None if a custom rule names none."""
+        if isinstance(self._loss_scale, FixedLossScale):
+            return self._loss_scale.loss_scale_value
+        return getattr(self._loss_scale, "initial_scale", None)
+
+    @property
+    def dynamic_growth_steps(self) -> int | None:
+        """Finite steps before the scale grows; None where it does not."""
+        return getattr(self._loss_scale, "growth_interval", None)
+
+    def dynamic_counter(self, state: Any) -> jax.Array | None:
+        """Returns the finite steps since the scale last changed.
+
+        Args:
+          state: A pytree that holds one `LossScaleOptimizerState`.
+
+        Returns:
+          i32[], or None where the scale is fixed.
+
+        Raises:
+          ValueError: If `state` holds none or several.
+
+        Examples:
+          >>> import jax.numpy as jnp
+          >>> import optax
+          >>> from optax_lossscale import LossScaleOptimizer
+          >>> optimizer = LossScaleOptimizer(optax.sgd(0.1))
+          >>> int(optimizer.dynamic_counter(optimizer.init(jnp.ones(3))))
+          0
+        """
+        good_steps = getattr(find_state(state).loss_scale_state, "good_steps", None)
+        return None if good_steps is None else unbox(good_steps)
+
+    def current_loss_scale(self, state: Any) -> jax.Array:
+        """Returns the current loss scale.
+
+        Args:
+          state: A pytree that holds one `LossScaleOptimizerState`.
+
+        Returns:
+          f32[].
+
+        Raises:
+          ValueError: If `state` holds none or several.
+
+        Examples:
+          >>> import jax.numpy as jnp
+          >>> import optax
+          >>> from optax_lossscale import LossScaleOptimizer
+          >>> optimizer = LossScaleOptimizer(optax.sgd(0.1))
+          >>> float(optimizer.current_loss_scale(optimizer.init(jnp.ones(3))))
+          32768.0
+        """
+        return self._loss_scale.loss_scale(find_state(state).loss_scale_state)
+
+    def value_and_grad(
+        self,
+        fun: Callable[..., Any],
+        state: Any,
+        argnums: int | tuple[int, ...] = 0,
+        has_aux: bool = False,
+        *,
+        transform: Callable[..., Any] = jax.value_and_grad,
+    ) -> Callable[..., Any]:
+        """Makes a function of the value and the unscaled gradients of `fun`.
+
+        Args:
+          fun: Returns a real scalar loss, or the loss and auxiliary data where
+            `has_aux`.
+          state: A pytree that holds one `LossScaleOptimizerState`.
+          argnums: Which positional arguments to differentiate with respect to.
+          has_aux: Whether `fun` returns auxiliary data as well.
+          transform: What differentiates: `jax.value_and_grad`,
+            `eqx.filter_value_and_grad` or `nnx.value_and_grad`.
+
+        Returns:
+          A function that is called as `fun` is, and returns what
+          `jax.value_and_grad(fun)` would: the value is what `fun` returned, exact
+          even when the scaled loss overflows; float16 and bfloat16 gradients
+          come back as float32.
+
+        Raises:
+          ValueError: If `state` holds none or several of these states.
+          TypeError: When called, if the loss is not a real scalar.
+
+        Examples:
+          >>> import jax
+          >>> import jax.numpy as jnp
+          >>> import optax
+          >>> from optax_lossscale import LossScaleOptimizer
+          >>> optimizer = LossScaleOptimizer(optax.sgd(0.1))
+          >>> state = optimizer.init(jnp.float16(0.0))
+          >>> tiny = lambda x: x * jnp.float16(1e-4) * jnp.float16(1e-4)
+          >>> print(jax.grad(tiny)(jnp.float16(1.0)))
+          0.0
+          >>> value, grad = optimizer.value_and_grad(tiny, state)(jnp.float16(1.0))
+          >>> print(f"{grad:.2g}")
+          1e-08
+        """
+        value_and_scaled_grad = self._value_and_scaled_grad(
+            fun, state, argnums, has_aux, transform
+        )
+
+        def value_and_grad(*args, **kwargs):
+            value, grads = value_and_scaled_grad(*args, **kwargs)
+            return value, self.get_unscaled_gradients(grads, state)
+
+        return value_and_grad
+
+    def get_scaled_loss(self, loss: Any, state: Any) -> Any:
+        """Multiplies a loss by the current scale.
+
+        Only needed where gradients are computed by hand, and then together with
+        `get_unscaled_gradients`.
+
+        Args:
+          loss: An array or Python number, or a function that returns one.
+          state: A pytree that holds one `LossScaleOptimizerState`.
+
+        Returns:
+          The scaled loss, or a function that returns it. float16 and bfloat16
+          losses come back as float32, so that the scaled value itself cannot
+          overflow; float64 stays float64. (Reduce the loss in float32: the
+          gradient with respect to a float16 loss is the scale in float16, which is
+          inf from 2**16 on.)
+
+        Raises:
+          ValueError: If `state` holds none or several of these states.
+
+        Examples:
+          >>> import jax
+          >>> import jax.numpy as jnp
+          >>> import optax
+          >>> from optax_lossscale import LossScaleOptimizer
+          >>> optimizer = LossScaleOptimizer(optax.sgd(0.25))
+          >>> params = jnp.array(0.5)
+          >>> state = optimizer.init(params)
+          >>> loss_fn = lambda params: params**2
+          >>> print(optimizer.get_scaled_loss(loss_fn(params), state))
+          8192.0
+          >>> scaled = jax.grad(optimizer.get_scaled_loss(loss_fn, state))(params)
+          >>> print(scaled, optimizer.get_unscaled_gradients(scaled, state))
+          32768.0 1.0
+        """
+        scale = self.current_loss_scale(state)
+        if callable(loss):
+            return lambda *args, **kwargs: scale_up(loss(*args, **kwargs), scale)
+        return scale_up(loss, scale)
+
+    def get_unscaled_gradients(self, grads: Any, state: Any) -> Any:
+        """Divides gradients by the current scale.
+
+        Args:
+          grads: Gradients of a scaled loss, any pytree.
+          state: A pytree that holds one `LossScaleOptimizerState`.
+
+        Returns:
+          The unscaled gradients. float16 and bfloat16 leaves come back as float32,
+          as in half precision they would underflow again; float32, float64 and
+          complex leaves keep their dtype; None, integer and float0 leaves are
+          untouched. Division is by the reciprocal, exact for powers of two.
+
+        Raises:
+          ValueError: If `state` holds none or several of these states.
+
+        Examples:
+          >>> import jax.numpy as jnp
+          >>> import optax
+          >>> from optax_lossscale import LossScaleOptimizer
+          >>> optimizer = LossScaleOptimizer(optax.sgd(0.1), loss_scale=2)
+          >>> state = optimizer.init(jnp.ones(3))
+          >>> grads = [jnp.float16(4), None, jnp.float16(-8)]
+          >>> optimizer.get_unscaled_gradients(grads, state)
+          [Array(2., dtype=float32), None, Array(-4., dtype=float32)]
+        """
+        scale = self.current_loss_scale(state)
+        return jax.tree.map(
+            lambda x: scale_down(x, scale) if is_inexact(x) else x, grads
+        )
+
+    def _value_and_scaled_grad(
+        self,
+        fun: Callable[..., Any],
+        state: Any,
+        argnums: int | tuple[int, ...] = 0,
+        has_aux: bool = False,
+        transform: Callable[..., Any] = jax.value_and_grad,
+    ) -> Callable[..., Any]:
+        scale = self.current_loss_scale(state)
+
+        def scaled(*args, **kwargs):
+            out = fun(*args, **kwargs)
+            loss = out[0] if has_aux else out
+            if not is_inexact(loss):
+                raise TypeError(
+                    "The loss must be a floating-point scalar, got "
+                    f"{jax.tree.map(jax.typeof, loss)}."
+                    + ("" if has_aux else " Does it need has_aux=True?")
+                )
+            # The loss itself is passed along: the scaled one may be inf.
+            return scale_up(loss, scale), out
+
+        # eqx.filter_value_and_grad has no argnums, and is about the first alone.
+        options = {} if argnums == 0 else {"argnums": argnums}
+        differentiated = transform(scaled, has_aux=True, **options)
+
+        def value_and_scaled_grad(*args, **kwargs):
+            (_, value), grads = differentiated(*args, **kwargs)
+            return value, grads
+
+        return value_and_scaled_grad

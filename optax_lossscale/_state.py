@@ -1,0 +1,85 @@
+"""The state of the optimizer, and finding it in the states of others."""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from optax_lossscale._tree import select
+
+
+class LossScaleOptimizerState(NamedTuple):
+    """The state of a `LossScaleOptimizer`.
+
+    Attributes:
+      inner_state: The state of the inner optimizer.
+      loss_scale_state: The state of the loss scale.
+      last_step_applied: bool[], False if the last step was skipped.
+      skipped_steps: i32[], steps skipped so far. Stays at its maximum.
+      consecutive_skipped_steps: i32[], steps skipped since one was applied. Stays
+        at its maximum.
+    """
+
+    inner_state: Any
+    loss_scale_state: Any
+    last_step_applied: jax.Array
+    skipped_steps: jax.Array
+    consecutive_skipped_steps: jax.Array
+
+
+def find_states(state):
+    def found(node):
+        return isinstance(node, LossScaleOptimizerState)
+
+    return [node for node in jax.tree.leaves(state, is_leaf=found) if found(node)]
+
+
+def find_state(state) -> LossScaleOptimizerState:
+    found = find_states(state)
+    if len(found) == 1:
+        return found[0]
+    raise ValueError(
+        "state must hold exactly one LossScaleOptimizerState, got "
+        f"{len(found)} in a {type(state).__name__}. "
+        + ("Pass the one you mean." if found else "Pass what init returned.")
+    )
+
+
+def unbox(value) -> jax.Array:
+    """Returns the array in a box, such as a variable of Flax nnx."""
+    (array,) = jax.tree.leaves(value)
+    return array
+
+
+def select_applied(state: Any, new: Any, old: Any) -> Any:
+    """Keeps what a skipped step must not change.
+
+    For whatever the step computes besides the parameters: batch statistics,
+    moving averages of the parameters, random keys, step counts.
+
+    Args:
+      state: The state after the step; a pytree that holds one
+        `LossScaleOptimizerState`.
+      new: Any pytree, as the step computed it.
+      old: The same before the step.
+
+    Returns:
+      `new` where the last step was applied, `old` where it was skipped. Leaves
+      that are not arrays are taken from `new`.
+
+    Raises:
+      ValueError: If `state` holds none or several of these states, or if `new`
+        and `old` differ in structure.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from optax_lossscale import LossScaleOptimizer, select_applied
+      >>> optimizer = LossScaleOptimizer(optax.sgd(0.1))
+      >>> params = jnp.ones(3)
+      >>> state = optimizer.init(params)
+      >>> nans = jnp.full(3, jnp.nan)
+      >>> _, state = optimizer.update(nans, state, params)
+      >>> print(select_applied(state, {"mean": nans}, {"mean": jnp.zeros(3)}))
+      {'mean': Array([0., 0., 0.], dtype=float32)}
+    """
+    return select(unbox(find_state(state).last_step_applied), new, old)

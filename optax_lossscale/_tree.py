@@ -1,0 +1,137 @@
+"""Dtype rules and small tree functions."""
+
+import functools
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether `leaf` holds numbers or PRNG keys; float0 holds nothing at all."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic) and (
+        leaf.dtype != jax.dtypes.float0
+    )
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Whether `leaf` is a float or complex array or Python number."""
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None:
+        return isinstance(leaf, float | complex)
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def full_precision(dtype: jax.typing.DTypeLike) -> np.dtype:
+    """Returns float32 for narrower dtypes and integers, else `dtype` itself."""
+    dtype = jnp.dtype(dtype)
+    if jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 32:
+        return dtype
+    return jnp.dtype(jnp.float32)
+
+
+def scale_up(x: Any, scale: jax.Array) -> jax.Array:
+    """Returns `x * scale`, in float32 where `x` is narrower."""
+    x = jnp.asarray(x)
+    x = x.astype(full_precision(x.dtype))
+    scale = scale.astype(jnp.finfo(x.dtype).dtype)
+    if jnp.iscomplexobj(x):
+        # (inf + bi) * (s + 0i) would be nan: scale the two parts apart.
+        return lax.complex(x.real * scale, x.imag * scale)
+    return x * scale
+
+
+def scale_down(x: Any, scale: jax.Array) -> jax.Array:
+    """Returns `x / scale`, in float32 where `x` is narrower.
+
+    Multiplies by the reciprocal, which is exact where `scale` is a power of two.
+    """
+    wide = full_precision(jnp.asarray(x).dtype)
+    return scale_up(x, 1 / scale.astype(jnp.finfo(wide).dtype))
+
+
+@functools.partial(jax.jit, static_argnames="axis_name")
+def _all_finite(leaves: list[jax.Array], axis_name: Hashable | None) -> jax.Array:
+    flags = []
+    for x in leaves:
+        parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
+        # max keeps nan, and reads each element once; all(isfinite(x)) would write
+        # an array of booleans first where the compiler does not fuse it (CPU).
+        flags += [jnp.max(jnp.abs(p), initial=0) < jnp.inf for p in parts]
+    finite = jnp.all(jnp.stack(flags)) if flags else jnp.ones((), bool)
+    if axis_name is None:
+        return finite
+    return lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
+
+
+def all_finite(tree: Any, *, axis_name: Hashable | None = None) -> jax.Array:
+    """Tells whether every number in a tree is finite.
+
+    Args:
+      tree: Any pytree. Leaves that are not floating-point or complex (None,
+        integers, float0, PRNG keys, functions) are ignored.
+      axis_name: A name, or tuple of names, of mapped axes (`jax.pmap`,
+        `jax.vmap`, `jax.shard_map`) to reduce the result over: True where the
+        trees of all devices are finite.
+
+    Returns:
+      bool[], False if there is an inf or a nan anywhere. A tree without numbers
+      is finite.
+
+    Raises:
+      NameError: At trace time, if `axis_name` is not bound.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from optax_lossscale import all_finite
+      >>> bool(all_finite({"w": jnp.ones(3), "b": None}))
+      True
+      >>> bool(all_finite({"w": jnp.array([1.0, jnp.nan]), "b": None}))
+      False
+    """
+    leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
+    return _all_finite(leaves, axis_name)
+
+
+def strongly_typed(tree: Any) -> Any:
+    """Makes arrays of Python numbers and strong types of weak ones.
+
+    A weak type is lost by the first update, and the change would cost a second
+    trace.
+    """
+
+    def strong(leaf):
+        if isinstance(leaf, bool | int | float | complex):
+            leaf = jnp.asarray(leaf)
+        if not is_array(leaf) or not getattr(leaf, "weak_type", False):
+            return leaf
+        return lax.convert_element_type(leaf, leaf.dtype)
+
+    return jax.tree.map(strong, tree)
+
+
+def cast_like(tree: Any, like: Any) -> Any:
+    """Gives the leaves of `tree` the dtypes of `like`, strongly typed.
+
+    Leaves of `like` that are not arrays are constants: they replace their new
+    values.
+    """
+
+    def cast(new, old):
+        if not is_array(old):
+            return old
+        return lax.convert_element_type(new, old.dtype)
+
+    return jax.tree.map(cast, tree, like)
+
+
+def select(pred: jax.Array, on_true: Any, on_false: Any) -> Any:
+    """Selects whole trees; leaves that are not arrays are taken from `on_true`."""
+
+    def leaf(x, y):
+        return jnp.where(pred, x, y) if is_array(x) else x
+
+    return jax.tree.map(leaf, on_true, on_false)
