@@ -325,11 +325,10 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
                 grads, inner_state, params, value=loss, grad=grads, value_fn=value_fn
             )
 
-        loss = value[0] if has_aux else value
         checked = self.get_unscaled_gradients(scaled_grads, state)
+        loss = value[0] if has_aux else value
         operands = (scaled_grads, state, strongly_typed(params), loss)
-        params, state = self._step(checked, run, _keep_params, *operands)
-        return params, state, value
+        return *self._step(checked, run, _keep_params, *operands), value
 
     def _apply(self, grads, inner_state, params, **extra_args):
         updates, inner_state = self._inner.update(
@@ -381,7 +380,7 @@ def _zero_updates(like, grads, inner_state, params, extra):
 
 
 def _keras_loss_scale(dynamic, initial_scale, dynamic_growth_steps) -> LossScale:
-    """Makes a loss scale of the arguments that Keras's optimizer takes."""
+    """Makes a loss scale of Keras's arguments."""
     if not check_bool("dynamic", dynamic):
         if initial_scale is None:
             raise ValueError(

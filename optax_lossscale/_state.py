@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from optax_lossscale._tree import select
+from optax_lossscale._tree import cast_like, select, strongly_typed
 
 
 class LossScaleOptimizerState(NamedTuple):
@@ -63,8 +63,8 @@ def select_applied(state: Any, new: Any, old: Any) -> Any:
       old: The same before the step.
 
     Returns:
-      `new` where the last step was applied, `old` where it was skipped. Leaves
-      that are not arrays are taken from `new`.
+      `new` where the last step was applied, `old` where it was skipped, in the
+      dtypes of `old`. Leaves that are no numbers are constants, as in `old`.
 
     Raises:
       ValueError: If `state` holds none or several of these states, or if `new`
@@ -82,4 +82,6 @@ def select_applied(state: Any, new: Any, old: Any) -> Any:
       >>> print(select_applied(state, {"mean": nans}, {"mean": jnp.zeros(3)}))
       {'mean': Array([0., 0., 0.], dtype=float32)}
     """
-    return select(unbox(find_state(state).last_step_applied), new, old)
+    applied = unbox(find_state(state).last_step_applied)
+    old = strongly_typed(old)
+    return select(applied, cast_like(new, old), old)

@@ -60,7 +60,7 @@ def _all_finite(leaves: list[jax.Array], axis_name: Hashable | None) -> jax.Arra
         parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
         # max keeps nan, and reads each element once; all(isfinite(x)) would write
         # an array of booleans first where the compiler does not fuse it (CPU).
-        flags += [jnp.max(jnp.abs(p), initial=0) < jnp.inf for p in parts]
+        flags += [jnp.isfinite(jnp.max(jnp.abs(p), initial=0)) for p in parts]
     finite = jnp.all(jnp.stack(flags)) if flags else jnp.ones((), bool)
     if axis_name is None:
         return finite
@@ -129,7 +129,7 @@ def cast_like(tree: Any, like: Any) -> Any:
 
 
 def select(pred: jax.Array, on_true: Any, on_false: Any) -> Any:
-    """Selects whole trees; leaves that are not arrays are taken from `on_true`."""
+    """Selects between trees; leaves that are not arrays are constants."""
 
     def leaf(x, y):
         return jnp.where(pred, x, y) if is_array(x) else x

@@ -1,0 +1,73 @@
+"""The rules in plain Python and NumPy, one step at a time: the oracle."""
+
+import numpy as np
+
+
+class Dynamic:
+    """The rule of `DynamicLossScale`, written down from its pseudocode."""
+
+    def __init__(
+        self,
+        initial_scale=2.0**15,
+        growth_interval=2000,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        min_scale=1.0,
+        max_scale=2.0**126,
+        hysteresis=1,
+        consecutive_hysteresis=False,
+    ):
+        f32 = np.float32
+        self.growth_interval = growth_interval
+        self.growth_factor, self.backoff_factor = f32(growth_factor), f32(backoff_factor)
+        self.min_scale, self.max_scale = f32(min_scale), f32(max_scale)
+        self.hysteresis = hysteresis
+        self.consecutive_hysteresis = consecutive_hysteresis
+        self.loss_scale = f32(initial_scale)
+        self.good_steps = 0
+        self.hysteresis_left = hysteresis
+
+    def step(self, finite):
+        with np.errstate(over="ignore", under="ignore"):
+            if finite:
+                self._finite()
+            else:
+                self._non_finite()
+        return float(self.loss_scale), self.good_steps, self.hysteresis_left
+
+    def _finite(self):
+        self.good_steps += 1
+        grew = self.good_steps >= self.growth_interval
+        if grew:
+            grown = self.loss_scale * self.growth_factor
+            self.loss_scale = min(grown, self.max_scale)
+            self.good_steps = 0
+        if grew or self.consecutive_hysteresis:
+            self.hysteresis_left = self.hysteresis
+
+    def _non_finite(self):
+        self.good_steps = 0
+        self.hysteresis_left = max(self.hysteresis_left - 1, 0)
+        if self.hysteresis_left == 0:
+            backed_off = self.loss_scale * self.backoff_factor
+            self.loss_scale = max(backed_off, self.min_scale)
+
+
+class MomentumSGD:
+    """Loss-scaled `optax.sgd(learning_rate, momentum)` for one number."""
+
+    def __init__(self, rule, param, learning_rate, momentum):
+        self.rule, self.param = rule, np.float32(param)
+        self.learning_rate, self.momentum = map(np.float32, (learning_rate, momentum))
+        self.trace = np.float32(0)
+        self.skipped = self.consecutive = 0
+
+    def step(self, gradient):
+        finite = bool(np.isfinite(gradient))
+        self.rule.step(finite)
+        if finite:
+            self.trace = np.float32(gradient) + self.momentum * self.trace
+            self.param = self.param - self.learning_rate * self.trace
+        self.skipped += not finite
+        self.consecutive = 0 if finite else self.consecutive + 1
+        return float(self.param)
