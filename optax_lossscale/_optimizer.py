@@ -1,5 +1,6 @@
 """The half of the optimizer that changes its state: step or skip."""
 
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -22,7 +23,12 @@ from optax_lossscale._loss_scale import (
 )
 from optax_lossscale._scaling import LossScaling
 from optax_lossscale._skip import Skip, run_or_skip
-from optax_lossscale._state import LossScaleOptimizerState, find_states
+from optax_lossscale._state import (
+    LossScaleOptimizerState,
+    count_step,
+    find_states,
+    initial_state,
+)
 from optax_lossscale._tree import strongly_typed
 
 
@@ -86,10 +92,8 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
 
       >>> nan = jnp.array(jnp.nan)
       >>> params, opt_state = optimizer.apply_gradients(nan, params, opt_state)
-      >>> print(params, opt_state.last_step_applied)
-      0.25 False
-      >>> print(optimizer.current_loss_scale(opt_state))
-      16384.0
+      >>> print(params, optimizer.current_loss_scale(opt_state))
+      0.25 16384.0
 
     References:
       Micikevicius et al., `Mixed Precision Training
@@ -146,29 +150,28 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
         self._skip = skip
         return self
 
-    def __getnewargs_ex__(self):
-        # For copy and pickle, which would pass the tuple's items otherwise.
-        options = {"axis_name": self._axis_name, "skip": self._skip}
-        return (self._inner_optimizer, self._loss_scale), options
+    def _key(self):
+        return self._inner_optimizer, self._loss_scale, self._axis_name, self._skip
 
     def __eq__(self, other):
-        if not isinstance(other, LossScaleOptimizer):
-            return NotImplemented
-        return self.__getnewargs_ex__() == other.__getnewargs_ex__()
+        return isinstance(other, LossScaleOptimizer) and self._key() == other._key()
 
     def __ne__(self, other):
         return not self == other
 
     def __hash__(self):
-        return hash(
-            (self._inner_optimizer, self._loss_scale, self._axis_name, self._skip)
-        )
+        return hash(self._key())
+
+    def __reduce__(self):
+        # Copies of the tuple's functions would still call the original.
+        options = {"axis_name": self._axis_name, "skip": self._skip}
+        make = functools.partial(type(self), **options)
+        return make, (self._inner_optimizer, self._loss_scale)
 
     def __repr__(self):
-        return (
-            f"{type(self).__name__}({self._inner_optimizer!r}, {self._loss_scale!r}, "
-            f"axis_name={self._axis_name!r}, skip={self._skip!r})"
-        )
+        inner, loss_scale, axis_name, skip = map(repr, self._key())
+        options = f"axis_name={axis_name}, skip={skip}"
+        return f"{type(self).__name__}({inner}, {loss_scale}, {options})"
 
     @property
     def inner_optimizer(self) -> Any:
@@ -195,13 +198,7 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
                 "inner_optimizer holds a LossScaleOptimizer, and scaling twice is a "
                 "bug. Keep the outermost one."
             )
-        return LossScaleOptimizerState(
-            inner_state=inner_state,
-            loss_scale_state=self._loss_scale.init(),
-            last_step_applied=jnp.ones((), bool),
-            skipped_steps=jnp.zeros((), jnp.int32),
-            consecutive_skipped_steps=jnp.zeros((), jnp.int32),
-        )
+        return initial_state(inner_state, self._loss_scale.init())
 
     def update(  # pyright: ignore[reportIncompatibleVariableOverride]
         self,
@@ -334,7 +331,9 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
         updates, inner_state = self._inner.update(
             grads, inner_state, params, **extra_args
         )
-        return optax.apply_updates(params, updates), inner_state
+        # Narrow parameters and float32 updates are meant to meet here.
+        with jax.numpy_dtype_promotion("standard"):
+            return optax.apply_updates(params, updates), inner_state
 
     def _step(self, checked, run, keep, grads, state, params, extra):
         """Advances the loss scale by the `checked` gradients; runs or keeps."""
@@ -351,14 +350,10 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
         result, inner_state = run_or_skip(
             skip, should_apply, run, keep, grads, state.inner_state, params, extra
         )
-        skipped = optax.safe_increment(state.skipped_steps)
-        consecutive = optax.safe_increment(state.consecutive_skipped_steps)
-        return result, LossScaleOptimizerState(
-            inner_state=inner_state,
-            loss_scale_state=loss_scale_state,
-            last_step_applied=should_apply,
-            skipped_steps=jnp.where(should_apply, state.skipped_steps, skipped),
-            consecutive_skipped_steps=jnp.where(should_apply, 0, consecutive),
+        if skip != "never":
+            state = count_step(state, should_apply)
+        return result, state._replace(
+            inner_state=inner_state, loss_scale_state=loss_scale_state
         )
 
 

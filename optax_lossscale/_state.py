@@ -3,6 +3,8 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import optax
 
 from optax_lossscale._tree import cast_like, select, strongly_typed
 
@@ -26,14 +28,41 @@ class LossScaleOptimizerState(NamedTuple):
     consecutive_skipped_steps: jax.Array
 
 
-def find_states(state):
+def initial_state(inner_state: Any, loss_scale_state: Any) -> LossScaleOptimizerState:
+    """Returns the state before the first step."""
+    return LossScaleOptimizerState(
+        inner_state=inner_state,
+        loss_scale_state=loss_scale_state,
+        last_step_applied=jnp.ones((), bool),
+        skipped_steps=jnp.zeros((), jnp.int32),
+        consecutive_skipped_steps=jnp.zeros((), jnp.int32),
+    )
+
+
+def count_step(
+    state: LossScaleOptimizerState, should_apply: jax.Array
+) -> LossScaleOptimizerState:
+    """Records in the state whether a step was applied or skipped."""
+    skipped = optax.safe_increment(state.skipped_steps)
+    consecutive = optax.safe_increment(state.consecutive_skipped_steps)
+    return state._replace(
+        last_step_applied=should_apply,
+        skipped_steps=jnp.where(should_apply, state.skipped_steps, skipped),
+        consecutive_skipped_steps=jnp.where(should_apply, 0, consecutive),
+    )
+
+
+def find_states(state: Any) -> list[LossScaleOptimizerState]:
+    """Returns all the states of loss-scaled optimizers in a tree."""
+
     def found(node):
         return isinstance(node, LossScaleOptimizerState)
 
     return [node for node in jax.tree.leaves(state, is_leaf=found) if found(node)]
 
 
-def find_state(state) -> LossScaleOptimizerState:
+def find_state(state: Any) -> LossScaleOptimizerState:
+    """Returns the one state of a loss-scaled optimizer in a tree."""
     found = find_states(state)
     if len(found) == 1:
         return found[0]
@@ -44,7 +73,7 @@ def find_state(state) -> LossScaleOptimizerState:
     )
 
 
-def unbox(value) -> jax.Array:
+def unbox(value: Any) -> jax.Array:
     """Returns the array in a box, such as a variable of Flax nnx."""
     (array,) = jax.tree.leaves(value)
     return array

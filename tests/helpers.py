@@ -1,5 +1,7 @@
 """What several test modules need."""
 
+import re
+
 import jax
 import numpy as np
 import optax
@@ -45,3 +47,26 @@ def signature(tree):
     avals = [jax.typeof(x) for x in jax.tree.leaves(tree)]
     types = [(a.shape, a.dtype, getattr(a, "weak_type", False)) for a in avals]
     return jax.tree.structure(tree), types
+
+
+def assert_close(actual, desired):
+    """Asserts that two trees agree up to the compiler's choice of fusions."""
+    assert signature(actual) == signature(desired)
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(desired), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5)
+
+
+def count_branches(text):
+    """Counts the branches in a StableHLO text that return arrays.
+
+    `lax.platform_dependent` leaves a case of one branch behind, and one that
+    computes a constant index: neither is a branch at run time.
+    """
+    count = 0
+    for start in re.finditer(r'^( *)%.*"stablehlo\.(?:case|if)"', text, re.MULTILINE):
+        body = text[start.start() :]
+        body = body[: body.index(f"\n{start[1]}}}) :")]
+        result = text[start.start() + len(body) :].splitlines()[1]
+        regions = body.count(f"\n{start[1]}}}, {{") + 1
+        count += regions > 1 and "x" in result.split("->")[1]
+    return count

@@ -19,7 +19,10 @@ class Dynamic:
     ):
         f32 = np.float32
         self.growth_interval = growth_interval
-        self.growth_factor, self.backoff_factor = f32(growth_factor), f32(backoff_factor)
+        self.growth_factor, self.backoff_factor = (
+            f32(growth_factor),
+            f32(backoff_factor),
+        )
         self.min_scale, self.max_scale = f32(min_scale), f32(max_scale)
         self.hysteresis = hysteresis
         self.consecutive_hysteresis = consecutive_hysteresis

@@ -1,0 +1,144 @@
+"""The documentation and the layout keep what they promise."""
+
+import ast
+import doctest
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import optax_lossscale
+
+PACKAGE = Path(optax_lossscale.__file__).parent
+PUBLIC = {
+    name: getattr(optax_lossscale, name)
+    for name in dir(optax_lossscale)
+    if not name.startswith("_") and not inspect.ismodule(getattr(optax_lossscale, name))
+}
+# A file imports only from those before it.
+LAYERS = ["_tree", "_check", "_loss_scale", "_skip", "_state", "_scaling", "_optimizer"]
+
+
+def functions_and_methods():
+    for name, public in PUBLIC.items():
+        if inspect.isfunction(public):
+            yield name, public
+        for attribute, method in vars(public).items():
+            method = getattr(method, "__func__", method)
+            own = inspect.isfunction(method) and method.__module__.startswith(
+                "optax_lossscale"
+            )
+            if own and not attribute.startswith("_"):
+                yield f"{name}.{attribute}", method
+    for attribute, method in vars(optax_lossscale.LossScaleOptimizer.__base__).items():
+        if inspect.isfunction(method) and not attribute.startswith("_"):
+            yield f"LossScaleOptimizer.{attribute}", method
+
+
+CALLABLES = dict(functions_and_methods())
+
+
+def test_public_names():
+    assert set(PUBLIC) == {
+        "DynamicLossScale",
+        "FixedLossScale",
+        "FixedLossScaleState",
+        "LossScale",
+        "LossScaleOptimizer",
+        "LossScaleOptimizerState",
+        "LossScaleState",
+        "all_finite",
+        "get_loss_scale",
+        "select_applied",
+    }
+
+
+@pytest.mark.parametrize("name", CALLABLES)
+def test_every_argument_result_and_error_is_documented(name):
+    function = CALLABLES[name]
+    text = inspect.getdoc(function) or ""
+    if "see the base class" in text:
+        return
+    parameters = [p for p in inspect.signature(function).parameters if p != "self"]
+    if parameters and parameters != ["cls"]:
+        described = text.split("Args:")[1]
+        for parameter in parameters:
+            if parameter != "cls":
+                assert f"{parameter}: " in described
+    assert "Returns:" in text
+    source = inspect.getsource(function)
+    if " raise " in source:
+        assert "Raises:" in text
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_class_documents_its_fields(name):
+    public = PUBLIC[name]
+    if not inspect.isclass(public):
+        pytest.skip("a function")
+    text = inspect.getdoc(public) or ""
+    if issubclass(public, tuple) and not hasattr(public, "inner_optimizer"):
+        for field in public._fields:
+            assert f"{field}: " in text.split("Attributes:")[1]
+    elif name != "LossScale":
+        for parameter in inspect.signature(public).parameters:
+            assert f"{parameter}: " in text.split("Args:")[1]
+        assert "Raises:" in text
+
+
+def documented():
+    for name, public in {**PUBLIC, **CALLABLES}.items():
+        if ">>>" in (inspect.getdoc(public) or ""):
+            yield name, public
+
+
+@pytest.mark.parametrize(("name", "public"), list(documented()))
+def test_examples_run_on_their_own(name, public):
+    # In an empty namespace: what a reader pastes has to import what it uses.
+    text = inspect.getdoc(public)
+    example = doctest.DocTestParser().get_doctest(text, {}, name, None, None)
+    runner = doctest.DocTestRunner()
+    with jax.numpy_dtype_promotion("standard"):
+        runner.run(example)
+    assert runner.summarize(verbose=False).failed == 0
+
+
+def test_every_public_name_has_an_example():
+    states = {name for name in PUBLIC if name.endswith("State")}
+    assert set(PUBLIC) - states <= dict(documented()).keys()
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_imports_go_in_one_direction(layer):
+    tree = ast.parse((PACKAGE / f"{layer}.py").read_text())
+    imported = {
+        node.module.split(".")[1]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").startswith("optax_lossscale.")
+    }
+    assert imported <= set(LAYERS[: LAYERS.index(layer)])
+
+
+def test_every_file_has_its_layer_and_is_short():
+    files = {path.stem: path for path in PACKAGE.glob("*.py")}
+    assert files.keys() - {"__init__", "__main__", "_demo"} == set(LAYERS)
+    for path in files.values():
+        assert len(path.read_text().splitlines()) <= 400, path.name
+
+
+def test_needs_jax_and_optax_alone():
+    code = """
+import sys
+import optax
+before = set(sys.modules)
+import optax_lossscale
+print(sorted({name.split('.')[0] for name in set(sys.modules) - before}))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "['optax_lossscale']"

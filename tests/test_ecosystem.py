@@ -1,0 +1,309 @@
+"""At home in Optax, Flax and Equinox: every position, every state."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from flax.training.train_state import TrainState
+from helpers import assert_same_bits, relaxed, signature
+
+from optax_lossscale import FixedLossScale, LossScaleOptimizer, select_applied
+
+NAN = float("nan")
+PARAMS = {"a": jnp.array([1.0, 2.0], jnp.float32), "b": jnp.float32(3)}
+GOOD = jax.tree.map(jnp.ones_like, PARAMS)
+BAD = GOOD | {"b": jnp.float32(NAN)}
+
+
+@pytest.fixture(autouse=True)
+def standard_dtype_promotion():
+    """These libraries promote dtypes as JAX does by default."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def scaler(**options):
+    return LossScaleOptimizer(optax.sgd(0.5, momentum=0.9), **options)
+
+
+def injected_by_factory():
+    def make(learning_rate):
+        return LossScaleOptimizer(optax.sgd(learning_rate, momentum=0.9))
+
+    return optax.inject_hyperparams(make)(learning_rate=0.5)
+
+
+POSITIONS = {
+    "alone": scaler,
+    "around a chain": lambda: LossScaleOptimizer(
+        optax.chain(optax.identity(), optax.sgd(0.5, momentum=0.9))
+    ),
+    "inside a chain": lambda: optax.chain(optax.identity(), scaler()),
+    "deep inside": lambda: optax.chain(optax.chain(scaler()), optax.scale(1.0)),
+    "inject_hyperparams of a factory": injected_by_factory,
+    "inject_hyperparams of the class": lambda: optax.inject_hyperparams(
+        LossScaleOptimizer
+    )(optax.sgd(0.5, momentum=0.9)),
+    "inject_hyperparams, loss scale static": lambda: optax.inject_hyperparams(
+        LossScaleOptimizer, static_args=("loss_scale",)
+    )(optax.sgd(0.5, momentum=0.9), loss_scale="dynamic"),
+    "around inject_hyperparams": lambda: LossScaleOptimizer(
+        optax.inject_hyperparams(optax.sgd)(learning_rate=0.5, momentum=0.9)
+    ),
+    "masked": lambda: optax.masked(scaler(), {"a": True, "b": True}),
+    "around masked": lambda: LossScaleOptimizer(
+        optax.masked(optax.sgd(0.5, momentum=0.9), {"a": True, "b": True})
+    ),
+    "partition": lambda: optax.partition({"all": scaler()}, {"a": "all", "b": "all"}),
+    "named_chain": lambda: optax.named_chain(("scaler", scaler())),
+}
+
+
+@pytest.mark.parametrize("make", POSITIONS.values(), ids=POSITIONS)
+def test_every_position(make):
+    tx, plain = make(), optax.sgd(0.5, momentum=0.9)
+    update = jax.jit(tx.update)
+    params, state = PARAMS, tx.init(PARAMS)
+    expected, plain_state = PARAMS, plain.init(PARAMS)
+    for grads in (GOOD, BAD, GOOD):
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        if grads is GOOD:
+            updates, plain_state = plain.update(grads, plain_state, expected)
+            expected = optax.apply_updates(expected, updates)
+    assert_same_bits(params, expected)
+    # Read through whatever is around it, by any optimizer and by Optax.
+    reader = LossScaleOptimizer(optax.identity())
+    assert reader.current_loss_scale(state) == 2**14
+    assert reader.dynamic_counter(state) == 1
+    assert reader.get_scaled_loss(1.0, state) == 2**14
+    assert optax.tree.get(state, "loss_scale") == 2**14
+    assert optax.tree.get(state, "skipped_steps") == 1
+    kept = select_applied(state, jnp.ones(2), jnp.zeros(2))
+    assert kept.tolist() == [1, 1]
+    state = optax.tree.set(state, loss_scale=jnp.float32(4))
+    assert reader.current_loss_scale(state) == 4
+    _, grads = reader.value_and_grad(lambda x: x * x, state)(jnp.float32(3))
+    assert grads == 6
+    assert update._cache_size() == 1
+
+
+def test_masked_parts_of_a_tree():
+    tx = optax.masked(scaler(), {"a": True, "b": False})
+    updates, state = tx.update(BAD, tx.init(PARAMS), PARAMS)
+    assert updates["a"].tolist() == [-0.5, -0.5]
+    assert optax.tree.get(state, "skipped_steps") == 0
+
+
+def test_several_scalers_in_a_partition_are_told_apart():
+    tx = optax.partition({"x": scaler(), "y": scaler()}, {"a": "x", "b": "y"})
+    state = tx.init(PARAMS)
+    updates, state = tx.update(BAD, state, PARAMS)
+    assert updates["a"].tolist() == [-0.5, -0.5]
+    assert updates["b"] == 0
+    with pytest.raises(ValueError, match=r"exactly one .* got 2"):
+        scaler().current_loss_scale(state)
+    assert scaler().current_loss_scale(state.inner_states["y"]) == 2**14
+
+
+def test_hyperparameters_are_read_and_set_through_the_wrapper():
+    inner = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+    optimizer = LossScaleOptimizer(inner)
+    state = optimizer.init(PARAMS)
+    assert optax.tree.get(state, "learning_rate") == 0.5
+    state = optax.tree.set(state, learning_rate=jnp.float32(0.25))
+    updates, after = jax.jit(optimizer.update)(GOOD, state, PARAMS)
+    assert updates["b"] == -0.25
+    assert signature(after) == signature(state)
+
+
+def test_map_params_sees_the_parameters_in_the_state():
+    optimizer = LossScaleOptimizer(optax.adam(0.1))
+    state = optax.tree.map_params(optimizer, lambda x: x + 1, optimizer.init(PARAMS))
+    assert state.inner_state[0].mu["b"] == 1
+    assert optimizer.current_loss_scale(state) == 2**15
+
+
+def test_multi_steps_inside():
+    optimizer = LossScaleOptimizer(optax.MultiSteps(optax.sgd(0.5), 2))
+    step = jax.jit(optimizer.apply_gradients)
+    params, state = PARAMS, optimizer.init(PARAMS)
+    seen = []
+    for grads in (GOOD, BAD, GOOD, GOOD, GOOD):
+        params, state = step(grads, params, state)
+        seen.append(float(params["b"]))
+    assert seen == [3, 3, 2.5, 2.5, 2]
+    assert state.skipped_steps == 1
+
+
+def test_clipping_belongs_inside():
+    grads = {"a": jnp.ones(2), "b": jnp.float32(np.inf)}
+    inside = LossScaleOptimizer(optax.chain(optax.clip(1.0), optax.sgd(0.5)))
+    updates, _ = inside.update(grads, inside.init(PARAMS), PARAMS)
+    assert updates["b"] == 0
+    # Before the check, it hides the inf: the documentation warns of this order.
+    outside = optax.chain(optax.clip(1.0), scaler())
+    updates, _ = outside.update(grads, outside.init(PARAMS), PARAMS)
+    assert updates["b"] == -0.5
+
+
+class MLP(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        x = linen.tanh(linen.Dense(8, dtype=jnp.float16)(x))
+        return linen.Dense(1, dtype=jnp.float16)(x).astype(jnp.float32)
+
+
+def test_linen_train_state():
+    optimizer = LossScaleOptimizer(optax.adam(0.03))
+    model, x = MLP(), jnp.linspace(-1, 1, 16)[:, None]
+    state = TrainState.create(
+        apply_fn=model.apply, params=model.init(jax.random.key(0), x), tx=optimizer
+    )
+
+    traces = []
+
+    @jax.jit
+    def train_step(state, x, y):
+        traces.append(1)
+
+        def loss_fn(params):
+            # As small as an auxiliary loss: without scaling its gradients vanish.
+            return 1e-6 * jnp.mean((state.apply_fn(params, x) - y) ** 2)
+
+        loss, grads = optimizer.value_and_grad(loss_fn, state.opt_state)(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    first = None
+    for step in range(60):
+        y = x**2 * (NAN if step == 10 else 1)
+        before, (state, loss) = state, train_step(state, x, y)
+        if step == 10:
+            assert_same_bits(state.params, before.params)
+        first = loss if first is None else first
+    assert loss < first / 5
+    assert optimizer.current_loss_scale(state.opt_state) == 2**14
+    assert state.opt_state.skipped_steps == 1
+    assert len(traces) == 1
+
+
+def test_nnx_optimizer():
+    optimizer = LossScaleOptimizer(optax.adam(0.03))
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(1, 8, dtype=jnp.float16, rngs=rngs)
+            self.last = nnx.Linear(8, 1, dtype=jnp.float16, rngs=rngs)
+
+        def __call__(self, x):
+            return self.last(jnp.tanh(self.first(x))).astype(jnp.float32)
+
+    model = Model(nnx.Rngs(0))
+    trainer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+    x = jnp.linspace(-1, 1, 16)[:, None]
+
+    @nnx.jit
+    def train_step(model, trainer, y):
+        def loss_fn(model):
+            return 1e-6 * jnp.mean((model(x) - y) ** 2)
+
+        loss, grads = optimizer.value_and_grad(
+            loss_fn, trainer.opt_state, transform=nnx.value_and_grad
+        )(model)
+        trainer.update(model, grads)
+        return loss
+
+    losses = [
+        train_step(model, trainer, x**2 * (NAN if step == 10 else 1))
+        for step in range(60)
+    ]
+    assert losses[-1] < losses[0] / 5
+    assert optimizer.current_loss_scale(trainer.opt_state) == 2**14
+    assert optimizer.dynamic_counter(trainer.opt_state) == 49
+    assert optimizer.get_scaled_loss(1.0, trainer.opt_state) == 2**14
+    assert select_applied(trainer.opt_state, 1.0, 2.0) == 1
+    assert optax.tree.get(trainer.opt_state, "skipped_steps")[...] == 1
+
+
+def test_nnx_split_and_merge():
+    optimizer = scaler()
+    model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+    trainer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+    merged = nnx.merge(*nnx.split(trainer))
+    assert merged.tx == optimizer
+    assert optimizer.current_loss_scale(merged.opt_state) == 2**15
+
+
+def test_equinox_passes_the_optimizer_through_filter_jit():
+    optimizer = LossScaleOptimizer(optax.adam(0.03))
+    model = eqx.nn.MLP(1, "scalar", 8, 1, key=jax.random.key(0))
+    state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    x = jnp.linspace(-1, 1, 16)[:, None]
+    traces = []
+
+    @eqx.filter_jit
+    def train_step(model, state, y, optimizer):
+        traces.append(1)
+
+        def loss_fn(model, x):
+            return 1e-6 * jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+        loss, grads = optimizer.value_and_grad(
+            loss_fn, state, transform=eqx.filter_value_and_grad
+        )(model, x)
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, state = optimizer.update(grads, state, params)
+        return eqx.apply_updates(model, updates), state, loss
+
+    losses = []
+    for step in range(60):
+        y = x[:, 0] ** 2 * (NAN if step == 10 else 1)
+        model, state, loss = train_step(model, state, y, optimizer)
+        losses.append(loss)
+    assert losses[-1] < losses[0] / 5
+    assert state.skipped_steps == 1
+    assert len(traces) == 1
+
+
+def test_batch_statistics_of_a_skipped_step_are_not_kept():
+    optimizer = LossScaleOptimizer(optax.sgd(0.1))
+    model, x = linen.BatchNorm(use_running_average=False), jnp.ones((4, 2))
+    variables = model.init(jax.random.key(0), x)
+
+    @jax.jit
+    def train_step(variables, state, x):
+        def loss_fn(params):
+            y, new = model.apply(
+                {"params": params, "batch_stats": variables["batch_stats"]},
+                x,
+                mutable="batch_stats",
+            )
+            return jnp.mean(y**2), new["batch_stats"]
+
+        params, state, (_, stats) = optimizer.minimize(
+            loss_fn, variables["params"], state, has_aux=True
+        )
+        stats = select_applied(state, stats, variables["batch_stats"])
+        return {"params": params, "batch_stats": stats}, state
+
+    after, state = train_step(variables, optimizer.init(variables["params"]), x * NAN)
+    assert_same_bits(after, variables)
+    after, state = train_step(after, state, x)
+    assert (after["batch_stats"]["mean"] != 0).all()
+
+
+def test_differentiates_through_an_update():
+    # Meta-learning: the gradient of what a step achieves.
+    optimizer = LossScaleOptimizer(relaxed(optax.sgd(0.1)), FixedLossScale(8, True))
+
+    def after_one_step(x):
+        grads = 2 * x
+        updates, _ = optimizer.update(grads, optimizer.init(x), x)
+        return optax.apply_updates(x, updates) ** 2
+
+    for wrap in (lambda f: f, jax.jit):
+        gradient = wrap(jax.grad(after_one_step))(jnp.float32(1))
+        np.testing.assert_allclose(gradient, 2 * 0.8**2, rtol=1e-6)

@@ -1,0 +1,245 @@
+"""Scaling losses, unscaling gradients, and the values in between."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_same_bits
+from jax.dtypes import float0
+
+from optax_lossscale import DynamicLossScale, LossScaleOptimizer
+
+X64 = jax.config.jax_enable_x64
+optimizer = LossScaleOptimizer(optax.sgd(0.25))
+state = optimizer.init(jnp.float32(1))
+
+
+def with_scale(scale):
+    return optax.tree.set(state, loss_scale=jnp.float32(scale))
+
+
+class TestGetScaledLoss:
+    def test_arrays_numbers_and_callables(self):
+        assert optimizer.get_scaled_loss(jnp.float32(0.25), state) == 8192
+        assert optimizer.get_scaled_loss(0.25, state) == 8192
+        assert optimizer.get_scaled_loss(2, state) == 65536
+        scaled = optimizer.get_scaled_loss(lambda x, *, y: x + y, state)
+        assert scaled(jnp.float32(1), y=jnp.float32(2)) == 3 * 2**15
+
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+    def test_half_precision_is_scaled_in_float32(self, dtype):
+        scaled = optimizer.get_scaled_loss(jnp.asarray(30000, dtype), state)
+        assert scaled.dtype == jnp.float32
+        assert scaled == float(jnp.asarray(30000, dtype)) * 2**15
+
+    def test_wider_dtypes_are_kept(self):
+        for dtype in ("float32", "complex64", *(["float64", "complex128"] * X64)):
+            loss = jnp.asarray(1.1, dtype)
+            scaled = optimizer.get_scaled_loss(loss, state)
+            assert scaled.dtype == loss.dtype
+            assert scaled == loss * np.asarray(2**15, dtype)
+
+
+class TestGetUnscaledGradients:
+    def test_documented_case(self):
+        two = LossScaleOptimizer(optax.sgd(1.0), 2)
+        grads = [jnp.float32(4), None, jnp.float32(-8)]
+        unscaled = two.get_unscaled_gradients(grads, two.init(None))
+        assert unscaled == [2, None, -4]
+
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+    def test_half_precision_comes_back_as_float32(self, dtype):
+        grad = optimizer.get_unscaled_gradients(jnp.asarray(2.0**-14, dtype), state)
+        assert grad.dtype == jnp.float32
+        assert grad == 2.0**-29
+
+    def test_what_is_no_gradient_is_untouched(self):
+        grads = {
+            "none": None,
+            "int": jnp.arange(3),
+            "float0": np.zeros(3, float0),
+            "bool": jnp.array(True),
+            "key": jax.random.key(0),
+            "function": jnp.tanh,
+        }
+        unscaled = optimizer.get_unscaled_gradients(grads, state)
+        assert all(unscaled[name] is grads[name] for name in grads)
+
+    def test_complex_gradients_keep_both_parts(self):
+        grad = optimizer.get_unscaled_gradients(
+            jnp.complex64(2**15 + 2**16 * 1j), state
+        )
+        assert grad == 1 + 2j
+        assert grad.dtype == jnp.complex64
+
+    @pytest.mark.skipif(not X64, reason="needs JAX_ENABLE_X64=1")
+    def test_float64_gradients_keep_their_precision(self):
+        grad = jnp.float64(1 / 3)
+        unscaled = optimizer.get_unscaled_gradients(grad, state)
+        assert unscaled == np.float64(1 / 3) / 2**15
+        # A scale that is no power of two, too: its reciprocal is a float64.
+        unscaled = optimizer.get_unscaled_gradients(grad, with_scale(1000))
+        np.testing.assert_allclose(unscaled, np.float64(1 / 3) / 1000, rtol=1e-15)
+
+
+class TestValueAndGrad:
+    params = {"w": jnp.array([0.3, -1.7], jnp.float32), "b": jnp.float32(0.1)}
+
+    @staticmethod
+    def loss(params, x, *, power=2):
+        return jnp.sum((params["w"] * x + params["b"]) ** power)
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+    def test_is_that_of_jax_to_the_bit(self, wrap):
+        ours = wrap(optimizer.value_and_grad(self.loss, state))
+        plain = wrap(jax.value_and_grad(self.loss))
+        x = jnp.float32(1.25)
+        assert_same_bits(ours(self.params, x), plain(self.params, x))
+
+    def test_keyword_arguments(self):
+        cubic = optimizer.value_and_grad(self.loss, state)(
+            self.params, jnp.float32(1.25), power=3
+        )
+        plain = jax.value_and_grad(self.loss)(self.params, jnp.float32(1.25), power=3)
+        assert_same_bits(cubic, plain)
+
+    def test_argnums(self):
+        def loss(a, b, c):
+            return a * b * c
+
+        for argnums in (1, (0, 2)):
+            ours = optimizer.value_and_grad(loss, state, argnums=argnums)
+            plain = jax.value_and_grad(loss, argnums=argnums)
+            args = tuple(map(jnp.float32, (2, 3, 5)))
+            assert_same_bits(ours(*args), plain(*args))
+
+    def test_aux(self):
+        def loss(x):
+            return x**2, {"x": x, "text": None}
+
+        (value, aux), grad = optimizer.value_and_grad(loss, state, has_aux=True)(
+            jnp.float32(3)
+        )
+        assert (value, aux, grad) == (9, {"x": 3, "text": None}, 6)
+
+    def test_value_is_the_loss_itself_when_the_scaled_loss_overflows(self):
+        huge = jnp.float32(3e38)
+        value, grad = optimizer.value_and_grad(lambda x: x * huge, state)(
+            jnp.float32(1)
+        )
+        assert value == huge
+        assert jnp.isinf(grad)
+        # ... and when scaling and unscaling would have lost its last bits.
+        value, _ = optimizer.value_and_grad(lambda x: x, with_scale(1000))(
+            jnp.float32(1 / 3)
+        )
+        assert value == np.float32(1 / 3)
+
+    def test_value_keeps_its_dtype(self):
+        value, grad = optimizer.value_and_grad(lambda x: x, state)(jnp.float16(3))
+        assert (value.dtype, grad.dtype) == (jnp.float16, jnp.float32)
+
+    def test_rescues_gradients_that_underflow(self):
+        def loss(x):
+            return (x * jnp.float16(1e-4)) * jnp.float16(1e-4)
+
+        assert jax.grad(loss)(jnp.float16(1)) == 0
+        _, grad = optimizer.value_and_grad(loss, state)(jnp.float16(1))
+        np.testing.assert_allclose(grad, 1e-8, rtol=1e-3)
+
+    def test_float16_loss_overflows_from_2_to_the_16_on(self):
+        # Its cotangent is the scale in float16: documented, and skipped.
+        grad = optimizer.value_and_grad(lambda x: x, state)(jnp.float16(3))[1]
+        assert grad == 1
+        grad = optimizer.value_and_grad(lambda x: x, with_scale(2**16))(jnp.float16(3))[
+            1
+        ]
+        assert jnp.isinf(grad)
+
+    @pytest.mark.parametrize(
+        "fun", [lambda x: 3, lambda x: (x, x), lambda x: None, lambda x: jnp.int32(x)]
+    )
+    def test_refuses_what_is_no_loss(self, fun):
+        with pytest.raises(TypeError, match="floating-point scalar"):
+            optimizer.value_and_grad(fun, state)(jnp.float32(1))
+
+    def test_refuses_a_vector(self):
+        with pytest.raises(TypeError, match="scalar"):
+            optimizer.value_and_grad(lambda x: x, state)(jnp.ones(3))
+
+    def test_integer_arguments(self):
+        transform = functools.partial(jax.value_and_grad, allow_int=True)
+        loss = lambda p: p["w"] * p["n"].astype(jnp.float32)  # noqa: E731
+        params = {"w": jnp.float32(2), "n": jnp.int32(3)}
+        _, grads = optimizer.value_and_grad(loss, state, transform=transform)(params)
+        assert grads["w"] == 3
+        assert grads["n"].dtype == float0
+
+    def test_equinox(self):
+        module = eqx.nn.MLP(2, "scalar", 4, 2, key=jax.random.key(0))
+        loss = lambda module, x: module(x) ** 2  # noqa: E731
+        x = jnp.array([1.0, 2.0], jnp.float32)
+        transform = eqx.filter_value_and_grad
+        value, grads = optimizer.value_and_grad(loss, state, transform=transform)(
+            module, x
+        )
+        plain = transform(loss)(module, x)
+        assert_same_bits((value, eqx.filter(grads, eqx.is_array)), plain)
+        assert grads.activation is None
+
+    @pytest.mark.skipif(not X64, reason="needs JAX_ENABLE_X64=1")
+    def test_float64(self):
+        loss = lambda x: x**3  # noqa: E731
+        ours = optimizer.value_and_grad(loss, state)(jnp.float64(1 / 3))
+        assert_same_bits(ours, jax.value_and_grad(loss)(jnp.float64(1 / 3)))
+
+    def test_complex_parameters(self):
+        loss = lambda z: jnp.abs(z) ** 2  # noqa: E731
+        ours = optimizer.value_and_grad(loss, state)(jnp.complex64(1 + 2j))
+        plain = jax.value_and_grad(loss)(jnp.complex64(1 + 2j))
+        assert_same_bits(ours, plain)
+
+
+class TestReading:
+    def test_properties(self):
+        dynamic = LossScaleOptimizer(optax.sgd(1.0), initial_scale=8)
+        assert dynamic.dynamic
+        assert dynamic.initial_scale == 8
+        assert dynamic.dynamic_growth_steps == 2000
+        assert dynamic.loss_scale == DynamicLossScale(8.0)
+        fixed = LossScaleOptimizer(optax.sgd(1.0), 4)
+        assert not fixed.dynamic
+        assert fixed.initial_scale == 4
+        assert fixed.dynamic_growth_steps is None
+        assert fixed.dynamic_counter(fixed.init(None)) is None
+        assert fixed.current_loss_scale(fixed.init(None)) == 4
+
+    def test_counter(self):
+        now = state
+        for expected in (1, 2):
+            _, now = optimizer.update(jnp.float32(1), now)
+            assert optimizer.dynamic_counter(now) == expected
+        _, now = optimizer.update(jnp.float32(jnp.nan), now)
+        assert optimizer.dynamic_counter(now) == 0
+        assert optimizer.current_loss_scale(now) == 2**14
+
+    @pytest.mark.parametrize("name", ["dynamic", "loss_scale", "inner_optimizer"])
+    def test_attributes_are_read_only(self, name):
+        with pytest.raises(AttributeError):
+            setattr(optimizer, name, None)
+
+    def test_none_or_several_states_are_refused(self):
+        for bad, count in (((), 0), ({"a": state, "b": state}, 2)):
+            for read in (
+                optimizer.current_loss_scale,
+                optimizer.dynamic_counter,
+                lambda s: optimizer.get_scaled_loss(1.0, s),
+                lambda s: optimizer.get_unscaled_gradients(1.0, s),
+                lambda s: optimizer.value_and_grad(abs, s),
+            ):
+                with pytest.raises(ValueError, match=f"exactly one .* got {count}"):
+                    read(bad)

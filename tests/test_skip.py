@@ -1,0 +1,187 @@
+"""Skipped steps: what they change, and what is compiled for them."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from helpers import assert_close, assert_same_bits, count_branches, relaxed
+
+from optax_lossscale import DynamicLossScale, FixedLossScale, LossScaleOptimizer
+
+SKIPS = ["auto", "where", "cond"]
+WRAPS = {"eager": lambda f: f, "jit": jax.jit}
+INF, NAN = float("inf"), float("nan")
+
+
+class TestSkip:
+    params = {"w": jnp.array([[0.5, -0.0]] * 2, jnp.float32), "b": jnp.float32(-3)}
+    good = jax.tree.map(jnp.ones_like, params)
+    inner = relaxed(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)))
+
+    @pytest.mark.parametrize("skip", SKIPS)
+    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+    @pytest.mark.parametrize("bad", [INF, -INF, NAN])
+    def test_changes_nothing_but_scale_and_counters(self, bad, wrap, skip):
+        optimizer = LossScaleOptimizer(self.inner, skip=skip)
+        update = wrap(optimizer.update)
+        _, before = update(self.good, optimizer.init(self.params), self.params)
+        grads = self.good | {"b": jnp.float32(bad)}
+        updates, after = update(grads, before, self.params)
+        assert_same_bits(after.inner_state, before.inner_state)
+        assert_same_bits(optax.apply_updates(self.params, updates), self.params)
+        assert all((u == 0).all() for u in jax.tree.leaves(updates))
+        params, applied = wrap(optimizer.apply_gradients)(grads, self.params, before)
+        assert_same_bits(params, self.params)
+        assert_same_bits(applied, after)
+        assert optimizer.current_loss_scale(after) == 2**14
+        assert after[2:] == (False, 1, 1)
+
+    def test_all_ways_give_the_same_bits_outside_jit(self):
+        self.compare(lambda f: f, assert_same_bits)
+
+    def test_all_ways_agree_under_jit(self):
+        # Not to the bit: the compiler fuses each of the programs differently.
+        self.compare(jax.jit, assert_close)
+
+    def compare(self, wrap, check):
+        ends = []
+        for skip in SKIPS:
+            optimizer = LossScaleOptimizer(self.inner, skip=skip)
+            step = wrap(optimizer.apply_gradients)
+            params, state = self.params, optimizer.init(self.params)
+            for gradient in (1.0, NAN, 0.3, -2.0, INF, 0.7):
+                grads = jax.tree.map(lambda x, g=gradient: x * g, self.good)
+                params, state = step(grads, params, state)
+            ends.append((params, state))
+        check(ends[1], ends[0])
+        check(ends[2], ends[0])
+
+    def test_counters_saturate(self):
+        optimizer = LossScaleOptimizer(optax.sgd(1.0))
+        top = jnp.int32(2**31 - 1)
+        state = optimizer.init(jnp.float32(1))._replace(
+            skipped_steps=top, consecutive_skipped_steps=top
+        )
+        _, state = optimizer.update(jnp.float32(NAN), state)
+        assert (state.skipped_steps, state.consecutive_skipped_steps) == (top, top)
+        _, state = optimizer.update(jnp.float32(1), state)
+        assert (state.skipped_steps, state.consecutive_skipped_steps) == (top, 0)
+
+    def test_fixed_scale_applies_what_it_gets(self):
+        optimizer = LossScaleOptimizer(optax.sgd(1.0), 8)
+        param, state = optimizer.apply_gradients(
+            jnp.float32(NAN), jnp.float32(1), optimizer.init(jnp.float32(1))
+        )
+        assert jnp.isnan(param)
+        assert state[2:] == (True, 0, 0)
+
+    def test_fixed_scale_skips_when_asked(self):
+        optimizer = LossScaleOptimizer(optax.sgd(1.0), FixedLossScale(8, True))
+        param, state = optimizer.apply_gradients(
+            jnp.float32(NAN), jnp.float32(1), optimizer.init(jnp.float32(1))
+        )
+        assert param == 1
+        assert state[2:] == (False, 1, 1)
+
+    def test_a_storm_of_nans(self):
+        optimizer = LossScaleOptimizer(self.inner, DynamicLossScale(min_scale=0.5))
+        nans = jax.tree.map(lambda x: x * NAN, self.good)
+
+        @jax.jit
+        def storm(params, state):
+            def body(carry, _):
+                return optimizer.apply_gradients(nans, *carry), None
+
+            return jax.lax.scan(body, (params, state), length=200)[0]
+
+        start = optimizer.init(self.params)
+        params, state = storm(self.params, start)
+        assert_same_bits(params, self.params)
+        assert_same_bits(state.inner_state, start.inner_state)
+        assert optimizer.current_loss_scale(state) == 0.5
+        assert state[2:] == (False, 200, 200)
+
+    def test_a_nan_loss_is_returned_and_skipped(self):
+        optimizer = LossScaleOptimizer(optax.sgd(1.0))
+        param = jnp.float32(1)
+        param, state, loss = optimizer.minimize(
+            lambda x: x * jnp.float32(NAN), param, optimizer.init(param)
+        )
+        assert jnp.isnan(loss)
+        assert param == 1
+        assert not state.last_step_applied
+
+    def test_random_keys_in_an_inner_state_survive(self):
+        noise = relaxed(optax.add_noise(0.1, 0.5, jax.random.key(7)))
+        for skip in SKIPS:
+            optimizer = LossScaleOptimizer(noise, skip=skip)
+            state = optimizer.init(jnp.ones(2, jnp.float32))
+            update = jax.jit(optimizer.update)
+            _, skipped = update(jnp.array([1, INF], jnp.float32), state)
+            assert_same_bits(skipped.inner_state, state.inner_state)
+            _, applied = update(jnp.ones(2, jnp.float32), skipped)
+            assert applied.inner_state.rng_key != skipped.inner_state.rng_key
+
+    def test_schedules_do_not_advance(self):
+        rates = optax.piecewise_constant_schedule(1.0, {1: 0.5, 2: 0.5})
+        optimizer = LossScaleOptimizer(relaxed(optax.sgd(rates)))
+        state = optimizer.init(jnp.float32(1))
+        seen = []
+        for gradient in (1, NAN, 1, INF, NAN, 1):
+            updates, state = optimizer.update(jnp.float32(gradient), state)
+            seen.append(float(updates))
+        assert seen == [-1, 0, -0.5, 0, 0, -0.25]
+
+
+class TestCompiledPrograms:
+    params = jnp.ones((8, 8), jnp.float32)
+
+    def lowered(self, optimizer, platform):
+        step = jax.jit(lambda p, s: optimizer.minimize(lambda p: jnp.sum(p**2), p, s))
+        shapes = (self.params, optimizer.init(self.params))
+        return jax.export.export(step, platforms=[platform])(*shapes).mlir_module()
+
+    @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+    @pytest.mark.parametrize("skip", SKIPS)
+    def test_auto_branches_on_cpu_and_selects_elsewhere(self, skip, platform):
+        optimizer = LossScaleOptimizer(optax.sgd(1.0), skip=skip)
+        text = self.lowered(optimizer, platform)
+        branches = skip == "cond" or (skip, platform) == ("auto", "cpu")
+        assert count_branches(text) == branches
+        selects = re.search(r"_where\S*\(.*tensor<i1>, tensor<8x8xf32>", text)
+        assert bool(selects) != branches
+
+    def test_fixed_scale_compiles_no_check(self):
+        text = self.lowered(LossScaleOptimizer(optax.sgd(1.0), 8), "cpu")
+        for operation in ("is_finite", "select", "case", "maximum"):
+            assert f"stablehlo.{operation}" not in text
+        text = self.lowered(
+            LossScaleOptimizer(optax.sgd(1.0), FixedLossScale(8, True)), "cpu"
+        )
+        assert "stablehlo.is_finite" in text
+
+    @pytest.mark.parametrize("skip", ["auto", "cond"])
+    def test_minimize_does_not_store_unscaled_gradients(self, skip):
+        optimizer = LossScaleOptimizer(optax.sgd(1.0), skip=skip)
+        params = jnp.ones((256, 256), jnp.float32)
+
+        def loss(params, x):
+            return jnp.sum(jnp.sin(x @ params))
+
+        def step(params, state, x):
+            return optimizer.minimize(loss, params, state, x)
+
+        def plain(params, state, x):
+            value, grads = jax.value_and_grad(loss)(params, x)
+            return params - grads, state, value
+
+        shapes = (params, optimizer.init(params), jnp.ones((4, 256), jnp.float32))
+        ours, theirs = (
+            jax.jit(f, donate_argnums=0).lower(*shapes).compile().memory_analysis()
+            for f in (step, plain)
+        )
+        size = params.nbytes
+        assert ours.temp_size_in_bytes < 1.5 * size
+        assert theirs.temp_size_in_bytes < 1.5 * size

@@ -1,0 +1,36 @@
+"""Finding the state, and selecting by what it says."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from optax_lossscale import LossScaleOptimizer, select_applied
+
+
+class TestSelectApplied:
+    optimizer = LossScaleOptimizer(optax.sgd(0.1))
+    state = optimizer.init(jnp.float32(1))
+    skipped = state._replace(last_step_applied=jnp.array(False))
+    new = {"mean": jnp.ones(2, jnp.float16), "key": jax.random.key(1), "f": max, "n": 3}
+    old = {"mean": jnp.zeros(2), "key": jax.random.key(0), "f": max, "n": 2}
+
+    @pytest.mark.parametrize("nest", [lambda s: s, lambda s: ({"opt": s}, None)])
+    def test_selects_whole_trees(self, nest):
+        for state, expected in ((self.state, self.new), (self.skipped, self.old)):
+            chosen = select_applied(nest(state), self.new, self.old)
+            assert chosen["mean"].tolist() == expected["mean"].tolist()
+            assert chosen["mean"].dtype == self.old["mean"].dtype
+            assert chosen["key"] == expected["key"]
+            assert chosen["n"] == expected["n"]
+            assert chosen["f"] is max
+
+    def test_under_jit(self):
+        chosen = jax.jit(select_applied)(self.skipped, jnp.ones(2), jnp.zeros(2))
+        assert chosen.tolist() == [0, 0]
+
+    def test_refuses_another_structure_and_no_state(self):
+        with pytest.raises(ValueError, match="exactly one"):
+            select_applied((), 1.0, 2.0)
+        with pytest.raises(ValueError, match="key"):
+            select_applied(self.state, {"a": 1.0}, {"b": 1.0})
