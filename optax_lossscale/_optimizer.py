@@ -5,7 +5,6 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from optax_lossscale._check import (
@@ -29,7 +28,7 @@ from optax_lossscale._state import (
     find_states,
     initial_state,
 )
-from optax_lossscale._tree import strongly_typed
+from optax_lossscale._tree import is_float0, strongly_typed, zero_update
 
 
 class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
@@ -331,6 +330,7 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
         updates, inner_state = self._inner.update(
             grads, inner_state, params, **extra_args
         )
+        updates = jax.tree.map(lambda u: 0 if is_float0(u) else u, updates)
         # Narrow parameters and float32 updates are meant to meet here.
         with jax.numpy_dtype_promotion("standard"):
             return optax.apply_updates(params, updates), inner_state
@@ -369,9 +369,7 @@ def _keep_params(like, grads, inner_state, params, extra):
 
 def _zero_updates(like, grads, inner_state, params, extra):
     del grads, params, extra
-    # Minus zero: x + -0.0 is x for every x, but -0.0 + 0.0 is 0.0.
-    zeros = jax.tree.map(lambda x: -jnp.zeros(x.shape, x.dtype), like[0])
-    return zeros, inner_state
+    return jax.tree.map(zero_update, like[0]), inner_state
 
 
 def _keras_loss_scale(dynamic, initial_scale, dynamic_growth_steps) -> LossScale:

@@ -10,11 +10,15 @@ import numpy as np
 from jax import lax
 
 
+def is_float0(leaf: Any) -> bool:
+    """Whether `leaf` is the gradient of an integer, which holds nothing at all."""
+    return getattr(leaf, "dtype", None) == jax.dtypes.float0
+
+
 def is_array(leaf: Any) -> bool:
-    """Whether `leaf` holds numbers or PRNG keys; float0 holds nothing at all."""
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic) and (
-        leaf.dtype != jax.dtypes.float0
-    )
+    """Whether `leaf` is an array of numbers or PRNG keys."""
+    types = jax.Array | np.ndarray | np.generic
+    return isinstance(leaf, types) and not is_float0(leaf)
 
 
 def is_inexact(leaf: Any) -> bool:
@@ -94,6 +98,15 @@ def all_finite(tree: Any, *, axis_name: Hashable | None = None) -> jax.Array:
     """
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
     return _all_finite(leaves, axis_name)
+
+
+def zero_update(like: Any) -> Any:
+    """Returns the update that changes nothing, of the shape and dtype of `like`."""
+    if is_float0(like):
+        return np.zeros(like.shape, jax.dtypes.float0)
+    zeros = jnp.zeros(like.shape, like.dtype)
+    # Minus zero: x + -0.0 is x for every x, but -0.0 + 0.0 is 0.0.
+    return -zeros if is_inexact(like) else zeros
 
 
 def strongly_typed(tree: Any) -> Any:

@@ -3,11 +3,13 @@
 import ast
 import doctest
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import optax_lossscale
@@ -104,6 +106,30 @@ def test_examples_run_on_their_own(name, public):
     with jax.numpy_dtype_promotion("standard"):
         runner.run(example)
     assert runner.summarize(verbose=False).failed == 0
+
+
+def test_readme_runs():
+    text = (PACKAGE.parent / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 4
+    params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+    x, y = jnp.ones((4, 3)), jnp.ones((4, 2))
+
+    def loss_fn(params, x, y):
+        params, x = jax.tree.map(lambda p: p.astype(jnp.float16), (params, x))
+        return jnp.mean(jnp.square(x @ params["w"] + params["b"] - y), dtype="float32")
+
+    scope = {"params": params, "x": x, "y": y, "loss_fn": loss_fn}
+    losses = []
+    with jax.numpy_dtype_promotion("standard"):
+        for block in blocks:
+            exec(block, scope)
+            losses.append(float(loss_fn(scope["params"], x, y)))
+        state = scope["optimizer"].init(params)
+        nans = jax.tree.map(lambda p: p * jnp.nan, params)
+        _, state = scope["optimizer"].update(nans, state)
+    assert losses[0] > losses[1] > losses[2] == losses[3]
+    assert scope["optimizer"].current_loss_scale(state) == 2**23
 
 
 def test_every_public_name_has_an_example():

@@ -297,6 +297,27 @@ class TestState:
         assert params == empty
         assert state.last_step_applied
 
+    @pytest.mark.parametrize("skip", SKIPS)
+    def test_integer_parameters_and_their_float0_gradients(self, skip):
+        params = {"w": jnp.ones(2, jnp.float32), "n": jnp.arange(2), "none": None}
+        float0 = np.zeros(2, jax.dtypes.float0)
+        optimizer = LossScaleOptimizer(
+            optax.masked(optax.scale(-0.5), {"w": True, "n": False, "none": False}),
+            skip=skip,
+        )
+        for wrap in WRAPS.values():
+            state = optimizer.init(params)
+            for factor, expected in ((1, 0.5), (NAN, 1)):
+                grads = {"w": factor * params["w"], "n": float0, "none": None}
+                updates, _ = wrap(optimizer.update)(grads, state, params)
+                assert updates["w"].tolist() == [expected - 1] * 2
+                assert updates["n"].dtype == jax.dtypes.float0
+                assert updates["none"] is None
+                new, _ = wrap(optimizer.apply_gradients)(grads, params, state)
+                assert new["w"].tolist() == [expected] * 2
+                assert new["n"].tolist() == [0, 1]
+                assert new["n"].dtype == params["n"].dtype
+
     def test_abstract_init(self):
         optimizer = LossScaleOptimizer(relaxed(optax.adam(0.1)))
         shapes = jax.eval_shape(optimizer.init, self.params)
