@@ -108,8 +108,8 @@ def select_applied(state: Any, new: Any, old: Any) -> Any:
       >>> state = optimizer.init(params)
       >>> nans = jnp.full(3, jnp.nan)
       >>> _, state = optimizer.update(nans, state, params)
-      >>> print(select_applied(state, {"mean": nans}, {"mean": jnp.zeros(3)}))
-      {'mean': Array([0., 0., 0.], dtype=float32)}
+      >>> print(select_applied(state, new=nans, old=jnp.zeros(3)))
+      [0. 0. 0.]
     """
     applied = unbox(find_state(state).last_step_applied)
     old = strongly_typed(old)

@@ -68,7 +68,10 @@ def _all_finite(leaves: list[jax.Array], axis_name: Hashable | None) -> jax.Arra
     finite = jnp.all(jnp.stack(flags)) if flags else jnp.ones((), bool)
     if axis_name is None:
         return finite
-    return lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
+    # Adding a zero that varies along the axes: jax.shard_map refuses to reduce over
+    # several of which some are known to agree (as after a sum of gradients).
+    flag = finite.astype(jnp.int32) + 0 * lax.axis_index(axis_name)
+    return lax.pmin(flag, axis_name).astype(bool)
 
 
 def all_finite(tree: Any, *, axis_name: Hashable | None = None) -> jax.Array:
@@ -104,7 +107,7 @@ def zero_update(like: Any) -> Any:
     """Returns the update that changes nothing, of the shape and dtype of `like`."""
     if is_float0(like):
         return np.zeros(like.shape, jax.dtypes.float0)
-    zeros = jnp.zeros(like.shape, like.dtype)
+    zeros = jnp.zeros_like(like)
     # Minus zero: x + -0.0 is x for every x, but -0.0 + 0.0 is 0.0.
     return -zeros if is_inexact(like) else zeros
 

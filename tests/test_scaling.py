@@ -182,7 +182,7 @@ class TestValueAndGrad:
     def test_equinox(self):
         module = eqx.nn.MLP(2, "scalar", 4, 2, key=jax.random.key(0))
         loss = lambda module, x: module(x) ** 2  # noqa: E731
-        x = jnp.array([1.0, 2.0], jnp.float32)
+        x = jnp.array([1.0, 2.0])
         transform = eqx.filter_value_and_grad
         value, grads = optimizer.value_and_grad(loss, state, transform=transform)(
             module, x
