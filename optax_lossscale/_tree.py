@@ -59,18 +59,29 @@ def scale_down(x: Any, scale: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="axis_name")
 def _all_finite(leaves: list[jax.Array], axis_name: Hashable | None) -> jax.Array:
-    flags = []
+    # x - x is 0 or nan, and a sum keeps nan. So does a max, but not across devices:
+    # there it may drop nan. all(isfinite(x)) would write an array of booleans first
+    # where the compiler does not fuse it (CPU). One sum at last is one reduction.
+    total = jnp.zeros((), jnp.float32)
     for x in leaves:
-        parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
-        # max keeps nan, and reads each element once; all(isfinite(x)) would write
-        # an array of booleans first where the compiler does not fuse it (CPU).
-        flags += [jnp.isfinite(jnp.max(jnp.abs(p), initial=0)) for p in parts]
-    finite = jnp.all(jnp.stack(flags)) if flags else jnp.ones((), bool)
+        zero = jnp.sum(x - x)
+        for part in (zero.real, zero.imag) if jnp.iscomplexobj(x) else (zero,):
+            total += part.astype(jnp.float32)
+    finite = jnp.isfinite(total)
     if axis_name is None:
         return finite
     # Adding a zero that varies along the axes: jax.shard_map refuses to reduce over
     # several of which some are known to agree (as after a sum of gradients).
-    flag = finite.astype(jnp.int32) + 0 * lax.axis_index(axis_name)
+    try:
+        index = lax.axis_index(axis_name)
+    except NameError as error:
+        raise NameError(
+            f"{error}. axis_name={axis_name!r} was given to LossScaleOptimizer or "
+            "all_finite, and the call must be inside a jax.pmap, jax.shard_map or "
+            "jax.vmap that binds it. Under jax.jit alone leave axis_name out: there "
+            "the flag is that of the whole arrays."
+        ) from error
+    flag = finite.astype(jnp.int32) + 0 * index
     return lax.pmin(flag, axis_name).astype(bool)
 
 

@@ -1,13 +1,25 @@
-"""Set-up of the tests: strict dtype promotion, reproducible examples."""
+"""Set-up of the tests: eight devices, strict dtypes, reproducible examples."""
+
+import os
+
+# Before JAX is imported: the devices are made when it first runs.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
 
 import hypothesis
 import jax
+import optax
 import pytest
 
 hypothesis.settings.register_profile(
     "tests", deadline=None, derandomize=True, print_blob=True
 )
 hypothesis.settings.load_profile("tests")
+
+
+def pytest_report_header():
+    return f"jax {jax.__version__}, optax {optax.__version__}"
 
 
 @pytest.fixture(autouse=True)

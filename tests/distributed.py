@@ -1,0 +1,183 @@
+"""One training run, fifty steps with overflows, on many devices in every way.
+
+Imported by the tests, and run by them as a script, once for each process of a
+multi-process run.
+"""
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from optax_lossscale import DynamicLossScale, LossScaleOptimizer
+
+STEPS, BATCH = 50, 32
+# Steps at which one example of the batch overflows, and which example.
+OVERFLOWS = {3: 0, 4: 31, 17: 9, 30: 16, 31: 16, 32: 17}
+SCALE = DynamicLossScale(2.0**10, growth_interval=5)
+
+
+def init_params():
+    rng = np.random.default_rng(0)
+    shapes = {"w1": (16, 16), "b1": (16,), "w2": (16, 16)}
+    return {k: rng.normal(size=s).astype(np.float32) / 4 for k, s in shapes.items()}
+
+
+def make_batches():
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(STEPS, BATCH, 16)).astype(np.float32)
+    for step, example in OVERFLOWS.items():
+        x[step, example, 3] = np.inf
+    return x, np.sin(np.where(np.isfinite(x), x, 0))[..., ::-1].copy()
+
+
+def loss_fn(params, x, y):
+    hidden = jnp.tanh(x @ params["w1"] + params["b1"])
+    return jnp.mean((hidden @ params["w2"] - y) ** 2)
+
+
+def make_optimizer(**options):
+    return LossScaleOptimizer(optax.sgd(0.5, momentum=0.9), SCALE, **options)
+
+
+def record(optimizer, state):
+    """What must be the same on all devices and in every way of running."""
+    return (
+        optimizer.current_loss_scale(state),
+        state.last_step_applied,
+        state.skipped_steps,
+    )
+
+
+def train(step, params, state, batches):
+    """Runs all steps; returns the final parameters and the record of every step."""
+    records = []
+    for batch in zip(*batches, strict=True):
+        params, state, row = step(params, state, *batch)
+        # Waits for every step: with many of them in flight, eight devices on two
+        # cores may find no thread left for a collective to meet in.
+        records.append(jax.device_get(row))
+    return *jax.device_get((params, state)), records
+
+
+def one_device(skip="auto"):
+    optimizer = make_optimizer(skip=skip)
+
+    @jax.jit
+    def step(params, state, x, y):
+        params, state, _ = optimizer.minimize(loss_fn, params, state, x, y)
+        return params, state, record(optimizer, state)
+
+    params = init_params()
+    return train(step, params, optimizer.init(params), make_batches())
+
+
+def pmap(skip="auto", replicate=None):
+    optimizer = make_optimizer(axis_name="batch", skip=skip)
+    replicate = replicate or functools.partial(
+        jax.tree.map, lambda x: jnp.stack([x] * 8)
+    )
+
+    @functools.partial(jax.pmap, axis_name="batch")
+    def step(params, state, x, y):
+        _, grads = optimizer.value_and_grad(loss_fn, state)(params, x, y)
+        grads = lax.pmean(grads, "batch")
+        params, state = optimizer.apply_gradients(grads, params, state)
+        return params, state, record(optimizer, state)
+
+    params = init_params()
+    state = replicate(optimizer.init(params))
+    batches = [b.reshape(STEPS, 8, BATCH // 8, 16) for b in make_batches()]
+    return train(step, replicate(params), state, batches)
+
+
+def shard_map(skip="auto", check_vma=True):
+    optimizer = make_optimizer(axis_name="batch", skip=skip)
+    mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
+
+    def global_loss_fn(params, x, y):
+        return lax.pmean(loss_fn(params, x, y), "batch")
+
+    def step(params, state, x, y):
+        if check_vma:
+            # The loss is the mean over all devices, and so are its gradients.
+            params, state, _ = optimizer.minimize(global_loss_fn, params, state, x, y)
+        else:
+            _, grads = optimizer.value_and_grad(loss_fn, state)(params, x, y)
+            grads = lax.pmean(grads, "batch")
+            params, state = optimizer.apply_gradients(grads, params, state)
+        return params, state, record(optimizer, state)
+
+    data = P("batch")
+    step = jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(P(), P(), data, data),
+            out_specs=P(),
+            check_vma=check_vma,
+        )
+    )
+    params = init_params()
+    return train(step, params, optimizer.init(params), make_batches())
+
+
+def sharded_jit(skip="auto", kind=AxisType.Auto):
+    optimizer = make_optimizer(skip=skip)
+    mesh = jax.make_mesh((8,), ("batch",), axis_types=(kind,))
+    by_batch = NamedSharding(mesh, P(None, "batch"))
+    batches = [
+        jax.make_array_from_callback(b.shape, by_batch, b.__getitem__)
+        for b in make_batches()
+    ]
+
+    @jax.jit
+    def step(params, state, x, y):
+        params, state, _ = optimizer.minimize(loss_fn, params, state, x, y)
+        return params, state, record(optimizer, state)
+
+    @jax.jit
+    def all_steps(params, state, batches):
+        def body(carry, batch):
+            *carry, row = step(*carry, *batch)
+            return tuple(carry), row
+
+        return lax.scan(body, (params, state), batches)
+
+    with jax.set_mesh(mesh):
+        replicated = NamedSharding(mesh, P())
+        params = jax.tree.map(
+            lambda x: jax.make_array_from_callback(x.shape, replicated, x.__getitem__),
+            init_params(),
+        )
+        state = jax.jit(optimizer.init)(params)
+        (params, state), rows = all_steps(params, state, batches)
+    params, state, rows = jax.device_get((params, state, rows))
+    return params, state, list(zip(*rows, strict=True))
+
+
+def main(port, process, processes, path):
+    """Runs the sharded step in one of several processes; the first one saves it."""
+    jax.config.update("jax_num_cpu_devices", 8 // processes)
+    jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
+    assert jax.device_count() == 8
+    assert jax.local_device_count() == 8 // processes
+    params, _, rows = sharded_jit()
+    scales, applied, skipped = map(np.array, zip(*rows, strict=True))
+    np.savez(
+        f"{path}.{process}.npz",
+        scales=scales,
+        applied=applied,
+        skipped=skipped,
+        **params,
+    )
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:4]), sys.argv[4])
