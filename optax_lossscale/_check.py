@@ -3,6 +3,7 @@
 import inspect
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import optax
@@ -70,6 +71,13 @@ def check_hashable(name: str, value: Any) -> None:
         ) from None
 
 
+def accepts(function: Callable[..., Any], name: str) -> bool:
+    """Tells whether `function` takes a keyword argument of that name."""
+    parameters = inspect.signature(function).parameters
+    kinds = [parameter.kind for parameter in parameters.values()]
+    return name in parameters or inspect.Parameter.VAR_KEYWORD in kinds
+
+
 def check_optimizer(name: str, value: Any) -> optax.GradientTransformationExtraArgs:
     """Returns `value` as an optimizer that takes, or ignores, extra arguments."""
     if isinstance(value, optax.GradientTransformation):
@@ -81,8 +89,7 @@ def check_optimizer(name: str, value: Any) -> optax.GradientTransformationExtraA
             f"{name} must be an optax.GradientTransformation, or an object with "
             f"methods init and update, got {value!r}.{hint}"
         )
-    parameters = inspect.signature(value.update).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+    if accepts(value.update, "extra_args"):
         return optax.GradientTransformationExtraArgs(value.init, value.update)
     plain = optax.GradientTransformation(value.init, value.update)
     return optax.with_extra_args_support(plain)

@@ -8,6 +8,7 @@ import jax
 import optax
 
 from optax_lossscale._check import (
+    accepts,
     check_bool,
     check_count,
     check_hashable,
@@ -272,8 +273,8 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
     ) -> tuple[Any, LossScaleOptimizerState, Any]:
         """Takes one whole training step: loss, gradients, update.
 
-        The inner optimizer gets the extra arguments `value`, `grad` and `value_fn`,
-        as line searches and `optax.polyak_sgd` want them.
+        The inner optimizer gets those of the extra arguments `value`, `grad` and
+        `value_fn` that it takes, as line searches and `optax.polyak_sgd` do.
 
         Args:
           loss_fn: Called with `params`, `*args` and `**kwargs`; returns a real
@@ -317,9 +318,9 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
         def run(scaled_grads, inner_state, params, loss):
             # Not unscaled once for check and step: they would have to be stored.
             grads = self.get_unscaled_gradients(scaled_grads, state)
-            return self._apply(
-                grads, inner_state, params, value=loss, grad=grads, value_fn=value_fn
-            )
+            extra = {"value": loss, "grad": grads, "value_fn": value_fn}
+            taken = {k: v for k, v in extra.items() if accepts(self._inner.update, k)}
+            return self._apply(grads, inner_state, params, **taken)
 
         checked = self.get_unscaled_gradients(scaled_grads, state)
         loss = value[0] if has_aux else value

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import distributed
 import jax
@@ -46,6 +47,46 @@ def check_devices_agree(tree):
     for leaf in jax.tree.leaves(tree):
         for device in leaf[1:]:
             np.testing.assert_array_equal(device, leaf[0])
+
+
+def run_two_processes(*command):
+    """Runs a script in two processes of four devices each, which find each other."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "",
+        "JAX_NUM_CPU_DEVICES": "4",
+    }
+    # On a cluster jax.distributed.initialize finds its arguments by itself.
+    launcher = f"""
+import functools, runpy, sys, jax
+rank = int(sys.argv.pop(1))
+jax.distributed.initialize = functools.partial(
+    jax.distributed.initialize, "127.0.0.1:{port}", 2, rank
+)
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", launcher, str(rank), *command],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=120)
+            assert process.returncode == 0, output
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 class TestEquivalence:
@@ -92,29 +133,7 @@ class TestEquivalence:
         check_params(params, atol=1e-6)
 
     def test_two_processes(self, tmp_path):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-        command = [sys.executable, distributed.__file__, port]
-        processes = [
-            subprocess.Popen(
-                [*command, str(rank), "2", str(tmp_path / "run")],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        try:
-            for process in processes:
-                output, _ = process.communicate(timeout=120)
-                assert process.returncode == 0, output
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+        run_two_processes(distributed.__file__, str(tmp_path / "run"))
         runs = [dict(np.load(tmp_path / f"run.{rank}.npz")) for rank in range(2)]
         assert_same_bits(runs[0], runs[1])
         rows = (runs[0][name] for name in ("scales", "applied", "skipped"))
@@ -289,3 +308,23 @@ class TestAxisName:
             )
             assert not jax.jit(check)(x)
             assert jax.jit(check)(jnp.ones_like(x))
+
+
+def test_readme_on_two_processes(tmp_path):
+    readme = Path(distributed.__file__).parent.parent / "README.md"
+    *_, script = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    assert "jax.distributed.initialize()" in script
+    checks = """
+assert jax.device_count() == 8 and jax.process_count() == 2
+assert float(loss) < 1
+# An inf in the part of one process: both skip.
+local_x[0] = jax.process_index() * np.inf
+before, scale = state[0], optimizer.current_loss_scale(state[1])
+x = jax.make_array_from_process_local_data(by_batch, local_x)
+*state, _ = train_step(*state, x)
+assert np.array_equal(state[0], before)
+assert float(optimizer.current_loss_scale(state[1])) == float(scale) / 2
+"""
+    path = tmp_path / "readme.py"
+    path.write_text(script + checks)
+    run_two_processes(str(path))

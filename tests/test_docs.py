@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import optax_lossscale
@@ -110,7 +111,9 @@ def test_examples_run_on_their_own(name, public):
 
 def test_readme_runs():
     text = (PACKAGE.parent / "README.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    *blocks, pmap, shard_map, sharded_jit, _ = re.findall(
+        r"```python\n(.*?)```", text, re.DOTALL
+    )
     assert len(blocks) == 4
     params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
     x, y = jnp.ones((4, 3)), jnp.ones((4, 2))
@@ -130,6 +133,22 @@ def test_readme_runs():
         _, state = scope["optimizer"].update(nans, state)
     assert losses[0] > losses[1] > losses[2] == losses[3]
     assert scope["optimizer"].current_loss_scale(state) == 2**23
+
+    start, x, y = params, jnp.ones((16, 3)), jnp.full((16, 2), 2.9)
+    losses = []
+    with jax.numpy_dtype_promotion("standard"):
+        for block in (pmap, shard_map, sharded_jit):
+            scope |= {"params": start, "x": x, "y": y}
+            exec(block, scope)
+            losses.append(np.unique(scope["loss"]).tolist())
+            # Once more, with an inf in the part of the batch of one device.
+            batch = x.at[5].set(jnp.inf), y
+            if block is pmap:
+                batch = map(scope["split"], batch)
+            params, state, _ = scope["train_step"](*scope["state"], *batch)
+            assert np.all(scope["optimizer"].current_loss_scale(state) == 2**14)
+            assert np.all(np.isfinite(params["w"]))
+    assert losses[0] == losses[1] == losses[2]
 
 
 def test_every_public_name_has_an_example():

@@ -357,6 +357,19 @@ class TestExtraArguments:
         optimizer.apply_gradients(one, one, state, value=one)
         assert seen == {"value": 1}
 
+    def test_minimize_passes_what_is_taken(self):
+        seen = {}
+
+        def update(updates, state, params=None, *, value):
+            seen.update(value=value)
+            return updates, state
+
+        # Against Optax's convention it takes no others; optax.contrib.sam is such.
+        inner = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+        optimizer = LossScaleOptimizer(inner)
+        optimizer.minimize(square, jnp.float32(3), optimizer.init(None))
+        assert seen == {"value": 9}
+
     def test_are_dropped_for_one_that_takes_none(self):
         optimizer = LossScaleOptimizer(optax.scale(-1.0))
         one = jnp.float32(1)
