@@ -59,12 +59,12 @@ def scale_down(x: Any, scale: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="axis_name")
 def _all_finite(leaves: list[jax.Array], axis_name: Hashable | None) -> jax.Array:
-    # x - x is 0 or nan, and a sum keeps nan. So does a max, but not across devices:
+    # x * 0 is 0 or nan, and a sum keeps nan. So does a max, but not across devices:
     # there it may drop nan. all(isfinite(x)) would write an array of booleans first
     # where the compiler does not fuse it (CPU). One sum at last is one reduction.
     total = jnp.zeros((), jnp.float32)
     for x in leaves:
-        zero = jnp.sum(x - x)
+        zero = jnp.sum(x * jnp.zeros((), x.dtype))
         for part in (zero.real, zero.imag) if jnp.iscomplexobj(x) else (zero,):
             total += part.astype(jnp.float32)
     finite = jnp.isfinite(total)
