@@ -9,7 +9,8 @@ from typing import Any
 import optax
 
 # Within these bounds the scale and its reciprocal are normal float32 numbers.
-# Outside, one of the two is subnormal, and most hardware takes it for zero.
+# Outside, one of the two is subnormal, which most hardware takes for zero: so would
+# all gradients be, even if divided, as XLA multiplies by the reciprocal then too.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 

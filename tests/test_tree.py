@@ -122,10 +122,10 @@ class TestScaling:
             assert scale_up(1.0, scale) == 2.0**exponent
             assert scale_down(1.0, scale) == 2.0**-exponent
 
-    def test_other_scales_are_within_an_ulp(self):
+    def test_other_scales_are_within_two_ulps(self):
         x = np.linspace(-3, 3, 101, dtype=np.float32)
         down = scale_down(x, jnp.float32(1000))
-        np.testing.assert_array_max_ulp(np.asarray(down), x / np.float32(1000), 1)
+        np.testing.assert_array_max_ulp(np.asarray(down), x / np.float32(1000), 2)
 
 
 class TestTypes:
