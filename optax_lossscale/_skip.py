@@ -65,7 +65,12 @@ def run_or_skip(
         def run_cast(arrays):
             return cast_like(run(arrays), keep_arrays(arrays))
 
-        return lax.cond(should_apply, run_cast, keep_arrays, arrays)
+        new = lax.cond(should_apply, run_cast, keep_arrays, arrays)
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            # Where devices decide apart, their results part. lax.cond does not tell
+            # jax.shard_map so; a select does, and XLA drops it.
+            return select(should_apply, new, new)
+        return new
 
     if skip == "never":
         return never(should_apply, run_arrays, arrays)

@@ -204,6 +204,42 @@ class TestShardedParameters:
         assert (params[4:] == self.params[4:]).all()
 
 
+@pytest.mark.parametrize("returned", ["params", "all"])
+@pytest.mark.parametrize("skip", SKIPS)
+def test_shard_map_refuses_devices_that_decide_apart(skip, returned):
+    # Without axis_name: what is said to be replicated would differ between devices.
+    optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9), skip=skip)
+    mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
+    params = {"sliced": jnp.ones((8, 2), jnp.float32), "copied": jnp.float32(1)}
+    state = optimizer.init(params)
+    specs = jax.tree.map(lambda x: P("batch") if x.ndim else P(), (params, state))
+    outputs = {"params": specs[0], "all": specs}[returned]
+
+    def step(params, state, grads):
+        new = optimizer.apply_gradients(grads, params, state)
+        return new if returned == "all" else new[0]
+
+    step = jax.shard_map(
+        step, mesh=mesh, in_specs=(*specs, specs[0]), out_specs=outputs
+    )
+    with pytest.raises(ValueError, match="out_specs"):
+        jax.jit(step)(params, state, params)
+
+
+def test_an_inner_optimizer_may_average_gradients():
+    average = optax.stateless(lambda grads, _: jax.lax.pmean(grads, "batch"))
+    inner = optax.chain(average, optax.sgd(0.5))
+    optimizer = LossScaleOptimizer(inner, axis_name="batch")
+    step = jax.pmap(optimizer.apply_gradients, axis_name="batch")
+    params = jnp.ones(8, jnp.float32)
+    state = jax.tree.map(lambda x: jnp.stack([x] * 8), optimizer.init(params[0]))
+    params, state = step(jnp.arange(8, dtype=jnp.float32), params, state)
+    assert params.tolist() == [1 - 3.5 / 2] * 8
+    params, state = step(params.at[3].set(jnp.inf), params, state)
+    assert params.tolist() == [1 - 3.5 / 2] * 8
+    assert state.skipped_steps.tolist() == [1] * 8
+
+
 COLLECTIVES = re.compile(
     r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
 )
