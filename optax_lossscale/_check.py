@@ -90,7 +90,8 @@ def check_optimizer(name: str, value: Any) -> optax.GradientTransformationExtraA
             f"{name} must be an optax.GradientTransformation, or an object with "
             f"methods init and update, got {value!r}.{hint}"
         )
-    if accepts(value.update, "extra_args"):
+    # More than updates, state and params: it takes extra arguments.
+    if len(inspect.signature(value.update).parameters) > 3:
         return optax.GradientTransformationExtraArgs(value.init, value.update)
     plain = optax.GradientTransformation(value.init, value.update)
     return optax.with_extra_args_support(plain)

@@ -36,7 +36,8 @@ class LossScale(abc.ABC):
     A subclass is a frozen dataclass whose fields are its hyperparameters. It
     defines `init` and `update`; `get_config`, `from_config`, equality and hash
     follow from the fields. Everything that changes during training is in the
-    state, a pytree with at least the field `loss_scale: f32[]`.
+    state, a pytree with at least the field `loss_scale: f32[]`. (No hyperparameter
+    may be named `loss_scale`: that is the method which reads the state.)
 
     Attributes:
       skip_nonfinite: False promises that `update` never asks to skip a step, and
@@ -169,8 +170,6 @@ class FixedLossScaleState(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class FixedLossScale(LossScale):
     """A loss scale that never changes.
-
-    Too small a scale loses gradients to underflow, too large a one makes them inf.
 
     Args:
       loss_scale_value: The scale, at least 1.
@@ -349,20 +348,19 @@ class DynamicLossScale(LossScale):
     @functools.partial(jax.jit, static_argnums=0)
     def _advance(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
         scale = self.loss_scale(state)
-        good_steps = jnp.where(finite, optax.safe_increment(state.good_steps), 0)
+        good_steps = jnp.asarray(state.good_steps, jnp.int32)
+        left = jnp.asarray(state.hysteresis_left, jnp.int32)
+        good_steps = jnp.where(finite, optax.safe_increment(good_steps), 0)
         grow = good_steps >= self.growth_interval
         restore = finite if self.consecutive_hysteresis else grow
-        left = jnp.where(
-            finite, state.hysteresis_left, jnp.maximum(state.hysteresis_left - 1, 0)
-        )
+        left = jnp.where(finite, left, jnp.maximum(left - 1, 0))
         back_off = ~finite & (left == 0)
         scale = jnp.where(grow, scale * jnp.float32(self.growth_factor), scale)
         scale = jnp.where(back_off, scale * jnp.float32(self.backoff_factor), scale)
+        # A restored or hand-set scale may lie outside, or be nan: fmax drops nan.
+        scale = jnp.fmax(scale, jnp.float32(self.min_scale))
         return LossScaleState(
-            # Clipped at every step: a restored or hand-set scale may lie outside.
-            loss_scale=jnp.clip(
-                scale, jnp.float32(self.min_scale), jnp.float32(self.max_scale)
-            ),
+            loss_scale=jnp.fmin(scale, jnp.float32(self.max_scale)),
             good_steps=jnp.where(grow, 0, good_steps),
             hysteresis_left=jnp.where(restore, self.hysteresis, left),
         )

@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from optax_lossscale._check import (
@@ -29,7 +30,11 @@ from optax_lossscale._state import (
     find_states,
     initial_state,
 )
-from optax_lossscale._tree import is_float0, strongly_typed, zero_update
+from optax_lossscale._tree import (
+    is_float0,
+    strongly_typed,
+    zero_update,
+)
 
 
 class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
@@ -57,7 +62,7 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
         not reduced: reduce them before the update, as without loss scaling.
       skip: How a step is skipped. "where" computes it and selects the old values;
         "cond" branches; "auto" is "cond" where the program is compiled for CPU and
-        "where" on GPU and TPU. Outside `jax.jit` all three select.
+        "where" on GPU and TPU. Where nothing is traced all three select.
 
     Raises:
       ValueError: If `loss_scale` comes with `dynamic`, `initial_scale` or
@@ -96,8 +101,6 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
       0.25 16384.0
 
     References:
-      Micikevicius et al., `Mixed Precision Training
-      <https://arxiv.org/abs/1710.03740>`_, 2018;
       `tf.keras.mixed_precision.LossScaleOptimizer`, TensorFlow 2.4.
     """
 
@@ -198,7 +201,7 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
                 "inner_optimizer holds a LossScaleOptimizer, and scaling twice is a "
                 "bug. Keep the outermost one."
             )
-        return initial_state(inner_state, self._loss_scale.init())
+        return initial_state(inner_state, strongly_typed(self._loss_scale.init()))
 
     def update(  # pyright: ignore[reportIncompatibleVariableOverride]
         self,
@@ -239,8 +242,7 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
     ) -> tuple[Any, LossScaleOptimizerState]:
         """Updates parameters with unscaled gradients, or skips the step.
 
-        The same as `update` and `optax.apply_updates`, and faster, as a skip need
-        not write zero updates.
+        As `update` and `optax.apply_updates`, without zero updates on a skip.
 
         Args:
           grads: Unscaled gradients, as `value_and_grad` and
@@ -272,6 +274,9 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
         **kwargs: Any,
     ) -> tuple[Any, LossScaleOptimizerState, Any]:
         """Takes one whole training step: loss, gradients, update.
+
+        Gradients cannot be reduced over devices in between: under `jax.pmap` take
+        `value_and_grad` and `apply_gradients`.
 
         The inner optimizer gets those of the extra arguments `value`, `grad` and
         `value_fn` that it takes, as line searches and `optax.polyak_sgd` do.
@@ -347,14 +352,17 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
         loss_scale_state, should_apply = self._loss_scale.update(
             checked, state.loss_scale_state, axis_name=self._axis_name
         )
-        skip = self._skip if self._loss_scale.skip_nonfinite else "never"
+        should_apply = jnp.asarray(should_apply, bool)
+        # A restored or hand-set state may hold Python numbers.
+        inner_state = strongly_typed(state.inner_state)
+        skip = self._skip if self._loss_scale.skip_nonfinite else None
         result, inner_state = run_or_skip(
-            skip, should_apply, run, keep, grads, state.inner_state, params, extra
+            skip, should_apply, run, keep, grads, inner_state, params, extra
         )
-        if skip != "never":
+        if skip is not None:
             state = count_step(state, should_apply)
         return result, state._replace(
-            inner_state=inner_state, loss_scale_state=loss_scale_state
+            inner_state=inner_state, loss_scale_state=strongly_typed(loss_scale_state)
         )
 
 
@@ -363,13 +371,11 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
 jax.tree_util.register_static(LossScaleOptimizer)
 
 
-def _keep_params(like, grads, inner_state, params, extra):
-    del like, grads, extra
+def _keep_params(_like, _grads, inner_state, params, _extra):
     return params, inner_state
 
 
-def _zero_updates(like, grads, inner_state, params, extra):
-    del grads, params, extra
+def _zero_updates(like, _grads, inner_state, _params, _extra):
     return jax.tree.map(zero_update, like[0]), inner_state
 
 

@@ -38,13 +38,13 @@ class LossScaling:
         return getattr(self._loss_scale, "growth_interval", None)
 
     def dynamic_counter(self, state: Any) -> jax.Array | None:
-        """Returns the finite steps since the scale last changed.
+        """Returns the finite steps since the scale changed or a step was skipped.
 
         Args:
           state: A pytree that holds one `LossScaleOptimizerState`.
 
         Returns:
-          i32[], or None where the scale is fixed.
+          i32[], or None where the scale is fixed, or the rule counts no steps.
 
         Raises:
           ValueError: If `state` holds none or several.
@@ -143,7 +143,7 @@ class LossScaling:
         `get_unscaled_gradients`.
 
         Args:
-          loss: An array or Python number, or a function that returns one.
+          loss: An array or Python number, or a function that returns one alone.
           state: A pytree that holds one `LossScaleOptimizerState`.
 
         Returns:
@@ -155,6 +155,7 @@ class LossScaling:
 
         Raises:
           ValueError: If `state` holds none or several of these states.
+          TypeError: If the loss is no array or number.
 
         Examples:
           >>> import jax
@@ -173,8 +174,8 @@ class LossScaling:
         """
         scale = self.current_loss_scale(state)
         if callable(loss):
-            return lambda *args, **kwargs: scale_up(loss(*args, **kwargs), scale)
-        return scale_up(loss, scale)
+            return lambda *args, **kwargs: _scaled(loss(*args, **kwargs), scale)
+        return _scaled(loss, scale)
 
     def get_unscaled_gradients(self, grads: Any, state: Any) -> Any:
         """Divides gradients by the current scale.
@@ -219,12 +220,18 @@ class LossScaling:
 
         def scaled(*args, **kwargs):
             out = fun(*args, **kwargs)
+            if has_aux and not (isinstance(out, tuple | list) and len(out) == 2):
+                raise TypeError(
+                    "With has_aux=True the function must return a loss and auxiliary "
+                    f"data, got {jax.tree.map(jax.typeof, out)}."
+                )
             loss = out[0] if has_aux else out
             if not is_inexact(loss):
                 raise TypeError(
                     "The loss must be a floating-point scalar, got "
                     f"{jax.tree.map(jax.typeof, loss)}."
-                    + ("" if has_aux else " Does it need has_aux=True?")
+                    + " Does it need has_aux=True?"
+                    * isinstance(loss, tuple)
                 )
             # The loss itself is passed along: the scaled one may be inf.
             return scale_up(loss, scale), out
@@ -238,3 +245,12 @@ class LossScaling:
             return value, grads
 
         return value_and_scaled_grad
+
+
+def _scaled(loss: Any, scale: jax.Array) -> jax.Array:
+    if isinstance(loss, tuple | list | dict) or loss is None:
+        raise TypeError(
+            "The loss must be an array or a number, got "
+            f"{jax.tree.map(jax.typeof, loss)}. For auxiliary data use value_and_grad."
+        )
+    return scale_up(loss, scale)

@@ -9,11 +9,11 @@ from jax.core import Tracer
 
 from optax_lossscale._tree import cast_like, is_array, select
 
-Skip = Literal["auto", "where", "cond", "never"]
+Skip = Literal["auto", "where", "cond"]
 
 
 def run_or_skip(
-    skip: Skip,
+    skip: Skip | None,
     should_apply: jax.Array,
     run: Callable[..., Any],
     keep: Callable[..., Any],
@@ -24,9 +24,9 @@ def run_or_skip(
     Args:
       skip: "where" runs and selects; "cond" branches; "auto" branches on CPU, where
         a select makes XLA copy the donated state, and selects elsewhere, where a
-        branch keeps the step from being fused with what surrounds it; "never"
-        always runs. Where nothing is traced there is no branch to compile, and
-        all but "never" select.
+        branch keeps the step from being fused with what surrounds it. Where
+        nothing is traced there is no branch to compile, and all three select.
+        None always runs.
       should_apply: bool[].
       run: The step. It is traced once.
       keep: What a skip returns. `like` is the result of `run`, or its shapes and
@@ -46,10 +46,6 @@ def run_or_skip(
 
     def run_arrays(arrays):
         return run(*unpack(arrays))
-
-    def never(_, run, arrays):
-        new = run(arrays)
-        return cast_like(new, keep(new, *unpack(arrays)))
 
     def where(should_apply, run, arrays):
         new = run(arrays)
@@ -72,8 +68,9 @@ def run_or_skip(
             return select(should_apply, new, new)
         return new
 
-    if skip == "never":
-        return never(should_apply, run_arrays, arrays)
+    if skip is None:
+        new = run_arrays(arrays)
+        return cast_like(new, keep(new, *operands))
     if skip == "where" or not isinstance(should_apply, Tracer):
         return where(should_apply, run_arrays, arrays)
     # jit remembers the trace, which eval_shape and the branches then share.

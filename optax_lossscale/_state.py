@@ -43,12 +43,13 @@ def count_step(
     state: LossScaleOptimizerState, should_apply: jax.Array
 ) -> LossScaleOptimizerState:
     """Records in the state whether a step was applied or skipped."""
-    skipped = optax.safe_increment(state.skipped_steps)
-    consecutive = optax.safe_increment(state.consecutive_skipped_steps)
+    skipped = jnp.asarray(state.skipped_steps, jnp.int32)
+    consecutive = jnp.asarray(state.consecutive_skipped_steps, jnp.int32)
+    more, one_more = map(optax.safe_increment, (skipped, consecutive))
     return state._replace(
         last_step_applied=should_apply,
-        skipped_steps=jnp.where(should_apply, state.skipped_steps, skipped),
-        consecutive_skipped_steps=jnp.where(should_apply, 0, consecutive),
+        skipped_steps=jnp.where(should_apply, skipped, more),
+        consecutive_skipped_steps=jnp.where(should_apply, 0, one_more),
     )
 
 
@@ -96,8 +97,8 @@ def select_applied(state: Any, new: Any, old: Any) -> Any:
       dtypes of `old`. Leaves that are no numbers are constants, as in `old`.
 
     Raises:
-      ValueError: If `state` holds none or several of these states, or if `new`
-        and `old` differ in structure.
+      ValueError: If `state` holds none or several of these states, or one of many
+        members (`jax.vmap`) or devices; if `new` and `old` differ in structure.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -112,5 +113,10 @@ def select_applied(state: Any, new: Any, old: Any) -> Any:
       [0. 0. 0.]
     """
     applied = unbox(find_state(state).last_step_applied)
+    if jnp.ndim(applied):
+        raise ValueError(
+            "state is that of several members or devices, and new and old cannot be "
+            "told apart by member. Call inside the vmap or pmap that made the state."
+        )
     old = strongly_typed(old)
     return select(applied, cast_like(new, old), old)

@@ -76,10 +76,10 @@ def _all_finite(leaves: list[jax.Array], axis_name: Hashable | None) -> jax.Arra
         index = lax.axis_index(axis_name)
     except NameError as error:
         raise NameError(
-            f"{error}. axis_name={axis_name!r} was given to LossScaleOptimizer or "
-            "all_finite, and the call must be inside a jax.pmap, jax.shard_map or "
-            "jax.vmap that binds it. Under jax.jit alone leave axis_name out: there "
-            "the flag is that of the whole arrays."
+            f"axis_name={axis_name!r} was given to LossScaleOptimizer or all_finite, "
+            "and the call must be inside a jax.pmap, jax.shard_map or jax.vmap that "
+            "binds it. Under jax.jit alone leave axis_name out: there the flag is that "
+            "of the whole arrays."
         ) from error
     flag = finite.astype(jnp.int32) + 0 * index
     return lax.pmin(flag, axis_name).astype(bool)
@@ -124,14 +124,15 @@ def zero_update(like: Any) -> Any:
 
 
 def strongly_typed(tree: Any) -> Any:
-    """Makes arrays of Python numbers and strong types of weak ones.
+    """Makes JAX arrays of other numbers and strong types of weak ones.
 
     A weak type is lost by the first update, and the change would cost a second
     trace.
     """
 
     def strong(leaf):
-        if isinstance(leaf, bool | int | float | complex):
+        numbers = bool | int | float | complex | np.ndarray | np.generic
+        if isinstance(leaf, numbers) and not is_float0(leaf):
             leaf = jnp.asarray(leaf)
         if not is_array(leaf) or not getattr(leaf, "weak_type", False):
             return leaf

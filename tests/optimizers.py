@@ -56,7 +56,7 @@ ARGUMENTS = {
     "tx": INNER,
 }
 
-# Factories that names of parameters say too little about.
+# Factories whose parameters' names say too little.
 BY_HAND = {
     "MultiSteps": lambda f: f(INNER, 2).gradient_transformation(),
     "chain": lambda f: f(optax.clip(1.0), INNER),
@@ -66,7 +66,7 @@ BY_HAND = {
 }
 
 EXCLUDED = {
-    "monitor": "its own state changes structure at the first update, in no scan legal",
+    "monitor": "its own state gains entries at the first update: no loop can carry it",
 }
 
 PARAMS = {"w": np.linspace(-1, 2, 12).reshape(4, 3), "b": np.array([-0.0, 1.0, -2.0])}
@@ -107,10 +107,11 @@ def find_factories():
     """Returns what Optax exports that makes an optimizer, by name."""
     found = {}
     for prefix, module in (("", optax), ("contrib.", optax.contrib)):
-        for name, value in vars(module).items():
+        for name in dir(module):
+            value = getattr(module, name)
             is_function = callable(value) and not inspect.isclass(value)
             is_factory = is_function and makes_transformation(value)
-            if not name.startswith("_") and (is_factory or name in BY_HAND):
+            if (is_factory and not name.startswith("_")) or prefix + name in BY_HAND:
                 found[prefix + name] = value
     return found
 
@@ -121,7 +122,7 @@ NAMES = sorted(FACTORIES.keys() - EXCLUDED.keys())
 
 @functools.cache
 def make(name):
-    """Makes an optimizer from the tables above."""
+    """Makes an optimizer, or tells what the tables above lack for it."""
     factory = FACTORIES[name]
     parameters = inspect.signature(factory).parameters.values()
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -135,6 +135,13 @@ def test_a_counter_restored_beyond_the_interval_still_grows():
     assert (state.loss_scale, state.good_steps) == (16, 0)
 
 
+def test_a_state_of_python_numbers_becomes_one_of_arrays():
+    scale = DynamicLossScale(8.0, hysteresis=2)
+    for gradient in (1.0, jnp.nan):
+        after, _ = scale.update(gradient, LossScaleState(8.0, 0, 2))
+        assert signature(after) == signature(scale.init())
+
+
 def test_a_counter_at_the_end_of_int32_does_not_wrap():
     scale = DynamicLossScale(8.0, growth_interval=2**31 - 1)
     state = scale.init()._replace(good_steps=jnp.int32(2**31 - 1))
@@ -142,7 +149,7 @@ def test_a_counter_at_the_end_of_int32_does_not_wrap():
     assert (state.loss_scale, state.good_steps) == (16, 0)
 
 
-@pytest.mark.parametrize("restored", [0.0, 1e-30, 2.0**40, math.inf])
+@pytest.mark.parametrize("restored", [0.0, 1e-30, 2.0**40, math.inf, math.nan])
 def test_a_scale_restored_out_of_bounds_comes_back_within(restored):
     scale = DynamicLossScale(min_scale=0.5, max_scale=2.0**20)
     state = scale.init()._replace(loss_scale=jnp.float32(restored))
@@ -355,7 +362,27 @@ class Halving(LossScale):
         return HalvingState(state.loss_scale / 2, (count + 1,)), finite
 
 
+@dataclasses.dataclass(frozen=True)
+class Careless(LossScale):
+    """A rule whose types are not what they should be."""
+
+    def init(self):
+        return FixedLossScaleState(jnp.asarray(8.0))
+
+    def update(self, grads, state, *, axis_name=None):
+        return FixedLossScaleState(state.loss_scale / 2), jnp.array(1)
+
+
 class TestSubclass:
+    def test_careless_types_become_stable(self):
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), Careless())
+        one = jnp.float32(1)
+        state = optimizer.init(one)
+        for update in (optimizer.update, jax.jit(optimizer.update)):
+            after = update(one, state)[1]
+            assert signature(after) == signature(state)
+            assert optimizer.current_loss_scale(after) == 4
+
     def test_drives_an_optimizer(self):
         optimizer = LossScaleOptimizer(optax.sgd(0.5), Halving())
         assert optimizer.dynamic

@@ -290,6 +290,37 @@ class TestState:
         params, state, loss = step(params, state)
         assert (params["x"], loss) == (0.25, 0.25)
 
+    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+    def test_a_restored_state_of_python_numbers(self, wrap):
+        schedule = optax.piecewise_constant_schedule(1.0, {1: 0.5, 2: 0.5})
+        optimizer = LossScaleOptimizer(relaxed(optax.sgd(schedule)))
+        start = optimizer.init(jnp.float32(1))
+        state = jax.tree.map(lambda x: x.item(), start)
+        update = wrap(optimizer.update)
+        seen = []
+        for _ in range(3):
+            updates, state = update(jnp.float32(1), state)
+            seen.append(float(updates))
+        assert seen == [-1, -0.5, -0.25]
+        if not jax.config.jax_enable_x64:  # where Python's integers are int64
+            assert signature(state) == signature(start)
+
+    def test_numpy_parameters(self):
+        optimizer = LossScaleOptimizer(optax.sgd(0.5))
+        params = {"w": np.ones(3)}
+        params, _, loss = optimizer.minimize(
+            lambda p: jnp.sum(p["w"] ** 2), params, optimizer.init(params)
+        )
+        assert params["w"].tolist() == [0, 0, 0]
+        assert loss == 3
+
+    def test_no_value_leaves_the_device(self):
+        optimizer = LossScaleOptimizer(optax.sgd(0.5))
+        step = jax.jit(lambda p, s: optimizer.minimize(square, p, s))
+        carry = step(jnp.float32(1), optimizer.init(jnp.float32(1)))[:2]
+        with jax.transfer_guard("disallow"):
+            step(*carry)
+
     @pytest.mark.parametrize("empty", [(), {}, None, {"a": None}])
     def test_empty_trees(self, empty):
         optimizer = LossScaleOptimizer(optax.sgd(0.1))
@@ -387,8 +418,12 @@ class TestExtraArguments:
             def update(self, updates, state, params=None, **extra_args):
                 return -updates * extra_args["value"], state
 
+        class Named(Plain):
+            def update(self, updates, state, params=None, *, value):
+                return -updates * value, state
+
         one = jnp.float32(1)
-        for inner, expected in ((Plain(), -1), (Extra(), -3)):
+        for inner, expected in ((Plain(), -1), (Extra(), -3), (Named(), -3)):
             optimizer = LossScaleOptimizer(inner)
             updates, _ = optimizer.update(one, optimizer.init(one), value=3 * one)
             assert updates == expected

@@ -36,6 +36,14 @@ class TestGetScaledLoss:
         assert scaled.dtype == jnp.float32
         assert scaled == float(jnp.asarray(30000, dtype)) * 2**15
 
+    def test_refuses_auxiliary_data(self):
+        one = jnp.float32(1)
+        for loss in ((one, one), [one], None):
+            with pytest.raises(TypeError, match="array or a number"):
+                optimizer.get_scaled_loss(loss, state)
+            with pytest.raises(TypeError, match="array or a number"):
+                optimizer.get_scaled_loss(lambda loss=loss: loss, state)()
+
     def test_wider_dtypes_are_kept(self):
         for dtype in ("float32", "complex64", *(["float64", "complex128"] * X64)):
             loss = jnp.asarray(1.1, dtype)
@@ -166,6 +174,13 @@ class TestValueAndGrad:
     def test_refuses_what_is_no_loss(self, fun):
         with pytest.raises(TypeError, match="floating-point scalar"):
             optimizer.value_and_grad(fun, state)(jnp.float32(1))
+
+    @pytest.mark.parametrize(
+        "fun", [lambda x: x, lambda x: (x, x, x), lambda x: jnp.stack([x, x])]
+    )
+    def test_refuses_what_is_no_pair(self, fun):
+        with pytest.raises(TypeError, match="return a loss and auxiliary data"):
+            optimizer.value_and_grad(fun, state, has_aux=True)(jnp.float32(1))
 
     def test_refuses_a_vector(self):
         with pytest.raises(TypeError, match="scalar"):

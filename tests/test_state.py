@@ -29,6 +29,13 @@ class TestSelectApplied:
         chosen = jax.jit(select_applied)(self.skipped, jnp.ones(2), jnp.zeros(2))
         assert chosen.tolist() == [0, 0]
 
+    def test_refuses_the_state_of_an_ensemble(self):
+        states = jax.vmap(self.optimizer.init)(jnp.ones(3))
+        with pytest.raises(ValueError, match="inside the vmap or pmap"):
+            select_applied(states, jnp.ones((3, 3)), jnp.zeros((3, 3)))
+        inside = jax.vmap(select_applied)(states, jnp.ones((3, 3)), jnp.zeros((3, 3)))
+        assert (inside == 1).all()
+
     def test_refuses_another_structure_and_no_state(self):
         with pytest.raises(ValueError, match="exactly one"):
             select_applied((), 1.0, 2.0)
