@@ -1,5 +1,6 @@
 """What the real TPU compiler makes of a step; it needs no TPU, only libtpu."""
 
+import os
 import re
 
 import jax
@@ -14,6 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from optax_lossscale import LossScaleOptimizer
 
 pytest.importorskip("libtpu", reason="install the extra `tpu`")
+# Several test processes may compile at once, as there is no TPU to contend for.
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 
 SHAPES = {"w1": (1024, 1024), "w2": (1024, 1024), "b": (1024,)}
 REPLICATED = dict.fromkeys(SHAPES, P())
