@@ -36,11 +36,9 @@ def check_scale(name: str, value: Any, *, at_least: float = SMALLEST_SCALE) -> f
     """Returns `value` as a float, if it can serve as a loss scale."""
     number = check_number(name, value)
     if not at_least <= number <= LARGEST_SCALE:
-        least = f"{at_least:g}" if at_least >= 1 else "2**-126 (about 1.2e-38)"
         raise ValueError(
-            f"{name} must be at least {least} and at most 2**126 (about 8.5e37), "
-            f"got {value!r}: beyond these the scale or its reciprocal is no normal "
-            f"float32 number, or scaling would lose more than it saves."
+            f"{name} must be at least {at_least:.2g} and at most 2**126 (8.5e37), got "
+            f"{value!r}: the scale and its reciprocal must be normal float32 numbers."
         )
     return number
 
@@ -60,16 +58,6 @@ def check_bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}.")
     return value
-
-
-def check_hashable(name: str, value: Any) -> None:
-    """Raises unless `value` can be a static argument of jit."""
-    try:
-        hash(value)
-    except TypeError:
-        raise TypeError(
-            f"{name} must be hashable, a name or a tuple of names, got {value!r}."
-        ) from None
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:

@@ -12,7 +12,6 @@ from optax_lossscale._check import (
     accepts,
     check_bool,
     check_count,
-    check_hashable,
     check_optimizer,
     check_scale,
 )
@@ -137,7 +136,10 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
             )
         if skip not in ("auto", "where", "cond"):
             raise ValueError(f'skip must be "auto", "where" or "cond", got {skip!r}.')
-        check_hashable("axis_name", axis_name)
+        if not isinstance(axis_name, Hashable):
+            raise TypeError(
+                f"axis_name must be a name or a tuple of names, got {axis_name!r}."
+            )
         inner = check_optimizer("inner_optimizer", inner_optimizer)
         # The tuple that Optax unpacks holds plain functions: methods cannot be
         # bound before there is an object to bind them to.
@@ -172,9 +174,9 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
         return make, (self._inner_optimizer, self._loss_scale)
 
     def __repr__(self):
-        inner, loss_scale, axis_name, skip = map(repr, self._key())
-        options = f"axis_name={axis_name}, skip={skip}"
-        return f"{type(self).__name__}({inner}, {loss_scale}, {options})"
+        names = ("inner_optimizer", "loss_scale", "axis_name", "skip")
+        options = (f"{k}={v!r}" for k, v in zip(names, self._key(), strict=True))
+        return f"{type(self).__name__}({', '.join(options)})"
 
     @property
     def inner_optimizer(self) -> Any:
@@ -382,19 +384,17 @@ def _zero_updates(like, _grads, inner_state, _params, _extra):
 def _keras_loss_scale(dynamic, initial_scale, dynamic_growth_steps) -> LossScale:
     """Makes a loss scale of Keras's arguments."""
     if not check_bool("dynamic", dynamic):
-        if initial_scale is None:
+        if initial_scale is None or dynamic_growth_steps is not None:
             raise ValueError(
-                "initial_scale must be given where dynamic=False: it is the scale."
-            )
-        if dynamic_growth_steps is not None:
-            raise ValueError(
-                "dynamic_growth_steps must not be given where dynamic=False, as the "
-                f"scale never grows; got {dynamic_growth_steps!r}."
+                "dynamic=False needs initial_scale, which is the scale then, and takes "
+                f"no dynamic_growth_steps: got initial_scale={initial_scale!r} and "
+                f"dynamic_growth_steps={dynamic_growth_steps!r}."
             )
         return FixedLossScale(check_scale("initial_scale", initial_scale, at_least=1.0))
-    options = {"initial_scale": initial_scale}
-    if dynamic_growth_steps is not None:
-        # Checked here, as the error would name growth_interval otherwise.
-        steps = check_count("dynamic_growth_steps", dynamic_growth_steps)
-        options["growth_interval"] = steps
-    return DynamicLossScale(**{k: v for k, v in options.items() if v is not None})
+    if initial_scale is None:
+        initial_scale = DynamicLossScale.initial_scale
+    if dynamic_growth_steps is None:
+        dynamic_growth_steps = DynamicLossScale.growth_interval
+    # Checked here, as the error would name growth_interval otherwise.
+    check_count("dynamic_growth_steps", dynamic_growth_steps)
+    return DynamicLossScale(initial_scale, dynamic_growth_steps)

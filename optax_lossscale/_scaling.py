@@ -220,18 +220,14 @@ class LossScaling:
 
         def scaled(*args, **kwargs):
             out = fun(*args, **kwargs)
-            if has_aux and not (isinstance(out, tuple | list) and len(out) == 2):
+            is_pair = isinstance(out, tuple | list) and len(out) == 2
+            loss = out[0] if has_aux and is_pair else out
+            if (has_aux and not is_pair) or not is_inexact(loss):
+                wanted = "a loss and auxiliary data" if has_aux else "a loss alone"
                 raise TypeError(
-                    "With has_aux=True the function must return a loss and auxiliary "
-                    f"data, got {jax.tree.map(jax.typeof, out)}."
-                )
-            loss = out[0] if has_aux else out
-            if not is_inexact(loss):
-                raise TypeError(
-                    "The loss must be a floating-point scalar, got "
-                    f"{jax.tree.map(jax.typeof, loss)}."
-                    + " Does it need has_aux=True?"
-                    * isinstance(loss, tuple)
+                    f"With has_aux={has_aux} the function must return {wanted}, the "
+                    "loss a floating-point scalar, got "
+                    f"{jax.tree.map(jax.typeof, out)}."
                 )
             # The loss itself is passed along: the scaled one may be inf.
             return scale_up(loss, scale), out

@@ -47,11 +47,11 @@ class TestConstruction:
             ({"loss_scale": 8, "initial_scale": 8}, ValueError, "not both"),
             ({"loss_scale": 8, "dynamic": False}, ValueError, "not both"),
             ({"loss_scale": 8, "dynamic_growth_steps": 8}, ValueError, "not both"),
-            ({"dynamic": False}, ValueError, "initial_scale must be given"),
+            ({"dynamic": False}, ValueError, "needs initial_scale"),
             (
                 {"dynamic": False, "initial_scale": 8, "dynamic_growth_steps": 9},
                 ValueError,
-                "dynamic_growth_steps must not be given.*got 9",
+                "takes no dynamic_growth_steps.*=9",
             ),
             ({"dynamic_growth_steps": 0}, ValueError, "dynamic_growth_steps.*got 0"),
             ({"dynamic_growth_steps": "9"}, TypeError, "dynamic_growth_steps.*'9'"),
