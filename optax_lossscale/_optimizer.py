@@ -391,10 +391,8 @@ def _keras_loss_scale(dynamic, initial_scale, dynamic_growth_steps) -> LossScale
                 f"dynamic_growth_steps={dynamic_growth_steps!r}."
             )
         return FixedLossScale(check_scale("initial_scale", initial_scale, at_least=1.0))
-    if initial_scale is None:
-        initial_scale = DynamicLossScale.initial_scale
-    if dynamic_growth_steps is None:
-        dynamic_growth_steps = DynamicLossScale.growth_interval
+    initial, steps = initial_scale, dynamic_growth_steps
+    initial = DynamicLossScale.initial_scale if initial is None else initial
+    steps = DynamicLossScale.growth_interval if steps is None else steps
     # Checked here, as the error would name growth_interval otherwise.
-    check_count("dynamic_growth_steps", dynamic_growth_steps)
-    return DynamicLossScale(initial_scale, dynamic_growth_steps)
+    return DynamicLossScale(initial, check_count("dynamic_growth_steps", steps))
