@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -134,7 +134,7 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
                 "inner_optimizer is a LossScaleOptimizer already, and scaling twice is "
                 "a bug. Pass its inner_optimizer."
             )
-        if skip not in ("auto", "where", "cond"):
+        if skip not in get_args(Skip):
             raise ValueError(f'skip must be "auto", "where" or "cond", got {skip!r}.')
         if not isinstance(axis_name, Hashable):
             raise TypeError(
@@ -318,9 +318,11 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
             loss_fn, state, has_aux=has_aux
         )(params, *args, **kwargs)
 
+        def loss_of(value):
+            return value[0] if has_aux else value
+
         def value_fn(params):
-            out = loss_fn(params, *args, **kwargs)
-            return out[0] if has_aux else out
+            return loss_of(loss_fn(params, *args, **kwargs))
 
         def run(scaled_grads, inner_state, params, loss):
             # Not unscaled once for check and step: they would have to be stored.
@@ -330,8 +332,7 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
             return self._apply(grads, inner_state, params, **taken)
 
         checked = self.get_unscaled_gradients(scaled_grads, state)
-        loss = value[0] if has_aux else value
-        operands = (scaled_grads, state, strongly_typed(params), loss)
+        operands = (scaled_grads, state, strongly_typed(params), loss_of(value))
         return *self._step(checked, run, _keep_params, *operands), value
 
     def _apply(self, grads, inner_state, params, **extra_args):

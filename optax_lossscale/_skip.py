@@ -37,6 +37,10 @@ def run_or_skip(
     Returns:
       A tree of the structure that `run` and `keep` share.
     """
+    if skip is None:
+        new = run(*operands)
+        return cast_like(new, keep(new, *operands))
+
     leaves, treedef = jax.tree.flatten(operands)
     arrays = [x for x in leaves if is_array(x)]
 
@@ -68,9 +72,6 @@ def run_or_skip(
             return select(should_apply, new, new)
         return new
 
-    if skip is None:
-        new = run_arrays(arrays)
-        return cast_like(new, keep(new, *operands))
     if skip == "where" or not isinstance(should_apply, Tracer):
         return where(should_apply, run_arrays, arrays)
     # jit remembers the trace, which eval_shape and the branches then share.

@@ -1,10 +1,21 @@
 """What several test modules need."""
 
 import re
+from pathlib import Path
 
 import jax
 import numpy as np
 import optax
+
+SKIPS = ["auto", "where", "cond"]
+WRAPS = {"eager": lambda f: f, "jit": jax.jit}
+INF, NAN = float("inf"), float("nan")
+
+
+def readme_blocks():
+    """Returns the blocks of Python in the README."""
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
 def relaxed(inner):
@@ -22,11 +33,36 @@ def relaxed(inner):
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def as_bits(x):
-    """Returns the bytes of an array or PRNG key, which tell -0.0 from 0.0."""
+def plain_step(loss_fn, inner):
+    """Makes the step that `minimize` takes, without loss scaling."""
+
+    def step(params, state, *args):
+        loss, grads = jax.value_and_grad(loss_fn)(params, *args)
+        updates, state = inner.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step
+
+
+def scaled_step(loss_fn, optimizer):
+    """Makes a step of `minimize`."""
+
+    def step(params, state, *args):
+        return optimizer.minimize(loss_fn, params, state, *args)
+
+    return step
+
+
+def to_numpy(x):
+    """Copies an array, or the data of a PRNG key, to NumPy."""
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
-    x = np.asarray(x)
+    return np.array(x)
+
+
+def as_bits(x):
+    """Returns the bytes of an array or PRNG key, which tell -0.0 from 0.0."""
+    x = to_numpy(x)
     return x.dtype, x.shape, x.tobytes()
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits, signature
+from helpers import assert_same_bits, signature, to_numpy
 from jax import lax
 from optimizers import (
     NAMES,
@@ -99,12 +99,7 @@ def inner_part(params, state):
 
 def on_host(tree):
     """Copies a tree to NumPy, which takes it apart without compiling anything."""
-
-    def copy(x):
-        is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return np.array(jax.random.key_data(x) if is_key else x)
-
-    return jax.tree.map(copy, tree)
+    return jax.tree.map(to_numpy, tree)
 
 
 def assert_close(actual, desired):

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import distributed
 import jax
@@ -15,12 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits
+from helpers import (
+    SKIPS,
+    assert_same_bits,
+    plain_step,
+    readme_blocks,
+    scaled_step,
+)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from optax_lossscale import LossScaleOptimizer, all_finite
 
-SKIPS = ["auto", "where", "cond"]
 KINDS = [AxisType.Auto, AxisType.Explicit]
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
@@ -288,13 +292,8 @@ class TestShardedJit:
         inner = optax.sgd(0.1, 0.9)
         optimizer = LossScaleOptimizer(inner, skip=skip)
 
-        def plain(params, state, x):
-            loss, grads = jax.value_and_grad(loss_fn)(params, x)
-            updates, state = inner.update(grads, state, params)
-            return optax.apply_updates(params, updates), state, loss
-
-        def scaled(params, state, x):
-            return optimizer.minimize(loss_fn, params, state, x)
+        plain = plain_step(loss_fn, inner)
+        scaled = scaled_step(loss_fn, optimizer)
 
         with jax.set_mesh(mesh):
             theirs = self.collectives(plain, params, jax.jit(inner.init)(params), x)
@@ -311,7 +310,7 @@ class TestShardedJit:
         optimizer = LossScaleOptimizer(optax.sgd(0.1, 0.9))
         with jax.set_mesh(mesh):
             state = jax.jit(optimizer.init)(params)
-            step = jax.jit(lambda p, s, x: optimizer.minimize(loss_fn, p, s, x))
+            step = jax.jit(scaled_step(loss_fn, optimizer))
             for bad in (False, True):
                 params, state, _ = step(params, state, x * jnp.where(bad, jnp.inf, 1))
         for name, param in params.items():
@@ -347,8 +346,7 @@ class TestAxisName:
 
 
 def test_readme_on_two_processes(tmp_path):
-    readme = Path(distributed.__file__).parent.parent / "README.md"
-    *_, script = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    *_, script = readme_blocks()
     assert "jax.distributed.initialize()" in script
     checks = """
 assert jax.device_count() == 8 and jax.process_count() == 2

@@ -3,7 +3,6 @@
 import ast
 import doctest
 import inspect
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import readme_blocks
 
 import optax_lossscale
 
@@ -110,10 +110,7 @@ def test_examples_run_on_their_own(name, public):
 
 
 def test_readme_runs():
-    text = (PACKAGE.parent / "README.md").read_text()
-    *blocks, pmap, shard_map, sharded_jit, _ = re.findall(
-        r"```python\n(.*?)```", text, re.DOTALL
-    )
+    *blocks, pmap, shard_map, sharded_jit, _ = readme_blocks()
     assert len(blocks) == 4
     params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
     x, y = jnp.ones((4, 3)), jnp.ones((4, 2))

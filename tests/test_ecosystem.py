@@ -8,11 +8,10 @@ import optax
 import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
-from helpers import assert_same_bits, relaxed, signature
+from helpers import NAN, assert_same_bits, relaxed, signature
 
 from optax_lossscale import FixedLossScale, LossScaleOptimizer, select_applied
 
-NAN = float("nan")
 PARAMS = {"a": jnp.array([1.0, 2.0], jnp.float32), "b": jnp.float32(3)}
 GOOD = jax.tree.map(jnp.ones_like, PARAMS)
 BAD = GOOD | {"b": jnp.float32(NAN)}

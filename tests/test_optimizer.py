@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 import reference
-from helpers import assert_close, relaxed, signature
+from helpers import INF, NAN, SKIPS, WRAPS, assert_close, relaxed, signature
 from hypothesis import given
 
 from optax_lossscale import (
@@ -19,10 +19,6 @@ from optax_lossscale import (
     LossScaleOptimizer,
     LossScaleOptimizerState,
 )
-
-SKIPS = ["auto", "where", "cond"]
-WRAPS = {"eager": lambda f: f, "jit": jax.jit}
-INF, NAN = float("inf"), float("nan")
 
 
 def square(x):

@@ -6,13 +6,18 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import assert_close, assert_same_bits, count_branches, relaxed
+from helpers import (
+    INF,
+    NAN,
+    SKIPS,
+    WRAPS,
+    assert_close,
+    assert_same_bits,
+    count_branches,
+    relaxed,
+)
 
 from optax_lossscale import DynamicLossScale, FixedLossScale, LossScaleOptimizer
-
-SKIPS = ["auto", "where", "cond"]
-WRAPS = {"eager": lambda f: f, "jit": jax.jit}
-INF, NAN = float("inf"), float("nan")
 
 
 class TestSkip:

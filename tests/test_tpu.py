@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import relaxed
+from helpers import plain_step, relaxed, scaled_step
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
@@ -65,13 +65,8 @@ def test_step_selects_and_adds_one_scalar_reduction(layout):
     inner = relaxed(optax.adam(1e-3))
     optimizer = LossScaleOptimizer(inner)
 
-    def plain(params, state, x):
-        loss, grads = jax.value_and_grad(loss_fn)(params, x)
-        updates, state = inner.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    def scaled(params, state, x):
-        return optimizer.minimize(loss_fn, params, state, x)
+    plain = plain_step(loss_fn, inner)
+    scaled = scaled_step(loss_fn, optimizer)
 
     theirs = compile_step(inner, plain, *layout)
     ours = compile_step(optimizer, scaled, *layout)
