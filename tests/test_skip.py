@@ -155,7 +155,7 @@ class TestCompiledPrograms:
         text = self.lowered(optimizer, platform)
         branches = skip == "cond" or (skip, platform) == ("auto", "cpu")
         assert count_branches(text) == branches
-        selects = re.search(r"_where\S*\(.*tensor<i1>, tensor<8x8xf32>", text)
+        selects = re.search(r"stablehlo.select .*tensor<i1>, tensor<8x8xf32>", text)
         assert bool(selects) != branches
 
     def test_fixed_scale_compiles_no_check(self):
