@@ -1,0 +1,50 @@
+"""Measures what loss scaling costs on the device that is there.
+
+Each system runs next to a plain Optax step, in turns; reported is the median of their
+ratios. Writes JSON, a Markdown table for each workload, and a plot.
+"""
+
+import argparse
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks import report
+from benchmarks.measure import measure
+from benchmarks.workloads import make_workloads
+
+
+def main() -> None:
+    """Runs the benchmarks."""
+    platform = jax.default_backend()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument(
+        "--quick", action="store_true", help="small, in under 2 minutes"
+    )
+    parser.add_argument("--workload", default="", help="those whose name contains this")
+    parser.add_argument("--system", default="", help="those whose name contains this")
+    parser.add_argument("--seconds", type=float, help="for how long each pair runs")
+    parser.add_argument("--out", type=Path, default=Path("benchmark_results"))
+    options = parser.parse_args()
+    workloads = [
+        workload
+        for workload in make_workloads(options.quick, accelerator=platform != "cpu")
+        if options.workload in workload.name
+    ]
+    if not workloads:
+        parser.error(f"--workload {options.workload!r} is in no workload's name")
+    seconds = options.seconds or (0.1 if options.quick else 2.0)
+    rows = []
+    with Progress(console=Console(stderr=True)) as progress:
+        for workload in workloads:
+            systems = measure(workload, seconds, options.system)
+            total = len(workload.systems())
+            rows += progress.track(systems, total, description=workload.name)
+    results = {"machine": report.machine(), "versions": report.versions(), "rows": rows}
+    print(report.write(results, options.out / platform))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""The same steps compiled for accelerators that need not be there.
+
+`python -m benchmarks.compiled` compiles for a TPU v5e where libtpu is installed
+(`pip install 'jax[tpu]'`), and for an H100 where JAX's CUDA plugin is
+(`pip install 'jax[cuda12]'`), and adds what it finds to `results/compiled.json`.
+"""
+
+import argparse
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from benchmarks import hlo, report
+from benchmarks.systems import PLAIN, SKIPS, System, lower
+from benchmarks.workloads import Workload, optimizer_step
+
+TPU, H100 = "TPU v5e", "H100"
+
+
+def device(target: str) -> jax.Device | None:
+    """Returns a device to compile for, or None where its compiler is missing."""
+    if target == TPU and importlib.util.find_spec("libtpu"):
+        # No TPU is used, so that several processes may compile.
+        os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+        os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+        options = {"platform": "tpu", "topology_name": "v5e:2x2"}
+    elif target == H100 and importlib.util.find_spec("jax_cuda12_plugin"):
+        os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+        config = Path(__file__).with_name("h100.txtpb").read_text()
+        options = {"platform": "cuda", "topology_name": "h100"}
+        options |= {"target_config": config, "topology": "1x1x1"}
+    else:
+        return None
+    return topologies.get_topology_desc(**options).devices[0]
+
+
+def compile_step(
+    workload: Workload, system: System, device: jax.Device
+) -> jax.stages.Compiled:
+    """Compiles a step, its parameters and state donated, for a device."""
+    sharding = SingleDeviceSharding(device)
+
+    def shape(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    params = workload.init()
+    arguments = (params, system.init(params), *workload.batches()[0])
+    return lower(system, *jax.tree.map(shape, arguments)).compile()
+
+
+def describe(compiled: jax.stages.Compiled) -> dict[str, Any]:
+    """Returns what a step moves, keeps, copies and launches."""
+    module = hlo.parse(compiled.as_text())
+    # The CUDA compiler gives no costs; there all kernels' operands and results count.
+    costs = compiled.cost_analysis() or {}
+    return {
+        "bytes": costs.get("bytes accessed", module.bytes_moved()),
+        "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "copied_bytes": module.bytes_of("copy"),
+        "conditionals": module.count("conditional"),
+        "kernels": module.kernels(),
+    }
+
+
+def measure(target: str, workload: Workload, only: str = "") -> list[dict[str, Any]]:
+    """Returns a row for each system, the plain one first."""
+    rows = []
+    for name, make in workload.systems().items():
+        if name == PLAIN or only in name:
+            found = describe(compile_step(workload, make(), device(target)))
+            rows.append({"workload": workload.name, "system": name, **found})
+            rows[-1]["ratio"] = found["bytes"] / rows[0]["bytes"]
+    return rows
+
+
+def main() -> None:
+    """Compiles for all targets there are and writes the results."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compiled")
+    parser.add_argument("--out", type=Path, default=report.RESULTS)
+    path = parser.parse_args().out / "compiled.json"
+    workload = optimizer_step(20_000_000, 20)._replace(skips=SKIPS)
+    for target in (TPU, H100):
+        if device(target) is None:
+            print(f"{target}: its compiler is not installed, left out")
+            continue
+        rows = measure(target, workload)
+        found = {"versions": report.versions(), "rows": rows}
+        report.save(path, {**report.load(path), target: found})
+    print(report.compiled_table(report.load(path)))
+
+
+if __name__ == "__main__":
+    main()

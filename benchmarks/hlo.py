@@ -1,0 +1,125 @@
+"""Reads the text of a compiled XLA program: what runs, and how much it moves."""
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_WIDTHS = {"pred": 8, "c64": 64, "c128": 128}
+_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
+_CALLED = re.compile(
+    r"\b(?:body|condition|to_apply|true_computation|false_computation|"
+    r"branch_computations)=(\{[^}]*\}|%[\w.\-]+)"
+)
+_NO_KERNEL = {
+    *("after-all", "bitcast", "call", "conditional", "constant", "get-tuple-element"),
+    *("opt-barrier", "parameter", "partition-id", "replica-id", "tuple", "while"),
+}
+
+
+class Instruction(NamedTuple):
+    """An instruction: its name, type and opcode, and what it uses and calls."""
+
+    name: str
+    type: str
+    opcode: str
+    operands: list[str]
+    calls: list[str]
+
+
+def type_bytes(text: str) -> int:
+    """Returns the bytes of a type, tuples included: `f32[2,3]` has 24."""
+    total = 0
+    for dtype, dims in _SHAPE.findall(text):
+        digits = re.search(r"\d+", dtype)
+        bits = _WIDTHS.get(dtype) or int(digits.group() if digits else 0)
+        for dim in dims.split(",") if dims else ():
+            bits *= int(dim)
+        total += bits
+    return total // 8
+
+
+def _closing(text: str, start: int) -> int:
+    depth = 0
+    for i in range(start, len(text)):
+        depth += (text[i] == "(") - (text[i] == ")")
+        if depth == 0:
+            return i
+    raise ValueError(f"unbalanced parentheses in {text[:80]!r}")
+
+
+def _instruction(line: str) -> Instruction:
+    name, rest = line.strip().removeprefix("ROOT ").split(" = ", 1)
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    kind, rest = rest[:end], rest[end:].strip()
+    opcode, rest = rest.split("(", 1)
+    end = _closing("(" + rest, 0) - 1
+    called = " ".join(_CALLED.findall(rest[end:]))
+    calls = re.findall(r"%([\w.\-]+)", called)
+    operands = re.findall(r"%([\w.\-]+)", rest[:end])
+    return Instruction(name.lstrip("%"), kind, opcode, operands, calls)
+
+
+class Module(NamedTuple):
+    """A compiled program.
+
+    Attributes:
+      computations: Instructions by the name of their computation.
+      entry: The name of the one that runs.
+    """
+
+    computations: dict[str, list[Instruction]]
+    entry: str
+
+    def running(self, computation: str = "") -> Iterator[Instruction]:
+        """Yields all instructions that run; of branches, those of the longest."""
+        for instruction in self.computations[computation or self.entry]:
+            yield instruction
+            if instruction.opcode == "conditional":
+                branches = [list(self.running(c)) for c in instruction.calls]
+                yield from max(branches, key=len)
+            elif instruction.opcode in ("call", "while"):
+                for called in instruction.calls:
+                    yield from self.running(called)
+
+    def kernels(self) -> int:
+        """Returns how many instructions do something."""
+        return sum(
+            i.opcode not in _NO_KERNEL and not i.opcode.endswith("-done")
+            for i in self.running()
+        )
+
+    def count(self, opcode: str) -> int:
+        """Returns how often an operation runs."""
+        return sum(i.opcode == opcode for i in self.running())
+
+    def bytes_of(self, opcode: str) -> int:
+        """Returns the bytes of all results of an operation."""
+        return sum(type_bytes(i.type) for i in self.running() if i.opcode == opcode)
+
+    def bytes_moved(self) -> int:
+        """Returns the bytes of the operands and results of all kernels."""
+        total, types = 0, {}
+        for instruction in self.running():
+            types[instruction.name] = instruction.type
+            if instruction.opcode in _NO_KERNEL:
+                continue
+            total += type_bytes(instruction.type)
+            total += sum(type_bytes(types[name]) for name in instruction.operands)
+        return total
+
+
+def parse(text: str) -> Module:
+    """Parses what `jax.stages.Compiled.as_text` returns."""
+    computations, entry, current = {}, "", ""
+    for line in text.splitlines():
+        if line.endswith("{") and (
+            head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*->", line)
+        ):
+            current = head[2]
+            computations[current] = []
+            entry = current if head[1] else entry
+        elif line.startswith("}"):
+            current = ""
+        elif current and " = " in line:
+            computations[current].append(_instruction(line))
+    return Module(computations, entry)

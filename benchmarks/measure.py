@@ -1,0 +1,91 @@
+"""Measures one system next to the plain one, in turns."""
+
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from benchmarks import hlo
+from benchmarks.systems import PLAIN, System, lower
+from benchmarks.workloads import Workload
+
+
+class Running:
+    """A compiled step, its parameters and its state.
+
+    Compiling is timed up to three times, for that many seconds, with empty caches.
+    """
+
+    def __init__(self, system: System, params: Any, batches: list, seconds: float):
+        params = jax.device_put(params)
+        state = system.init(params)
+        self.batches = batches
+        times = []
+        while len(times) < 3 and sum(times) < seconds:
+            jax.clear_caches()
+            start = time.perf_counter()
+            self.compiled = lower(system, params, state, *batches[0]).compile()
+            times.append(time.perf_counter() - start)
+        self.compile_time = min(times)
+        self.carry = (params, jax.tree.leaves(state))
+
+    def round(self) -> float:
+        """Runs over all batches once; returns the seconds it took."""
+        start = time.perf_counter()
+        for batch in self.batches:
+            *self.carry, _ = self.compiled(*self.carry, *batch)
+        jax.block_until_ready(self.carry)
+        return time.perf_counter() - start
+
+
+def compare(plain: Running, scaled: Running, seconds: float) -> dict[str, Any]:
+    """Runs both in turns for that many seconds, and ten rounds at least.
+
+    Returns:
+      `ratio` is the median of the ratios of neighboring rounds, `spread` their 10th
+      and 90th percentile; the others describe the compiled step.
+    """
+    for _ in range(5):  # the first steps may overflow
+        scaled.round()
+    plain.round()
+    theirs, ours = [], []
+    start = time.perf_counter()
+    while len(ours) < 10 or time.perf_counter() - start < seconds:
+        theirs.append(plain.round())
+        ours.append(scaled.round())
+    ratios = sorted(b / a for a, b in zip(theirs, ours, strict=True))
+    return {
+        "ratio": statistics.median(ratios),
+        "spread": [ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]],
+        "rounds": len(ratios),
+        "plain_s": statistics.median(theirs) / len(plain.batches),
+        "compile_ratio": scaled.compile_time / plain.compile_time,
+        "temp_bytes": scaled.compiled.memory_analysis().temp_size_in_bytes,
+        "kernels": hlo.parse(scaled.compiled.as_text()).kernels(),
+    }
+
+
+def measure(
+    workload: Workload, seconds: float, only: str = ""
+) -> Iterator[dict[str, Any]]:
+    """Yields a row for each system whose name contains `only`, the plain one first.
+
+    The plain step next to another of its kind shows how noisy the machine is.
+    """
+    params, batches = jax.device_get(workload.init()), workload.batches()
+    systems = workload.systems()
+    plain = Running(systems[PLAIN](), params, batches, seconds)
+    for name, make in systems.items():
+        if only in name or name == PLAIN:
+            running = Running(make(), params, batches, seconds)
+            yield {
+                "workload": workload.name,
+                "column": workload.column,
+                "given": workload.given,
+                "parameters": workload.parameters,
+                "system": name,
+                **compare(plain, running, seconds),
+            }
+            del running  # its memory is needed for the next

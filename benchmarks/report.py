@@ -1,0 +1,197 @@
+"""JSON, tables and the plot of what was measured."""
+
+import json
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.systems import PLAIN
+
+RESULTS = Path(__file__).with_name("results")
+_PACKAGES = (
+    "jax",
+    "jaxlib",
+    "optax",
+    "flax",
+    "jmp",
+    "mixed_precision_for_JAX",
+    "keras",
+)
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of what was measured."""
+    found = {"python": platform.python_version()}
+    for package in (*_PACKAGES, "libtpu", "jax-cuda12-plugin"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Returns where it was measured."""
+    device = jax.devices()[0]
+    kind = device.device_kind
+    if device.platform == "cpu":
+        cpuinfo = Path("/proc/cpuinfo")
+        lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+        names = [line.split(": ")[1] for line in lines if line.startswith("model name")]
+        kind = f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
+    return {"platform": device.platform, "device": kind, "system": platform.system()}
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Reads results; none are an empty dictionary."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def save(path: Path, results: dict[str, Any]) -> None:
+    """Writes results."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """Returns a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def by_workload(results: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Returns the rows of results by workload and system."""
+    found = {}
+    for row in results["rows"]:
+        found.setdefault(row["workload"], {})[row["system"]] = row
+    return found
+
+
+def _megabytes(number: float) -> str:
+    return f"{number / 1e6:,.1f}"
+
+
+def full_report(results: dict[str, Any]) -> str:
+    """Returns all that was measured, a table for each workload."""
+    machine = results["machine"]
+    packages = ", ".join(f"{k} {v}" for k, v in results["versions"].items())
+    text = f"# Benchmarks on {machine['device']} ({machine['system']})\n\n{packages}\n"
+    header = ["system", "time / plain", "10 % to 90 %", "rounds"]
+    header += ["compile / plain", "temporary MB", "kernels"]
+    for workload, systems in by_workload(results).items():
+        plain = systems[PLAIN]["plain_s"]
+        text += f"\n## {workload}\n\nPlain: {1e3 * plain:.3g} ms a step.\n\n"
+        rows = [
+            [
+                name,
+                f"{row['ratio']:.2f}",
+                "{:.2f} to {:.2f}".format(*row["spread"]),
+                str(row["rounds"]),
+                f"{row['compile_ratio']:.2f}",
+                _megabytes(row["temp_bytes"]),
+                str(row["kernels"]),
+            ]
+            for name, row in systems.items()
+        ]
+        text += table(header, rows)
+    return text
+
+
+def _is_size(row: dict[str, Any]) -> bool:
+    return row["given"] and "overflow" not in row["workload"]
+
+
+def _columns(results: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Returns the rows of the workloads that have a column, by column and system."""
+    found = {}
+    for systems in by_workload(results).values():
+        found[systems[PLAIN]["column"]] = {
+            name.removesuffix(", auto"): row
+            for name, row in systems.items()
+            if name != PLAIN and not name.endswith((", where", ", cond"))
+        }
+    found.pop("", None)
+    return found
+
+
+def timing_table(results: dict[str, Any]) -> str:
+    """Returns the ratios of all systems, with a column for each main workload."""
+    columns = _columns(results)
+    names = dict.fromkeys(name for rows in columns.values() for name in rows)
+    rows = [
+        [
+            name,
+            *(
+                f"{rows[name]['ratio']:.2f}" if name in rows else ""
+                for rows in columns.values()
+            ),
+        ]
+        for name in names
+    ]
+    return table(["time / plain", *columns], rows)
+
+
+def compiled_table(results: dict[str, Any]) -> str:
+    """Returns what the compilers made of the steps; columns for each target."""
+    targets = {
+        target: {r["system"]: r for r in v["rows"]} for target, v in results.items()
+    }
+    header = ["compiled step"]
+    for target in targets:
+        header += [f"{target}: bytes / plain", "temporary MB", "copied MB", "kernels"]
+    rows = []
+    for name in next(iter(targets.values())):
+        row = [name]
+        for found in targets.values():
+            found = found[name]
+            row += [f"{found['ratio']:.3f}"]
+            row += [f"{found[k] / 1e6:,.1f}" for k in ("temp_bytes", "copied_bytes")]
+            row += [str(found["kernels"])]
+        rows.append(row)
+    return table(header, rows)
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Draws the ratios of all systems, and how they depend on the size."""
+    from matplotlib import ticker
+    from matplotlib.figure import Figure
+
+    columns = _columns(results)
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    bars, lines = figure.subplots(1, 2, width_ratios=[1.2, 1])
+    sizes = [c for c, rows in columns.items() if _is_size(next(iter(rows.values())))]
+    largest = {c: columns[c] for c in columns if c not in sizes[:-1]}
+    names = list(dict.fromkeys(name for rows in largest.values() for name in rows))
+    for i, (column, rows) in enumerate(largest.items()):
+        places = [names.index(name) + (i - len(largest) / 2) * 0.2 for name in rows]
+        bars.barh(places, [r["ratio"] for r in rows.values()], 0.2, label=column)
+    bars.set_yticks(range(len(names)), names)
+    bars.invert_yaxis()
+    for name in names:
+        rows = [columns[c][name] for c in sizes if name in columns[c]]
+        x, y = [r["parameters"] for r in rows], [r["ratio"] for r in rows]
+        lines.plot(x, y, marker="o", label=name)
+    lines.set(xscale="log", yscale="log", xlabel="parameters (Adam, 20 leaves)")
+    for axes, axis in ((bars, bars.xaxis), (lines, lines.yaxis)):
+        axis.set_major_locator(ticker.FixedLocator([1, 1.5, 2, 3, 5, 10, 20]))
+        axis.set_major_formatter("{x:g} x")
+        axis.set_minor_locator(ticker.NullLocator())
+        axes.grid(axis=axis.axis_name, alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    bars.set(xscale="linear", title="Time of a step, without loss scaling = 1")
+    lines.set_title("The same against the size of the model")
+    bars.legend(title="what is trained")
+    lines.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def write(results: dict[str, Any], stem: Path) -> str:
+    """Writes `stem`.json, .md and .png; returns the table."""
+    save(stem.with_suffix(".json"), results)
+    stem.with_suffix(".md").write_text(full_report(results))
+    plot(results, stem.with_suffix(".png"))
+    return timing_table(results)

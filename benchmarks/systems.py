@@ -1,0 +1,249 @@
+"""The training steps that are compared: plain Optax, this package and its peers.
+
+A step takes and returns what changes, `(params, state)`, so that it can be donated.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lossscale import LossScaleOptimizer
+
+PLAIN = "optax, no scaling"
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(1e-3),
+    "adam": lambda: optax.adam(1e-3),
+    "adafactor": lambda: optax.adafactor(1e-3),
+}
+SKIPS = ("auto", "where", "cond")
+SCALE = 2.0**15
+
+
+class System(NamedTuple):
+    """One way to train.
+
+    Attributes:
+      init: Makes the state of parameters.
+      step: Maps `params, state, *batch` to new `params, state` and the loss.
+    """
+
+    init: Callable[..., Any]
+    step: Callable[..., Any]
+
+
+def lower(system: System, params: Any, state: Any, *batch: Any) -> jax.stages.Lowered:
+    """Lowers a step, parameters and state donated, that keeps its state as leaves.
+
+    (jmp's state cannot be lowered as it is.)
+    """
+    leaves, treedef = jax.tree.flatten(state)
+
+    def step(params, leaves, *batch):
+        state = treedef.unflatten(leaves)
+        params, state, loss = system.step(params, state, *batch)
+        return params, jax.tree.leaves(state), loss
+
+    return jax.jit(step, donate_argnums=(0, 1)).lower(params, leaves, *batch)
+
+
+def _plain(inner, loss_fn):
+    def step(params, state, *batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, *batch)
+        updates, state = inner.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return System(inner.init, step)
+
+
+def _minimize(inner, loss_fn, **options):
+    optimizer = LossScaleOptimizer(inner, **options)
+
+    def step(params, state, *batch):
+        return optimizer.minimize(loss_fn, params, state, *batch)
+
+    return System(optimizer.init, step)
+
+
+def _in_two(inner, loss_fn, *, call, given=False, **options):
+    optimizer = LossScaleOptimizer(inner, **options)
+
+    def step(params, state, *batch):
+        value_and_grad = optimizer.value_and_grad(loss_fn, state)
+        if given:  # the gradients of the loss are unscaled already
+            value_and_grad = jax.value_and_grad(loss_fn)
+        loss, grads = value_and_grad(params, *batch)
+        if call == "apply_gradients":
+            params, state = optimizer.apply_gradients(grads, params, state)
+        else:
+            updates, state = optimizer.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state, loss
+
+    return System(optimizer.init, step)
+
+
+def _flax(inner, loss_fn):
+    from flax.training.dynamic_scale import DynamicScale
+
+    def init(params):
+        scale = DynamicScale(scale=jnp.float32(SCALE), fin_steps=jnp.int32(0))
+        return inner.init(params), scale
+
+    def step(params, state, *batch):
+        inner_state, scale = state
+        scale, finite, loss, grads = scale.value_and_grad(loss_fn)(params, *batch)
+        updates, new_state = inner.update(grads, inner_state, params)
+        new = (optax.apply_updates(params, updates), new_state)
+        select = functools.partial(jnp.where, finite)
+        params, inner_state = jax.tree.map(select, new, (params, inner_state))
+        return params, (inner_state, scale), loss
+
+    return System(init, step)
+
+
+def _jmp(inner, loss_fn):
+    import jmp
+
+    def init(params):
+        return inner.init(params), jmp.DynamicLossScale(jnp.float32(SCALE))
+
+    def step(params, state, *batch):
+        inner_state, scale = state
+
+        def scaled_loss_fn(params):
+            loss = loss_fn(params, *batch)
+            return scale.scale(loss), loss
+
+        grads, loss = jax.grad(scaled_loss_fn, has_aux=True)(params)
+        grads = scale.unscale(grads)
+        finite = jmp.all_finite(grads)
+        updates, new_state = inner.update(grads, inner_state, params)
+        new = (optax.apply_updates(params, updates), new_state)
+        params, inner_state = jmp.select_tree(finite, new, (params, inner_state))
+        return params, (inner_state, scale.adjust(finite)), loss
+
+    return System(init, step)
+
+
+def _mpx(inner, loss_fn):
+    import mpx
+
+    def init(params):
+        scale, least = jnp.float32(SCALE), jnp.float32(1)
+        # Its hyperparameters are leaves: as arrays, they may be donated.
+        scaling = mpx.DynamicLossScaling(scale, least)
+        return inner.init(params), jax.tree.map(jnp.asarray, scaling)
+
+    def step(params, state, *batch):
+        inner_state, scaling = state
+        value_and_grad = mpx.filter_value_and_grad(loss_fn, scaling)
+        loss, scaling, finite, grads = value_and_grad(params, *batch)
+        params, inner_state = mpx.optimizer_update(
+            params, inner, inner_state, grads, finite
+        )
+        return params, (inner_state, scaling), loss
+
+    return System(init, step)
+
+
+def _apply_if_finite(inner, loss_fn):
+    """`optax.apply_if_finite`, and the scale held and adapted by hand."""
+    optimizer = optax.apply_if_finite(inner, max_consecutive_errors=1_000_000)
+
+    def init(params):
+        return optimizer.init(params), jnp.float32(SCALE), jnp.int32(0)
+
+    def step(params, state, *batch):
+        state, scale, good = state
+
+        def scaled_loss_fn(params):
+            loss = loss_fn(params, *batch)
+            return loss * scale, loss
+
+        grads, loss = jax.grad(scaled_loss_fn, has_aux=True)(params)
+        grads = jax.tree.map(lambda g: g / scale, grads)
+        updates, state = optimizer.update(grads, state, params)
+        good = jnp.where(state.last_finite, good + 1, 0)
+        grown = jnp.where(good >= 2000, scale * 2, scale)
+        scale = jnp.where(state.last_finite, grown, scale / 2)
+        state = (state, scale, jnp.where(good >= 2000, 0, good))
+        return optax.apply_updates(params, updates), state, loss
+
+    return System(init, step)
+
+
+def _keras(name, loss_fn):
+    """Keras 3 on JAX; its own optimizer of the same name around the same loss."""
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    import keras
+
+    optimizers = {
+        "sgd": lambda: keras.optimizers.SGD(1e-3),
+        "adam": lambda: keras.optimizers.Adam(1e-3),
+        "adafactor": lambda: keras.optimizers.Adafactor(1e-3),
+    }
+    optimizer = keras.optimizers.LossScaleOptimizer(optimizers[name]())
+
+    def init(params):
+        leaves = jax.tree.leaves(params)
+        optimizer.build([keras.Variable(jnp.zeros(x.shape)) for x in leaves])
+        return [jnp.array(variable.value) for variable in optimizer.variables]
+
+    def step(params, state, *batch):
+        index = [v is optimizer.dynamic_scale for v in optimizer.variables].index(True)
+
+        def scaled_loss_fn(params):
+            loss = loss_fn(params, *batch)
+            return loss * state[index], loss
+
+        grads, loss = jax.grad(scaled_loss_fn, has_aux=True)(params)
+        leaves, treedef = jax.tree.flatten(params)
+        leaves, state = optimizer.stateless_apply(
+            state, treedef.flatten_up_to(grads), leaves
+        )
+        return treedef.unflatten(leaves), state, loss
+
+    return System(init, step)
+
+
+def make_systems(
+    optimizer: str,
+    loss_fn: Callable[..., jax.Array],
+    *,
+    given: bool = False,
+    skips: tuple[str, ...] = SKIPS,
+) -> dict[str, Callable[[], System]]:
+    """Returns what is compared, each behind a function that makes it.
+
+    Args:
+      optimizer: A name in `OPTIMIZERS`.
+      loss_fn: Maps `params, *batch` to a loss.
+      given: Whether the gradients of `loss_fn` ignore the scale: they stand for
+        gradients that are there already, and may be taken for unscaled ones.
+      skips: The ways to skip that are compared.
+
+    Returns:
+      A dictionary that starts with the plain step.
+    """
+    inner = OPTIMIZERS[optimizer]()
+    make = functools.partial
+    found = {PLAIN: make(_plain, inner, loss_fn)}
+    for skip in skips:
+        found[f"minimize, {skip}"] = make(_minimize, inner, loss_fn, skip=skip)
+        for call in ("apply_gradients", "update"):
+            system = make(_in_two, inner, loss_fn, call=call, skip=skip)
+            found[f"value_and_grad + {call}, {skip}"] = system
+            if given:
+                found[f"{call}, {skip}"] = make(system, given=True)
+    found["minimize, fixed scale"] = make(_minimize, inner, loss_fn, loss_scale=SCALE)
+    found["flax DynamicScale"] = make(_flax, inner, loss_fn)
+    found["jmp"] = make(_jmp, inner, loss_fn)
+    found["mpx"] = make(_mpx, inner, loss_fn)
+    found["optax.apply_if_finite"] = make(_apply_if_finite, inner, loss_fn)
+    found["Keras 3"] = make(_keras, optimizer, loss_fn)
+    return found
