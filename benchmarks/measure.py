@@ -76,16 +76,23 @@ def measure(
     """
     params, batches = jax.device_get(workload.init()), workload.batches()
     systems = workload.systems()
-    plain = Running(systems[PLAIN](), params, batches, seconds)
+
+    def running(system):
+        return Running(system, params, batches, seconds)
+
+    of, baseline = "", None
     for name, make in systems.items():
-        if only in name or name == PLAIN:
-            running = Running(make(), params, batches, seconds)
-            yield {
-                "workload": workload.name,
-                "column": workload.column,
-                "given": workload.given,
-                "parameters": workload.parameters,
-                "system": name,
-                **compare(plain, running, seconds),
-            }
-            del running  # its memory is needed for the next
+        if only not in name and name != PLAIN:
+            continue
+        system = make()
+        if of != system.baseline:
+            of, baseline = system.baseline, running(systems[system.baseline]())
+        yield {
+            "workload": workload.name,
+            "column": workload.column,
+            "given": workload.given,
+            "parameters": workload.parameters,
+            "system": name,
+            "baseline": of,
+            **compare(baseline, running(system), seconds),
+        }

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.systems import PLAIN
+from benchmarks.systems import PLAIN, PLAIN_KERAS
 
 RESULTS = Path(__file__).with_name("results")
 _PACKAGES = (
@@ -112,7 +112,8 @@ def _columns(results: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
         found[systems[PLAIN]["column"]] = {
             name.removesuffix(", auto"): row
             for name, row in systems.items()
-            if name != PLAIN and not name.endswith((", where", ", cond"))
+            if name not in (PLAIN, PLAIN_KERAS)
+            and not name.endswith((", where", ", cond"))
         }
     found.pop("", None)
     return found

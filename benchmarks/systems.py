@@ -14,7 +14,7 @@ import optax
 
 from optax_lossscale import LossScaleOptimizer
 
-PLAIN = "optax, no scaling"
+PLAIN, PLAIN_KERAS = "optax, no scaling", "Keras 3, no scaling"
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(1e-3),
     "adam": lambda: optax.adam(1e-3),
@@ -30,10 +30,12 @@ class System(NamedTuple):
     Attributes:
       init: Makes the state of parameters.
       step: Maps `params, state, *batch` to new `params, state` and the loss.
+      baseline: The name of what it is compared to: the same without loss scaling.
     """
 
     init: Callable[..., Any]
     step: Callable[..., Any]
+    baseline: str = PLAIN
 
 
 def lower(system: System, params: Any, state: Any, *batch: Any) -> jax.stages.Lowered:
@@ -177,17 +179,16 @@ def _apply_if_finite(inner, loss_fn):
     return System(init, step)
 
 
-def _keras(name, loss_fn):
-    """Keras 3 on JAX; its own optimizer of the same name around the same loss."""
+def _keras(name, loss_fn, *, scaled):
+    """Keras 3 on JAX: its own optimizer of that name, scaled or not."""
     os.environ.setdefault("KERAS_BACKEND", "jax")
     import keras
 
-    optimizers = {
-        "sgd": lambda: keras.optimizers.SGD(1e-3),
-        "adam": lambda: keras.optimizers.Adam(1e-3),
-        "adafactor": lambda: keras.optimizers.Adafactor(1e-3),
-    }
-    optimizer = keras.optimizers.LossScaleOptimizer(optimizers[name]())
+    optimizers = keras.optimizers
+    names = {"sgd": "SGD", "adam": "Adam", "adafactor": "Adafactor"}
+    optimizer = getattr(optimizers, names[name])(1e-3)
+    if scaled:
+        optimizer = optimizers.LossScaleOptimizer(optimizer)
 
     def init(params):
         leaves = jax.tree.leaves(params)
@@ -195,20 +196,22 @@ def _keras(name, loss_fn):
         return [jnp.array(variable.value) for variable in optimizer.variables]
 
     def step(params, state, *batch):
-        index = [v is optimizer.dynamic_scale for v in optimizer.variables].index(True)
+        scale = 1
+        if scaled:
+            found = [v is optimizer.dynamic_scale for v in optimizer.variables]
+            scale = state[found.index(True)]
 
         def scaled_loss_fn(params):
             loss = loss_fn(params, *batch)
-            return loss * state[index], loss
+            return loss * scale, loss
 
         grads, loss = jax.grad(scaled_loss_fn, has_aux=True)(params)
         leaves, treedef = jax.tree.flatten(params)
-        leaves, state = optimizer.stateless_apply(
-            state, treedef.flatten_up_to(grads), leaves
-        )
+        grads = treedef.flatten_up_to(grads)
+        leaves, state = optimizer.stateless_apply(state, grads, leaves)
         return treedef.unflatten(leaves), state, loss
 
-    return System(init, step)
+    return System(init, step, PLAIN_KERAS if scaled else PLAIN)
 
 
 def make_systems(
@@ -245,5 +248,6 @@ def make_systems(
     found["jmp"] = make(_jmp, inner, loss_fn)
     found["mpx"] = make(_mpx, inner, loss_fn)
     found["optax.apply_if_finite"] = make(_apply_if_finite, inner, loss_fn)
-    found["Keras 3"] = make(_keras, optimizer, loss_fn)
+    found[PLAIN_KERAS] = make(_keras, optimizer, loss_fn, scaled=False)
+    found["Keras 3"] = make(_keras, optimizer, loss_fn, scaled=True)
     return found

@@ -106,7 +106,6 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
     _inner_optimizer: Any
     _inner: optax.GradientTransformationExtraArgs
     _axis_name: Hashable | None
-    _skip: Skip
 
     def __new__(
         cls,
@@ -233,7 +232,7 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
             return self._inner.update(grads, inner_state, params, **extra_args)
 
         operands = (updates, state, params, extra_args)
-        return self._step(updates, run, _zero_updates, *operands)
+        return self._step(run, _zero_updates, *operands)
 
     def apply_gradients(
         self,
@@ -264,7 +263,7 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
             return self._apply(grads, inner_state, params, **extra_args)
 
         operands = (grads, state, strongly_typed(params), extra_args)
-        return self._step(grads, run, _keep_params, *operands)
+        return self._step(run, _keep_params, *operands)
 
     def minimize(
         self,
@@ -338,8 +337,8 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
         with jax.numpy_dtype_promotion("standard"):
             return optax.apply_updates(params, updates), inner_state
 
-    def _step(self, checked, run, keep, grads, state, params, extra):
-        """Advances the loss scale by the `checked` gradients; runs or keeps."""
+    def _step(self, run, keep, grads, state, params, extra):
+        """Advances the loss scale; runs or keeps."""
         if not isinstance(state, LossScaleOptimizerState):
             raise ValueError(
                 "state must be the LossScaleOptimizerState that this optimizer's init "
@@ -347,12 +346,12 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
                 "of a chain, call the update of the chain."
             )
         loss_scale_state, should_apply = self._loss_scale.update(
-            checked, state.loss_scale_state, axis_name=self._axis_name
+            grads, state.loss_scale_state, axis_name=self._axis_name
         )
         should_apply = jnp.asarray(should_apply, bool)
         # A restored or hand-set state may hold Python numbers.
         inner_state = strongly_typed(state.inner_state)
-        skip = self._skip if self._loss_scale.skip_nonfinite else None
+        skip = self._ever_skip
         result, inner_state = run_or_skip(
             skip, should_apply, run, keep, grads, inner_state, params, extra
         )

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from optax_lossscale._loss_scale import FixedLossScale, LossScale
+from optax_lossscale._skip import Skip, settle
 from optax_lossscale._state import find_state, unbox
 from optax_lossscale._tree import is_inexact, scale_down, scale_up
 
@@ -14,6 +15,11 @@ class LossScaling:
     """Scales losses and unscales gradients by the scale in an optimizer's state."""
 
     _loss_scale: LossScale
+    _skip: Skip
+
+    @property
+    def _ever_skip(self) -> Skip | None:
+        return self._skip if self._loss_scale.skip_nonfinite else None
 
     @property
     def loss_scale(self) -> LossScale:
@@ -126,12 +132,28 @@ class LossScaling:
           >>> print(f"{grad:.2g}")
           1e-08
         """
-        value_and_scaled_grad = self._value_and_scaled_grad(
-            fun, state, argnums, has_aux, transform
-        )
+        scale = self.current_loss_scale(state)
+
+        def scaled(*args, **kwargs):
+            out = fun(*args, **kwargs)
+            is_pair = isinstance(out, tuple | list) and len(out) == 2
+            loss = out[0] if has_aux and is_pair else out
+            if (has_aux and not is_pair) or not is_inexact(loss):
+                wanted = "a loss and auxiliary data" if has_aux else "a loss alone"
+                raise TypeError(
+                    f"With has_aux={has_aux} the function must return {wanted}, the "
+                    "loss a floating-point scalar, got "
+                    f"{jax.tree.map(jax.typeof, out)}."
+                )
+            # The loss itself is passed along: the scaled one may be inf.
+            return scale_up(loss, scale), out
+
+        # eqx.filter_value_and_grad has no argnums, and is about the first alone.
+        options = {} if argnums == 0 else {"argnums": argnums}
+        value_and_scaled_grad = transform(scaled, has_aux=True, **options)
 
         def value_and_grad(*args, **kwargs):
-            value, grads = value_and_scaled_grad(*args, **kwargs)
+            (_, value), grads = value_and_scaled_grad(*args, **kwargs)
             return value, self.get_unscaled_gradients(grads, state)
 
         return value_and_grad
@@ -205,42 +227,9 @@ class LossScaling:
         """
         scale = self.current_loss_scale(state)
         return jax.tree.map(
-            lambda x: scale_down(x, scale) if is_inexact(x) else x, grads
+            lambda x: scale_down(x, scale) if is_inexact(x) else x,
+            settle(self._ever_skip, grads),
         )
-
-    def _value_and_scaled_grad(
-        self,
-        fun: Callable[..., Any],
-        state: Any,
-        argnums: int | tuple[int, ...] = 0,
-        has_aux: bool = False,
-        transform: Callable[..., Any] = jax.value_and_grad,
-    ) -> Callable[..., Any]:
-        scale = self.current_loss_scale(state)
-
-        def scaled(*args, **kwargs):
-            out = fun(*args, **kwargs)
-            is_pair = isinstance(out, tuple | list) and len(out) == 2
-            loss = out[0] if has_aux and is_pair else out
-            if (has_aux and not is_pair) or not is_inexact(loss):
-                wanted = "a loss and auxiliary data" if has_aux else "a loss alone"
-                raise TypeError(
-                    f"With has_aux={has_aux} the function must return {wanted}, the "
-                    "loss a floating-point scalar, got "
-                    f"{jax.tree.map(jax.typeof, out)}."
-                )
-            # The loss itself is passed along: the scaled one may be inf.
-            return scale_up(loss, scale), out
-
-        # eqx.filter_value_and_grad has no argnums, and is about the first alone.
-        options = {} if argnums == 0 else {"argnums": argnums}
-        differentiated = transform(scaled, has_aux=True, **options)
-
-        def value_and_scaled_grad(*args, **kwargs):
-            (_, value), grads = differentiated(*args, **kwargs)
-            return value, grads
-
-        return value_and_scaled_grad
 
 
 def _scaled(loss: Any, scale: jax.Array) -> jax.Array:

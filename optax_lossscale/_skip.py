@@ -1,4 +1,4 @@
-"""Run a step, or keep everything as it was."""
+"""Run a step, or keep everything as it was: what depends on the platform."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -10,6 +10,34 @@ from jax.core import Tracer
 from optax_lossscale._tree import cast_like, is_array, select
 
 Skip = Literal["auto", "where", "cond"]
+
+
+def _split(tree: Any) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Any]]:
+    """Returns the arrays of a tree, and what puts others in their places."""
+    leaves, treedef = jax.tree.flatten(tree)
+
+    def join(arrays):
+        rest = iter(arrays)
+        return treedef.unflatten([next(rest) if is_array(x) else x for x in leaves])
+
+    return [x for x in leaves if is_array(x)], join
+
+
+def settle(skip: Skip | None, tree: Any) -> Any:
+    """Has gradients computed before they are used, where the step branches on CPU.
+
+    There XLA would compute the end of each gradient twice, in the layout that suits
+    the check and in the one that the branch needs, and keep both.
+    """
+    arrays, join = _split(tree)
+    traced = any(isinstance(x, Tracer) for x in arrays)
+    if skip in (None, "where") or not traced:
+        return tree
+    return join(
+        lax.platform_dependent(
+            arrays, cpu=lax.optimization_barrier, default=lambda arrays: arrays
+        )
+    )
 
 
 def run_or_skip(
@@ -41,26 +69,21 @@ def run_or_skip(
         new = run(*operands)
         return cast_like(new, keep(new, *operands))
 
-    leaves, treedef = jax.tree.flatten(operands)
-    arrays = [x for x in leaves if is_array(x)]
-
-    def unpack(arrays):
-        rest = iter(arrays)
-        return treedef.unflatten([next(rest) if is_array(x) else x for x in leaves])
+    arrays, join = _split(operands)
 
     def run_arrays(arrays):
-        return run(*unpack(arrays))
+        return run(*join(arrays))
 
     def where(should_apply, run, arrays):
         new = run(arrays)
-        old = keep(new, *unpack(arrays))
+        old = keep(new, *join(arrays))
         return select(should_apply, cast_like(new, old), old)
 
     def cond(should_apply, run, arrays):
         like = jax.eval_shape(run, arrays)
 
         def keep_arrays(arrays):
-            return keep(like, *unpack(arrays))
+            return keep(like, *join(arrays))
 
         def run_cast(arrays):
             return cast_like(run(arrays), keep_arrays(arrays))
