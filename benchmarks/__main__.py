@@ -35,15 +35,20 @@ def main() -> None:
     ]
     if not workloads:
         parser.error(f"--workload {options.workload!r} is in no workload's name")
-    seconds = options.seconds or (0.1 if options.quick else 2.0)
-    rows = []
+    seconds = options.seconds or (0.1 if options.quick else 1.0)
+    results = {"machine": report.machine(), "versions": report.versions(), "rows": []}
+    stem = options.out / platform
     with Progress(console=Console(stderr=True)) as progress:
         for workload in workloads:
-            systems = measure(workload, seconds, options.system)
-            total = len(workload.systems())
-            rows += progress.track(systems, total, description=workload.name)
-    results = {"machine": report.machine(), "versions": report.versions(), "rows": rows}
-    print(report.write(results, options.out / platform))
+            rows = measure(workload, seconds, options.system)
+            rows = progress.track(
+                rows, len(workload.systems()), description=workload.name
+            )
+            results["rows"] += rows
+            report.save(stem.with_suffix(".json"), results)
+    report.write(results, stem)
+    print(report.timing_table(results))
+    print(f"Wrote {stem}.json, .md and .png")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@
 import argparse
 import importlib.util
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,13 @@ def describe(compiled: jax.stages.Compiled) -> dict[str, Any]:
     }
 
 
-def measure(target: str, workload: Workload, only: str = "") -> list[dict[str, Any]]:
-    """Returns a row for each system, the plain one first."""
+def measure(
+    target: str, workload: Workload, names: Iterable[str] | None = None
+) -> list[dict[str, Any]]:
+    """Returns a row for each system, or each of those named; the plain one first."""
     rows = []
     for name, make in workload.systems().items():
-        if name == PLAIN or only in name:
+        if names is None or name == PLAIN or name in names:
             found = describe(compile_step(workload, make(), device(target)))
             rows.append({"workload": workload.name, "system": name, **found})
             rows[-1]["ratio"] = found["bytes"] / rows[0]["bytes"]

@@ -71,7 +71,7 @@ def _minimize(inner, loss_fn, **options):
     return System(optimizer.init, step)
 
 
-def _in_two(inner, loss_fn, *, call, given=False, **options):
+def _in_two(inner, loss_fn, *, call, given, **options):
     optimizer = LossScaleOptimizer(inner, **options)
 
     def step(params, state, *batch):
@@ -239,10 +239,8 @@ def make_systems(
     for skip in skips:
         found[f"minimize, {skip}"] = make(_minimize, inner, loss_fn, skip=skip)
         for call in ("apply_gradients", "update"):
-            system = make(_in_two, inner, loss_fn, call=call, skip=skip)
-            found[f"value_and_grad + {call}, {skip}"] = system
-            if given:
-                found[f"{call}, {skip}"] = make(system, given=True)
+            options = {"call": call, "given": given, "skip": skip}
+            found[f"{call}, {skip}"] = make(_in_two, inner, loss_fn, **options)
     found["minimize, fixed scale"] = make(_minimize, inner, loss_fn, loss_scale=SCALE)
     found["flax DynamicScale"] = make(_flax, inner, loss_fn)
     found["jmp"] = make(_jmp, inner, loss_fn)

@@ -1,0 +1,46 @@
+"""What the compilers of accelerators make of the optimizer's step; none is needed."""
+
+import jax
+import pytest
+
+from benchmarks.compiled import H100, TPU, device, measure
+from benchmarks.systems import PLAIN, SKIPS
+from benchmarks.workloads import optimizer_step
+
+PARAMETERS = 20_000_000
+GRADIENTS = 4 * PARAMETERS
+
+
+@pytest.fixture(scope="module", params=[TPU, H100])
+def rows(request):
+    """Returns what this package compiles to, by system."""
+    if device(request.param) is None:
+        pytest.skip(f"the compiler for {request.param} is not installed")
+    workload = optimizer_step(PARAMETERS, 20)._replace(skips=SKIPS)
+    with jax.numpy_dtype_promotion("standard"):
+        ours = ("minimize", "apply_gradients", "update")
+        names = [name for name in workload.systems() if name.startswith(ours)]
+        found = measure(request.param, workload, names)
+    return {row["system"]: row for row in found}
+
+
+@pytest.mark.parametrize("skip", ["auto", "where"])
+@pytest.mark.parametrize("call", ["minimize", "apply_gradients", "update"])
+def test_reads_the_gradients_once_more_and_nothing_else(rows, call, skip):
+    plain, ours = rows[PLAIN], rows[f"{call}, {skip}"]
+    # TPU pads rows of 1000 to 1024.
+    assert ours["bytes"] <= plain["bytes"] + 1.2 * GRADIENTS
+    assert ours["ratio"] <= 1.144
+    assert ours["conditionals"] == 0
+    # Scalars are copied, and partial sums stored; on TPU in its fast memory.
+    assert ours["copied_bytes"] <= plain["copied_bytes"] + 64
+    assert ours["temp_bytes"] <= plain["temp_bytes"] + GRADIENTS / 10
+
+
+def test_a_branch_would_cost_more(rows):
+    assert rows["update, cond"]["bytes"] >= rows["update, where"]["bytes"]
+    assert rows["minimize, cond"]["bytes"] > rows["minimize, where"]["bytes"]
+
+
+def test_fixed_scale_costs_nothing(rows):
+    assert rows["minimize, fixed scale"]["ratio"] <= 1.001
