@@ -1,5 +1,6 @@
 """The benchmarks measure what they say, and the README says what they measured."""
 
+import functools
 from pathlib import Path
 
 import jax

@@ -9,6 +9,8 @@ from benchmarks.workloads import optimizer_step
 
 PARAMETERS = 20_000_000
 GRADIENTS = 4 * PARAMETERS
+# Adam reads or writes seven numbers for each parameter; the check reads one more.
+LIMITS = {TPU: 1.13, H100: 1.144}
 
 
 @pytest.fixture(scope="module", params=[TPU, H100])
@@ -21,16 +23,14 @@ def rows(request):
         ours = ("minimize", "apply_gradients", "update")
         names = [name for name in workload.systems() if name.startswith(ours)]
         found = measure(request.param, workload, names)
-    return {row["system"]: row for row in found}
+    return {row["system"]: row for row in found} | {"target": request.param}
 
 
 @pytest.mark.parametrize("skip", ["auto", "where"])
 @pytest.mark.parametrize("call", ["minimize", "apply_gradients", "update"])
 def test_reads_the_gradients_once_more_and_nothing_else(rows, call, skip):
     plain, ours = rows[PLAIN], rows[f"{call}, {skip}"]
-    # TPU pads rows of 1000 to 1024.
-    assert ours["bytes"] <= plain["bytes"] + 1.2 * GRADIENTS
-    assert ours["ratio"] <= 1.144
+    assert ours["ratio"] <= LIMITS[rows["target"]]
     assert ours["conditionals"] == 0
     # Scalars are copied, and partial sums stored; on TPU in its fast memory.
     assert ours["copied_bytes"] <= plain["copied_bytes"] + 64
