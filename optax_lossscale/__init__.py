@@ -13,6 +13,10 @@ from optax_lossscale._state import (
     LossScaleOptimizerState as LossScaleOptimizerState,
     select_applied as select_applied,
 )
+from optax_lossscale._tolerance import (
+    TolerantLossScale as TolerantLossScale,
+    TolerantLossScaleState as TolerantLossScaleState,
+)
 from optax_lossscale._tree import all_finite as all_finite
 
 __version__ = "0.1.0"

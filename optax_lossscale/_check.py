@@ -6,6 +6,8 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 # Within these bounds the scale and its reciprocal are normal float32 numbers.
@@ -34,6 +36,12 @@ def check_number(name: str, value: Any) -> float:
 
 def check_scale(name: str, value: Any, *, at_least: float = SMALLEST_SCALE) -> float:
     """Returns `value` as a float, if it can serve as a loss scale."""
+    dtype = getattr(value, "dtype", np.dtype(float))
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+        raise ValueError(
+            f"{name} must not be of half precision ({dtype}), in which a scale soon "
+            f"overflows or rounds, got {value!r}. Pass a Python float."
+        )
     number = check_number(name, value)
     if not at_least <= number <= LARGEST_SCALE:
         raise ValueError(
@@ -53,11 +61,55 @@ def check_count(name: str, value: Any) -> int:
     return int(number)
 
 
+def check_share(name: str, value: Any) -> float:
+    """Returns `value` as a float, if it is a share of a whole."""
+    number = check_number(name, value)
+    if not 0 <= number <= 1:
+        raise ValueError(f"{name} must be at least 0 and at most 1, got {value!r}.")
+    return number
+
+
 def check_bool(name: str, value: Any) -> bool:
     """Returns `value`, if it is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}.")
     return value
+
+
+def check_dynamics(scale: Any, **further: Callable[[str, Any], Any]) -> None:
+    """Checks and normalizes, in place, what every scale that adapts is made of.
+
+    Args:
+      scale: A frozen dataclass with at least the fields below.
+      further: The checks of its other fields, by name.
+    """
+    checks = {
+        "initial_scale": check_scale,
+        "min_scale": check_scale,
+        "max_scale": check_scale,
+        "growth_interval": check_count,
+        "growth_factor": check_number,
+        "backoff_factor": check_number,
+        **further,
+    }
+    for name, check in checks.items():
+        object.__setattr__(scale, name, check(name, getattr(scale, name)))
+    if not scale.min_scale <= scale.initial_scale <= scale.max_scale:
+        raise ValueError(
+            "initial_scale must lie between min_scale and max_scale, got "
+            f"min_scale={scale.min_scale!r}, initial_scale={scale.initial_scale!r}, "
+            f"max_scale={scale.max_scale!r}."
+        )
+    if not 1 < scale.growth_factor <= LARGEST_SCALE:
+        raise ValueError(
+            "growth_factor must be above 1 (2 is usual) and at most 2**126, "
+            f"got {scale.growth_factor!r}."
+        )
+    if not 0 < scale.backoff_factor < 1:
+        raise ValueError(
+            "backoff_factor must be above 0 and below 1 (0.5 is usual), "
+            f"got {scale.backoff_factor!r}."
+        )
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:

@@ -22,7 +22,16 @@ PUBLIC = {
     if not name.startswith("_") and not inspect.ismodule(getattr(optax_lossscale, name))
 }
 # A file imports only from those before it.
-LAYERS = ["_tree", "_check", "_loss_scale", "_skip", "_state", "_scaling", "_optimizer"]
+LAYERS = [
+    "_tree",
+    "_check",
+    "_loss_scale",
+    "_tolerance",
+    "_skip",
+    "_state",
+    "_scaling",
+    "_optimizer",
+]
 
 
 def functions_and_methods():
@@ -53,6 +62,8 @@ def test_public_names():
         "LossScaleOptimizer",
         "LossScaleOptimizerState",
         "LossScaleState",
+        "TolerantLossScale",
+        "TolerantLossScaleState",
         "all_finite",
         "get_loss_scale",
         "select_applied",
