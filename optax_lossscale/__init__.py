@@ -1,5 +1,7 @@
 """Loss scaling for float16 training with Optax."""
 
+from optax_lossscale._health import Health as Health, check_health as check_health
+from optax_lossscale._import import import_state as import_state
 from optax_lossscale._loss_scale import (
     DynamicLossScale as DynamicLossScale,
     FixedLossScale as FixedLossScale,

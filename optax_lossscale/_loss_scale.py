@@ -348,6 +348,14 @@ def rescale(
     return jnp.fmin(scale, jnp.float32(rule.max_scale))
 
 
+def at_minimum(rule: Any, scale: jax.Array, new_scale: jax.Array) -> jax.Array:
+    """Tells whether a step that was skipped could not have had a lower scale."""
+    min_scale = getattr(rule, "min_scale", None)
+    if min_scale is None:
+        return new_scale >= scale
+    return scale <= jnp.float32(min_scale)
+
+
 def get_loss_scale(identifier: LossScale | float | str) -> LossScale:
     """Makes a loss scale of what users write for one.
 

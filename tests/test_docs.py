@@ -27,8 +27,11 @@ LAYERS = [
     "_check",
     "_loss_scale",
     "_tolerance",
+    "_keras",
+    "_import",
     "_skip",
     "_state",
+    "_health",
     "_scaling",
     "_optimizer",
 ]
@@ -58,6 +61,7 @@ def test_public_names():
         "DynamicLossScale",
         "FixedLossScale",
         "FixedLossScaleState",
+        "Health",
         "LossScale",
         "LossScaleOptimizer",
         "LossScaleOptimizerState",
@@ -65,7 +69,9 @@ def test_public_names():
         "TolerantLossScale",
         "TolerantLossScaleState",
         "all_finite",
+        "check_health",
         "get_loss_scale",
+        "import_state",
         "select_applied",
     }
 
