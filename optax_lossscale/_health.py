@@ -100,7 +100,7 @@ def check_health(
     patience = check_count("patience", patience)
     limit = check_count("max_consecutive_skipped_steps", max_consecutive_skipped_steps)
     check_bool("raise_error", raise_error)
-    health, where = _read(find_state(state))
+    health, where = _read(find_state(state), patience, limit)
     if health.stuck_steps >= patience:
         message = (
             f"The loss scale stood at its minimum, {health.loss_scale}, and "
@@ -128,7 +128,7 @@ def check_health(
     return health._replace(healthy=False, message=message)
 
 
-def _read(state: Any) -> tuple[Health, str]:
+def _read(state: Any, patience: int, limit: int) -> tuple[Health, str]:
     """Copies the numbers to the host; says which member they are of."""
     names = Health._fields[3:]
     arrays = [state.loss_scale_state.loss_scale, *(getattr(state, n) for n in names)]
@@ -140,9 +140,9 @@ def _read(state: Any) -> tuple[Health, str]:
             "step has returned."
         )
     scale, *counts = (np.asarray(array) for array in jax.device_get(arrays))
-    # Of many members the one that is stuck longest, then the one skipped longest.
-    order = np.lexsort([np.ravel(count) for count in (counts[1], counts[0])])
-    worst = order[-1]
+    stuck_steps, consecutive, *_ = counts
+    # Of many members the one that is nearest to a limit, or furthest beyond.
+    worst = np.argmax(np.maximum(stuck_steps / patience, consecutive / limit))
     where = f" (member {worst} of {scale.size})" if scale.ndim else ""
     numbers = [int(np.ravel(count)[worst]) for count in counts]
     health = Health(True, "No sign of trouble.", float(scale.flat[worst]), *numbers)

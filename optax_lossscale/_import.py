@@ -82,7 +82,8 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     **{peer.counter: _check_counter for peer in _PEERS},
     "growth_factor": check_growth_factor,
     "backoff_factor": check_backoff_factor,
-    "growth_interval": check_count,
+    # Flax may have zero, where ours is one; for PyTorch ours refuses it.
+    "growth_interval": _check_counter,
     "minimum_scale": _check_minimum,
     "period": check_count,
     "factor": check_growth_factor,
@@ -168,11 +169,6 @@ def import_state(
             f"Damaged state of {peer.name}: {peer.scale} must not lie below the "
             f"minimum, {min_scale!r}, got {scale!r}."
         )
-    if steps >= interval:
-        raise ValueError(
-            f"Damaged state of {peer.name}: {peer.counter} must be below {interval}, "
-            f"at which the scale would have grown, got {steps!r}."
-        )
     loss_scale = DynamicLossScale(
         initial_scale=scale,
         growth_interval=interval,
@@ -180,6 +176,11 @@ def import_state(
         backoff_factor=backoff_factor,
         min_scale=min_scale,
     )
+    if steps >= interval:
+        raise ValueError(
+            f"Damaged state of {peer.name}: {peer.counter} must be below {interval}, "
+            f"at which the scale would have grown, got {steps!r}."
+        )
     state = loss_scale.init()
     return loss_scale, state._replace(good_steps=jnp.asarray(steps, jnp.int32))
 
@@ -230,7 +231,9 @@ def _check(peer: _Peer, key: str, value: Any) -> Any:
             )
         if array.dtype.kind not in "fiu":
             raise ValueError(f"{key} must be a real number, got {value!r}.")
-        return _CHECKS[key](key, array[()])
+        # The check of a scale tells half precision by its dtype.
+        is_half = array.dtype == np.float16
+        return _CHECKS[key](key, array[()] if is_half else array.item())
     except (TypeError, ValueError, RuntimeError) as error:
         reason = str(error) if key in str(error) else f"{key}: {error}"
         raise ValueError(f"Damaged state of {peer.name}: {reason}") from error

@@ -190,7 +190,7 @@ class TestValue:
                 self.one, self.one, self.state, **options
             ),
         ):
-            with pytest.raises(TypeError, match="value= is missing.*value=loss"):
+            with pytest.raises(TypeError, match=r"value= is missing.*value=loss"):
                 wrap(call)()
 
     @pytest.mark.parametrize(
@@ -463,7 +463,7 @@ class TestCheckHealth:
     def test_of_many_members_the_worst_counts(self):
         state = self.state_with(
             scale=[[4, 8], [16, 32]],
-            stuck_steps=[[1, 0], [5, 5]],
+            stuck_steps=[[1, 0], [4, 5]],
             consecutive_skipped_steps=[[9, 0], [5, 6]],
             skipped_steps=[[9, 0], [7, 8]],
             nonfinite_loss_steps=[[0, 0], [0, 3]],
@@ -482,7 +482,7 @@ class TestCheckHealth:
 
     def test_is_for_the_host(self):
         for transform in (jax.jit, lambda f: lambda s: lax.scan(f, s, length=1)):
-            with pytest.raises(TypeError, match="for the host.*outside of jit"):
+            with pytest.raises(TypeError, match=r"for the host.*outside of jit"):
                 transform(lambda s, _=None: (s, check_health(s).stuck_steps))(
                     self.state
                 )
