@@ -225,6 +225,7 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
           state: The state.
           params: The parameters, where the inner optimizer wants them.
           **extra_args: Passed to the inner optimizer (`value`, `value_fn`, ...).
+            With `check_loss`, `value` has to be there: the unscaled loss.
 
         Returns:
           The updates, which on a skip are zero; and the new state, in which a skip
@@ -258,6 +259,7 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
           params: The parameters.
           state: The state.
           **extra_args: Passed to the inner optimizer (`value`, `value_fn`, ...).
+            With `check_loss`, `value` has to be there: the unscaled loss.
 
         Returns:
           The new parameters, of unchanged dtypes, and the new state.

@@ -56,23 +56,26 @@ def count_step(
     is_stuck: jax.Array,
 ) -> LossScaleOptimizerState:
     """Records in the state whether a step was applied or skipped, and why."""
+    counters = {name: getattr(state, name) for name in state._fields[3:]}
+    counters = _count(counters, should_apply, loss_is_finite, is_stuck)
+    return state._replace(last_step_applied=should_apply, **counters)
 
+
+@jax.jit
+def _count(counters, should_apply, loss_is_finite, is_stuck):
     def count(name, condition):
-        steps = jnp.asarray(getattr(state, name), jnp.int32)
+        steps = jnp.asarray(counters[name], jnp.int32)
         return jnp.where(condition, optax.safe_increment(steps), steps)
 
     skipped = ~should_apply
-    stuck_steps = count("stuck_steps", skipped & loss_is_finite & is_stuck)
     consecutive = count("consecutive_skipped_steps", skipped)
-    return state._replace(
-        last_step_applied=should_apply,
-        skipped_steps=count("skipped_steps", skipped),
-        consecutive_skipped_steps=jnp.where(should_apply, 0, consecutive),
-        nonfinite_loss_steps=count(
-            "nonfinite_loss_steps", jnp.logical_not(loss_is_finite)
-        ),
-        stuck_steps=jnp.where(should_apply, 0, stuck_steps),
-    )
+    stuck_steps = count("stuck_steps", skipped & loss_is_finite & is_stuck)
+    return {
+        "skipped_steps": count("skipped_steps", skipped),
+        "consecutive_skipped_steps": jnp.where(should_apply, 0, consecutive),
+        "nonfinite_loss_steps": count("nonfinite_loss_steps", ~loss_is_finite),
+        "stuck_steps": jnp.where(should_apply, 0, stuck_steps),
+    }
 
 
 def find_states(state: Any) -> list[LossScaleOptimizerState]:
