@@ -224,8 +224,7 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
             `get_unscaled_gradients` return them.
           state: The state.
           params: The parameters, where the inner optimizer wants them.
-          **extra_args: Passed to the inner optimizer (`value`, `value_fn`, ...).
-            With `check_loss`, `value` has to be there: the unscaled loss.
+          **extra_args: For the inner optimizer. `check_loss` needs `value`, the loss.
 
         Returns:
           The updates, which on a skip are zero; and the new state, in which a skip
@@ -258,8 +257,7 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
             `get_unscaled_gradients` return them.
           params: The parameters.
           state: The state.
-          **extra_args: Passed to the inner optimizer (`value`, `value_fn`, ...).
-            With `check_loss`, `value` has to be there: the unscaled loss.
+          **extra_args: For the inner optimizer. `check_loss` needs `value`, the loss.
 
         Returns:
           The new parameters, of unchanged dtypes, and the new state.
