@@ -73,7 +73,9 @@ def _count(counters, should_apply, loss_is_finite, is_stuck):
     return {
         "skipped_steps": count("skipped_steps", skipped),
         "consecutive_skipped_steps": jnp.where(should_apply, 0, consecutive),
-        "nonfinite_loss_steps": count("nonfinite_loss_steps", ~loss_is_finite),
+        "nonfinite_loss_steps": count(
+            "nonfinite_loss_steps", jnp.logical_not(loss_is_finite)
+        ),
         "stuck_steps": jnp.where(should_apply, 0, stuck_steps),
     }
 

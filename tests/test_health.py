@@ -141,6 +141,11 @@ def test_step_by_step(way, wrap, skip):
             assert_same_bits(state.loss_scale_state, before[1].loss_scale_state)
 
 
+def test_under_disable_jit():
+    with jax.disable_jit():
+        test_the_default_backs_off_and_counts_no_losses()
+
+
 def test_the_default_backs_off_and_counts_no_losses():
     optimizer = LossScaleOptimizer(optax.sgd(0.5), SCALE)
     param, state = jnp.float32(1), optimizer.init(jnp.float32(1))
