@@ -1,5 +1,7 @@
 """Loss scaling for float16 training with Optax."""
 
+from optax_lossscale._health import Health as Health, check_health as check_health
+from optax_lossscale._import import import_state as import_state
 from optax_lossscale._loss_scale import (
     DynamicLossScale as DynamicLossScale,
     FixedLossScale as FixedLossScale,
@@ -12,6 +14,10 @@ from optax_lossscale._optimizer import LossScaleOptimizer as LossScaleOptimizer
 from optax_lossscale._state import (
     LossScaleOptimizerState as LossScaleOptimizerState,
     select_applied as select_applied,
+)
+from optax_lossscale._tolerance import (
+    TolerantLossScale as TolerantLossScale,
+    TolerantLossScaleState as TolerantLossScaleState,
 )
 from optax_lossscale._tree import all_finite as all_finite
 

@@ -6,6 +6,8 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 # Within these bounds the scale and its reciprocal are normal float32 numbers.
@@ -34,6 +36,12 @@ def check_number(name: str, value: Any) -> float:
 
 def check_scale(name: str, value: Any, *, at_least: float = SMALLEST_SCALE) -> float:
     """Returns `value` as a float, if it can serve as a loss scale."""
+    dtype = getattr(value, "dtype", np.dtype(float))
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+        raise ValueError(
+            f"{name} must not be of half precision ({dtype}), in which a scale soon "
+            f"overflows or rounds, got {value!r}. Pass a Python float."
+        )
     number = check_number(name, value)
     if not at_least <= number <= LARGEST_SCALE:
         raise ValueError(
@@ -43,14 +51,43 @@ def check_scale(name: str, value: Any, *, at_least: float = SMALLEST_SCALE) -> f
     return number
 
 
-def check_count(name: str, value: Any) -> int:
-    """Returns `value` as an int, if it is a whole number of at least one."""
+def check_count(name: str, value: Any, *, at_least: int = 1) -> int:
+    """Returns `value` as an int, if it is a whole number of at least `at_least`."""
     number = check_number(name, value)
-    if number != int(number) or not 1 <= number < 2**31:
+    if number != int(number) or not at_least <= number < 2**31:
         raise ValueError(
-            f"{name} must be a whole number, at least 1 and below 2**31, got {value!r}."
+            f"{name} must be a whole number, at least {at_least} and below 2**31, "
+            f"got {value!r}."
         )
     return int(number)
+
+
+def check_growth_factor(name: str, value: Any) -> float:
+    """Returns `value` as a float, if a scale can grow by it."""
+    number = check_number(name, value)
+    if not 1 < number <= LARGEST_SCALE:
+        raise ValueError(
+            f"{name} must be above 1 (2 is usual) and at most 2**126, got {value!r}."
+        )
+    return number
+
+
+def check_backoff_factor(name: str, value: Any) -> float:
+    """Returns `value` as a float, if a scale can back off by it."""
+    number = check_number(name, value)
+    if not 0 < number < 1:
+        raise ValueError(
+            f"{name} must be above 0 and below 1 (0.5 is usual), got {value!r}."
+        )
+    return number
+
+
+def check_share(name: str, value: Any) -> float:
+    """Returns `value` as a float, if it is a share of a whole."""
+    number = check_number(name, value)
+    if not 0 <= number <= 1:
+        raise ValueError(f"{name} must be at least 0 and at most 1, got {value!r}.")
+    return number
 
 
 def check_bool(name: str, value: Any) -> bool:
@@ -58,6 +95,51 @@ def check_bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}.")
     return value
+
+
+def check_dynamics(scale: Any, **further: Callable[[str, Any], Any]) -> None:
+    """Checks and normalizes, in place, what every scale that adapts is made of.
+
+    Args:
+      scale: A frozen dataclass with at least the fields below.
+      further: The checks of its other fields, by name.
+    """
+    checks = {
+        "initial_scale": check_scale,
+        "min_scale": check_scale,
+        "max_scale": check_scale,
+        "growth_interval": check_count,
+        "growth_factor": check_growth_factor,
+        "backoff_factor": check_backoff_factor,
+        **further,
+    }
+    for name, check in checks.items():
+        object.__setattr__(scale, name, check(name, getattr(scale, name)))
+    if not scale.min_scale <= scale.initial_scale <= scale.max_scale:
+        raise ValueError(
+            "initial_scale must lie between min_scale and max_scale, got "
+            f"min_scale={scale.min_scale!r}, initial_scale={scale.initial_scale!r}, "
+            f"max_scale={scale.max_scale!r}."
+        )
+
+
+def check_loss_value(value: Any) -> None:
+    """Checks that `value` can be the loss of a step."""
+    if value is None:
+        raise TypeError(
+            "With check_loss=True a step needs the loss, and value= is missing. Pass "
+            "the unscaled loss, as value_and_grad returns it: update(grads, state, "
+            "params, value=loss) or apply_gradients(grads, params, state, value=loss). "
+            "minimize passes it by itself."
+        )
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    dtype = getattr(value, "dtype", np.dtype(float if is_number else object))
+    is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    if not is_real or np.shape(value) != ():
+        raise TypeError(
+            f"value must be the loss, a real scalar, got {value!r}. Reduce the loss to "
+            "a scalar first, and pass it without auxiliary data."
+        )
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale._check import (
-    LARGEST_SCALE,
     check_bool,
     check_count,
-    check_number,
+    check_dynamics,
     check_scale,
 )
 from optax_lossscale._tree import all_finite
@@ -305,30 +304,7 @@ class DynamicLossScale(LossScale):
     consecutive_hysteresis: bool = False
 
     def __post_init__(self):
-        for check, names in (
-            (check_scale, ("initial_scale", "min_scale", "max_scale")),
-            (check_count, ("growth_interval", "hysteresis")),
-            (check_number, ("growth_factor", "backoff_factor")),
-            (check_bool, ("consecutive_hysteresis",)),
-        ):
-            for name in names:
-                object.__setattr__(self, name, check(name, getattr(self, name)))
-        if not self.min_scale <= self.initial_scale <= self.max_scale:
-            raise ValueError(
-                "initial_scale must lie between min_scale and max_scale, got "
-                f"min_scale={self.min_scale!r}, initial_scale={self.initial_scale!r}, "
-                f"max_scale={self.max_scale!r}."
-            )
-        if not 1 < self.growth_factor <= LARGEST_SCALE:
-            raise ValueError(
-                "growth_factor must be above 1 (2 is usual) and at most 2**126, "
-                f"got {self.growth_factor!r}."
-            )
-        if not 0 < self.backoff_factor < 1:
-            raise ValueError(
-                "backoff_factor must be above 0 and below 1 (0.5 is usual), "
-                f"got {self.backoff_factor!r}."
-            )
+        check_dynamics(self, hysteresis=check_count, consecutive_hysteresis=check_bool)
 
     def init(self) -> LossScaleState:
         """Returns the initial state; see the base class."""
@@ -347,7 +323,6 @@ class DynamicLossScale(LossScale):
 
     @functools.partial(jax.jit, static_argnums=0)
     def _advance(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
-        scale = self.loss_scale(state)
         good_steps = jnp.asarray(state.good_steps, jnp.int32)
         left = jnp.asarray(state.hysteresis_left, jnp.int32)
         good_steps = jnp.where(finite, optax.safe_increment(good_steps), 0)
@@ -355,15 +330,30 @@ class DynamicLossScale(LossScale):
         restore = finite if self.consecutive_hysteresis else grow
         left = jnp.where(finite, left, jnp.maximum(left - 1, 0))
         back_off = ~finite & (left == 0)
-        scale = jnp.where(grow, scale * jnp.float32(self.growth_factor), scale)
-        scale = jnp.where(back_off, scale * jnp.float32(self.backoff_factor), scale)
-        # A restored or hand-set scale may lie outside, or be nan: fmax drops nan.
-        scale = jnp.fmax(scale, jnp.float32(self.min_scale))
         return LossScaleState(
-            loss_scale=jnp.fmin(scale, jnp.float32(self.max_scale)),
+            loss_scale=rescale(self, self.loss_scale(state), grow, back_off),
             good_steps=jnp.where(grow, 0, good_steps),
             hysteresis_left=jnp.where(restore, self.hysteresis, left),
         )
+
+
+def rescale(
+    rule: Any, scale: jax.Array, grow: jax.Array, back_off: jax.Array
+) -> jax.Array:
+    """Returns the scale after a step: grown, backed off, or neither, and in bounds."""
+    scale = jnp.where(grow, scale * jnp.float32(rule.growth_factor), scale)
+    scale = jnp.where(back_off, scale * jnp.float32(rule.backoff_factor), scale)
+    # A restored or hand-set scale may lie outside, or be nan: fmax drops nan.
+    scale = jnp.fmax(scale, jnp.float32(rule.min_scale))
+    return jnp.fmin(scale, jnp.float32(rule.max_scale))
+
+
+def at_minimum(rule: Any, scale: jax.Array, new_scale: jax.Array) -> jax.Array:
+    """Tells whether a step that was skipped could not have had a lower scale."""
+    min_scale = getattr(rule, "min_scale", None)
+    if min_scale is None:
+        return new_scale >= scale
+    return scale <= jnp.float32(min_scale)
 
 
 def get_loss_scale(identifier: LossScale | float | str) -> LossScale:

@@ -11,16 +11,11 @@ import optax
 from optax_lossscale._check import (
     accepts,
     check_bool,
-    check_count,
+    check_loss_value,
     check_optimizer,
-    check_scale,
 )
-from optax_lossscale._loss_scale import (
-    DynamicLossScale,
-    FixedLossScale,
-    LossScale,
-    get_loss_scale,
-)
+from optax_lossscale._keras import keras_loss_scale
+from optax_lossscale._loss_scale import LossScale, at_minimum, get_loss_scale
 from optax_lossscale._scaling import LossScaling
 from optax_lossscale._skip import Skip, run_or_skip
 from optax_lossscale._state import (
@@ -30,7 +25,10 @@ from optax_lossscale._state import (
     initial_state,
 )
 from optax_lossscale._tree import (
+    all_finite,
+    cast_like,
     is_float0,
+    select,
     strongly_typed,
     zero_update,
 )
@@ -62,6 +60,10 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
       skip: How a step is skipped. "where" computes it and selects the old values;
         "cond" branches; "auto" is "cond" where the program is compiled for CPU and
         "where" on GPU and TPU. Where nothing is traced all three select.
+      check_loss: Whether a step is also skipped because its loss is not finite. The
+        scale does not act on the loss, so it then stays as it is, whatever the
+        gradients are, and `nonfinite_loss_steps` counts the step. `update` and
+        `apply_gradients` need the loss as `value=`; `minimize` has it.
 
     Raises:
       ValueError: If `loss_scale` comes with `dynamic`, `initial_scale` or
@@ -117,10 +119,11 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
         dynamic_growth_steps: int | None = None,
         axis_name: Hashable | None = None,
         skip: Skip = "auto",
+        check_loss: bool = False,
     ):
         keras = (dynamic, initial_scale, dynamic_growth_steps)
         if loss_scale is None:
-            chosen = _keras_loss_scale(*keras)
+            chosen = keras_loss_scale(*keras)
         elif keras == (True, None, None):
             chosen = get_loss_scale(loss_scale)
         else:
@@ -152,10 +155,12 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
         self._loss_scale = chosen
         self._axis_name = axis_name
         self._skip = skip
+        self._check_loss = check_bool("check_loss", check_loss)
         return self
 
     def _key(self):
-        return self._inner_optimizer, self._loss_scale, self._axis_name, self._skip
+        options = self._axis_name, self._skip, self._check_loss
+        return self._inner_optimizer, self._loss_scale, *options
 
     def __eq__(self, other):
         return isinstance(other, LossScaleOptimizer) and self._key() == other._key()
@@ -168,12 +173,13 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
 
     def __reduce__(self):
         # Copies of the tuple's functions would still call the original.
-        options = {"axis_name": self._axis_name, "skip": self._skip}
+        inner, loss_scale, axis_name, skip, check_loss = self._key()
+        options = {"axis_name": axis_name, "skip": skip, "check_loss": check_loss}
         make = functools.partial(type(self), **options)
-        return make, (self._inner_optimizer, self._loss_scale)
+        return make, (inner, loss_scale)
 
     def __repr__(self):
-        names = ("inner_optimizer", "loss_scale", "axis_name", "skip")
+        names = ("inner_optimizer", "loss_scale", "axis_name", "skip", "check_loss")
         options = (f"{k}={v!r}" for k, v in zip(names, self._key(), strict=True))
         return f"{type(self).__name__}({', '.join(options)})"
 
@@ -218,7 +224,7 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
             `get_unscaled_gradients` return them.
           state: The state.
           params: The parameters, where the inner optimizer wants them.
-          **extra_args: Passed to the inner optimizer (`value`, `value_fn`, ...).
+          **extra_args: For the inner optimizer. `check_loss` needs `value`, the loss.
 
         Returns:
           The updates, which on a skip are zero; and the new state, in which a skip
@@ -226,6 +232,7 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
 
         Raises:
           ValueError: If `state` is not a `LossScaleOptimizerState`.
+          TypeError: If `value`, with `check_loss`, is missing or no real scalar.
         """
 
         def run(grads, inner_state, params, extra_args):
@@ -250,13 +257,14 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
             `get_unscaled_gradients` return them.
           params: The parameters.
           state: The state.
-          **extra_args: Passed to the inner optimizer (`value`, `value_fn`, ...).
+          **extra_args: For the inner optimizer. `check_loss` needs `value`, the loss.
 
         Returns:
           The new parameters, of unchanged dtypes, and the new state.
 
         Raises:
           ValueError: If `state` is not a `LossScaleOptimizerState`.
+          TypeError: If `value`, with `check_loss`, is missing or no real scalar.
         """
 
         def run(grads, inner_state, params, extra_args):
@@ -326,6 +334,8 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
         loss = value[0] if has_aux else value
         extra = {"value": loss, "grad": grads, "value_fn": value_fn}
         taken = {k: v for k, v in extra.items() if accepts(self._inner.update, k)}
+        if self._check_loss:
+            taken["value"] = loss
         return *self.apply_gradients(grads, params, state, **taken), value
 
     def _apply(self, grads, inner_state, params, **extra_args):
@@ -345,10 +355,22 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
                 f"returned, got {type(state).__name__}. Where the optimizer is part "
                 "of a chain, call the update of the chain."
             )
+        loss_is_finite: Any = True
+        if self._check_loss:
+            value = extra.get("value")
+            check_loss_value(value)
+            loss_is_finite = all_finite(value, axis_name=self._axis_name)
+            if not accepts(self._inner.update, "value"):
+                extra = {k: v for k, v in extra.items() if k != "value"}
         loss_scale_state, should_apply = self._loss_scale.update(
             grads, state.loss_scale_state, axis_name=self._axis_name
         )
+        loss_scale_state = strongly_typed(loss_scale_state)
         should_apply = jnp.asarray(should_apply, bool)
+        if self._check_loss:
+            kept = cast_like(strongly_typed(state.loss_scale_state), loss_scale_state)
+            loss_scale_state = select(loss_is_finite, loss_scale_state, kept)
+            should_apply &= loss_is_finite
         # A restored or hand-set state may hold Python numbers.
         inner_state = strongly_typed(state.inner_state)
         skip = self._ever_skip
@@ -356,9 +378,11 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
             skip, should_apply, run, keep, grads, inner_state, params, extra
         )
         if skip is not None:
-            state = count_step(state, should_apply)
+            scales = map(self._loss_scale, (state.loss_scale_state, loss_scale_state))
+            is_stuck = at_minimum(self._loss_scale, *scales)
+            state = count_step(state, should_apply, loss_is_finite, is_stuck)
         return result, state._replace(
-            inner_state=inner_state, loss_scale_state=strongly_typed(loss_scale_state)
+            inner_state=inner_state, loss_scale_state=loss_scale_state
         )
 
 
@@ -373,20 +397,3 @@ def _keep_params(_like, _grads, inner_state, params, _extra):
 
 def _zero_updates(like, _grads, inner_state, _params, _extra):
     return jax.tree.map(zero_update, like[0]), inner_state
-
-
-def _keras_loss_scale(dynamic, initial_scale, dynamic_growth_steps) -> LossScale:
-    """Makes a loss scale of Keras's arguments."""
-    if not check_bool("dynamic", dynamic):
-        if initial_scale is None or dynamic_growth_steps is not None:
-            raise ValueError(
-                "dynamic=False needs initial_scale, which is the scale then, and takes "
-                f"no dynamic_growth_steps: got initial_scale={initial_scale!r} and "
-                f"dynamic_growth_steps={dynamic_growth_steps!r}."
-            )
-        return FixedLossScale(check_scale("initial_scale", initial_scale, at_least=1.0))
-    initial, steps = initial_scale, dynamic_growth_steps
-    initial = DynamicLossScale.initial_scale if initial is None else initial
-    steps = DynamicLossScale.growth_interval if steps is None else steps
-    # Checked here, as the error would name growth_interval otherwise.
-    return DynamicLossScale(initial, check_count("dynamic_growth_steps", steps))

@@ -16,10 +16,12 @@ class LossScaling:
 
     _loss_scale: LossScale
     _skip: Skip
+    _check_loss: bool
 
     @property
     def _ever_skip(self) -> Skip | None:
-        return self._skip if self._loss_scale.skip_nonfinite else None
+        may_skip = self._loss_scale.skip_nonfinite or self._check_loss
+        return self._skip if may_skip else None
 
     @property
     def loss_scale(self) -> LossScale:

@@ -19,6 +19,12 @@ class LossScaleOptimizerState(NamedTuple):
       skipped_steps: i32[], steps skipped so far. Stays at its maximum.
       consecutive_skipped_steps: i32[], steps skipped since one was applied. Stays
         at its maximum.
+      nonfinite_loss_steps: i32[], steps skipped so far because the loss itself was
+        not finite; zero without `check_loss`. Stays at its maximum.
+      stuck_steps: i32[], of the steps skipped since one was applied, those whose
+        gradients were not finite though the scale stood at its minimum already
+        (where a rule names no `min_scale`: though the scale did not fall). Stays
+        at its maximum. See `check_health`.
     """
 
     inner_state: Any
@@ -26,6 +32,8 @@ class LossScaleOptimizerState(NamedTuple):
     last_step_applied: jax.Array
     skipped_steps: jax.Array
     consecutive_skipped_steps: jax.Array
+    nonfinite_loss_steps: jax.Array
+    stuck_steps: jax.Array
 
 
 def initial_state(inner_state: Any, loss_scale_state: Any) -> LossScaleOptimizerState:
@@ -36,21 +44,40 @@ def initial_state(inner_state: Any, loss_scale_state: Any) -> LossScaleOptimizer
         last_step_applied=jnp.ones((), bool),
         skipped_steps=jnp.zeros((), jnp.int32),
         consecutive_skipped_steps=jnp.zeros((), jnp.int32),
+        nonfinite_loss_steps=jnp.zeros((), jnp.int32),
+        stuck_steps=jnp.zeros((), jnp.int32),
     )
 
 
 def count_step(
-    state: LossScaleOptimizerState, should_apply: jax.Array
+    state: LossScaleOptimizerState,
+    should_apply: jax.Array,
+    loss_is_finite: jax.Array | bool,
+    is_stuck: jax.Array,
 ) -> LossScaleOptimizerState:
-    """Records in the state whether a step was applied or skipped."""
-    skipped = jnp.asarray(state.skipped_steps, jnp.int32)
-    consecutive = jnp.asarray(state.consecutive_skipped_steps, jnp.int32)
-    more, one_more = map(optax.safe_increment, (skipped, consecutive))
-    return state._replace(
-        last_step_applied=should_apply,
-        skipped_steps=jnp.where(should_apply, skipped, more),
-        consecutive_skipped_steps=jnp.where(should_apply, 0, one_more),
-    )
+    """Records in the state whether a step was applied or skipped, and why."""
+    counters = {name: getattr(state, name) for name in state._fields[3:]}
+    counters = _count(counters, should_apply, loss_is_finite, is_stuck)
+    return state._replace(last_step_applied=should_apply, **counters)
+
+
+@jax.jit
+def _count(counters, should_apply, loss_is_finite, is_stuck):
+    def count(name, condition):
+        steps = jnp.asarray(counters[name], jnp.int32)
+        return jnp.where(condition, optax.safe_increment(steps), steps)
+
+    skipped = ~should_apply
+    consecutive = count("consecutive_skipped_steps", skipped)
+    stuck_steps = count("stuck_steps", skipped & loss_is_finite & is_stuck)
+    return {
+        "skipped_steps": count("skipped_steps", skipped),
+        "consecutive_skipped_steps": jnp.where(should_apply, 0, consecutive),
+        "nonfinite_loss_steps": count(
+            "nonfinite_loss_steps", jnp.logical_not(loss_is_finite)
+        ),
+        "stuck_steps": jnp.where(should_apply, 0, stuck_steps),
+    }
 
 
 def find_states(state: Any) -> list[LossScaleOptimizerState]:

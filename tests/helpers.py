@@ -1,9 +1,11 @@
 """What several test modules need."""
 
+import functools
 import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -51,6 +53,22 @@ def scaled_step(loss_fn, optimizer):
         return optimizer.minimize(loss_fn, params, state, *args)
 
     return step
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def scan_updates(scale, grads):
+    """Runs a scale over gradients, and returns the states and the decisions."""
+
+    def step(state, grad):
+        state, should_apply = scale.update({"w": grad, "none": None}, state)
+        return state, (state, should_apply)
+
+    return jax.lax.scan(step, scale.init(), grads)[1]
+
+
+def replay(scale, run):
+    """Runs a scale over finite and non-finite steps in one jitted scan."""
+    return scan_updates(scale, jnp.where(jnp.array(run, bool), 1.0, jnp.inf))
 
 
 def to_numpy(x):

@@ -56,6 +56,46 @@ class Dynamic:
             self.loss_scale = max(backed_off, self.min_scale)
 
 
+class Tolerant:
+    """The rule of `TolerantLossScale`, as fairseq counts: by iteration numbers."""
+
+    def __init__(
+        self,
+        tolerance,
+        initial_scale=2.0**15,
+        growth_interval=2000,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        min_scale=1.0,
+        max_scale=2.0**126,
+    ):
+        self.tolerance, self.growth_interval = tolerance, growth_interval
+        self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
+        self.min_scale, self.max_scale = min_scale, max_scale
+        self.loss_scale = initial_scale
+        self.iteration = self.overflows = 0
+        self.last_overflow = self.last_change = -1
+
+    def step(self, finite):
+        if finite:
+            good_steps = self.iteration - self.last_overflow
+            if good_steps % self.growth_interval == 0:
+                grown = self.loss_scale * self.growth_factor
+                self.loss_scale = min(grown, self.max_scale)
+                self.last_change = self.iteration
+        else:
+            self.last_overflow = self.iteration
+            self.overflows += 1
+            share = self.overflows / (self.iteration - self.last_change)
+            if share >= self.tolerance:
+                backed_off = self.loss_scale * self.backoff_factor
+                self.loss_scale = max(backed_off, self.min_scale)
+                self.last_change = self.iteration
+                self.overflows = 0
+        self.iteration += 1
+        return self.loss_scale
+
+
 class MomentumSGD:
     """Loss-scaled `optax.sgd(learning_rate, momentum)` for one number."""
 

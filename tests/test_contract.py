@@ -20,6 +20,7 @@ from jax import lax
 from optimizers import (
     NAMES,
     NOT_FOR_MINIMIZE,
+    REFUSES_EXTRA_ARGS,
     extra_args,
     gradients,
     loss_fn,
@@ -178,6 +179,30 @@ def test_skipped_steps_change_nothing(name):
     assert state.loss_scale_state.good_steps == 1
     assert state.skipped_steps == len(BAD)
     assert state.consecutive_skipped_steps == 0
+
+
+@every_optimizer
+def test_a_loss_that_is_not_finite_changes_nothing(name):
+    if name in REFUSES_EXTRA_ARGS:
+        pytest.skip("refuses the loss, which `relaxed` hides from the wrapper")
+    _, params, state = after_two_steps(name)
+    optimizer = LossScaleOptimizer(make_compiled(name), check_loss=True)
+    params, (*_, target) = with_minus_zeros(params), make_targets(name)
+    for value, bad in ((np.nan, None), (np.inf, BAD[-1])):
+        bad_target = spoil(target, *bad) if bad else target
+        grads = gradients(name, params, bad_target)
+        options = extra_args(name, params, bad_target, grads)
+        options["value"] = jnp.float32(value)
+        updates, skipped = optimizer.update(grads, state, params, **options)
+        assert not any(np.any(x) for x in jax.tree.leaves(updates))
+        assert_same_bits(
+            optimizer.apply_gradients(grads, params, state, **options),
+            (params, skipped),
+        )
+        assert_same_bits(skipped[:2], state[:2])
+        assert signature(skipped) == signature(state)
+        assert (skipped.skipped_steps, skipped.nonfinite_loss_steps) == (1, 1)
+        assert not skipped.last_step_applied
 
 
 @every_optimizer

@@ -22,7 +22,19 @@ PUBLIC = {
     if not name.startswith("_") and not inspect.ismodule(getattr(optax_lossscale, name))
 }
 # A file imports only from those before it.
-LAYERS = ["_tree", "_check", "_loss_scale", "_skip", "_state", "_scaling", "_optimizer"]
+LAYERS = [
+    "_tree",
+    "_check",
+    "_loss_scale",
+    "_tolerance",
+    "_keras",
+    "_import",
+    "_skip",
+    "_state",
+    "_health",
+    "_scaling",
+    "_optimizer",
+]
 
 
 def functions_and_methods():
@@ -49,12 +61,17 @@ def test_public_names():
         "DynamicLossScale",
         "FixedLossScale",
         "FixedLossScaleState",
+        "Health",
         "LossScale",
         "LossScaleOptimizer",
         "LossScaleOptimizerState",
         "LossScaleState",
+        "TolerantLossScale",
+        "TolerantLossScaleState",
         "all_finite",
+        "check_health",
         "get_loss_scale",
+        "import_state",
         "select_applied",
     }
 

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 import reference
-from helpers import signature
+from helpers import replay, signature
 from hypothesis import assume, given
 
 from optax_lossscale import (
@@ -24,6 +24,7 @@ from optax_lossscale import (
     LossScale,
     LossScaleOptimizer,
     LossScaleState,
+    TolerantLossScale,
     all_finite,
     get_loss_scale,
 )
@@ -48,20 +49,6 @@ def valid_dynamic(draw):
         "hysteresis": draw(st.integers(1, 4)),
         "consecutive_hysteresis": draw(st.booleans()),
     }
-
-
-def replay(scale, run):
-    """Runs a scale over finite and non-finite steps in one jitted scan."""
-
-    @jax.jit
-    def scan(state, grads):
-        def step(state, grad):
-            state, should_apply = scale.update({"w": grad, "none": None}, state)
-            return state, (state, should_apply)
-
-        return jax.lax.scan(step, state, grads)[1]
-
-    return scan(scale.init(), jnp.where(jnp.array(run, bool), 1.0, jnp.inf))
 
 
 @given(valid_dynamic(), finite_runs)
@@ -175,6 +162,7 @@ SCALES = [
     DynamicLossScale(
         2.0**10, 7, 4.0, 0.25, 0.5, 2.0**20, hysteresis=3, consecutive_hysteresis=True
     ),
+    TolerantLossScale(0.05),
 ]
 
 
@@ -292,6 +280,15 @@ def test_refuses_jax_arrays():
         DynamicLossScale(growth_factor=jnp.float32(2))
     with pytest.raises(TypeError, match="loss_scale_value"):
         FixedLossScale(jnp.float32(2))
+
+
+@pytest.mark.parametrize("half", [np.float16, jnp.float16, jnp.bfloat16])
+def test_refuses_scales_of_half_precision(half):
+    for name in ("initial_scale", "min_scale", "max_scale"):
+        with pytest.raises(ValueError, match=f"{name} must not be of half precision"):
+            DynamicLossScale(**{name: half(8)})
+    with pytest.raises(ValueError, match=r"loss_scale_value.*Pass a Python float"):
+        FixedLossScale(half(8))
 
 
 @pytest.mark.parametrize(

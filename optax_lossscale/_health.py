@@ -1,0 +1,146 @@
+"""Telling, on the host, whether training still gets anywhere."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from optax_lossscale._check import check_bool, check_count
+from optax_lossscale._state import find_state, unbox
+
+
+class Health(NamedTuple):
+    """What `check_health` found, in plain Python values.
+
+    Where the state is that of many members or devices, the numbers are those of the
+    one that is worst off.
+
+    Attributes:
+      healthy: Whether training gets somewhere.
+      message: What is wrong and what to do about it, or that nothing is.
+      loss_scale: The current loss scale.
+      stuck_steps: Steps skipped in a row though the scale stood at its minimum.
+      consecutive_skipped_steps: Steps skipped since one was applied.
+      skipped_steps: Steps skipped so far.
+      nonfinite_loss_steps: Steps skipped so far because of the loss.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from optax_lossscale import LossScaleOptimizer, check_health
+      >>> state = LossScaleOptimizer(optax.sgd(0.1)).init(jnp.ones(3))
+      >>> health = check_health(state)
+      >>> health.healthy, health.loss_scale, health.skipped_steps
+      (True, 32768.0, 0)
+    """
+
+    healthy: bool
+    message: str
+    loss_scale: float
+    stuck_steps: int
+    consecutive_skipped_steps: int
+    skipped_steps: int
+    nonfinite_loss_steps: int
+
+
+def check_health(
+    state: Any,
+    *,
+    patience: int = 100,
+    max_consecutive_skipped_steps: int = 1000,
+    raise_error: bool = True,
+) -> Health:
+    """Tells whether training still gets anywhere, and what to do if not.
+
+    A compiled step cannot raise, so one that can never succeed is skipped for ever:
+    call this now and then, where losses are logged. It waits for the state and copies
+    a few numbers to the host.
+
+    Args:
+      state: The state after a step; a pytree that holds one
+        `LossScaleOptimizerState`, also that of many members (`jax.vmap`) or devices
+        (`jax.pmap`), of which the worst counts.
+      patience: As many `stuck_steps` are too many: steps skipped in a row though
+        the scale stood at its minimum. (With a rule that names no `min_scale`,
+        `FixedLossScale` among them: though the scale did not fall.)
+      max_consecutive_skipped_steps: As many steps skipped in a row, for whatever
+        reason, are too many.
+      raise_error: Whether to raise where training is not healthy, or to return it.
+
+    Returns:
+      A `Health`. A `FixedLossScale` that skips nothing counts nothing either, and
+      always looks healthy.
+
+    Raises:
+      FloatingPointError: If training is not healthy, unless `raise_error=False`.
+      TypeError: Under a transformation of JAX, such as `jax.jit`; if an argument is
+        of the wrong type.
+      ValueError: If `state` holds none or several of these states; if an argument
+        is out of its range.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from optax_lossscale import LossScaleOptimizer, check_health
+      >>> optimizer = LossScaleOptimizer(optax.sgd(0.1), initial_scale=2.0)
+      >>> params = jnp.ones(3)
+      >>> state = optimizer.init(params)
+      >>> for _ in range(5):
+      ...     _, state = optimizer.update(params * jnp.nan, state)
+      >>> check_health(state).stuck_steps
+      4
+      >>> health = check_health(state, patience=4, raise_error=False)
+      >>> print(health.message.split(":")[0])
+      The loss scale stood at its minimum, 1.0, and 4 steps in a row were still skipped
+    """
+    patience = check_count("patience", patience)
+    limit = check_count("max_consecutive_skipped_steps", max_consecutive_skipped_steps)
+    check_bool("raise_error", raise_error)
+    health, where = _read(find_state(state), patience, limit)
+    if health.stuck_steps >= patience:
+        message = (
+            f"The loss scale stood at its minimum, {health.loss_scale}, and "
+            f"{health.stuck_steps} steps in a row were still skipped{where}: the "
+            "scale is not what makes their gradients non-finite. Look at the loss. If "
+            "it is not finite, there is a nan or inf in the data or the parameters, "
+            "or the forward pass overflows (check_loss=True counts such steps apart, "
+            "and spares the scale). If it is finite, lower the learning rate or clip "
+            "gradients, compute what overflows in float32, or lower min_scale. "
+            "Parameters are as the last applied step left them."
+        )
+    elif health.consecutive_skipped_steps >= limit:
+        message = (
+            f"{health.consecutive_skipped_steps} steps in a row were skipped{where}, "
+            f"the loss scale is {health.loss_scale}, and {health.nonfinite_loss_steps} "
+            "steps had a non-finite loss so far. Where it is the loss, look for a nan "
+            "or inf in the data or the parameters, and for an overflow in the forward "
+            "pass; where it is not, start from a lower initial_scale, or take a "
+            "smaller backoff_factor. Parameters are as the last applied step left them."
+        )
+    else:
+        return health
+    if raise_error:
+        raise FloatingPointError(message)
+    return health._replace(healthy=False, message=message)
+
+
+def _read(state: Any, patience: int, limit: int) -> tuple[Health, str]:
+    """Copies the numbers to the host; says which member they are of."""
+    names = Health._fields[3:]
+    arrays = [state.loss_scale_state.loss_scale, *(getattr(state, n) for n in names)]
+    arrays = [unbox(array) for array in arrays]
+    if any(isinstance(array, Tracer) for array in arrays):
+        raise TypeError(
+            "check_health is for the host, where it can wait for numbers and raise: "
+            "call it outside of jit, scan, vmap and the like, with the state that the "
+            "step has returned."
+        )
+    scale, *counts = (np.asarray(array) for array in jax.device_get(arrays))
+    stuck_steps, consecutive, *_ = counts
+    # Of many members the one that is nearest to a limit, or furthest beyond.
+    worst = np.argmax(np.maximum(stuck_steps / patience, consecutive / limit))
+    where = f" (member {worst} of {scale.size})" if scale.ndim else ""
+    numbers = [int(np.ravel(count)[worst]) for count in counts]
+    health = Health(True, "No sign of trouble.", float(scale.flat[worst]), *numbers)
+    return health, where

@@ -1,0 +1,148 @@
+"""A loss scale that tolerates a share of non-finite steps."""
+
+import dataclasses
+import functools
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lossscale._check import check_dynamics, check_share
+from optax_lossscale._loss_scale import LossScale, rescale
+from optax_lossscale._tree import all_finite
+
+
+class TolerantLossScaleState(NamedTuple):
+    """The state of a tolerant loss scale.
+
+    Attributes:
+      loss_scale: f32[], the current loss scale.
+      good_steps: i32[], consecutive finite steps since the scale last grew or a
+        step was last skipped.
+      steps: i32[], steps since the scale last grew or backed off. Stays at its
+        maximum.
+      nonfinite_steps: i32[], non-finite steps since the scale last backed off.
+        Stays at its maximum.
+    """
+
+    loss_scale: jax.Array
+    good_steps: jax.Array
+    steps: jax.Array
+    nonfinite_steps: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class TolerantLossScale(LossScale):
+    """A dynamic loss scale that puts up with a few non-finite steps.
+
+    Every non-finite step is skipped, but the scale backs off only when the share
+    of such steps since it last changed reaches `tolerance`: an overflow now and
+    then, from an odd batch, does not cost the scale a whole growth interval. Per
+    step::
+
+      finite:     good_steps += 1; steps += 1
+                  if good_steps >= growth_interval:
+                      loss_scale = min(loss_scale * growth_factor, max_scale)
+                      good_steps = steps = 0
+      non-finite: good_steps = 0; steps += 1; nonfinite_steps += 1
+                  if nonfinite_steps / steps >= tolerance:
+                      loss_scale = max(loss_scale * backoff_factor, min_scale)
+                      steps = nonfinite_steps = 0
+
+    This is fairseq's rule, in which growth forgets the steps, but not those of
+    them that were not finite. At the minimum fairseq raises; this scale stays
+    there. The scale is always a finite number in [min_scale, max_scale].
+
+    Args:
+      tolerance: The share of non-finite steps at which the scale backs off, from 0
+        to 1. With 0 every one of them does it, as in `DynamicLossScale`. The
+        higher, the later a scale that is too high for good comes down: after k
+        finite steps, tolerance / (1 - tolerance) * k steps are skipped first.
+      initial_scale: The first scale.
+      growth_interval: Consecutive finite steps before the scale grows.
+      growth_factor: What the scale is multiplied by then; above 1. Powers of two
+        keep scaling exact.
+      backoff_factor: What the scale is multiplied by when it backs off; between 0
+        and 1.
+      min_scale: The scale never falls below this.
+      max_scale: The scale never rises above this. The default is the largest
+        power of two whose reciprocal is a normal float32 number.
+
+    Raises:
+      ValueError: If an argument is out of its range.
+      TypeError: If an argument is of the wrong type, an array for example.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from optax_lossscale import TolerantLossScale
+      >>> scale = TolerantLossScale(0.5, initial_scale=8.0)
+      >>> state = scale.init()
+      >>> for gradient in [1.0, 1.0, jnp.inf, jnp.inf, 1.0]:
+      ...     state, should_apply = scale.update(gradient, state)
+      ...     print(scale(state), bool(should_apply))
+      8.0 True
+      8.0 True
+      8.0 False
+      4.0 False
+      4.0 True
+
+    References:
+      `DynamicLossScaler`, fairseq, `fairseq/optim/dynamic_loss_scaler.py`.
+    """
+
+    tolerance: float
+    initial_scale: float = 2.0**15
+    growth_interval: int = 2000
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    min_scale: float = 1.0
+    max_scale: float = 2.0**126
+
+    def __post_init__(self):
+        check_dynamics(self, tolerance=check_share)
+
+    def init(self) -> TolerantLossScaleState:
+        """Returns the initial state; see the base class."""
+        return TolerantLossScaleState(
+            loss_scale=jnp.asarray(self.initial_scale, jnp.float32),
+            good_steps=jnp.zeros((), jnp.int32),
+            steps=jnp.zeros((), jnp.int32),
+            nonfinite_steps=jnp.zeros((), jnp.int32),
+        )
+
+    def update(
+        self,
+        grads: Any,
+        state: TolerantLossScaleState,
+        *,
+        axis_name: Hashable | None = None,
+    ) -> tuple[TolerantLossScaleState, jax.Array]:
+        """Advances the loss scale by one step; see the base class."""
+        finite = all_finite(grads, axis_name=axis_name)
+        return self._advance(state, finite), finite
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def _advance(
+        self, state: TolerantLossScaleState, finite: jax.Array
+    ) -> TolerantLossScaleState:
+        good_steps, steps, nonfinite_steps = (
+            jnp.asarray(count, jnp.int32)
+            for count in (state.good_steps, state.steps, state.nonfinite_steps)
+        )
+        good_steps = jnp.where(finite, optax.safe_increment(good_steps), 0)
+        steps = optax.safe_increment(steps)
+        one_more = optax.safe_increment(nonfinite_steps)
+        nonfinite_steps = jnp.where(finite, nonfinite_steps, one_more)
+        grow = good_steps >= self.growth_interval
+        # A share of exactly the tolerance counts as reached, but in float32 0.15 * 100
+        # is above 15, and GPUs divide inexactly: a millionth less will do.
+        enough = jnp.float32(self.tolerance * (1 - 1e-6)) * jnp.float32(steps)
+        back_off = ~finite & (jnp.float32(nonfinite_steps) >= enough)
+        return TolerantLossScaleState(
+            loss_scale=rescale(self, self.loss_scale(state), grow, back_off),
+            good_steps=jnp.where(grow, 0, good_steps),
+            steps=jnp.where(grow | back_off, 0, steps),
+            nonfinite_steps=jnp.where(back_off, 0, nonfinite_steps),
+        )

@@ -1,0 +1,234 @@
+"""What the arguments of other loss scalers are in ours.
+
+A function takes a peer's arguments, by the peer's names and with the peer's defaults,
+and returns our loss scale. The README says the same for users; the tests compare.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from optax_lossscale import (
+    DynamicLossScale,
+    FixedLossScale,
+    LossScale,
+    TolerantLossScale,
+)
+
+# The smallest scale there is, for peers that have no minimum.
+NO_MINIMUM = 2.0**-126
+
+
+def tensorflow_dynamic(initial_loss_scale=2**15, increment_period=2000, multiplier=2.0):
+    return DynamicLossScale(
+        initial_scale=initial_loss_scale,
+        growth_interval=increment_period,
+        growth_factor=multiplier,
+        backoff_factor=1 / multiplier,
+    )
+
+
+def tensorflow_fixed(loss_scale_value):
+    return FixedLossScale(loss_scale_value)
+
+
+def tf_keras(dynamic=True, initial_scale=2**15, dynamic_growth_steps=2000):
+    if not dynamic:
+        return FixedLossScale(initial_scale)
+    return DynamicLossScale(initial_scale, dynamic_growth_steps)
+
+
+def keras(initial_scale=2.0**15, dynamic_growth_steps=2000):
+    return DynamicLossScale(initial_scale, dynamic_growth_steps, min_scale=NO_MINIMUM)
+
+
+def torch(
+    init_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000
+):
+    return DynamicLossScale(
+        initial_scale=init_scale,
+        growth_interval=growth_interval,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        min_scale=NO_MINIMUM,
+    )
+
+
+def flax(
+    growth_factor=2.0,
+    backoff_factor=0.5,
+    growth_interval=2000,
+    scale=2.0**16,
+    minimum_scale=NO_MINIMUM,
+):
+    return DynamicLossScale(
+        initial_scale=scale,
+        growth_interval=growth_interval + 1,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        min_scale=NO_MINIMUM if minimum_scale is None else minimum_scale,
+    )
+
+
+def jmp(loss_scale=2.0**15, period=2000, factor=2, min_loss_scale=1.0, dtype="float32"):
+    return DynamicLossScale(
+        initial_scale=np.dtype(dtype).type(loss_scale),
+        growth_interval=period,
+        growth_factor=factor,
+        backoff_factor=1 / factor,
+        min_scale=max(min_loss_scale, NO_MINIMUM),
+    )
+
+
+def mpx(loss_scaling=2.0**15, min_loss_scaling=1.0, factor=2, period=2000):
+    return DynamicLossScale(
+        initial_scale=loss_scaling,
+        growth_interval=period,
+        growth_factor=factor,
+        backoff_factor=1 / factor,
+        min_scale=min_loss_scaling,
+        max_scale=65504.0,
+    )
+
+
+def fairseq(
+    init_scale=2.0**15,
+    scale_factor=2.0,
+    scale_window=2000,
+    tolerance=0.0,
+    threshold=None,
+    min_loss_scale=1e-4,
+):
+    return TolerantLossScale(
+        tolerance=tolerance,
+        initial_scale=init_scale,
+        growth_interval=scale_window,
+        growth_factor=scale_factor,
+        backoff_factor=1 / scale_factor,
+        min_scale=threshold or min_loss_scale,
+    )
+
+
+def deepspeed(
+    init_scale=2**16,
+    scale_window=1000,
+    min_scale=1,
+    delayed_shift=2,
+    consecutive_hysteresis=False,
+    raise_error_at_min_scale=True,
+    scale_factor=2.0,
+):
+    del raise_error_at_min_scale  # Ours stays at the minimum.
+    return DynamicLossScale(
+        initial_scale=init_scale,
+        growth_interval=scale_window,
+        growth_factor=scale_factor,
+        backoff_factor=1 / scale_factor,
+        min_scale=min_scale,
+        hysteresis=delayed_shift,
+        consecutive_hysteresis=consecutive_hysteresis,
+    )
+
+
+def megatron(
+    initial_scale=2**32,
+    min_scale=1.0,
+    growth_factor=2.0,
+    backoff_factor=0.5,
+    growth_interval=1000,
+    hysteresis=2,
+):
+    return DynamicLossScale(
+        initial_scale=initial_scale,
+        growth_interval=growth_interval,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        min_scale=min_scale,
+        hysteresis=hysteresis,
+    )
+
+
+def apex_amp(
+    init_scale=2.0**16,
+    scale_factor=2.0,
+    scale_window=2000,
+    min_loss_scale=None,
+    max_loss_scale=2.0**24,
+):
+    del scale_factor  # Apex ignores it too: the factor is 2.
+    return DynamicLossScale(
+        initial_scale=min(init_scale, max_loss_scale),
+        growth_interval=scale_window,
+        min_scale=NO_MINIMUM if min_loss_scale is None else min_loss_scale,
+        max_scale=max_loss_scale,
+    )
+
+
+def apex_fp16_utils(init_scale=2**32, scale_factor=2.0, scale_window=1000):
+    return DynamicLossScale(
+        initial_scale=init_scale,
+        growth_interval=scale_window,
+        growth_factor=scale_factor,
+        backoff_factor=1 / scale_factor,
+    )
+
+
+def apex_contrib(cur_scale=2**16, scale_factor=2, scale_window=1000):
+    return apex_fp16_utils(cur_scale, scale_factor, scale_window)
+
+
+def openseq2seq_backoff(
+    scale_min=1.0, scale_max=2.0**24, step_factor=2.0, step_window=2000
+):
+    return DynamicLossScale(
+        initial_scale=scale_max,
+        growth_interval=step_window,
+        growth_factor=step_factor,
+        backoff_factor=1 / step_factor,
+        min_scale=scale_min,
+        max_scale=scale_max,
+    )
+
+
+def optax_apply_if_finite(max_consecutive_errors):
+    del max_consecutive_errors  # Ours applies no non-finite step, however many come.
+    return FixedLossScale(1.0, skip_nonfinite=True)
+
+
+class Peer(NamedTuple):
+    """Another loss scaler: how its class is recorded, and its arguments in ours."""
+
+    recorded: str
+    ours: Callable[..., LossScale]
+
+
+# By the names that the README has for them.
+PEERS = {
+    "TensorFlow, dynamic": Peer(
+        "tensorflow.compat.v1.mixed_precision.DynamicLossScale", tensorflow_dynamic
+    ),
+    "TensorFlow, fixed": Peer(
+        "tensorflow.compat.v1.mixed_precision.FixedLossScale", tensorflow_fixed
+    ),
+    "tf_keras": Peer("tf_keras.mixed_precision.LossScaleOptimizer", tf_keras),
+    "Keras 3": Peer("keras.optimizers.LossScaleOptimizer", keras),
+    "PyTorch": Peer("torch.amp.GradScaler", torch),
+    "Flax": Peer("flax.training.dynamic_scale.DynamicScale", flax),
+    "jmp": Peer("jmp.DynamicLossScale", jmp),
+    "mpx": Peer("mpx.DynamicLossScaling", mpx),
+    "fairseq": Peer("fairseq.optim.dynamic_loss_scaler.DynamicLossScaler", fairseq),
+    "DeepSpeed": Peer(
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler", deepspeed
+    ),
+    "Megatron": Peer("megatron.core.optimizer.grad_scaler.DynamicGradScaler", megatron),
+    "apex, amp": Peer("apex.amp.scaler.LossScaler", apex_amp),
+    "apex, fp16_utils": Peer(
+        "apex.fp16_utils.loss_scaler.DynamicLossScaler", apex_fp16_utils
+    ),
+    "apex, contrib": Peer(
+        "apex.contrib.optimizers.fp16_optimizer.FP16_Optimizer", apex_contrib
+    ),
+    "OpenSeq2Seq, Backoff": Peer("open_seq2seq BackoffScaler", openseq2seq_backoff),
+    "Optax": Peer("optax.apply_if_finite", optax_apply_if_finite),
+}
