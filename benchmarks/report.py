@@ -195,3 +195,18 @@ def write(results: dict[str, Any], stem: Path) -> None:
     """Writes the table and the plot of results next to their JSON."""
     stem.with_suffix(".md").write_text(full_report(results))
     plot(results, stem.with_suffix(".png"))
+
+
+def refresh(readme: str) -> str:
+    """Returns the README with its tables made anew from the committed results."""
+    results = load(RESULTS / "cpu.json"), load(RESULTS / "compiled.json")
+    for new in (timing_table(results[0]), compiled_table(results[1])):
+        head = new[: new.index(" |")]
+        start = readme.index(head)
+        readme = readme[:start] + new + readme[readme.index("\n\n", start) + 1 :]
+    return readme
+
+
+if __name__ == "__main__":
+    _README = Path(__file__).parents[1] / "README.md"
+    _README.write_text(refresh(_README.read_text()))
