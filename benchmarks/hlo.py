@@ -103,8 +103,11 @@ class Module(NamedTuple):
             types[instruction.name] = instruction.type
             if instruction.opcode in _NO_KERNEL:
                 continue
-            total += type_bytes(instruction.type)
-            total += sum(type_bytes(types[name]) for name in instruction.operands)
+            # What is started here, and done there, reads here and writes there.
+            if not instruction.opcode.endswith("-start"):
+                total += type_bytes(instruction.type)
+            if not instruction.opcode.endswith("-done"):
+                total += sum(type_bytes(types[name]) for name in instruction.operands)
         return total
 
 

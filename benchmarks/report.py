@@ -102,7 +102,8 @@ def full_report(results: dict[str, Any]) -> str:
 
 
 def _is_size(row: dict[str, Any]) -> bool:
-    return row["given"] and "overflow" not in row["workload"]
+    workload = row["workload"]
+    return workload.startswith("adam") and "overflow" not in workload
 
 
 def _columns(results: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
@@ -130,6 +131,8 @@ def timing_table(results: dict[str, Any]) -> str:
             rows = {name.removesuffix(", auto"): row for name, row in systems.items()}
             columns["compile, 200 leaves"] = ("compile_ratio", rows)
     names = dict.fromkeys(n for rows in _columns(results).values() for n in rows)
+    ours = ("minimize", "apply_gradients", "update")
+    names = sorted(names, key=lambda name: not name.startswith(ours))
     rows = [
         [name, *(f"{r[name][k]:.2f}" if name in r else "" for k, r in columns.values())]
         for name in names
@@ -167,12 +170,14 @@ def plot(results: dict[str, Any], path: Path) -> None:
     largest = {c: columns[c] for c in columns if c not in sizes[:-1]}
     names = list(dict.fromkeys(name for rows in largest.values() for name in rows))
     for i, (column, rows) in enumerate(largest.items()):
-        places = [names.index(name) + (i - len(largest) / 2) * 0.2 for name in rows]
-        bars.barh(places, [r["ratio"] for r in rows.values()], 0.2, label=column)
+        places = [names.index(name) + (i - len(largest) / 2) * 0.16 for name in rows]
+        bars.barh(places, [r["ratio"] for r in rows.values()], 0.16, label=column)
     bars.set_yticks(range(len(names)), names)
     bars.invert_yaxis()
     for name in names:
         rows = [columns[c][name] for c in sizes if name in columns[c]]
+        if not rows:
+            continue
         x, y = [r["parameters"] for r in rows], [r["ratio"] for r in rows]
         lines.plot(x, y, marker="o", label=name)
     lines.set(xscale="log", yscale="log", xlabel="parameters, in 20 leaves")

@@ -172,7 +172,7 @@ def _apply_if_finite(inner, loss_fn):
         updates, state = optimizer.update(grads, state, params)
         good = jnp.where(state.last_finite, good + 1, 0)
         grown = jnp.where(good >= 2000, scale * 2, scale)
-        scale = jnp.where(state.last_finite, grown, scale / 2)
+        scale = jnp.where(state.last_finite, grown, jnp.maximum(scale / 2, 1))
         state = (state, scale, jnp.where(good >= 2000, 0, good))
         return optax.apply_updates(params, updates), state, loss
 
@@ -240,7 +240,8 @@ def make_systems(
         found[f"minimize, {skip}"] = make(_minimize, inner, loss_fn, skip=skip)
         for call in ("apply_gradients", "update"):
             options = {"call": call, "given": given, "skip": skip}
-            found[f"{call}, {skip}"] = make(_in_two, inner, loss_fn, **options)
+            label = f"{call} of unscaled" if given else call
+            found[f"{label}, {skip}"] = make(_in_two, inner, loss_fn, **options)
     found["minimize, fixed scale"] = make(_minimize, inner, loss_fn, loss_scale=SCALE)
     found["flax DynamicScale"] = make(_flax, inner, loss_fn)
     found["jmp"] = make(_jmp, inner, loss_fn)

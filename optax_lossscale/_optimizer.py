@@ -373,7 +373,7 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
             should_apply &= loss_is_finite
         # A restored or hand-set state may hold Python numbers.
         inner_state = strongly_typed(state.inner_state)
-        skip = self._ever_skip
+        skip = self._effective_skip
         result, inner_state = run_or_skip(
             skip, should_apply, run, keep, grads, inner_state, params, extra
         )

@@ -19,7 +19,7 @@ class LossScaling:
     _check_loss: bool
 
     @property
-    def _ever_skip(self) -> Skip | None:
+    def _effective_skip(self) -> Skip | None:
         may_skip = self._loss_scale.skip_nonfinite or self._check_loss
         return self._skip if may_skip else None
 
@@ -230,7 +230,7 @@ class LossScaling:
         scale = self.current_loss_scale(state)
         return jax.tree.map(
             lambda x: scale_down(x, scale) if is_inexact(x) else x,
-            settle(self._ever_skip, grads),
+            settle(self._effective_skip, grads),
         )
 
 

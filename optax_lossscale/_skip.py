@@ -33,9 +33,12 @@ def settle(skip: Skip | None, tree: Any) -> Any:
     traced = any(isinstance(x, Tracer) for x in arrays)
     if skip in (None, "where") or not traced:
         return tree
+    # One by one: together they would all vary as the one that varies most does.
     return join(
         lax.platform_dependent(
-            arrays, cpu=lax.optimization_barrier, default=lambda arrays: arrays
+            arrays,
+            cpu=lambda arrays: [lax.optimization_barrier(x) for x in arrays],
+            default=lambda arrays: arrays,
         )
     )
 

@@ -125,7 +125,8 @@ def select_applied(state: Any, new: Any, old: Any) -> Any:
 
     Raises:
       ValueError: If `state` holds none or several of these states, or one of many
-        members (`jax.vmap`) or devices; if `new` and `old` differ in structure.
+        members (`jax.vmap`) or devices; if `new` and `old` differ in structure
+        or shapes.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -146,4 +147,10 @@ def select_applied(state: Any, new: Any, old: Any) -> Any:
             "told apart by member. Call inside the vmap or pmap that made the state."
         )
     old = strongly_typed(old)
-    return select(applied, cast_like(new, old), old)
+    new = cast_like(new, old)
+    shapes = [jax.tree.map(jnp.shape, tree) for tree in (new, old)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"new and old must be of the same shapes, got {shapes[0]} and {shapes[1]}."
+        )
+    return select(applied, new, old)

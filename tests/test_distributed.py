@@ -344,6 +344,30 @@ class TestAxisName:
             assert not jax.jit(check)(x)
             assert jax.jit(check)(jnp.ones_like(x))
 
+    @pytest.mark.parametrize("skip", SKIPS)
+    def test_some_gradients_differ_between_devices_and_some_agree(self, skip):
+        mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), axis_name="d", skip=skip)
+        specs = {"replicated": P(), "sharded": P("d")}
+        params = {name: jnp.ones(8, jnp.float32) for name in specs}
+
+        def step(params, state, factor):
+            def loss_fn(params):
+                loss = params["replicated"].sum() + params["sharded"].sum()
+                return jax.lax.psum(factor * loss, "d")
+
+            return optimizer.minimize(loss_fn, params, state)[0]
+
+        shards = {**params, "sharded": params["sharded"][:1]}
+        run = jax.jit(
+            jax.shard_map(step, mesh=mesh, in_specs=(specs, P(), P()), out_specs=specs)
+        )
+        state = optimizer.init(shards)
+        new = run(params, state, jnp.float32(0.25))
+        np.testing.assert_array_equal(new["sharded"], np.full(8, 0.875))
+        np.testing.assert_array_equal(new["replicated"], np.zeros(8))
+        assert_same_bits(run(params, state, jnp.float32(jnp.inf)), params)
+
 
 def test_readme_on_two_processes(tmp_path):
     *_, script = readme_blocks()
