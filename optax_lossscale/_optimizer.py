@@ -19,8 +19,8 @@ from optax_lossscale._loss_scale import (
     DynamicLossScale,
     FixedLossScale,
     LossScale,
-    get_loss_scale,
 )
+from optax_lossscale._registry import get_loss_scale
 from optax_lossscale._scaling import LossScaling
 from optax_lossscale._skip import Skip, run_or_skip
 from optax_lossscale._state import (
@@ -51,7 +51,8 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
     Args:
       inner_optimizer: A `GradientTransformation`, or an object with methods `init`
         and `update` (`optax.MultiSteps`).
-      loss_scale: A `LossScale`, a number (fixed) or "dynamic". The default is
+      loss_scale: A `LossScale`, a number (fixed), or a name that `get_loss_scale`
+        knows. The default is
         made of the next three.
       dynamic: Whether the scale adapts by itself.
       initial_scale: The first scale, 2**15 by default; without `dynamic`, the scale.
