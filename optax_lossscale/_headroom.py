@@ -87,14 +87,24 @@ class HeadroomLossScale(LossScale):
       >>> for gradient in [0.01, 0.01, jnp.inf, 0.01, 0.1]:
       ...     state, should_apply = scale.update(gradient, state)
       ...     print(scale(state), bool(should_apply))
+      2097152.0 True
+      2097152.0 True
+      1048576.0 False
+      1048576.0 True
+      65536.0 True
+
+    References:
+      Micikevicius et al., `Mixed Precision Training
+      <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.2, which would choose a
+      constant scale by the largest gradient, where that is known. The rule is ours.
     """
 
     initial_scale: float = 2.0**15
     dtype: str = "float16"
     min_margin: float = 1.0
     growth_interval: int = 2000
-    release_steps: int = 100
-    hysteresis: float = 1.0
+    release_steps: int = 30
+    hysteresis: float = 0.5
     min_scale: float = 1.0
     max_scale: float = 2.0**126
 
@@ -149,7 +159,8 @@ class HeadroomLossScale(LossScale):
         released = old_peak - (old_peak - x) / self.release_steps
         peak = jnp.fmax(x, jnp.where(jnp.isfinite(released), released, x))
         peak = jnp.where(seen, peak, old_peak - 1 / self.growth_interval)
-        left = limit - peak - jnp.log2(scale)
+        # A little less: of the scale that it leaves, rounding must not make the half.
+        left = limit - peak - jnp.log2(scale) - 2.0**-10
         margin = jnp.where(overflowed, left, old_margin - 1 / self.growth_interval)
         margin = jnp.where(overflowed, jnp.fmax(margin, old_margin), margin)
         margin = jnp.fmin(jnp.fmax(margin, self.min_margin), 256.0)

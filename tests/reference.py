@@ -186,7 +186,7 @@ class Headroom:
         else:
             self.peak -= (self.peak - math.log2(largest)) / self.release_steps
         if self.overflowed:
-            left = 16 - self.peak - self.exponent
+            left = 16 - self.peak - self.exponent - 2.0**-10
             self.margin = max(self.margin, left)
         else:
             shrunk = self.margin - 1 / self.growth_interval
