@@ -103,7 +103,7 @@ class HeadroomLossScale(LossScale):
     dtype: str = "float16"
     min_margin: float = 1.0
     growth_interval: int = 2000
-    release_steps: int = 30
+    release_steps: int = 100
     hysteresis: float = 0.5
     min_scale: float = 1.0
     max_scale: float = 2.0**126

@@ -132,15 +132,15 @@ class LogMaxLossScale(LossScale):
 
     def init(self) -> LogMaxLossScaleState:
         """Returns the initial state; see the base class."""
-        zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
+        # Each its own buffer: donating one twice is an error.
         return LogMaxLossScaleState(
             loss_scale=jnp.asarray(self.initial_scale, jnp.float32),
-            good_steps=none,
+            good_steps=jnp.zeros((), jnp.int32),
             ceiling=jnp.asarray(self.max_scale, jnp.float32),
-            observations=none,
-            mean=zero,
-            slow_mean=zero,
-            variance=zero,
+            observations=jnp.zeros((), jnp.int32),
+            mean=jnp.zeros((), jnp.float32),
+            slow_mean=jnp.zeros((), jnp.float32),
+            variance=jnp.zeros((), jnp.float32),
         )
 
     def update(

@@ -89,8 +89,8 @@ def test_follows_the_dynamic_rule_where_gradients_stay():
     scale = HeadroomLossScale(growth_interval=50, hysteresis=0)
     _, (scales, applied) = jax.lax.scan(step, scale.init(), length=1000)
     assert np.all(scales[20:] >= 2.0**10)
-    assert np.sum(~applied[:20]) == 5
-    assert 1000 / 50 - 2 <= np.sum(~applied[20:]) <= 1000 / 50 + 1
+    assert int(np.sum(~applied[:20])) == 5
+    assert 18 <= int(np.sum(~applied[20:])) <= 21
 
 
 def test_learns_the_margin_from_what_did_not_overflow():
