@@ -86,12 +86,12 @@ class HeadroomLossScale(LossScale):
       >>> state = scale.init()
       >>> for gradient in [0.01, 0.01, jnp.inf, 0.01, 0.1]:
       ...     state, should_apply = scale.update(gradient, state)
-      ...     print(scale(state), bool(should_apply))
-      2097152.0 True
-      2097152.0 True
-      1048576.0 False
-      1048576.0 True
-      65536.0 True
+      ...     print(int(scale(state)), bool(should_apply))
+      2097152 True
+      2097152 True
+      1048576 False
+      1048576 True
+      65536 True
 
     References:
       Micikevicius et al., `Mixed Precision Training

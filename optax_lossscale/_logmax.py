@@ -94,13 +94,13 @@ class LogMaxLossScale(LossScale):
       >>> state = scale.init()
       >>> for gradient in [0.75, 0.75, jnp.inf, 0.75, 0.75, 0.01]:
       ...     state, should_apply = scale.update(gradient, state)
-      ...     print(scale(state), bool(should_apply))
-      65536.0 True
-      65536.0 True
-      32768.0 False
-      32768.0 True
-      65536.0 True
-      4096.0 True
+      ...     print(int(scale(state)), bool(should_apply))
+      65536 True
+      65536 True
+      32768 False
+      32768 True
+      65536 True
+      512 True
 
     References:
       Kuchaiev et al., `Mixed-Precision Training for NLP and Speech Recognition with
