@@ -93,6 +93,13 @@ def test_follows_the_dynamic_rule_where_gradients_stay():
     assert 18 <= int(np.sum(~applied[20:])) <= 21
 
 
+def test_rounding_does_not_halve_the_scale_that_it_keeps():
+    scale = HeadroomLossScale(release_steps=1, hysteresis=0)
+    for grad in 2.0 ** np.linspace(-3, -2, 97):
+        states, _ = run(scale, [grad, np.inf, np.inf, grad])
+        assert states.loss_scale[3] == states.loss_scale[2] == states.loss_scale[0] / 4
+
+
 def test_learns_the_margin_from_what_did_not_overflow():
     scale = HeadroomLossScale(initial_scale=2.0**13, release_steps=1)
     # Nothing that the gradients show explains it: four bits more are needed.
