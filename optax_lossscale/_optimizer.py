@@ -52,8 +52,7 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
       inner_optimizer: A `GradientTransformation`, or an object with methods `init`
         and `update` (`optax.MultiSteps`).
       loss_scale: A `LossScale`, a number (fixed), or a name that `get_loss_scale`
-        knows. The default is
-        made of the next three.
+        knows. The default is made of the next three.
       dynamic: Whether the scale adapts by itself.
       initial_scale: The first scale, 2**15 by default; without `dynamic`, the scale.
       dynamic_growth_steps: Finite steps before the scale doubles, 2000 by default.

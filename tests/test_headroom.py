@@ -62,7 +62,7 @@ def test_scales_are_powers_of_two_within_bounds(config, grads):
 
 
 def test_steps_down_before_gradients_that_grow_overflow():
-    grads = 2.0 ** np.linspace(-8, 8, 400)
+    grads = np.float32(2.0 ** np.linspace(-8, 8, 400))
     states, _ = run(HeadroomLossScale(), grads)
     # What the next gradient is multiplied by.
     assert np.all(grads[1:] * states.loss_scale[:-1] < 65504)
@@ -71,7 +71,7 @@ def test_steps_down_before_gradients_that_grow_overflow():
 
 
 def test_rises_as_gradients_shrink():
-    grads = 2.0 ** np.linspace(0, -10, 1000)
+    grads = np.float32(2.0 ** np.linspace(0, -10, 1000))
     states, _ = run(HeadroomLossScale(), grads)
     room = 16 - np.log2(grads * states.loss_scale)
     assert np.all(room[300:] < 5)
@@ -162,7 +162,7 @@ def test_a_state_restored_out_of_bounds_heals(field, bad):
         for gradient in [first] + [0.9] * 300:
             state, _ = scale.update(gradient, state)
             assert 1 <= state.loss_scale <= 2.0**20
-        assert state.loss_scale == 2.0 ** np.floor(16 - np.log2(0.9) - scale.min_margin)
+        assert float(state.loss_scale) == 2.0**15
 
 
 def test_a_state_of_python_numbers_becomes_one_of_arrays():
