@@ -97,20 +97,41 @@ def check_bool(name: str, value: Any) -> bool:
     return value
 
 
-def check_dynamics(scale: Any, **further: Callable[[str, Any], Any]) -> None:
+def check_bits(name: str, value: Any) -> float:
+    """Returns `value` as a float, if it is a distance in powers of two."""
+    number = check_number(name, value)
+    if not 0 <= number <= 128:
+        raise ValueError(f"{name} must be at least 0 and at most 128, got {value!r}.")
+    return number
+
+
+def check_dtype(name: str, value: Any) -> str:
+    """Returns the name of a dtype, if it is one that gradients can overflow."""
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError as error:
+        raise TypeError(
+            f'{name} must be a dtype or its name, "float16" for example, got {value!r}.'
+        ) from error
+    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits > 16:
+        raise ValueError(
+            f"{name} must be a floating-point dtype of at most 16 bits, the one that "
+            f"gradients are computed in, got {value!r}."
+        )
+    return dtype.name
+
+
+def check_adaptive(scale: Any, **further: Callable[[str, Any], Any]) -> None:
     """Checks and normalizes, in place, what every scale that adapts is made of.
 
     Args:
-      scale: A frozen dataclass with at least the fields below.
+      scale: A frozen dataclass with at least the first, least and greatest scale.
       further: The checks of its other fields, by name.
     """
     checks = {
         "initial_scale": check_scale,
         "min_scale": check_scale,
         "max_scale": check_scale,
-        "growth_interval": check_count,
-        "growth_factor": check_growth_factor,
-        "backoff_factor": check_backoff_factor,
         **further,
     }
     for name, check in checks.items():
@@ -121,6 +142,17 @@ def check_dynamics(scale: Any, **further: Callable[[str, Any], Any]) -> None:
             f"min_scale={scale.min_scale!r}, initial_scale={scale.initial_scale!r}, "
             f"max_scale={scale.max_scale!r}."
         )
+
+
+def check_dynamics(scale: Any, **further: Callable[[str, Any], Any]) -> None:
+    """Checks, as `check_adaptive`, a scale that also grows and backs off by factors."""
+    check_adaptive(
+        scale,
+        growth_interval=check_count,
+        growth_factor=check_growth_factor,
+        backoff_factor=check_backoff_factor,
+        **further,
+    )
 
 
 def check_loss_value(value: Any) -> None:

@@ -3,7 +3,6 @@
 import abc
 import dataclasses
 import functools
-import numbers
 from collections.abc import Hashable
 from typing import Any, NamedTuple, Self
 
@@ -343,6 +342,11 @@ def rescale(
     """Returns the scale after a step: grown, backed off, or neither, and in bounds."""
     scale = jnp.where(grow, scale * jnp.float32(rule.growth_factor), scale)
     scale = jnp.where(back_off, scale * jnp.float32(rule.backoff_factor), scale)
+    return bounded(rule, scale)
+
+
+def bounded(rule: Any, scale: jax.Array) -> jax.Array:
+    """Returns the scale, within the bounds of the rule."""
     # A restored or hand-set scale may lie outside, or be nan: fmax drops nan.
     scale = jnp.fmax(scale, jnp.float32(rule.min_scale))
     return jnp.fmin(scale, jnp.float32(rule.max_scale))
@@ -356,33 +360,12 @@ def at_minimum(rule: Any, scale: jax.Array, new_scale: jax.Array) -> jax.Array:
     return scale <= jnp.float32(min_scale)
 
 
-def get_loss_scale(identifier: LossScale | float | str) -> LossScale:
-    """Makes a loss scale of what users write for one.
+def overflow_exponent(dtype: str) -> int:
+    """Returns the exponent of the power of two from which on a dtype overflows."""
+    return int(jnp.finfo(dtype).maxexp)
 
-    Args:
-      identifier: A `LossScale`, a number (`FixedLossScale`) or "dynamic"
-        (`DynamicLossScale()`).
 
-    Returns:
-      A `LossScale`.
-
-    Raises:
-      ValueError: If `identifier` is anything else, or a number below 1.
-
-    Examples:
-      >>> from optax_lossscale import get_loss_scale
-      >>> get_loss_scale(128)
-      FixedLossScale(loss_scale_value=128.0, skip_nonfinite=False)
-      >>> get_loss_scale("dynamic").initial_scale
-      32768.0
-    """
-    if isinstance(identifier, LossScale):
-        return identifier
-    if isinstance(identifier, numbers.Real) and not isinstance(identifier, bool):
-        return FixedLossScale(identifier)  # pyright: ignore[reportArgumentType]
-    if isinstance(identifier, str) and identifier == "dynamic":
-        return DynamicLossScale()
-    raise ValueError(
-        'A loss scale must be a LossScale instance, a number or "dynamic", got '
-        f"{identifier!r}. (Inside optax.inject_hyperparams, name it in static_args.)"
-    )
+def power(exponent: jax.Array) -> jax.Array:
+    """Returns two to a whole exponent in [-126, 127], exactly, which exp2 need not."""
+    biased = (exponent.astype(jnp.int32) + 127) << 23
+    return jax.lax.bitcast_convert_type(biased, jnp.float32)

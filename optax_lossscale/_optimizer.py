@@ -14,8 +14,8 @@ from optax_lossscale._check import (
     check_loss_value,
     check_optimizer,
 )
-from optax_lossscale._keras import keras_loss_scale
-from optax_lossscale._loss_scale import LossScale, at_minimum, get_loss_scale
+from optax_lossscale._loss_scale import LossScale, at_minimum
+from optax_lossscale._registry import get_loss_scale, keras_loss_scale
 from optax_lossscale._scaling import LossScaling
 from optax_lossscale._skip import Skip, run_or_skip
 from optax_lossscale._state import (
@@ -49,8 +49,8 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
     Args:
       inner_optimizer: A `GradientTransformation`, or an object with methods `init`
         and `update` (`optax.MultiSteps`).
-      loss_scale: A `LossScale`, a number (fixed) or "dynamic". The default is
-        made of the next three.
+      loss_scale: A `LossScale`, a number (fixed), or a name that `get_loss_scale`
+        knows. The default is made of the next three.
       dynamic: Whether the scale adapts by itself.
       initial_scale: The first scale, 2**15 by default; without `dynamic`, the scale.
       dynamic_growth_steps: Finite steps before the scale doubles, 2000 by default.

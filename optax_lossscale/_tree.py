@@ -75,8 +75,14 @@ def _all_finite(leaves: list[jax.Array], axis_name: Hashable | None) -> jax.Arra
         return finite
     # Adding a zero that varies along the axes: jax.shard_map refuses to reduce over
     # several of which some are known to agree (as after a sum of gradients).
+    flag = finite.astype(jnp.int32) + 0 * axis_index(axis_name)
+    return lax.pmin(flag, axis_name).astype(bool)
+
+
+def axis_index(axis_name: Hashable) -> jax.Array:
+    """Returns the index of this device, or says how to bind the axis."""
     try:
-        index = lax.axis_index(axis_name)
+        return lax.axis_index(axis_name)
     except NameError as error:
         raise NameError(
             f"axis_name={axis_name!r} was given to LossScaleOptimizer or all_finite, "
@@ -84,8 +90,6 @@ def _all_finite(leaves: list[jax.Array], axis_name: Hashable | None) -> jax.Arra
             "binds it. Under jax.jit alone leave axis_name out: there the flag is that "
             "of the whole arrays."
         ) from error
-    flag = finite.astype(jnp.int32) + 0 * index
-    return lax.pmin(flag, axis_name).astype(bool)
 
 
 def all_finite(tree: Any, *, axis_name: Hashable | None = None) -> jax.Array:
@@ -113,8 +117,43 @@ def all_finite(tree: Any, *, axis_name: Hashable | None = None) -> jax.Array:
       >>> bool(all_finite({"w": jnp.array([1.0, jnp.nan]), "b": None}))
       False
     """
-    leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
-    return _all_finite(leaves, axis_name)
+    return _all_finite(numbers_of(tree), axis_name)
+
+
+def numbers_of(tree: Any) -> list[jax.Array]:
+    """Returns the floating-point and complex leaves of a tree, as arrays."""
+    return [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
+
+
+@functools.partial(jax.jit, static_argnames="axis_name")
+def _largest(leaves: list[jax.Array], axis_name: Hashable | None) -> jax.Array:
+    largest = jnp.zeros((), jnp.float32)
+    for x in leaves:
+        for part in (x.real, x.imag) if jnp.iscomplexobj(x) else (x,):
+            # float8 has no maximum, and what float64 alone holds is as good as inf.
+            wide = lax.abs(part.astype(jnp.float32))
+            largest = jnp.fmax(largest, jnp.max(wide, initial=0.0))
+    largest = jnp.fmin(largest, jnp.finfo(jnp.float32).max)
+    if axis_name is None:
+        return largest
+    varying = largest + 0 * axis_index(axis_name).astype(jnp.float32)
+    return lax.pmax(varying, axis_name)
+
+
+def largest_magnitude(tree: Any, *, axis_name: Hashable | None = None) -> jax.Array:
+    """Returns the largest magnitude in a tree, of those parts that hold no nan.
+
+    It does not tell whether the tree is finite: a maximum may or may not keep nan,
+    by the platform. Ask `all_finite`, and of trees that are not ignore this.
+
+    Args:
+      tree: Any pytree; what `all_finite` ignores is ignored.
+      axis_name: As that of `all_finite`.
+
+    Returns:
+      f32[], never inf or nan; of a complex number the larger part; 0 without numbers.
+    """
+    return _largest(numbers_of(tree), axis_name)
 
 
 def zero_update(like: Any) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 from optax_lossscale import (
     DynamicLossScale,
     FixedLossScale,
+    LogMaxLossScale,
     LossScale,
     TolerantLossScale,
 )
@@ -191,6 +192,26 @@ def openseq2seq_backoff(
     )
 
 
+def openseq2seq_logmax(
+    scale_min=1.0,
+    scale_max=2.0**24,
+    log_max=16.0,
+    beta1=0.99,
+    beta2=0.999,
+    overflow_std_dev=3.09,
+):
+    del log_max  # What an overflow is taken for: 2 to the power of 2**log_max.
+    return LogMaxLossScale(
+        initial_scale=scale_min,
+        mean_decay=beta1,
+        variance_decay=beta2,
+        deviations=overflow_std_dev,
+        powers_of_two=False,
+        min_scale=scale_min,
+        max_scale=scale_max,
+    )
+
+
 def optax_apply_if_finite(max_consecutive_errors):
     del max_consecutive_errors  # Ours applies no non-finite step, however many come.
     return FixedLossScale(1.0, skip_nonfinite=True)
@@ -230,5 +251,6 @@ PEERS = {
         "apex.contrib.optimizers.fp16_optimizer.FP16_Optimizer", apex_contrib
     ),
     "OpenSeq2Seq, Backoff": Peer("open_seq2seq BackoffScaler", openseq2seq_backoff),
+    "OpenSeq2Seq, LogMax": Peer("open_seq2seq LogMaxScaler", openseq2seq_logmax),
     "Optax": Peer("optax.apply_if_finite", optax_apply_if_finite),
 }

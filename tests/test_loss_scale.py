@@ -21,6 +21,8 @@ from optax_lossscale import (
     DynamicLossScale,
     FixedLossScale,
     FixedLossScaleState,
+    HeadroomLossScale,
+    LogMaxLossScale,
     LossScale,
     LossScaleOptimizer,
     LossScaleState,
@@ -326,12 +328,14 @@ class TestGetLossScale:
         assert get_loss_scale(8) == get_loss_scale(8.0) == FixedLossScale(8.0)
         assert get_loss_scale(np.float32(8)) == FixedLossScale(8.0)
         assert get_loss_scale("dynamic") == DynamicLossScale()
+        assert get_loss_scale("headroom") == HeadroomLossScale()
+        assert get_loss_scale("logmax") == LogMaxLossScale()
 
     @pytest.mark.parametrize(
         "bad", [None, True, "static", "", [8], DynamicLossScale, jnp.float32(8)]
     )
     def test_refuses_the_rest(self, bad):
-        with pytest.raises(ValueError, match='instance, a number or "dynamic"'):
+        with pytest.raises(ValueError, match='number, or one of "dynamic", '):
             get_loss_scale(bad)
 
     def test_refuses_numbers_below_one(self):

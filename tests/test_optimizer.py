@@ -61,7 +61,7 @@ class TestConstruction:
             ),
             ({"dynamic": 1}, TypeError, "dynamic must be True or False, got 1"),
             ({"loss_scale": 0.5}, ValueError, "at least 1"),
-            ({"loss_scale": "static"}, ValueError, '"dynamic", got .static.'),
+            ({"loss_scale": "static"}, ValueError, '"logmax", got .static.'),
             ({"loss_scale": jnp.float32(8)}, ValueError, "static_args"),
             ({"skip": "never"}, ValueError, "skip must be .*'never'"),
             ({"axis_name": ["batch"]}, TypeError, "axis_name.*batch"),

@@ -10,6 +10,7 @@ from optax_lossscale import all_finite
 from optax_lossscale._tree import (
     cast_like,
     full_precision,
+    largest_magnitude,
     scale_down,
     scale_up,
     select,
@@ -77,6 +78,43 @@ class TestAllFinite:
     def test_an_unbound_axis_is_an_error(self):
         with pytest.raises(NameError, match="nowhere"):
             all_finite(jnp.ones(3), axis_name="nowhere")
+
+
+class TestLargestMagnitude:
+    @pytest.mark.parametrize("dtype", FLOATS + ["float64", "complex128"] * X64)
+    def test_finds_any_element(self, dtype):
+        ones = np.ones((3, 5), jnp.dtype(dtype))
+        for position in (0, 7, 14):
+            tree = [jnp.ones(2), {"x": ones.copy(), "y": None}]
+            tree[1]["x"].flat[position] = -8
+            assert largest_magnitude(tree) == 8
+            assert jax.jit(largest_magnitude)(tree).dtype == jnp.float32
+
+    def test_of_a_complex_number_is_the_larger_part(self):
+        assert largest_magnitude(jnp.array([1 - 4j, 3 + 1j])) == 4
+
+    def test_without_numbers_is_zero(self):
+        for tree in (None, (), {}, jnp.zeros((0, 3)), jnp.arange(3), FLOAT0):
+            assert largest_magnitude(tree) == 0
+
+    def test_is_finite(self):
+        top = np.finfo(np.float32).max
+        assert largest_magnitude(jnp.array([1.0, -np.inf])) == top
+        for tree in ([jnp.array([1.0, np.nan])], [jnp.nan, jnp.ones(2)]):
+            assert np.isfinite(largest_magnitude(tree))
+
+    def test_reduces_over_named_axes(self):
+        grid = jnp.ones((2, 3)).at[1, 2].set(-7)
+
+        def largest(axis_name):
+            find = lambda x: largest_magnitude(x, axis_name=axis_name)  # noqa: E731
+            return jax.vmap(jax.vmap(find, axis_name="b"), axis_name="a")(grid)
+
+        assert largest(None).tolist() == [[1] * 3, [1, 1, 7]]
+        assert largest("b").tolist() == [[1] * 3, [7] * 3]
+        assert largest(("a", "b")).tolist() == [[7] * 3] * 2
+        with pytest.raises(NameError, match="nowhere"):
+            largest_magnitude(jnp.ones(3), axis_name="nowhere")
 
 
 def test_full_precision():

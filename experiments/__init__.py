@@ -1,0 +1,1 @@
+"""Experiments behind the choices that the package makes, and their results."""

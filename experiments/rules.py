@@ -1,0 +1,292 @@
+"""Compares the rules by which a loss scale changes: `python -m experiments.rules`.
+
+Trains three small networks in float16 with each rule, and measures at every tenth step
+how far the scale is from the oracle, the largest power of two with which that step does
+not overflow, found by taking the gradients again. Then it replays a whole training's
+gradients with other arguments of the headroom rule. Writes `results/rules.json` and
+`docs/rules.png`.
+"""
+
+import argparse
+import functools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from experiments.tasks import TASKS, Task
+from optax_lossscale import (
+    DynamicLossScale,
+    HeadroomLossScale,
+    LogMaxLossScale,
+    LossScale,
+    LossScaleOptimizer,
+    all_finite,
+)
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "experiments" / "results" / "rules.json"
+FIGURE = ROOT / "docs" / "rules.png"
+
+RULES: dict[str, LossScale] = {
+    "dynamic": DynamicLossScale(),
+    "dynamic, 200": DynamicLossScale(growth_interval=200),
+    "LogMax": LogMaxLossScale(),
+    "headroom": HeadroomLossScale(),
+}
+COLORS = dict(zip(RULES, ["#56B4E9", "#0072B2", "#D55E00", "#009E73"], strict=True))
+
+# One argument of the headroom rule at a time, around its defaults.
+SWEEP = {
+    "min_margin": [0.0, 0.5, 1.0, 2.0],
+    "hysteresis": [0.0, 0.5, 1.0, 2.0],
+    "release_steps": [3, 10, 30, 100, 300],
+    "growth_interval": [50, 200, 2000, 5000],
+}
+# With so many seeds: it takes the oracle of every step.
+SWEEP_SEEDS = 2
+# How many bits below the oracle of the replayed gradients the rules are tried as well,
+# as if activations had gradients so much larger.
+UNSEEN = 4
+# No scale here is above two to this power.
+HIGHEST = 64
+
+
+def gradients(task: Task, params: Any, batch: Any, scale: jax.Array, dtype: Any) -> Any:
+    """Returns scaled gradients of a batch."""
+    return jax.grad(lambda p: task.loss_fn(p, batch, dtype) * scale)(params)
+
+
+def find_oracle(task: Task, params: Any, batch: Any) -> jax.Array:
+    """Bisects for the exponent of the largest scale that does not overflow."""
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = (low + high) // 2
+        scale = jnp.exp2(middle.astype(jnp.float32))
+        fits = all_finite(gradients(task, params, batch, scale, jnp.float16))
+        return jnp.where(fits, middle, low), jnp.where(fits, high, middle)
+
+    bounds = jnp.int32(0), jnp.int32(HIGHEST)
+    return jax.lax.fori_loop(0, HIGHEST.bit_length() - 1, halve, bounds)[0]
+
+
+def underflowed(task: Task, params: Any, batch: Any, scale: jax.Array) -> jax.Array:
+    """Returns the share of gradients that are zero in float16 and not in float32."""
+    exact = gradients(task, params, batch, jnp.float32(1), jnp.float32)
+    scaled = gradients(task, params, batch, scale, jnp.float16)
+    leaves = zip(*map(jax.tree.leaves, (exact, scaled)), strict=True)
+    lost, total = 0, 0
+    for x, y in leaves:
+        lost += jnp.sum((x != 0) & (y == 0))
+        total += jnp.sum(x != 0)
+    return lost / jnp.maximum(total, 1)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 3))
+@functools.partial(jax.vmap, in_axes=(None, None, 0, None))
+def train(task: Task, rule: LossScale, seed: jax.Array, every: int) -> dict[str, Any]:
+    """Trains once.
+
+    Args:
+      task: What to train.
+      rule: The loss scale.
+      seed: Of parameters and batches; many train side by side.
+      every: After how many steps to measure what takes several gradients.
+
+    Returns:
+      Arrays of all steps: loss, log2 of the scale, whether the step was skipped, log2
+      of the largest gradient; and, of the measured steps, `oracle` and `underflow`.
+    """
+    optimizer = LossScaleOptimizer(task.optimizer, rule)
+    first, rest = jax.random.split(jax.random.key(seed))
+
+    def step(carry, key):
+        params, state = carry
+        batch = task.batch(key)
+
+        def loss_fn(params):
+            return task.loss_fn(params, batch, jnp.float16)
+
+        loss, grads = optimizer.value_and_grad(loss_fn, state)(params)
+        largest = jnp.max(
+            jnp.array([jnp.max(jnp.abs(x)) for x in jax.tree.leaves(grads)])
+        )
+        scale = jnp.log2(optimizer.current_loss_scale(state))
+        carry = params, state = optimizer.apply_gradients(grads, params, state)
+        measured = {
+            "loss": loss,
+            "scale": scale,
+            "skipped": ~state.last_step_applied,
+            "largest": jnp.log2(largest),
+        }
+        return carry, measured
+
+    def chunk(carry, keys):
+        params, state = carry
+        batch, scale = task.batch(keys[0]), optimizer.current_loss_scale(state)
+        measured = {
+            "oracle": find_oracle(task, params, batch),
+            "underflow": underflowed(task, params, batch, scale),
+        }
+        carry, steps = jax.lax.scan(step, carry, keys)
+        return carry, (measured, steps)
+
+    params = task.init(first)
+    keys = jax.random.split(rest, (task.steps // every, every))
+    _, (measured, steps) = jax.lax.scan(chunk, (params, optimizer.init(params)), keys)
+    return measured | {name: x.reshape(-1) for name, x in steps.items()}
+
+
+def summarize(run: dict[str, np.ndarray], every: int) -> dict[str, list[float]]:
+    """Returns the numbers that the rules are compared by, each for every seed."""
+    above = run["oracle"] - run["scale"][:, ::every]
+    tail = run["loss"][:, -len(run["loss"][0]) // 10 :]
+    return {
+        "skipped": run["skipped"].sum(1).tolist(),
+        "underflow": run["underflow"].mean(1).tolist(),
+        "distance": abs(above).mean(1).tolist(),
+        "final_loss": np.nanmean(tail, 1).tolist(),
+        "changes": (np.diff(run["scale"]) != 0).sum(1).tolist(),
+    }
+
+
+@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.vmap, in_axes=(None, 0, 0))
+def replay(rule: LossScale, largest: jax.Array, oracle: jax.Array) -> Any:
+    """Runs a rule on recorded gradients, which overflow above the recorded oracle."""
+
+    def step(state, recorded):
+        largest, oracle = recorded
+        scale = jnp.log2(rule.loss_scale(state))
+        grads = jnp.where(scale > oracle, jnp.inf, jnp.exp2(largest))
+        state, applied = rule.update(grads, state)
+        return state, (scale, ~applied)
+
+    return jax.lax.scan(step, rule.init(), (largest, oracle))[1]
+
+
+def summarize_replay(rule: LossScale, run: dict[str, np.ndarray]) -> dict[str, float]:
+    """Returns what replayed gradients tell of a rule, as means over the seeds."""
+    scale, skipped = map(np.asarray, replay(rule, run["largest"], run["oracle"]))
+    return {
+        "skipped": float(skipped.sum(1).mean()),
+        "distance": float(abs(run["oracle"] - scale).mean()),
+        "changes": float((np.diff(scale) != 0).sum(1).mean()),
+    }
+
+
+def sweep(run: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Replays gradients with every argument of the sweep."""
+    return {
+        name: {
+            str(value): summarize_replay(HeadroomLossScale(**{name: value}), run)
+            for value in values
+        }
+        for name, values in SWEEP.items()
+    }
+
+
+def compare(steps: int, seeds: int, every: int) -> dict[str, Any]:
+    """Runs the whole experiment, and shows a progress bar on a terminal."""
+    numbers = jnp.arange(seeds)
+    report: dict[str, Any] = {"steps": steps, "seeds": seeds, "tasks": {}}
+    console, hidden = Console(stderr=True), not sys.stderr.isatty()
+    with Progress(console=console, transient=True, disable=hidden) as progress:
+        bar = progress.add_task("", total=len(TASKS) * (len(RULES) + 2))
+        for make in TASKS:
+            task = make(steps)
+            entry = report["tasks"][task.name] = {"rules": {}, "curves": {}}
+            for name, rule in RULES.items():
+                progress.update(bar, description=f"{task.name}: {name}")
+                run = jax.tree.map(np.asarray, train(task, rule, numbers, every))
+                entry["rules"][name] = summarize(run, every)
+                entry["curves"][name] = {
+                    "scale": run["scale"][0, ::every].tolist(),
+                    "loss": np.round(run["loss"][0, ::every], 5).tolist(),
+                    "oracle": run["oracle"][0].tolist(),
+                }
+                progress.advance(bar)
+            progress.update(bar, description=f"{task.name}: sweep")
+            some = numbers[:SWEEP_SEEDS]
+            run = jax.tree.map(np.asarray, train(task, RULES["dynamic"], some, 1))
+            progress.advance(bar)
+            # A skipped step tells no largest gradient: that of the step before it.
+            run["largest"] = carry_forward(run["largest"])
+            entry["range"] = (run["largest"].max(1) - run["largest"].min(1)).tolist()
+            entry["replayed"] = {k: summarize_replay(r, run) for k, r in RULES.items()}
+            entry["sweep"] = sweep(run)
+            run["oracle"] = run["oracle"] - UNSEEN
+            entry["unseen"] = {k: summarize_replay(r, run) for k, r in RULES.items()}
+            progress.advance(bar)
+    return report
+
+
+def carry_forward(x: np.ndarray) -> np.ndarray:
+    """Replaces what is not finite by what stood before it, or by zero."""
+    x = x.copy()
+    for row in x:
+        for i in np.flatnonzero(~np.isfinite(row)):
+            row[i] = row[i - 1] if i else 0.0
+    return x
+
+
+def table(report: dict[str, Any]) -> Table:
+    """Makes a table of the means over the seeds."""
+    columns = ["skipped", "underflow", "distance", "final_loss", "changes"]
+    made = Table("training", "rule", *columns)
+    for task, entry in report["tasks"].items():
+        for rule, numbers in entry["rules"].items():
+            means = [f"{np.mean(numbers[column]):.4g}" for column in columns]
+            made.add_row(task, rule, *means)
+    return made
+
+
+def plot(report: dict[str, Any]) -> Figure:
+    """Plots scales and oracles of the first seed, and the distance between them."""
+    tasks = report["tasks"]
+    figure = Figure(figsize=(4 * len(tasks), 6.4), layout="constrained")
+    axes = figure.subplots(2, len(tasks))
+    for (name, entry), (top, bottom) in zip(tasks.items(), axes.T, strict=True):
+        for rule, curves in entry["curves"].items():
+            steps = np.linspace(0, report["steps"], len(curves["scale"]))
+            if rule == "headroom":
+                top.plot(steps, curves["oracle"], color="#BBBBBB", lw=1, label="oracle")
+            top.plot(steps, curves["scale"], color=COLORS[rule], lw=1.4, label=rule)
+        top.set(title=name, xlabel="step", ylabel="log2 of the scale")
+        for rule, numbers in entry["rules"].items():
+            bottom.scatter(
+                numbers["skipped"], numbers["distance"], color=COLORS[rule], label=rule
+            )
+        bottom.set(xlabel="skipped steps", ylabel="bits from the oracle")
+        bottom.set_ylim(bottom=0)
+    axes[0, 0].legend(fontsize=8)
+    axes[1, 0].legend(fontsize=8)
+    return figure
+
+
+def main() -> None:
+    """Reads the arguments, runs the experiment and writes its results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="200 steps, one seed")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where to write")
+    options = parser.parse_args()
+    steps, seeds = (200, 1) if options.quick else (1000, 5)
+    report = compare(steps, seeds, every=10)
+    Console().print(table(report))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(report))
+    if options.out == RESULTS:
+        plot(report).savefig(FIGURE, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

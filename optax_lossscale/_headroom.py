@@ -1,0 +1,180 @@
+"""A loss scale that follows the room above the largest gradient."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_lossscale._check import (
+    check_adaptive,
+    check_bits,
+    check_count,
+    check_dtype,
+)
+from optax_lossscale._loss_scale import LossScale, bounded, overflow_exponent, power
+from optax_lossscale._tree import all_finite, largest_magnitude
+
+
+class HeadroomLossScaleState(NamedTuple):
+    """The state of a headroom loss scale.
+
+    Attributes:
+      loss_scale: f32[], the current loss scale.
+      peak: f32[], log2 of the largest gradient lately.
+      margin: f32[], the room, in bits, that is to be left above the peak.
+      overflowed: bool[], whether the last step was not finite.
+    """
+
+    loss_scale: jax.Array
+    peak: jax.Array
+    margin: jax.Array
+    overflowed: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadroomLossScale(LossScale):
+    """A loss scale that leaves room above the largest gradient, and learns how much.
+
+    What the dynamic scale does to the scale, this one does to a margin: the bits
+    between the largest gradient and where the dtype overflows. The scale follows
+    from the margin and the gradients at once, up and down, mostly before they
+    overflow. A margin is needed for what the gradients do not show: the next batch,
+    and the gradients of activations. An overflow proves that it was too small.
+    Per step::
+
+      finite:     x = log2(largest gradient)
+                  peak = max(x, peak - (peak - x) / release_steps)
+                  if the last step was finite:
+                      margin = max(margin - 1 / growth_interval, min_margin)
+                  else:
+                      margin = max(margin, limit - peak - log2(loss_scale))
+                  highest = limit - peak - margin
+                  loss_scale = 2**clip(log2(loss_scale),
+                                       floor(highest - hysteresis), floor(highest))
+      non-finite: loss_scale = loss_scale / 2
+
+    where `limit` is the exponent at which `dtype` overflows. After overflows the
+    first scale that does not overflow is kept: the margin is what it leaves. If it was
+    the gradients that had grown, they show it now, and the margin remains. All-zero
+    gradients have no logarithm: with them the peak sinks as the margin does.
+
+    Args:
+      initial_scale: The first scale.
+      dtype: What gradients are computed in: "float16", or "float8_e5m2".
+      min_margin: The first and least margin, in bits.
+      growth_interval: Finite steps in which the margin shrinks by a bit.
+      release_steps: Steps in which the peak comes near to smaller gradients; to larger
+        ones it rises at once.
+      hysteresis: How many bits the gradients may sink before the scale grows, so
+        that it does not flutter.
+      min_scale: The scale never falls below this.
+      max_scale: The scale never rises above this. The default is the largest
+        power of two whose reciprocal is a normal float32 number.
+
+    Raises:
+      ValueError: If an argument is out of its range.
+      TypeError: If an argument is of the wrong type, an array for example.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from optax_lossscale import HeadroomLossScale
+      >>> scale = HeadroomLossScale(min_margin=1, release_steps=1)
+      >>> state = scale.init()
+      >>> for gradient in [0.01, 0.01, jnp.inf, 0.01, 0.1]:
+      ...     state, should_apply = scale.update(gradient, state)
+      ...     print(int(scale(state)), bool(should_apply))
+      2097152 True
+      2097152 True
+      1048576 False
+      1048576 True
+      65536 True
+
+    References:
+      Micikevicius et al., `Mixed Precision Training
+      <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.2, which would choose a
+      constant scale by the largest gradient, where that is known. The rule is ours.
+    """
+
+    initial_scale: float = 2.0**15
+    dtype: str = "float16"
+    min_margin: float = 1.0
+    growth_interval: int = 2000
+    release_steps: int = 100
+    hysteresis: float = 0.5
+    min_scale: float = 1.0
+    max_scale: float = 2.0**126
+
+    def __post_init__(self):
+        check_adaptive(
+            self,
+            dtype=check_dtype,
+            min_margin=check_bits,
+            growth_interval=check_count,
+            release_steps=check_count,
+            hysteresis=check_bits,
+        )
+
+    def init(self) -> HeadroomLossScaleState:
+        """Returns the initial state; see the base class."""
+        # The peak of gradients for which the first scale is the highest.
+        limit = overflow_exponent(self.dtype)
+        peak = limit - self.min_margin - math.log2(self.initial_scale)
+        return HeadroomLossScaleState(
+            loss_scale=jnp.asarray(self.initial_scale, jnp.float32),
+            peak=jnp.asarray(peak, jnp.float32),
+            margin=jnp.asarray(self.min_margin, jnp.float32),
+            overflowed=jnp.zeros((), bool),
+        )
+
+    def update(
+        self,
+        grads: Any,
+        state: HeadroomLossScaleState,
+        *,
+        axis_name: Hashable | None = None,
+    ) -> tuple[HeadroomLossScaleState, jax.Array]:
+        """Advances the loss scale by one step; see the base class."""
+        finite = all_finite(grads, axis_name=axis_name)
+        largest = largest_magnitude(grads, axis_name=axis_name)
+        return self._advance(state, finite, largest), finite
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def _advance(
+        self, state: HeadroomLossScaleState, finite: jax.Array, largest: jax.Array
+    ) -> HeadroomLossScaleState:
+        scale = bounded(self, jnp.asarray(state.loss_scale, jnp.float32))
+        old_peak, old_margin = (
+            jnp.asarray(x, jnp.float32) for x in (state.peak, state.margin)
+        )
+        overflowed = jnp.asarray(state.overflowed, bool)
+        limit = overflow_exponent(self.dtype)
+
+        seen = largest > 0
+        x = jnp.log2(jnp.where(seen, largest, 1.0))
+        # A restored state may hold nan or inf.
+        released = old_peak - (old_peak - x) / self.release_steps
+        peak = jnp.fmax(x, jnp.where(jnp.isfinite(released), released, x))
+        peak = jnp.where(seen, peak, old_peak - 1 / self.growth_interval)
+        # A little less: of the scale that it leaves, rounding must not make the half.
+        left = limit - peak - jnp.log2(scale) - 2.0**-10
+        margin = jnp.where(overflowed, left, old_margin - 1 / self.growth_interval)
+        margin = jnp.where(overflowed, jnp.fmax(margin, old_margin), margin)
+        margin = jnp.fmin(jnp.fmax(margin, self.min_margin), 256.0)
+
+        highest = jnp.fmin(jnp.fmax(limit - peak - margin, -126.0), 126.0)
+        lower, upper = jnp.floor(highest - self.hysteresis), jnp.floor(highest)
+        followed = jnp.fmin(jnp.fmax(scale, _power(lower)), _power(upper))
+        return HeadroomLossScaleState(
+            loss_scale=bounded(self, jnp.where(finite, followed, scale / 2)),
+            peak=jnp.where(finite, peak, old_peak),
+            margin=jnp.where(finite, margin, old_margin),
+            overflowed=~finite,
+        )
+
+
+def _power(exponent: jax.Array) -> jax.Array:
+    return power(jnp.fmin(jnp.fmax(exponent, -126.0), 126.0))

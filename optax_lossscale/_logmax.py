@@ -1,0 +1,220 @@
+"""A loss scale from the statistics of the largest gradient."""
+
+import dataclasses
+import functools
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lossscale._check import (
+    check_adaptive,
+    check_bits,
+    check_bool,
+    check_count,
+    check_dtype,
+    check_number,
+)
+from optax_lossscale._loss_scale import LossScale, bounded, overflow_exponent, power
+from optax_lossscale._tree import all_finite, largest_magnitude
+
+
+class LogMaxLossScaleState(NamedTuple):
+    """The state of a LogMax loss scale.
+
+    Attributes:
+      loss_scale: f32[], the current loss scale.
+      good_steps: i32[], consecutive finite steps since the ceiling last rose or a
+        step was last skipped.
+      ceiling: f32[], what the scale may not exceed since the last overflow.
+      observations: i32[], gradients seen, without those that were not finite or all
+        zero. Stays at its maximum.
+      mean: f32[], running mean of log2 of the largest gradient.
+      slow_mean: f32[], the same over more steps.
+      variance: f32[], running variance around `slow_mean`.
+    """
+
+    loss_scale: jax.Array
+    good_steps: jax.Array
+    ceiling: jax.Array
+    observations: jax.Array
+    mean: jax.Array
+    slow_mean: jax.Array
+    variance: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class LogMaxLossScale(LossScale):
+    """A loss scale that keeps overflows improbable, by the gradients it has seen.
+
+    The logarithm of the largest gradient is taken for normally distributed, and the
+    scale put where the gradients overflow with a given probability. Per step::
+
+      finite:     x = log2(largest gradient)          (not if all are zero)
+                  mean = running mean of x, with decay mean_decay
+                  deviation = running standard deviation of x, with variance_decay
+                  good_steps += 1
+                  if good_steps >= growth_interval:
+                      ceiling = min(ceiling * 2, max_scale); good_steps = 0
+      non-finite: ceiling = loss_scale / 2; good_steps = 0
+      both:       room = limit - mean - deviations * deviation
+                  loss_scale = min(2**floor(room), ceiling), within the bounds
+
+    where `limit` is the exponent at which `dtype` overflows.
+
+    This is OpenSeq2Seq's rule, but for the ceiling. There an overflow enters the
+    running moments as a gradient of 2**65536, which holds the scale at its minimum
+    for thousands of steps, and all-zero gradients make it nan. Here neither enters:
+    an overflow halves the scale, as one that the statistics do not show calls for.
+
+    Args:
+      initial_scale: The first scale; the second follows from the first gradients.
+      dtype: What gradients are computed in: "float16", or "float8_e5m2".
+      mean_decay: The decay of the running mean, at least 0 and below 1.
+      variance_decay: The decay of the running variance.
+      deviations: Standard deviations between the mean and what may just not
+        overflow. With 3.09 one gradient in 1000 is larger, if normally distributed.
+      growth_interval: Consecutive finite steps before the ceiling doubles.
+      powers_of_two: Whether the scale is rounded down to a power of two, with which
+        scaling is exact.
+      min_scale: The scale never falls below this.
+      max_scale: The scale never rises above this. The default is the largest
+        power of two whose reciprocal is a normal float32 number.
+
+    Raises:
+      ValueError: If an argument is out of its range.
+      TypeError: If an argument is of the wrong type, an array for example.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from optax_lossscale import LogMaxLossScale
+      >>> scale = LogMaxLossScale(growth_interval=2)
+      >>> state = scale.init()
+      >>> for gradient in [0.75, 0.75, jnp.inf, 0.75, 0.75, 0.01]:
+      ...     state, should_apply = scale.update(gradient, state)
+      ...     print(int(scale(state)), bool(should_apply))
+      65536 True
+      65536 True
+      32768 False
+      32768 True
+      65536 True
+      512 True
+
+    References:
+      Kuchaiev et al., `Mixed-Precision Training for NLP and Speech Recognition with
+      OpenSeq2Seq <https://arxiv.org/abs/1805.10387>`_, 2018;
+      `LogMaxScaler`, OpenSeq2Seq,
+      `open_seq2seq/optimizers/automatic_loss_scaler.py`.
+    """
+
+    initial_scale: float = 2.0**15
+    dtype: str = "float16"
+    mean_decay: float = 0.99
+    variance_decay: float = 0.999
+    deviations: float = 3.09
+    growth_interval: int = 200
+    powers_of_two: bool = True
+    min_scale: float = 1.0
+    max_scale: float = 2.0**126
+
+    def __post_init__(self):
+        check_adaptive(
+            self,
+            dtype=check_dtype,
+            mean_decay=check_decay,
+            variance_decay=check_decay,
+            deviations=check_bits,
+            growth_interval=check_count,
+            powers_of_two=check_bool,
+        )
+
+    def init(self) -> LogMaxLossScaleState:
+        """Returns the initial state; see the base class."""
+        # Each its own buffer: donating one twice is an error.
+        return LogMaxLossScaleState(
+            loss_scale=jnp.asarray(self.initial_scale, jnp.float32),
+            good_steps=jnp.zeros((), jnp.int32),
+            ceiling=jnp.asarray(self.max_scale, jnp.float32),
+            observations=jnp.zeros((), jnp.int32),
+            mean=jnp.zeros((), jnp.float32),
+            slow_mean=jnp.zeros((), jnp.float32),
+            variance=jnp.zeros((), jnp.float32),
+        )
+
+    def update(
+        self,
+        grads: Any,
+        state: LogMaxLossScaleState,
+        *,
+        axis_name: Hashable | None = None,
+    ) -> tuple[LogMaxLossScaleState, jax.Array]:
+        """Advances the loss scale by one step; see the base class."""
+        finite = all_finite(grads, axis_name=axis_name)
+        largest = largest_magnitude(grads, axis_name=axis_name)
+        return self._advance(state, finite, largest), finite
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def _advance(
+        self, state: LogMaxLossScaleState, finite: jax.Array, largest: jax.Array
+    ) -> LogMaxLossScaleState:
+        state = LogMaxLossScaleState(
+            *(jnp.asarray(x, t.dtype) for x, t in zip(state, self.init(), strict=True))
+        )
+        good_steps = jnp.where(finite, optax.safe_increment(state.good_steps), 0)
+        grow = good_steps >= self.growth_interval
+        ceiling = bounded(self, jnp.where(grow, state.ceiling * 2, state.ceiling))
+        lower = bounded(self, state.loss_scale / 2)
+
+        seen = finite & (largest > 0)
+        x = jnp.log2(jnp.where(seen, largest, 1.0))
+        observations = jnp.maximum(state.observations, 0)
+        observations = jnp.where(seen, optax.safe_increment(observations), observations)
+        fast = _weight_of_last(self.mean_decay, observations)
+        slow = _weight_of_last(self.variance_decay, observations)
+        mean = state.mean + fast * (x - state.mean)
+        away = x - state.slow_mean
+        slow_mean = state.slow_mean + slow * away
+        variance = (1 - slow) * (state.variance + slow * away * away)
+        moments = (mean, slow_mean, variance)
+        # A restored state may hold nan: the moments begin anew then.
+        lost = ~jnp.isfinite(mean + slow_mean + variance)
+        anew = (x, x, jnp.zeros_like(x))
+        olds = (state.mean, state.slow_mean, state.variance)
+        mean, slow_mean, variance = (
+            jnp.where(seen, jnp.where(lost, first, new), old)
+            for new, first, old in zip(moments, anew, olds, strict=True)
+        )
+
+        deviation = jnp.sqrt(jnp.fmax(variance, 0.0))
+        room = overflow_exponent(self.dtype) - mean - self.deviations * deviation
+        room = jnp.fmin(jnp.fmax(room, -126.0), 126.0)
+        proposed = power(jnp.floor(room)) if self.powers_of_two else jnp.exp2(room)
+        # Before there is anything to go by, the first scale it is.
+        proposed = jnp.where(observations > 0, proposed, state.loss_scale)
+        ceiling = jnp.where(finite, ceiling, lower)
+        return LogMaxLossScaleState(
+            loss_scale=bounded(self, jnp.fmin(proposed, ceiling)),
+            good_steps=jnp.where(grow, 0, good_steps),
+            ceiling=ceiling,
+            observations=observations,
+            mean=mean,
+            slow_mean=slow_mean,
+            variance=variance,
+        )
+
+
+def check_decay(name: str, value: Any) -> float:
+    """Returns `value` as a float, if it can be the decay of a running mean."""
+    number = check_number(name, value)
+    if not 0 <= number < 1:
+        raise ValueError(f"{name} must be at least 0 and below 1, got {value!r}.")
+    return number
+
+
+def _weight_of_last(decay: float, observations: jax.Array) -> jax.Array:
+    """Returns the weight of the last of so many numbers in their running mean."""
+    kept = jnp.float32(decay)
+    count = jnp.maximum(observations, 1).astype(jnp.float32)
+    return (1 - kept) / (1 - kept**count)

@@ -1,0 +1,67 @@
+"""What users write for a loss scale."""
+
+import numbers
+
+from optax_lossscale._check import check_bool, check_count, check_scale
+from optax_lossscale._headroom import HeadroomLossScale
+from optax_lossscale._logmax import LogMaxLossScale
+from optax_lossscale._loss_scale import DynamicLossScale, FixedLossScale, LossScale
+
+BY_NAME = {
+    "dynamic": DynamicLossScale,
+    "headroom": HeadroomLossScale,
+    "logmax": LogMaxLossScale,
+}
+
+
+def get_loss_scale(identifier: LossScale | float | str) -> LossScale:
+    """Makes a loss scale of what users write for one.
+
+    Args:
+      identifier: A `LossScale`, a number (`FixedLossScale`), "dynamic"
+        (`DynamicLossScale()`), "headroom" (`HeadroomLossScale()`) or "logmax"
+        (`LogMaxLossScale()`).
+
+    Returns:
+      A `LossScale`.
+
+    Raises:
+      ValueError: If `identifier` is anything else, or a number below 1.
+
+    Examples:
+      >>> from optax_lossscale import get_loss_scale
+      >>> get_loss_scale(128)
+      FixedLossScale(loss_scale_value=128.0, skip_nonfinite=False)
+      >>> get_loss_scale("dynamic").initial_scale
+      32768.0
+    """
+    if isinstance(identifier, LossScale):
+        return identifier
+    if isinstance(identifier, numbers.Real) and not isinstance(identifier, bool):
+        return FixedLossScale(identifier)  # pyright: ignore[reportArgumentType]
+    if isinstance(identifier, str) and identifier in BY_NAME:
+        return BY_NAME[identifier]()
+    names = ", ".join(f'"{name}"' for name in BY_NAME)
+    raise ValueError(
+        f"A loss scale must be a LossScale instance, a number, or one of {names}, got "
+        f"{identifier!r}. (Inside optax.inject_hyperparams, name it in static_args.)"
+    )
+
+
+def keras_loss_scale(
+    dynamic: bool, initial_scale: float | None, dynamic_growth_steps: int | None
+) -> LossScale:
+    """Makes a loss scale of the arguments that Keras has for one."""
+    if not check_bool("dynamic", dynamic):
+        if initial_scale is None or dynamic_growth_steps is not None:
+            raise ValueError(
+                "dynamic=False needs initial_scale, which is the scale then, and takes "
+                f"no dynamic_growth_steps: got initial_scale={initial_scale!r} and "
+                f"dynamic_growth_steps={dynamic_growth_steps!r}."
+            )
+        return FixedLossScale(check_scale("initial_scale", initial_scale, at_least=1.0))
+    initial, steps = initial_scale, dynamic_growth_steps
+    initial = DynamicLossScale.initial_scale if initial is None else initial
+    steps = DynamicLossScale.growth_interval if steps is None else steps
+    # Checked here, as the error would name growth_interval otherwise.
+    return DynamicLossScale(initial, check_count("dynamic_growth_steps", steps))

@@ -1,0 +1,158 @@
+"""Every rule keeps the promises of a loss scale."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import SKIPS, assert_same_bits, scan_updates, signature
+from jax.sharding import AxisType, PartitionSpec as P
+
+from optax_lossscale import (
+    DynamicLossScale,
+    FixedLossScale,
+    HeadroomLossScale,
+    LogMaxLossScale,
+    LossScale,
+    LossScaleOptimizer,
+    TolerantLossScale,
+    get_loss_scale,
+)
+
+RULES = {
+    "fixed": FixedLossScale(2.0**15, skip_nonfinite=True),
+    "dynamic": DynamicLossScale(),
+    "tolerant": TolerantLossScale(0.5),
+    "logmax": LogMaxLossScale(),
+    "headroom": HeadroomLossScale(),
+}
+BY_LARGEST = ["logmax", "headroom"]
+every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+GRADS = jnp.array([1.0, 3.0, np.inf, np.nan, 0.0, 1e-30, 1e30, 0.01], jnp.float32)
+
+
+def test_every_rule_is_here():
+    ours = {
+        rule
+        for rule in LossScale.__subclasses__()
+        if rule.__module__.startswith("optax_lossscale.")
+    }
+    assert {type(rule) for rule in RULES.values()} == ours
+
+
+@pytest.mark.parametrize("name", ["dynamic", "logmax", "headroom"])
+def test_names(name):
+    assert get_loss_scale(name) == RULES[name]
+
+
+@every_rule
+def test_configuration_survives_json(rule):
+    config = json.loads(json.dumps(rule.get_config()))
+    again = type(rule).from_config(config)
+    assert again == rule
+    assert hash(again) == hash(rule)
+
+
+@every_rule
+def test_a_state_keeps_its_types(rule):
+    traces = []
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def step(grad, state):
+        traces.append(1)
+        return rule.update({"w": grad, "n": None}, state)
+
+    state = rule.init()
+    expected = signature(state)
+    assert signature(jax.eval_shape(rule.update, GRADS[0], state)[0]) == expected
+    for grad in GRADS:
+        state, should_apply = step(grad, state)
+        assert signature(state) == expected
+        assert bool(should_apply) == bool(jnp.isfinite(grad))
+        assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(state))
+    assert len(traces) == 1
+
+
+@every_rule
+def test_an_ensemble_has_a_scale_each(rule):
+    grads = jnp.stack([GRADS, GRADS[::-1]])
+    together, applied = jax.vmap(lambda g: scan_updates(rule, g))(grads)
+    for member, grad in enumerate(grads):
+        alone = scan_updates(rule, grad)[0].loss_scale
+        assert together.loss_scale[member].tolist() == alone.tolist()
+    assert applied.tolist() == np.isfinite(grads).tolist()
+
+
+@every_rule
+@pytest.mark.parametrize("tree", [None, {}, jnp.zeros((0, 3)), jnp.arange(3)])
+def test_a_tree_without_numbers_is_finite(rule, tree):
+    state, should_apply = rule.update(tree, rule.init())
+    assert bool(should_apply)
+    assert state.loss_scale == 2.0**15
+
+
+@pytest.mark.parametrize("name", BY_LARGEST)
+@pytest.mark.parametrize("value", [10.0, -10.0, 10j, np.inf, np.nan])
+def test_the_largest_gradient_of_any_leaf_and_element_counts(name, value):
+    rule = RULES[name]
+    expected = rule.update(jnp.abs(jnp.complex64(value)), rule.init())
+    for position in range(3):
+        dtype = jnp.complex64 if np.iscomplex(value) else jnp.float32
+        leaf = jnp.ones(3, dtype).at[position].set(value)
+        for tree in ([leaf, jnp.ones(2)], {"a": None, "b": jnp.ones(1), "c": leaf}):
+            assert_same_bits(rule.update(tree, rule.init()), expected)
+
+
+def over_devices(rule, way):
+    """Runs a rule on eight devices that see different gradients; returns all states."""
+
+    def update(grad):
+        state, applied = rule.init(), []
+        for x in grad.T:
+            state, should_apply = rule.update(x, state, axis_name="batch")
+            applied.append(should_apply)
+        return state, jnp.stack(applied)
+
+    # Each step another device has the largest gradient, or one that is not finite.
+    grads = jnp.full((8, 8), 0.001) + jnp.diag(GRADS)
+    if way == "vmap":
+        states = jax.vmap(update, axis_name="batch")(grads)
+    elif way == "pmap":
+        states = jax.pmap(update, axis_name="batch")(grads)
+    else:
+        mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
+        # That it may be called replicated is checked: by check_vma.
+        mapped = jax.shard_map(
+            lambda g: update(g[0]), mesh=mesh, in_specs=P("batch"), out_specs=P()
+        )
+        states = jax.jit(mapped)(grads)
+        states = jax.tree.map(lambda x: jnp.stack([x] * 8), states)
+    return grads, states
+
+
+@every_rule
+@pytest.mark.parametrize("way", ["vmap", "pmap", "shard_map"])
+def test_devices_decide_as_one_that_sees_all_gradients(rule, way):
+    grads, (states, applied) = over_devices(rule, way)
+    alone, expected = scan_updates(rule, grads.T)
+    for device in range(8):
+        assert applied[device].tolist() == expected.tolist()
+        assert states.loss_scale[device] == alone.loss_scale[-1]
+
+
+@every_rule
+@pytest.mark.parametrize("skip", SKIPS)
+def test_a_skipped_step_changes_nothing(rule, skip):
+    optimizer = LossScaleOptimizer(optax.sgd(0.1, momentum=0.9), rule, skip=skip)
+    params = {"w": jnp.ones(3), "b": jnp.float32(-0.0)}
+    state = optimizer.init(params)
+    params, state = optimizer.apply_gradients(params, params, state)
+    for bad in (np.inf, np.nan):
+        grads = {"w": jnp.ones(3).at[1].set(bad), "b": jnp.float32(1)}
+        after, next_state = optimizer.apply_gradients(grads, params, state)
+        assert_same_bits(after, params)
+        assert_same_bits(next_state.inner_state, state.inner_state)
+        assert next_state.skipped_steps == 1
