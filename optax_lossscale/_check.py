@@ -105,6 +105,15 @@ def check_bits(name: str, value: Any) -> float:
     return number
 
 
+def check_decay(name: str, value: Any) -> float:
+    """Returns `value` as a float, if it can be the decay of a running mean."""
+    number = check_number(name, value)
+    # In float32, in which it serves.
+    if not 0 <= np.float32(number) < 1:
+        raise ValueError(f"{name} must be at least 0 and below 1, got {value!r}.")
+    return number
+
+
 def check_dtype(name: str, value: Any) -> str:
     """Returns the name of a dtype, if it is one that gradients can overflow."""
     try:
@@ -162,7 +171,7 @@ def check_loss_value(value: Any) -> None:
             "With check_loss=True a step needs the loss, and value= is missing. Pass "
             "the unscaled loss, as value_and_grad returns it: update(grads, state, "
             "params, value=loss) or apply_gradients(grads, params, state, value=loss). "
-            "minimize passes it by itself."
+            "minimize passes it by itself, Flax's TrainState.apply_gradients does not."
         )
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     dtype = getattr(value, "dtype", np.dtype(float if is_number else object))

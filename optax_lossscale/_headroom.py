@@ -165,16 +165,12 @@ class HeadroomLossScale(LossScale):
         margin = jnp.where(overflowed, jnp.fmax(margin, old_margin), margin)
         margin = jnp.fmin(jnp.fmax(margin, self.min_margin), 256.0)
 
-        highest = jnp.fmin(jnp.fmax(limit - peak - margin, -126.0), 126.0)
+        highest = limit - peak - margin
         lower, upper = jnp.floor(highest - self.hysteresis), jnp.floor(highest)
-        followed = jnp.fmin(jnp.fmax(scale, _power(lower)), _power(upper))
+        followed = jnp.fmin(jnp.fmax(scale, power(lower)), power(upper))
         return HeadroomLossScaleState(
             loss_scale=bounded(self, jnp.where(finite, followed, scale / 2)),
             peak=jnp.where(finite, peak, old_peak),
             margin=jnp.where(finite, margin, old_margin),
             overflowed=~finite,
         )
-
-
-def _power(exponent: jax.Array) -> jax.Array:
-    return power(jnp.fmin(jnp.fmax(exponent, -126.0), 126.0))

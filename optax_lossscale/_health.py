@@ -69,8 +69,8 @@ def check_health(
       raise_error: Whether to raise where training is not healthy, or to return it.
 
     Returns:
-      A `Health`. A `FixedLossScale` that skips nothing counts nothing either, and
-      always looks healthy.
+      A `Health`. Where no step is ever skipped (a `FixedLossScale` without
+      `skip_nonfinite` and `check_loss`) it always looks healthy.
 
     Raises:
       FloatingPointError: If training is not healthy, unless `raise_error=False`.
@@ -92,7 +92,7 @@ def check_health(
       4
       >>> health = check_health(state, patience=4, raise_error=False)
       >>> print(health.message.split(":")[0])
-      The loss scale stood at its minimum, 1.0, and 4 steps in a row were still skipped
+      The loss scale, 1.0, could not go lower, and 4 steps in a row were still skipped
     """
     patience = check_count("patience", patience)
     limit = check_count("max_consecutive_skipped_steps", max_consecutive_skipped_steps)
@@ -100,13 +100,13 @@ def check_health(
     health, where = _read(find_state(state), patience, limit)
     if health.stuck_steps >= patience:
         message = (
-            f"The loss scale stood at its minimum, {health.loss_scale}, and "
-            f"{health.stuck_steps} steps in a row were still skipped{where}: the "
-            "scale is not what makes their gradients non-finite. Look at the loss. If "
-            "it is not finite, there is a nan or inf in the data or the parameters, "
-            "or the forward pass overflows (check_loss=True counts such steps apart, "
-            "and spares the scale). If it is finite, lower the learning rate or clip "
-            "gradients, compute what overflows in float32, or lower min_scale. "
+            f"The loss scale, {health.loss_scale}, could not go lower, and "
+            f"{health.stuck_steps} steps in a row were still skipped{where}: look at "
+            "the loss. If it is not finite, there is a nan or inf in the data or the "
+            "parameters, or the forward pass overflows (check_loss=True counts such "
+            "steps apart, and spares the scale). If it is finite, lower the scale if "
+            "it is high (min_scale, or the fixed one), lower the learning rate or clip "
+            "gradients, or compute what overflows in float32. "
             "Parameters are as the last applied step left them."
         )
     elif health.consecutive_skipped_steps >= limit:
@@ -130,13 +130,13 @@ def _read(state: Any, patience: int, limit: int) -> tuple[Health, str]:
     names = Health._fields[3:]
     arrays = [state.loss_scale_state.loss_scale, *(getattr(state, n) for n in names)]
     arrays = [unbox(array) for array in arrays]
-    if any(isinstance(array, Tracer) for array in arrays):
+    if any(isinstance(array, Tracer | jax.ShapeDtypeStruct) for array in arrays):
         raise TypeError(
             "check_health is for the host, where it can wait for numbers and raise: "
             "call it outside of jit, scan, vmap and the like, with the state that the "
             "step has returned."
         )
-    scale, *counts = (np.asarray(array) for array in jax.device_get(arrays))
+    scale, *counts = np.broadcast_arrays(*jax.device_get(arrays))
     stuck_steps, consecutive, *_ = counts
     # Of many members the one that is nearest to a limit, or furthest beyond.
     worst = np.argmax(np.maximum(stuck_steps / patience, consecutive / limit))

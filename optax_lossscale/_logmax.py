@@ -14,8 +14,8 @@ from optax_lossscale._check import (
     check_bits,
     check_bool,
     check_count,
+    check_decay,
     check_dtype,
-    check_number,
 )
 from optax_lossscale._loss_scale import LossScale, bounded, overflow_exponent, power
 from optax_lossscale._tree import all_finite, largest_magnitude
@@ -77,8 +77,8 @@ class LogMaxLossScale(LossScale):
       deviations: Standard deviations between the mean and what may just not
         overflow. With 3.09 one gradient in 1000 is larger, if normally distributed.
       growth_interval: Consecutive finite steps before the ceiling doubles.
-      powers_of_two: Whether the scale is rounded down to a power of two, with which
-        scaling is exact.
+      powers_of_two: Whether what the statistics propose is rounded down to a power of
+        two, with which scaling is exact. The first scale and the bounds are yours.
       min_scale: The scale never falls below this.
       max_scale: The scale never rises above this. The default is the largest
         power of two whose reciprocal is a normal float32 number.
@@ -203,14 +203,6 @@ class LogMaxLossScale(LossScale):
             slow_mean=slow_mean,
             variance=variance,
         )
-
-
-def check_decay(name: str, value: Any) -> float:
-    """Returns `value` as a float, if it can be the decay of a running mean."""
-    number = check_number(name, value)
-    if not 0 <= number < 1:
-        raise ValueError(f"{name} must be at least 0 and below 1, got {value!r}.")
-    return number
 
 
 def _weight_of_last(decay: float, observations: jax.Array) -> jax.Array:

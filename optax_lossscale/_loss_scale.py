@@ -366,6 +366,7 @@ def overflow_exponent(dtype: str) -> int:
 
 
 def power(exponent: jax.Array) -> jax.Array:
-    """Returns two to a whole exponent in [-126, 127], exactly, which exp2 need not."""
+    """Returns two to a whole exponent, exactly, which exp2 need not; within bounds."""
+    exponent = jnp.fmin(jnp.fmax(exponent, -126.0), 126.0)
     biased = (exponent.astype(jnp.int32) + 127) << 23
     return jax.lax.bitcast_convert_type(biased, jnp.float32)

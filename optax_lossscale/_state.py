@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._tree import cast_like, select, strongly_typed
+from optax_lossscale._tree import cast_like, is_array, select, strongly_typed
 
 
 class LossScaleOptimizerState(NamedTuple):
@@ -148,9 +148,10 @@ def select_applied(state: Any, new: Any, old: Any) -> Any:
         )
     old = strongly_typed(old)
     new = cast_like(new, old)
-    shapes = [jax.tree.map(jnp.shape, tree) for tree in (new, old)]
-    if shapes[0] != shapes[1]:
+    arrays = [[x for x in jax.tree.leaves(tree) if is_array(x)] for tree in (new, old)]
+    got, wanted = ([x.shape for x in leaves] for leaves in arrays)
+    if got != wanted:
         raise ValueError(
-            f"new and old must be of the same shapes, got {shapes[0]} and {shapes[1]}."
+            f"new and old must be of the same shapes, got {got}, {wanted}."
         )
     return select(applied, new, old)

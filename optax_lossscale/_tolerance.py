@@ -37,10 +37,10 @@ class TolerantLossScaleState(NamedTuple):
 class TolerantLossScale(LossScale):
     """A dynamic loss scale that puts up with a few non-finite steps.
 
-    Every non-finite step is skipped, but the scale backs off only when the share
-    of such steps since it last changed reaches `tolerance`: an overflow now and
-    then, from an odd batch, does not cost the scale a whole growth interval. Per
-    step::
+    Every non-finite step is skipped, but the scale backs off only when such steps
+    since it last backed off are a share of `tolerance` of the steps since it last
+    changed: an overflow now and then, from an odd batch, does not cost the scale a
+    whole growth interval. Per step::
 
       finite:     good_steps += 1; steps += 1
                   if good_steps >= growth_interval:

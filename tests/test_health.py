@@ -427,7 +427,11 @@ class TestCheckHealth:
     @pytest.mark.parametrize(
         ("numbers", "options", "message"),
         [
-            ({"stuck_steps": 100}, {}, "its minimum, 4.0, and 100 steps in a row"),
+            (
+                {"stuck_steps": 100},
+                {},
+                "4.0, could not go lower, and 100 steps in a row",
+            ),
             ({"stuck_steps": 3}, {"patience": 3}, "and 3 steps in a row"),
             ({"consecutive_skipped_steps": 1000}, {}, "^1000 steps in a row"),
             (

@@ -41,3 +41,7 @@ class TestSelectApplied:
             select_applied((), 1.0, 2.0)
         with pytest.raises(ValueError, match="key"):
             select_applied(self.state, {"a": 1.0}, {"b": 1.0})
+
+    def test_refuses_other_shapes(self):
+        with pytest.raises(ValueError, match=r"same shapes, got \[\(2,\)\] and"):
+            select_applied(self.state, jnp.ones(2), jnp.ones(3))
