@@ -152,6 +152,6 @@ def select_applied(state: Any, new: Any, old: Any) -> Any:
     got, wanted = ([x.shape for x in leaves] for leaves in arrays)
     if got != wanted:
         raise ValueError(
-            f"new and old must be of the same shapes, got {got}, {wanted}."
+            f"new and old must be of the same shapes, got {got} and {wanted}."
         )
     return select(applied, new, old)
