@@ -159,7 +159,7 @@ def test_apply_if_finite():
 
 
 def test_apply_if_finite_gives_in_and_ours_does_not():
-    gradients = jnp.array([[1.0, NAN, NAN, NAN, 1.0]])
+    gradients = jnp.array([[1.0, NAN, NAN, NAN, 1.0]], jnp.float32)
     theirs, ours = both_apply_if_finite(2, gradients)
     np.testing.assert_allclose(ours[0][:, :3], theirs[0][:, :3], rtol=1e-5)
     assert np.isnan(theirs[0][:, 3:]).all()
