@@ -125,12 +125,13 @@ def timing_table(results: dict[str, Any]) -> str:
 
     The last is of the compile times, with 200 leaves, where they were measured.
     """
-    columns = {c: ("ratio", rows) for c, rows in _columns(results).items()}
+    ratios = _columns(results)
+    names = dict.fromkeys(name for rows in ratios.values() for name in rows)
+    columns = {column: ("ratio", rows) for column, rows in ratios.items()}
     for workload, systems in by_workload(results).items():
         if "200 leaves" in workload:
             rows = {name.removesuffix(", auto"): row for name, row in systems.items()}
             columns["compile, 200 leaves"] = ("compile_ratio", rows)
-    names = dict.fromkeys(n for rows in _columns(results).values() for n in rows)
     ours = ("minimize", "apply_gradients", "update")
     names = sorted(names, key=lambda name: not name.startswith(ours))
     rows = [
@@ -148,13 +149,9 @@ def compiled_table(results: dict[str, Any]) -> str:
         for row in found["rows"]:
             if row["system"].endswith(", where"):  # "auto" is the same there
                 continue
-            row["system"] = row["system"].removesuffix(", auto")
-            cells.setdefault(row["system"], [row["system"]]).append(
-                f"{row['ratio']:.3f}"
-            )
-            cells[row["system"]] += [
-                _megabytes(row[key]) for key in ("temp_bytes", "copied_bytes")
-            ]
+            name = row["system"].removesuffix(", auto")
+            cells.setdefault(name, [name]).append(f"{row['ratio']:.3f}")
+            cells[name] += [_megabytes(row[k]) for k in ("temp_bytes", "copied_bytes")]
     return table(header, list(cells.values()))
 
 
