@@ -14,7 +14,13 @@ import pytest
 from helpers import assert_same_bits, signature
 from peers import PEERS
 from test_conformance import REFUSED_RUNS, RUNS
-from test_live_peers import LEARNING_RATE, loss_fn, random_gradients
+from test_live_peers import (
+    LEARNING_RATE,
+    flax_step,
+    jmp_step,
+    loss_fn,
+    random_gradients,
+)
 
 from optax_lossscale import DynamicLossScale, LossScaleOptimizer, import_state
 
@@ -161,31 +167,16 @@ def test_recorded_runs_are_resumed_in_the_middle(name):
 def flax_run(gradients):
     from flax.training.dynamic_scale import DynamicScale
 
-    def step(carry, gradient):
-        param, scaler = carry
-        scaler, finite, _, grad = scaler.value_and_grad(loss_fn)(param, gradient)
-        param = jnp.where(finite, param - LEARNING_RATE * grad, param)
-        return (param, scaler), (param, scaler.scale, finite)
-
     scaler = DynamicScale(growth_interval=3, growth_factor=4.0)
     scaler = scaler.replace(fin_steps=jnp.int32(0), scale=jnp.float32(2.0**20))
-    return step, scaler
+    return flax_step, scaler
 
 
 def jmp_run(gradients):
     jmp = pytest.importorskip("jmp")
 
-    def step(carry, gradient):
-        param, scaler = carry
-        grad = jax.grad(lambda p: scaler.scale(loss_fn(p, gradient)))(param)
-        grad = scaler.unscale(grad)
-        finite = jmp.all_finite(grad)
-        param = jmp.select_tree(finite, param - LEARNING_RATE * grad, param)
-        scaler = scaler.adjust(finite)
-        return (param, scaler), (param, scaler.loss_scale, finite)
-
     scaler = jmp.DynamicLossScale(jnp.float32(2.0**20), period=3, factor=4)
-    return step, jax.tree.map(jnp.asarray, scaler)
+    return jmp_step, jax.tree.map(jnp.asarray, scaler)
 
 
 @pytest.mark.parametrize("live", [flax_run, jmp_run])

@@ -57,6 +57,25 @@ def train_ours(loss_scale, gradients):
     return train(step, optimizer.init(jnp.float32(1)), gradients)
 
 
+def flax_step(carry, gradient):
+    param, scaler = carry
+    scaler, finite, _, grad = scaler.value_and_grad(loss_fn)(param, gradient)
+    param = jnp.where(finite, param - LEARNING_RATE * grad, param)
+    return (param, scaler), (param, scaler.scale, finite)
+
+
+def jmp_step(carry, gradient):
+    import jmp
+
+    param, scaler = carry
+    grad = jax.grad(lambda p: scaler.scale(loss_fn(p, gradient)))(param)
+    grad = scaler.unscale(grad)
+    finite = jmp.all_finite(grad)
+    param = jmp.select_tree(finite, param - LEARNING_RATE * grad, param)
+    scaler = scaler.adjust(finite)
+    return (param, scaler), (param, scaler.loss_scale, finite)
+
+
 def assert_skips_and_changes(results):
     """Asserts that the gradients have put a scale to the test."""
     _, scale, applied = results
@@ -76,15 +95,9 @@ def assert_skips_and_changes(results):
     ids=repr,
 )
 def test_flax(arguments):
-    def step(carry, gradient):
-        param, scaler = carry
-        scaler, finite, _, grad = scaler.value_and_grad(loss_fn)(param, gradient)
-        param = jnp.where(finite, param - LEARNING_RATE * grad, param)
-        return (param, scaler), (param, scaler.scale, finite)
-
     scaler = DynamicScale(**arguments)
     typed = scaler.replace(fin_steps=jnp.int32(0), scale=jnp.float32(scaler.scale))
-    theirs = train(step, typed, random_gradients())
+    theirs = train(flax_step, typed, random_gradients())
     assert_same_bits(train_ours(peers.flax(**arguments), random_gradients()), theirs)
     assert_skips_and_changes(theirs)
 
@@ -101,18 +114,9 @@ def test_flax(arguments):
 def test_jmp(arguments):
     jmp = pytest.importorskip("jmp")
 
-    def step(carry, gradient):
-        param, scaler = carry
-        grad = jax.grad(lambda p: scaler.scale(loss_fn(p, gradient)))(param)
-        grad = scaler.unscale(grad)
-        finite = jmp.all_finite(grad)
-        param = jmp.select_tree(finite, param - LEARNING_RATE * grad, param)
-        scaler = scaler.adjust(finite)
-        return (param, scaler), (param, scaler.loss_scale, finite)
-
     start = jnp.float32(arguments["loss_scale"])
     scaler = jmp.DynamicLossScale(**arguments | {"loss_scale": start})
-    theirs = train(step, jax.tree.map(jnp.asarray, scaler), random_gradients())
+    theirs = train(jmp_step, jax.tree.map(jnp.asarray, scaler), random_gradients())
     assert_same_bits(train_ours(peers.jmp(**arguments), random_gradients()), theirs)
     assert_skips_and_changes(theirs)
 
