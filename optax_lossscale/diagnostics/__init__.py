@@ -1,0 +1,1 @@
+"""What happened during training, and why."""
