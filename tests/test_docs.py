@@ -24,6 +24,7 @@ PUBLIC = {
 # A file imports only from those before it.
 LAYERS = [
     "_tree",
+    "_leaves",
     "_check",
     "_loss_scale",
     "_tolerance",
