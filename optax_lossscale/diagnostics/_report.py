@@ -49,8 +49,8 @@ def report(state: Any, params: Any = None) -> str:
       Gradients that were not finite, in steps:
            inf     nan  at last
              1       0  inf      params['w']
-      What to do: nothing yet. Each skip lowers the scale, and a few in a row are usual
-      at the start. If they go on, look at params['w'].
+      What to do: nothing yet. Each skip lowers the scale, and a few in a row are
+      usual at the start. If they go on, look at params['w'].
     """
     health = check_health(state, patience=1, raise_error=False)
     statistics = find_state(state).leaf_statistics
