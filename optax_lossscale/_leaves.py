@@ -39,8 +39,9 @@ def leaves_of(tree: Any) -> list[Any]:
 
 def initial_leaves(params: Any) -> LeafStatistics:
     """Returns the statistics before the first step."""
-    zeros = jnp.zeros(len(leaves_of(params)), jnp.int32)
-    return LeafStatistics(last=zeros, inf_steps=zeros, nan_steps=zeros)
+    n = len(leaves_of(params))
+    # Of three arrays: one could not be donated three times.
+    return LeafStatistics(*(jnp.zeros(n, jnp.int32) for _ in LeafStatistics._fields))
 
 
 def count_leaves(

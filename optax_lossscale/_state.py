@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._leaves import LeafStatistics
 from optax_lossscale._tree import cast_like, is_array, select, strongly_typed
 
 
@@ -37,7 +36,7 @@ class LossScaleOptimizerState(NamedTuple):
     consecutive_skipped_steps: jax.Array
     nonfinite_loss_steps: jax.Array
     stuck_steps: jax.Array
-    leaf_statistics: LeafStatistics | None = None
+    leaf_statistics: Any = None
 
 
 COUNTERS = (

@@ -50,3 +50,9 @@ def check_host(function: str, tree: Any) -> None:
             f"{function} is for the host, where it can wait for numbers: call it "
             "outside of jit, scan, vmap and the like, with what the step has returned."
         )
+
+
+def check_text(name: str, value: Any) -> None:
+    """Raises if `value` is not a string."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {value!r}.")
