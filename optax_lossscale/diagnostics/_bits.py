@@ -14,6 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+# So many numbers int32 can count.
+COUNTABLE = 2**31
+
 
 class Limits(NamedTuple):
     """Where a dtype ends. What is not of full precision is exact in float64."""
@@ -151,8 +154,8 @@ def reduce_counts(
     Returns:
       f32[len(masks)], exact up to 2**24, and the maximum, 0 where there is none.
     """
-    # Of more than int32 can count, parts are summed.
-    axes = range(largest.ndim) if largest.size < 2**31 else range(1, largest.ndim)
+    # Of a larger array the rows are counted, and their counts summed.
+    axes = range(largest.ndim) if largest.size < COUNTABLE else range(1, largest.ndim)
     ones = [mask.astype(jnp.int32) for mask in masks]
 
     def combine(left, right):

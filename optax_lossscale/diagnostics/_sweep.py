@@ -81,7 +81,8 @@ def _suggest(leaves: list[jax.Array], dtype: str, margin: float) -> jax.Array:
         largest = jnp.max(bits, initial=0)
         finite = finite & (largest < infinity(bits))
         limit = int(math.ldexp(mantissa, mantissa_bits(bits) + 1))
-        fits = exponent - 1 - exponents(largest) - (mantissas(largest) > limit)
+        above = (mantissas(largest) > limit).astype(jnp.int32)
+        fits = exponent - 1 - exponents(largest) - above
         highest = jnp.minimum(highest, jnp.where(largest > 0, fits, highest))
     says = finite & (highest < 2**20)
     return jnp.where(says, power(highest.astype(jnp.float32)), 1.0).astype(jnp.float32)

@@ -108,8 +108,8 @@ def underflow_stats(grads: Any, state: Any, dtype: Any = "float16") -> Underflow
       dtype: What gradients are computed in: "float16", "bfloat16", or a float8.
 
     Returns:
-      `UnderflowStats` of f32[] alone. Counts are exact up to 2**24 of a kind in a
-      leaf, and float32 beyond.
+      `UnderflowStats` of f32[] alone. Counts are exact up to 2**24, and float32
+      beyond.
 
     Raises:
       ValueError: If `state` holds no or several states, is that of many members, or is
@@ -231,7 +231,8 @@ def exponent_histogram(grads: Any) -> ExponentHistogram:
     """Counts numbers by their exponents, exactly, subnormals too.
 
     It may be called inside `jax.jit`, `jax.lax.scan` and `jax.vmap`, on sharded arrays
-    too. Histograms of several steps are summed by `jax.tree.map`, but for `exponents`.
+    too (where mesh axes are explicit, inside `jax.sharding.auto_axes`). Histograms of
+    several steps are summed by `jax.tree.map`, but for `exponents`.
 
     Args:
       grads: Gradients, any pytree; unscaled ones, if `plot_exponents` is to show
@@ -239,7 +240,7 @@ def exponent_histogram(grads: Any) -> ExponentHistogram:
 
     Returns:
       `ExponentHistogram`, of the same size whatever the gradients are. Counts are
-      exact up to 2**24 of a kind in a leaf, and float32 beyond.
+      exact up to 2**24, and float32 beyond; of one leaf, to below 2**31 of a kind.
 
     Examples:
       >>> import jax.numpy as jnp
