@@ -305,7 +305,7 @@ class TestExponentHistogram:
 
     def test_sums_leaves(self):
         found = exponent_histogram([jnp.ones(2), [3.0, 0.0], None, jnp.arange(3)])
-        assert found.counts[149 : 149 + 2].tolist() == [2, 1]
+        assert found.counts[found.counts > 0].tolist() == [2, 1]
         assert found.zeros == 1
 
     @pytest.mark.skipif(not X64, reason="needs JAX_ENABLE_X64=1")
