@@ -142,6 +142,9 @@ class TestScaleSweep:
         sweep = scale_sweep(loss_fn, PARAMS, BATCH, scales)
         assert sweep.scales.tolist() == scales
         np.testing.assert_array_equal(sweep.lost, [NAN, 0, np.float32(1 / 3), 0])
+        # What is not zero because it has overflowed was not seen.
+        found = scale_sweep(loss_fn, PARAMS, BATCH, [2.0**36, 1.0])
+        np.testing.assert_array_equal(found.lost, [NAN, 0])
         # Alone, a scale that loses everything has seen nothing.
         alone = scale_sweep(loss_fn, PARAMS, BATCH * 2.0**-14, [1.0])
         assert (alone.lost[0], alone.subnormal[0]) == (0, 0)
