@@ -9,10 +9,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from helpers import INF, assert_same_bits, to_numpy
+from helpers import INF, RECIPES, assert_same_bits, recipe, to_numpy
 
 ROOT = Path(__file__).parent.parent
-RECIPES = ROOT / "docs" / "recipes"
 PAGES = sorted(path.stem for path in RECIPES.glob("*.md"))
 # Keras reads its backend once, where it is imported: it gets a process of its own.
 ALONE = {"keras"}
@@ -27,22 +26,10 @@ def standard_dtype_promotion():
         yield
 
 
-def script(name):
-    """Returns the blocks of a page as one program, on the lines of the page."""
-    lines = (RECIPES / f"{name}.md").read_text().split("\n")
-    is_code = False
-    for i, line in enumerate(lines):
-        if line.startswith("```"):
-            is_code, lines[i] = line == "```python", ""
-        elif not is_code:
-            lines[i] = ""
-    return "\n".join(lines)
-
-
 def run_page(name):
     """Runs a page in a fresh namespace, and returns its variables."""
     page = {"__name__": name}
-    exec(compile(script(name), f"{name}.md", "exec"), page)
+    exec(compile(recipe(name), f"{name}.md", "exec"), page)
     return page
 
 
@@ -153,6 +140,22 @@ def check_plain_jax(page):
             state[:] = page["train_step"](*state, images, labels, apply)[:2]
 
         check_training(page, losses, read, step)
+
+
+def check_checkpoints(page):
+    labels = page["labels"][:128]
+    assert_same_bits(page["restored"], page["state"])
+    assert page["state"]["opt_state"].skipped_steps > 0
+
+    def read():
+        return page["state"]["opt_state"], page["state"]["params"]
+
+    def step(images):
+        page["state"], _ = page["train_step"](page["state"], images, labels)
+
+    check_training(page, page["losses"], read, step)
+    # As the page says: it counts the batches.
+    assert page["state"]["step"] == 62
 
 
 def check_keras(page):
