@@ -262,12 +262,13 @@ class TestOtherStates:
             library(saved, like, tmp_path)
 
     def test_another_shape(self, tmp_path):
-        saved = like = self.DYNAMIC.init(PARAMS)
-        saved = optax.tree.set(saved, loss_scale=jnp.ones(3))
+        # A single array: Orbax gives up at once, and its reads of others then fail in
+        # the background, at any later time.
+        like = self.FIXED.loss_scale.init()
+        saved = like._replace(loss_scale=jnp.ones(3))
         with pytest.raises(ValueError, match=r"\(\) is not compatible .* \(3,\)"):
             through_orbax(saved, like, tmp_path)
-        restored = through_flax(saved, like, tmp_path)
-        assert restored.loss_scale_state.loss_scale.shape == (3,)
+        assert through_flax(saved, like, tmp_path).loss_scale.shape == (3,)
 
     @LIBRARIES
     def test_a_tree_of_dicts_is_no_state(self, tmp_path, library):
