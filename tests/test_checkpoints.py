@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,29 +61,31 @@ LIBRARIES = pytest.mark.parametrize(
 
 
 def run(path, devices, *death):
-    """Starts the page on checkpoints; see `checkpointing.main`."""
+    """Runs the page on checkpoints, and returns what its two trainings began at.
+
+    Args:
+      path: The working directory.
+      devices: The number of devices that are simulated.
+      *death: When the process is to die; see `checkpointing.main`.
+
+    Returns:
+      The first step of each training that it came to.
+    """
     environment = os.environ | {
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
-    return subprocess.Popen(
+    result = subprocess.run(
         [sys.executable, "-W", "error", str(ROOT / "tests/checkpointing.py"), *death],
         cwd=path,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        timeout=120,
     )
-
-
-def finish(process, code=0):
-    """Waits for a run to end, and returns the steps that its two trainings began at."""
-    try:
-        output, _ = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert process.returncode == code, output
-    return [int(step) for step in re.findall(r"^from step (\d+)$", output, re.M)]
+    assert result.returncode == (-signal.SIGKILL if death else 0), result.stdout
+    return [int(step) for step in re.findall(r"^from step (\d+)$", result.stdout, re.M)]
 
 
 def results(path):
@@ -97,18 +100,20 @@ def test_a_killed_run_goes_on_to_the_same_end(tmp_path):
     whole, killed, fewer = (tmp_path / name for name in ("whole", "killed", "fewer"))
     whole.mkdir()
     killed.mkdir()
-    processes = run(whole, 8), run(killed, 8, "step 24:", "1")
-    assert finish(processes[1], -signal.SIGKILL) == [0]
-    assert finish(processes[0]) == [0, 0]
-    # A step saved in the background may be lost, never half there.
-    shutil.copytree(killed, fewer)
-    orbax_step, flax_step = finish(run(killed, 8, "step 24:", "2"), -signal.SIGKILL)
-    assert (orbax_step in (14, 21), flax_step) == (True, 0)
-    shutil.copy(killed / "checkpoint.msgpack", fewer)
-
-    processes = run(killed, 8), run(fewer, 2)
-    assert finish(processes[0]) == [56, 21]
-    assert finish(processes[1]) == [orbax_step, 21]
+    with ThreadPoolExecutor() as pool:
+        whole_run = pool.submit(run, whole, 8)
+        assert run(killed, 8, "step 24:", "1") == [0]
+        shutil.copytree(killed, fewer)
+        orbax_step, flax_step = run(killed, 8, "step 24:", "2")
+        # What was being saved in the background may be lost, but is never half there.
+        assert orbax_step in (14, 21)
+        assert flax_step == 0
+        shutil.copy(killed / "checkpoint.msgpack", fewer)
+        saved = (fewer / "checkpoint.msgpack").read_bytes()
+        assert whole_run.result() == [0, 0]
+        fewer_run = pool.submit(run, fewer, 2)
+        assert run(killed, 8) == [56, 21]
+        assert fewer_run.result() == [orbax_step, 21]
     expected = results(whole)
     assert_same_bits(results(killed), expected)
     assert_same_bits(expected[0], expected[1])
@@ -122,8 +127,10 @@ def test_a_killed_run_goes_on_to_the_same_end(tmp_path):
             wanted_param = expected[0]["params"][name]
             np.testing.assert_allclose(param, wanted_param, atol=0.01)
             assert np.any(param != wanted_param)
-    # Otherwise the counters in the middle of their intervals were not put to the test.
+    # The run was one that skips, and it was killed in the middle of an interval.
     assert 0 < expected[0]["opt_state"]["skipped_steps"] < 20
+    saved = serialization.msgpack_restore(saved)
+    assert 0 < saved["opt_state"]["loss_scale_state"]["good_steps"] < 10
 
 
 @LIBRARIES
