@@ -145,7 +145,6 @@ def check_plain_jax(page):
 def check_checkpoints(page):
     labels = page["labels"][:128]
     assert_same_bits(page["restored"], page["state"])
-    assert page["state"]["opt_state"].skipped_steps > 0
 
     def read():
         return page["state"]["opt_state"], page["state"]["params"]
