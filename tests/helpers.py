@@ -11,6 +11,7 @@ import optax
 
 SKIPS = ["auto", "where", "cond"]
 WRAPS = {"eager": lambda f: f, "jit": jax.jit}
+RECIPES = Path(__file__).parent.parent / "docs" / "recipes"
 INF, NAN = float("inf"), float("nan")
 
 
@@ -18,6 +19,18 @@ def readme_blocks():
     """Returns the blocks of Python in the README."""
     text = (Path(__file__).parent.parent / "README.md").read_text()
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def recipe(name):
+    """Returns the blocks of Python of a recipe as one program, on the page's lines."""
+    lines = (RECIPES / f"{name}.md").read_text().split("\n")
+    is_code = False
+    for i, line in enumerate(lines):
+        if line.startswith("```"):
+            is_code, lines[i] = line == "```python", ""
+        elif not is_code:
+            lines[i] = ""
+    return "\n".join(lines)
 
 
 def relaxed(inner):

@@ -1,0 +1,203 @@
+"""The pages under docs/recipes are scripts: each runs, and a skip changes nothing."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from helpers import INF, RECIPES, assert_same_bits, recipe, to_numpy
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(path.stem for path in RECIPES.glob("*.md"))
+# Keras reads its backend once, where it is imported: it gets a process of its own.
+ALONE = {"keras"}
+# What a page imports and not every environment has.
+MODULES = {"keras": ["keras"], "plain_jax": ["jmp", "haiku"]}
+
+
+@pytest.fixture(autouse=True)
+def standard_dtype_promotion():
+    """These libraries promote dtypes as JAX does by default."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def run_page(name):
+    """Runs a page in a fresh namespace, and returns its variables."""
+    page = {"__name__": name}
+    exec(compile(recipe(name), f"{name}.md", "exec"), page)
+    return page
+
+
+def check_training(page, losses, read, step):
+    """Asserts that the page has trained, and that a poisoned step is skipped.
+
+    Args:
+      page: The variables of the page.
+      losses: The losses that it saw.
+      read: Returns the state of the optimizer, and all else that a step changes.
+      step: Takes a step with these images.
+    """
+    optimizer, images = page["optimizer"], page["images"][:128]
+
+    def now():
+        # In NumPy: what a page changes in place stays here as it was.
+        state, rest = read()
+        return state, jax.tree.map(to_numpy, (state.inner_state, rest))
+
+    assert len(losses) == 60
+    assert losses[-1] < losses[0] / 3
+
+    state, before = now()
+    scale, skips = optimizer.current_loss_scale(state), to_numpy(state.skipped_steps)
+    step(images.at[5, 20].set(INF))
+    state, after = now()
+    assert_same_bits(after, before)
+    assert optimizer.current_loss_scale(state) == scale / 2
+    assert not state.last_step_applied
+    assert state.skipped_steps == skips + 1
+
+    step(images)
+    state, after = now()
+    assert state.last_step_applied
+    assert state.skipped_steps == skips + 1
+    leaves = [jax.tree.leaves(tree) for tree in (before, after)]
+    for old, new in zip(*leaves, strict=True):
+        assert np.all(np.isfinite(new))
+        assert np.any(old != new)
+
+
+def check_flax_linen(page):
+    labels = page["labels"][:128]
+
+    def read():
+        state = page["state"]
+        return state.opt_state, (state.params, state.batch_stats, state.step)
+
+    def step(images):
+        page["state"], _ = page["train_step"](page["state"], images, labels)
+
+    check_training(page, page["losses"], read, step)
+    state = page["state"]
+    assert state.step == state.opt_state.inner_state[0].count == 61
+    assert page["train_step"]._cache_size() == 1
+
+
+def check_flax_nnx(page):
+    from flax import nnx
+
+    model, trainer, labels = page["model"], page["trainer"], page["labels"][:128]
+
+    def is_variable(x):
+        return isinstance(x, nnx.Variable)
+
+    def arrays(tree):
+        return jax.tree.map(lambda x: x[...], tree, is_leaf=is_variable)
+
+    def read():
+        changing = nnx.state(model, (nnx.Param, *page["SIDE_EFFECTS"]))
+        assert len(jax.tree.leaves(changing)) == 6 + 2 + 1
+        return arrays(trainer.opt_state), arrays(changing)
+
+    def step(images):
+        page["train_step"](model, trainer, images, labels)
+
+    check_training(page, page["losses"], read, step)
+    # As the page says: the one counts all steps, the other those that were applied.
+    assert trainer.step[...] == 62
+    assert trainer.opt_state.inner_state[0].count[...] == 61
+
+
+def check_equinox(page):
+    import equinox as eqx
+
+    labels = page["labels"][:128]
+
+    def read():
+        return page["opt_state"], eqx.filter(page["model"], eqx.is_inexact_array)
+
+    def step(images):
+        state = page["model"], page["opt_state"]
+        page["model"], page["opt_state"], _ = page["train_step"](*state, images, labels)
+
+    check_training(page, page["losses"], read, step)
+
+
+def check_plain_jax(page):
+    assert page["results"].keys() == page["models"].keys()
+    for name, (params, opt_state, losses) in page["results"].items():
+        state, (_, apply) = [params, opt_state], page["models"][name]
+
+        def read(state=state):
+            return state[1], state[0]
+
+        def step(images, state=state, apply=apply):
+            labels = page["labels"][:128]
+            state[:] = page["train_step"](*state, images, labels, apply)[:2]
+
+        check_training(page, losses, read, step)
+
+
+def check_checkpoints(page):
+    labels = page["labels"][:128]
+    assert_same_bits(page["restored"], page["state"])
+
+    def read():
+        return page["state"]["opt_state"], page["state"]["params"]
+
+    def step(images):
+        page["state"], _ = page["train_step"](page["state"], images, labels)
+
+    check_training(page, page["losses"], read, step)
+    # As the page says: it counts the batches.
+    assert page["state"]["step"] == 62
+
+
+def check_keras(page):
+    labels = page["labels"][:128]
+
+    def read():
+        return page["opt_state"], (page["params"], page["rest"])
+
+    def step(images):
+        state = page["params"], page["rest"], page["opt_state"]
+        *state, _ = page["train_step"](*state, images, labels)
+        page.update(zip(("params", "rest", "opt_state"), state, strict=True))
+
+    for variable, value in zip(
+        page["model"].trainable_variables, page["params"], strict=True
+    ):
+        assert_same_bits(variable.value, value)
+    assert {str(p.dtype) for p in page["params"]} == {"float32"}
+    check_training(page, page["losses"], read, step)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_page(name, tmp_path, monkeypatch):
+    check = globals()[f"check_{name}"]
+    for module in MODULES.get(name, []):
+        if not importlib.util.find_spec(module):
+            pytest.skip(f"{module} is not installed")
+    monkeypatch.chdir(tmp_path)
+    if name not in ALONE:
+        check(run_page(name))
+        return
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-W", "error", __file__, name]
+    result = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stdout
+
+
+if __name__ == "__main__":
+    globals()[f"check_{sys.argv[1]}"](run_page(sys.argv[1]))
