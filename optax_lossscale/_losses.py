@@ -33,6 +33,32 @@ def initial_scales(rule: LossScale, num_losses: int | None) -> Any:
     return jax.tree.map(lambda x: jnp.stack([x] * num_losses), state)
 
 
+def check_scale_state(state: Any, expected: Any) -> None:
+    """Raises if a state, restored perhaps, is of another rule or of other shapes."""
+    if jax.tree.structure(state) != jax.tree.structure(expected):
+        raise ValueError(
+            f"state.loss_scale_state must be a {_describe(expected)}, as the loss "
+            f"scale has it, got a {_describe(state)}. Restore a state with the loss "
+            "scale that it was saved with, or begin a new one: state._replace("
+            "loss_scale_state=optimizer.init(params).loss_scale_state)."
+        )
+    pairs = zip(
+        jax.tree.leaves_with_path(state), jax.tree.leaves(expected), strict=True
+    )
+    for (path, leaf), wanted in pairs:
+        if jnp.shape(leaf) != wanted.shape:
+            raise ValueError(
+                f"state.loss_scale_state{jax.tree_util.keystr(path)} must be of shape "
+                f"{wanted.shape}, got {jnp.shape(leaf)}. Where the state is that of "
+                "many members or devices, call inside the vmap or pmap that made it."
+            )
+
+
+def _describe(state: Any) -> str:
+    fields = ", ".join(getattr(state, "_fields", ()))
+    return f"{type(state).__name__}({fields})" if fields else type(state).__name__
+
+
 def update_scales(
     rule: LossScale,
     num_losses: int | None,

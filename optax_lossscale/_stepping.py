@@ -1,5 +1,6 @@
 """The step itself: advance the loss scale, then run the inner optimizer or keep."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,13 @@ import optax
 from optax_lossscale._check import accepts, check_loss_value
 from optax_lossscale._leaves import count_leaves
 from optax_lossscale._loss_scale import at_minimum
-from optax_lossscale._losses import check_one_each, total, update_scales
+from optax_lossscale._losses import (
+    check_one_each,
+    check_scale_state,
+    initial_scales,
+    total,
+    update_scales,
+)
 from optax_lossscale._mask import choose, gradients_of
 from optax_lossscale._scaling import LossScaling
 from optax_lossscale._skip import run_or_skip
@@ -29,6 +36,11 @@ class Stepping(LossScaling):
     """What the methods that change the state have in common."""
 
     _inner: optax.GradientTransformationExtraArgs
+
+    @functools.cached_property
+    def _first_scale_state(self):
+        make = functools.partial(initial_scales, self._loss_scale, self._num_losses)
+        return jax.eval_shape(make)
 
     def _run_update(self, grads, inner_state, params, extra):
         return self._inner.update(grads, inner_state, params, **extra)
@@ -66,6 +78,7 @@ class Stepping(LossScaling):
                 f"returned, got {type(state).__name__}. Where the optimizer is part "
                 "of a chain, call the update of the chain."
             )
+        check_scale_state(state.loss_scale_state, self._first_scale_state)
         if self._num_losses is not None:
             check_one_each("grads", self._num_losses, grads)
         loss_is_finite: Any = True

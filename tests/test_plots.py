@@ -43,6 +43,7 @@ class Sweep(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def figures():
+    plt.close("all")
     settings = dict(mpl.rcParams)
     yield
     # What was drawn can be drawn: warnings are errors. No global settings are left.
