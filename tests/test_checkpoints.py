@@ -277,6 +277,25 @@ class TestOtherStates:
             through_orbax(saved, like, tmp_path)
         assert through_flax(saved, like, tmp_path).loss_scale.shape == (3,)
 
+    @pytest.mark.parametrize("call", ["update", "apply_gradients"])
+    def test_a_step_says_what_is_wrong(self, call):
+        dynamic, fixed = self.DYNAMIC.init(PARAMS), self.FIXED.init(PARAMS)
+        several = LossScaleOptimizer(optax.adam(0.1), num_losses=3).init(PARAMS)
+        as_dict = dynamic._replace(loss_scale_state=dynamic.loss_scale_state._asdict())
+
+        def step(optimizer, state):
+            trees = (GOOD, state) if call == "update" else (GOOD, PARAMS, state)
+            getattr(optimizer, call)(*trees)
+
+        for optimizer, state, wanted in [
+            (self.DYNAMIC, fixed, r"LossScaleState\(.*good.* a FixedLossScaleState\("),
+            (self.FIXED, dynamic, r"FixedLossScaleState\(loss_scale\).* good_steps"),
+            (self.DYNAMIC, as_dict, "hysteresis_left.* got a dict"),
+            (self.DYNAMIC, several, r"loss_scale must be of shape \(\), got \(3,\)"),
+        ]:
+            with pytest.raises(ValueError, match=wanted):
+                step(optimizer, state)
+
     @LIBRARIES
     def test_a_tree_of_dicts_is_no_state(self, tmp_path, library):
         if library is through_orbax:
