@@ -46,6 +46,9 @@ LAYERS = [
     "diagnostics._metrics",
     "diagnostics._nonfinite",
     "diagnostics._report",
+    "diagnostics._bits",
+    "diagnostics._underflow",
+    "diagnostics._sweep",
 ]
 
 
@@ -70,12 +73,20 @@ CALLABLES = dict(functions_and_methods())
 
 def test_public_names():
     assert DIAGNOSTICS.keys() == {
+        "ExponentHistogram",
         "NonfiniteGradient",
         "NonfiniteLeaf",
+        "ScaleSweep",
+        "Underflow",
+        "UnderflowStats",
         "describe_nonfinite",
+        "exponent_histogram",
         "metrics",
         "nonfinite_leaves",
         "report",
+        "scale_sweep",
+        "suggest_loss_scale",
+        "underflow_stats",
     }
     assert PUBLIC.keys() - DIAGNOSTICS.keys() == {
         "DynamicLossScale",
