@@ -59,8 +59,8 @@ def check_health(
 
     Args:
       state: The state after a step; a pytree that holds one
-        `LossScaleOptimizerState`, also that of many members (`jax.vmap`) or devices
-        (`jax.pmap`), of which the worst counts.
+        `LossScaleOptimizerState`, also that of many members (`jax.vmap`), devices
+        (`jax.pmap`) or losses (`num_losses`), of which the worst counts.
       patience: As many `stuck_steps` are too many: steps skipped in a row though
         the scale stood at its minimum. (With a rule that names no `min_scale`,
         `FixedLossScale` among them: though the scale did not fall.)
@@ -138,8 +138,10 @@ def _read(state: Any, patience: int, limit: int) -> tuple[Health, str]:
         )
     scale, *counts = np.broadcast_arrays(*jax.device_get(arrays))
     stuck_steps, consecutive, *_ = counts
-    # Of many members the one that is nearest to a limit, or furthest beyond.
-    worst = np.argmax(np.maximum(stuck_steps / patience, consecutive / limit))
+    # Of many members the one that is nearest to a limit, or furthest beyond; of the
+    # scales of several losses, which share the counts, the lowest.
+    measure = np.ravel(np.maximum(stuck_steps / patience, consecutive / limit))
+    worst = np.lexsort((np.ravel(scale), -measure))[0]
     where = f" (member {worst} of {scale.size})" if scale.ndim else ""
     numbers = [int(np.ravel(count)[worst]) for count in counts]
     health = Health(True, "No sign of trouble.", float(scale.flat[worst]), *numbers)

@@ -4,37 +4,25 @@ from collections.abc import Callable, Hashable
 from typing import Any, get_args
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from optax_lossscale._check import (
-    accepts,
-    check_bool,
-    check_loss_value,
-    check_optimizer,
-)
-from optax_lossscale._leaves import count_leaves, initial_leaves
-from optax_lossscale._loss_scale import LossScale, at_minimum
+from optax_lossscale._check import accepts, check_bool, check_optimizer
+from optax_lossscale._leaves import initial_leaves
+from optax_lossscale._loss_scale import LossScale
+from optax_lossscale._losses import check_num_losses, initial_scales, total
+from optax_lossscale._mask import Mask, check_mask, check_params, masked
 from optax_lossscale._registry import get_loss_scale, keras_loss_scale
-from optax_lossscale._scaling import LossScaling
-from optax_lossscale._skip import Skip, run_or_skip
+from optax_lossscale._skip import Skip
 from optax_lossscale._state import (
     LossScaleOptimizerState,
-    count_step,
     find_states,
     initial_state,
 )
-from optax_lossscale._tree import (
-    all_finite,
-    cast_like,
-    is_float0,
-    select,
-    strongly_typed,
-    zero_update,
-)
+from optax_lossscale._stepping import Stepping
+from optax_lossscale._tree import strongly_typed
 
 
-class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
+class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
     """Wraps an optimizer with loss scaling.
 
     The loss is multiplied by a scale, so that float16 gradients neither underflow
@@ -66,6 +54,17 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
         `apply_gradients` need the loss as `value=`; `minimize` has it.
       track_leaves: Whether the state records which gradients were inf or nan, in
         `leaf_statistics`. `diagnostics.nonfinite_leaves` names them.
+      num_losses: Where there are several losses, how many. Each gets a scale of its
+        own, by the same rule, and is checked by itself: functions return a tuple of
+        losses, and gradients are a list of trees, one for each loss, which the step
+        adds up. It is skipped if those of any loss are not finite.
+      mask: Which leaves are gradients, as in `optax.masked`: a tree of bools, a
+        prefix of the parameters, or a function that makes one of parameters or
+        gradients. Where it is False the "gradient" is the new value of the
+        parameter, as Flax's float8 layers deliver. It is not unscaled, not
+        checked and not seen by the inner optimizer. `minimize` and
+        `apply_gradients` put it in place, and keep the old value on a skip;
+        `update` returns one or the other in place of an update.
 
     Raises:
       ValueError: If `loss_scale` comes with `dynamic`, `initial_scale` or
@@ -107,8 +106,6 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
       `tf.keras.mixed_precision.LossScaleOptimizer`, TensorFlow 2.4.
     """
 
-    _inner: optax.GradientTransformationExtraArgs
-
     def __new__(
         cls,
         inner_optimizer: optax.GradientTransformation | Any,
@@ -121,6 +118,8 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
         skip: Skip = "auto",
         check_loss: bool = False,
         track_leaves: bool = False,
+        num_losses: int | None = None,
+        mask: Mask = None,
     ):
         keras = (dynamic, initial_scale, dynamic_growth_steps)
         if loss_scale is None:
@@ -143,7 +142,7 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
             raise TypeError(
                 f"axis_name must be a name or a tuple of names, got {axis_name!r}."
             )
-        inner = check_optimizer("inner_optimizer", inner_optimizer)
+        inner = masked(check_optimizer("inner_optimizer", inner_optimizer), mask)
         # The tuple that Optax unpacks holds plain functions: methods cannot be
         # bound before there is an object to bind them to.
         self = super().__new__(
@@ -158,6 +157,8 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
         self._skip = skip
         self._check_loss = check_bool("check_loss", check_loss)
         self._track_leaves = check_bool("track_leaves", track_leaves)
+        self._num_losses = check_num_losses(num_losses, mask)
+        self._mask = check_mask(mask)
         return self
 
     def init(  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -180,7 +181,8 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
                 "inner_optimizer holds a LossScaleOptimizer, and scaling twice is a "
                 "bug. Keep the outermost one."
             )
-        state = initial_state(inner_state, strongly_typed(self._loss_scale.init()))
+        loss_scale_state = initial_scales(self._loss_scale, self._num_losses)
+        state = initial_state(inner_state, loss_scale_state)
         if not self._track_leaves:
             return state
         return state._replace(leaf_statistics=initial_leaves(params))
@@ -209,12 +211,9 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
           ValueError: If `state` is not a `LossScaleOptimizerState`.
           TypeError: If `value`, with `check_loss`, is missing or no real scalar.
         """
-
-        def run(grads, inner_state, params, extra_args):
-            return self._inner.update(grads, inner_state, params, **extra_args)
-
+        check_params(self._mask, params)
         operands = (updates, state, params, extra_args)
-        return self._step(run, _zero_updates, *operands)
+        return self._step(self._run_update, self._zero_updates, *operands)
 
     def apply_gradients(
         self,
@@ -241,12 +240,8 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
           ValueError: If `state` is not a `LossScaleOptimizerState`.
           TypeError: If `value`, with `check_loss`, is missing or no real scalar.
         """
-
-        def run(grads, inner_state, params, extra_args):
-            return self._apply(grads, inner_state, params, **extra_args)
-
         operands = (grads, state, strongly_typed(params), extra_args)
-        return self._step(run, _keep_params, *operands)
+        return self._step(self._run_apply, self._keep_params, *operands)
 
     def minimize(
         self,
@@ -304,74 +299,17 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
 
         def value_fn(params):
             value = loss_fn(params, *args, **kwargs)
-            return value[0] if has_aux else value
+            return total(self._num_losses, value[0] if has_aux else value)
 
-        loss = value[0] if has_aux else value
-        extra = {"value": loss, "grad": grads, "value_fn": value_fn}
+        loss = total(self._num_losses, value[0] if has_aux else value)
+        grad = total(self._num_losses, grads)
+        extra = {"value": loss, "grad": grad, "value_fn": value_fn}
         taken = {k: v for k, v in extra.items() if accepts(self._inner.update, k)}
         if self._check_loss:
             taken["value"] = loss
         return *self.apply_gradients(grads, params, state, **taken), value
 
-    def _apply(self, grads, inner_state, params, **extra_args):
-        updates, inner_state = self._inner.update(
-            grads, inner_state, params, **extra_args
-        )
-        updates = jax.tree.map(lambda u: 0 if is_float0(u) else u, updates)
-        # Narrow parameters and float32 updates are meant to meet here.
-        with jax.numpy_dtype_promotion("standard"):
-            return optax.apply_updates(params, updates), inner_state
-
-    def _step(self, run, keep, grads, state, params, extra):
-        """Advances the loss scale; runs or keeps."""
-        if not isinstance(state, LossScaleOptimizerState):
-            raise ValueError(
-                "state must be the LossScaleOptimizerState that this optimizer's init "
-                f"returned, got {type(state).__name__}. Where the optimizer is part "
-                "of a chain, call the update of the chain."
-            )
-        loss_is_finite: Any = True
-        if self._check_loss:
-            value = extra.get("value")
-            check_loss_value(value)
-            loss_is_finite = all_finite(value, axis_name=self._axis_name)
-            if not accepts(self._inner.update, "value"):
-                extra = {k: v for k, v in extra.items() if k != "value"}
-        loss_scale_state, should_apply = self._loss_scale.update(
-            grads, state.loss_scale_state, axis_name=self._axis_name
-        )
-        loss_scale_state = strongly_typed(loss_scale_state)
-        should_apply = jnp.asarray(should_apply, bool)
-        if self._check_loss:
-            kept = cast_like(strongly_typed(state.loss_scale_state), loss_scale_state)
-            loss_scale_state = select(loss_is_finite, loss_scale_state, kept)
-            should_apply &= loss_is_finite
-        # A restored or hand-set state may hold Python numbers.
-        inner_state = strongly_typed(state.inner_state)
-        skip = self._effective_skip
-        result, inner_state = run_or_skip(
-            skip, should_apply, run, keep, grads, inner_state, params, extra
-        )
-        if skip is not None:
-            scales = map(self._loss_scale, (state.loss_scale_state, loss_scale_state))
-            is_stuck = at_minimum(self._loss_scale, *scales)
-            state = count_step(state, should_apply, loss_is_finite, is_stuck)
-        if self._track_leaves:
-            leaves = count_leaves(state.leaf_statistics, grads, self._axis_name)
-            state = state._replace(leaf_statistics=leaves)
-        return result, state._replace(
-            inner_state=inner_state, loss_scale_state=loss_scale_state
-        )
-
 
 # Without leaves, so that jit, eqx.filter_jit and tree functions take an optimizer
 # among their arguments as the constant that it is.
 jax.tree_util.register_static(LossScaleOptimizer)
-
-
-def _keep_params(_like, _grads, inner_state, params, _extra):
-    return params, inner_state
-
-
-def _zero_updates(like, _grads, inner_state, _params, _extra):
-    return jax.tree.map(zero_update, like[0]), inner_state

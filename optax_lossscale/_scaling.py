@@ -7,6 +7,8 @@ from typing import Any
 import jax
 
 from optax_lossscale._loss_scale import FixedLossScale, LossScale
+from optax_lossscale._losses import check_one_each
+from optax_lossscale._mask import Mask, choose, hashable
 from optax_lossscale._skip import Skip, settle
 from optax_lossscale._state import find_state, unbox
 from optax_lossscale._tree import is_inexact, scale_down, scale_up
@@ -21,14 +23,24 @@ class LossScaling:
     _skip: Skip
     _check_loss: bool
     _track_leaves: bool
-
-    def _key(self):
-        return self._inner_optimizer, self._loss_scale, *self._options.values()
+    _num_losses: int | None
+    _mask: Mask
 
     @property
     def _options(self) -> dict[str, Any]:
-        names = ("axis_name", "skip", "check_loss", "track_leaves")
+        names = (
+            "axis_name",
+            "skip",
+            "check_loss",
+            "track_leaves",
+            "num_losses",
+            "mask",
+        )
         return {name: getattr(self, f"_{name}") for name in names}
+
+    def _key(self):
+        options = {**self._options, "mask": hashable(self._mask)}
+        return self._inner_optimizer, self._loss_scale, *options.values()
 
     def __eq__(self, other):
         return isinstance(other, LossScaling) and self._key() == other._key()
@@ -174,28 +186,30 @@ class LossScaling:
           >>> print(f"{grad:.2g}")
           1e-08
         """
-        scale = self.current_loss_scale(state)
+        n = self._num_losses
+        scales = self.current_loss_scale(state)
 
-        def scaled(*args, **kwargs):
-            out = fun(*args, **kwargs)
-            is_pair = isinstance(out, tuple | list) and len(out) == 2
-            loss = out[0] if has_aux and is_pair else out
-            if (has_aux and not is_pair) or not is_inexact(loss):
-                wanted = "a loss and auxiliary data" if has_aux else "a loss alone"
-                raise TypeError(
-                    f"With has_aux={has_aux} the function must return {wanted}, the "
-                    "loss a floating-point scalar, got "
-                    f"{jax.tree.map(jax.typeof, out)}."
-                )
-            # The loss itself is passed along: the scaled one may be inf.
-            return scale_up(loss, scale), out
+        def value_and_grad_of(index):
+            def scaled(*args, **kwargs):
+                out = fun(*args, **kwargs)
+                loss = _loss_of(out, has_aux, n)
+                if n is None:
+                    # The loss itself is passed along: the scaled one may be inf.
+                    return scale_up(loss, scales), out
+                return scale_up(loss[index], scales[index]), out
 
-        # eqx.filter_value_and_grad has no argnums, and is about the first alone.
-        options = {} if argnums == 0 else {"argnums": argnums}
-        value_and_scaled_grad = transform(scaled, has_aux=True, **options)
+            # eqx.filter_value_and_grad has no argnums, and is about the first alone.
+            options = {} if argnums == 0 else {"argnums": argnums}
+            return transform(scaled, has_aux=True, **options)
 
         def value_and_grad(*args, **kwargs):
-            (_, value), grads = value_and_scaled_grad(*args, **kwargs)
+            if n is None:
+                (_, value), grads = value_and_grad_of(None)(*args, **kwargs)
+                return value, self.get_unscaled_gradients(grads, state)
+            # A forward pass each, which are the same: jit takes one for all.
+            found = [value_and_grad_of(i)(*args, **kwargs) for i in range(n)]
+            (_, value), _ = found[0]
+            grads = [grads for _, grads in found]
             return value, self.get_unscaled_gradients(grads, state)
 
         return value_and_grad
@@ -236,10 +250,15 @@ class LossScaling:
           >>> print(scaled, optimizer.get_unscaled_gradients(scaled, state))
           32768.0 1.0
         """
-        scale = self.current_loss_scale(state)
         if callable(loss):
-            return lambda *args, **kwargs: _scaled(loss(*args, **kwargs), scale)
-        return _scaled(loss, scale)
+            return lambda *args, **kwargs: self.get_scaled_loss(
+                loss(*args, **kwargs), state
+            )
+        scales = self.current_loss_scale(state)
+        if self._num_losses is None:
+            return _scaled(loss, scales)
+        losses = check_one_each("the loss", self._num_losses, loss)
+        return [_scaled(loss, scales[i]) for i, loss in enumerate(losses)]
 
     def get_unscaled_gradients(self, grads: Any, state: Any) -> Any:
         """Divides gradients by the current scale.
@@ -267,11 +286,34 @@ class LossScaling:
           >>> optimizer.get_unscaled_gradients(grads, state)
           [Array(2., dtype=float32), None, Array(-4., dtype=float32)]
         """
-        scale = self.current_loss_scale(state)
-        return jax.tree.map(
-            lambda x: scale_down(x, scale) if is_inexact(x) else x,
-            settle(self._effective_skip, grads),
+        scales = self.current_loss_scale(state)
+        grads = settle(self._effective_skip, grads)
+        if self._num_losses is None:
+            return self._unscaled(grads, scales)
+        trees = check_one_each("grads", self._num_losses, grads)
+        return [self._unscaled(tree, scales[i]) for i, tree in enumerate(trees)]
+
+    def _unscaled(self, grads, scale):
+        def unscaled(x):
+            return scale_down(x, scale) if is_inexact(x) else x
+
+        return choose(self._mask, jax.tree.map(unscaled, grads), grads)
+
+
+def _loss_of(out: Any, has_aux: bool, num_losses: int | None) -> Any:
+    """Returns the loss, or the losses, among what a function returned."""
+    is_pair = isinstance(out, tuple | list) and len(out) == 2
+    loss = out[0] if has_aux and is_pair else out
+    losses = [loss]
+    if num_losses is not None:
+        losses = check_one_each("the loss", num_losses, loss)
+    if (has_aux and not is_pair) or not all(map(is_inexact, losses)):
+        wanted = "a loss and auxiliary data" if has_aux else "a loss alone"
+        raise TypeError(
+            f"With has_aux={has_aux} the function must return {wanted}, the "
+            f"loss a floating-point scalar, got {jax.tree.map(jax.typeof, out)}."
         )
+    return loss
 
 
 def _scaled(loss: Any, scale: jax.Array) -> jax.Array:

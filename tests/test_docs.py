@@ -15,6 +15,7 @@ from helpers import readme_blocks
 
 import optax_lossscale
 from optax_lossscale import diagnostics
+from optax_lossscale._scaling import LossScaling
 
 PACKAGE = Path(optax_lossscale.__file__).parent
 
@@ -37,10 +38,13 @@ LAYERS = [
     "_headroom",
     "_registry",
     "_import",
+    "_losses",
+    "_mask",
     "_skip",
     "_state",
     "_health",
     "_scaling",
+    "_stepping",
     "_optimizer",
     "diagnostics._common",
     "diagnostics._metrics",
@@ -63,7 +67,7 @@ def functions_and_methods():
             )
             if own and not attribute.startswith("_"):
                 yield f"{name}.{attribute}", method
-    for attribute, method in vars(optax_lossscale.LossScaleOptimizer.__base__).items():
+    for attribute, method in vars(LossScaling).items():
         if inspect.isfunction(method) and not attribute.startswith("_"):
             yield f"LossScaleOptimizer.{attribute}", method
 

@@ -4,12 +4,18 @@ Functions that are pure and may be called under `jax.jit`, unless they say that 
 for the host.
 """
 
+from optax_lossscale.diagnostics._history import History as History
 from optax_lossscale.diagnostics._metrics import metrics as metrics
 from optax_lossscale.diagnostics._nonfinite import (
     NonfiniteGradient as NonfiniteGradient,
     NonfiniteLeaf as NonfiniteLeaf,
     describe_nonfinite as describe_nonfinite,
     nonfinite_leaves as nonfinite_leaves,
+)
+from optax_lossscale.diagnostics._plots import (
+    plot_exponents as plot_exponents,
+    plot_history as plot_history,
+    plot_sweep as plot_sweep,
 )
 from optax_lossscale.diagnostics._report import report as report
 from optax_lossscale.diagnostics._sweep import (

@@ -1,0 +1,84 @@
+"""Several losses, one update: a scale for each loss, by the same rule."""
+
+import functools
+import operator
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_lossscale._check import check_count
+from optax_lossscale._loss_scale import LossScale
+from optax_lossscale._tree import is_float0, strongly_typed
+
+
+def check_num_losses(num_losses: Any, mask: Any) -> int | None:
+    """Returns the number of losses, or None where there is one loss, not a tuple."""
+    if num_losses is None:
+        return None
+    if mask is not None:
+        raise ValueError(
+            "num_losses and mask cannot be combined: each loss would deliver its own "
+            "new value of a parameter that has no gradient."
+        )
+    return check_count("num_losses", num_losses)
+
+
+def initial_scales(rule: LossScale, num_losses: int | None) -> Any:
+    """Returns the state of a rule; each of its arrays [n] where there are n losses."""
+    state = strongly_typed(rule.init())
+    if num_losses is None:
+        return state
+    return jax.tree.map(lambda x: jnp.stack([x] * num_losses), state)
+
+
+def update_scales(
+    rule: LossScale,
+    num_losses: int | None,
+    grads: Any,
+    state: Any,
+    axis_name: Hashable | None,
+) -> tuple[Any, jax.Array]:
+    """Advances the scale of each loss on the evidence of its own gradients.
+
+    Returns:
+      The new state; and whether the step is to be applied, bool[], or as far as each
+      loss is concerned, bool[n].
+    """
+    if num_losses is None:
+        state, decision = rule.update(grads, state, axis_name=axis_name)
+        return strongly_typed(state), jnp.asarray(decision, bool)
+
+    def update_one(index):
+        own = jax.tree.map(lambda x: x[index], state)
+        return update_scales(rule, None, grads[index], own, axis_name)
+
+    pairs = map(update_one, range(num_losses))
+    return jax.tree.map(lambda *x: jnp.stack(x), *pairs)
+
+
+def total(num_losses: int | None, terms: Any) -> Any:
+    """Adds up what there is of each loss: gradients, or the losses themselves."""
+    if num_losses is None:
+        return terms
+
+    def add(*leaves):
+        return (
+            leaves[0]
+            if is_float0(leaves[0])
+            else functools.reduce(operator.add, leaves)
+        )
+
+    return jax.tree.map(add, *terms)
+
+
+def check_one_each(name: str, num_losses: int, value: Any) -> Sequence[Any]:
+    """Returns `value`, if it is a sequence with one element for each loss."""
+    if isinstance(value, tuple | list) and len(value) == num_losses:
+        return value
+    got = f"{len(value)} in a " if isinstance(value, tuple | list) else ""
+    raise TypeError(
+        f"With num_losses={num_losses} {name} must be a tuple or list of "
+        f"{num_losses}, one for each loss, got {got}{type(value).__name__}."
+    )

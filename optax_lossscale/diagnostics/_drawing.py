@@ -1,0 +1,136 @@
+"""What the figures share: ranges of dtypes, legends with room, and matplotlib."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+
+def shade_ranges(ax: Any, dtype: Any, low: float, high: float) -> None:
+    """Shades what becomes of a number in `dtype`, over the log2 of its magnitude.
+
+    Args:
+      ax: The matplotlib Axes; x is the log2 of the magnitude.
+      dtype: A floating-point dtype.
+      low: The left end of the x axis.
+      high: The right end.
+    """
+    meet = boundaries(dtype)
+    edges = np.clip([low, *meet, high], low, high)
+    areas = (
+        ("zero", "#F3D9C9", "\\\\"),
+        ("subnormal", "#FBF3D0", ".."),
+        ("normal", "white", ""),
+        ("overflow", "#F3D9C9", "//"),
+    )
+    for start, stop, (_, color, hatch) in zip(edges, edges[1:], areas, strict=False):
+        style = {"facecolor": color, "edgecolor": "#D8C8B8", "hatch": hatch}
+        ax.axvspan(start, stop, zorder=0, linewidth=0, **style)
+    # The names stand above, where no bar hides them, and those of narrow areas higher.
+    top = ax.secondary_xaxis("top")
+    names = [f"{name}\n" if name == "subnormal" else name for name, *_ in areas]
+    top.set_xticks((edges[1:] + edges[:-1]) / 2, names, fontsize="small")
+    top.tick_params(length=0, pad=2)
+    top.spines["top"].set_visible(False)
+    ax.spines[["top", "right"]].set_visible(False)
+    # Ticks first where areas meet, then at tens, as far as there is room.
+    ticks: list[float] = []
+    wanted = [meet[2], meet[1], meet[0], 0.0, *range(-200, 200, 10)]
+    for tick in np.round(wanted):
+        room = min((abs(tick - other) for other in ticks), default=np.inf)
+        if low <= tick <= high and room > (high - low) / 12:
+            ticks.append(tick)
+    ax.set_xticks(sorted(ticks))
+    ax.xaxis.set_major_formatter("$2^{{{x:.0f}}}$")
+    ax.set_xlim(low, high)
+
+
+def boundaries(dtype: Any) -> tuple[float, float, float]:
+    """Log2 of where numbers round to zero, are normal, and round to infinity."""
+    info = jnp.finfo(dtype)
+    largest = float(info.max)
+    half_ulp = 2.0 ** (np.floor(np.log2(largest)) - info.nmant - 1)
+    smallest, normal = float(info.smallest_subnormal), float(info.tiny)
+    return np.log2(smallest / 2), np.log2(normal), np.log2(largest + half_ulp)
+
+
+def as_power(scale: float) -> str:
+    """Writes a scale, as a power of two if it is one."""
+    mantissa, exponent = np.frexp(scale)
+    return f"$2^{{{exponent - 1}}}$" if mantissa == 0.5 else f"{scale:.4g}"
+
+
+def as_percent(share: float) -> str:
+    """Writes a share that is above zero."""
+    return "<0.01 %" if share < 1e-4 else f"{100 * share:.3g} %"
+
+
+def get_axes(ax: Any) -> Any:
+    """Returns `ax`, or the Axes of a new figure."""
+    try:
+        import matplotlib.axes
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError(
+            "Figures need matplotlib: pip install 'optax-lossscale[plot]'"
+        ) from error
+    if ax is None:
+        _, ax = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    if not isinstance(ax, matplotlib.axes.Axes):
+        raise TypeError(
+            f"ax must be a matplotlib Axes, got {type(ax).__name__}. Of many, as "
+            "plt.subplots makes them, pass one."
+        )
+    return ax
+
+
+def set_top(
+    ax: Any,
+    low: float,
+    high: float,
+    entries: int,
+    *,
+    title: Any = "",
+    log: bool = False,
+) -> None:
+    """Sets the limits of y, log2 or percent, and leaves room above for a legend.
+
+    Args:
+      ax: The Axes.
+      low: The lowest value to be seen; its log2 on a logarithmic axis.
+      high: The highest one.
+      entries: As many entries the legend will have.
+      title: The title of the legend.
+      log: Whether the axis is logarithmic.
+    """
+    rows = -(-entries // _legend_columns(ax)) + bool(title)
+    # Titles and labels take some of the height later.
+    inches = 0.8 * ax.get_window_extent().height / ax.get_figure().dpi
+    share = min((0.2 * rows + 0.2) / max(inches, 0.1), 0.6)
+    top = low + (high - low or 1) / (1 - share)
+    ax.set_ylim(*np.exp2([low, top]) if log else (low, top))
+    if not log and top > 100:
+        ax.set_yticks(range(0, 101, 20))
+
+
+def legend(ax: Any, handles: Any = None, *, title: Any = "") -> None:
+    """Adds a legend, in the room that `set_top` has left, of what has a label."""
+    made = ax.legend(
+        handles=ax.get_legend_handles_labels()[0] if handles is None else handles,
+        title=title or None,
+        loc="upper left",
+        ncols=_legend_columns(ax),
+        fontsize="small",
+        title_fontsize="small",
+        alignment="left",
+        framealpha=0.9,
+        borderaxespad=0.2,
+        columnspacing=1.2,
+    )
+    # It stands inside: wider than a small axis, it would squeeze it to nothing.
+    made.set_in_layout(False)
+
+
+def _legend_columns(ax: Any) -> int:
+    inches = ax.get_window_extent().width / ax.get_figure().dpi
+    return int(np.clip(inches / 1.25, 1, 3))

@@ -1,0 +1,263 @@
+"""A record of metrics on the host, bounded in size, which files can hold."""
+
+import bisect
+import os
+from collections.abc import Mapping
+from csv import Error
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._check import check_count
+from optax_lossscale.diagnostics._common import check_host
+from optax_lossscale.diagnostics._files import COUNTS, Table, read_table, write_table
+
+
+class History:
+    """Records metrics over a training run, for plots and files.
+
+    It lives on the host, next to the training loop. It is bounded: when more than
+    `capacity` rows have come together, every second one is dropped, and from then on
+    only every second step that is recorded is kept; later every fourth, and so on. So
+    the whole run stays visible, at a lower resolution. The first and the last step
+    recorded are always there. What is counted over the run, as `skipped_steps` is,
+    loses nothing by that.
+
+    Args:
+      capacity: The most rows to keep, at least 2.
+
+    Raises:
+      TypeError: If `capacity` is not a number.
+      ValueError: If `capacity` is not a whole number of at least 2.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from optax_lossscale.diagnostics import History
+      >>> history = History(capacity=4)
+      >>> for step in range(8):
+      ...     history.record(step, {"loss_scale": jnp.float32(2.0**step)})
+      >>> len(history), history.steps.tolist()
+      (3, [0, 4, 7])
+      >>> history.columns["loss_scale"].tolist()
+      [1.0, 16.0, 128.0]
+    """
+
+    def __init__(self, capacity: int = 10_000):
+        self._capacity = check_count("capacity", capacity, at_least=2)
+        self._steps: list[int] = []
+        self._values: list[dict[str, bool | int | float]] = []
+        # Records are numbered from zero. Row k is number k * stride, but for the last,
+        # which is number records - 1: unless that is a multiple of the stride too,
+        # the next one takes its place.
+        self._stride = 1
+        self._records = 0
+
+    @property
+    def capacity(self) -> int:
+        """The most rows to keep."""
+        return self._capacity
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def record(self, step: Any, metrics: Mapping[str, Any]) -> None:
+        """Records the metrics of a step.
+
+        Numbers are copied to the host at once, as the step that comes next may reuse
+        the memory of a donated state. That waits for the step to end: call this
+        where you log, not at every step of a fast loop.
+
+        A run that was restored from a checkpoint repeats steps: where `step` is not
+        above the last one recorded, all rows from that step on are forgotten first.
+
+        Args:
+          step: The number of the step, an integer.
+          metrics: Scalars by name, as `metrics` returns them: arrays or Python
+            numbers, real or bool. Names may come and go.
+
+        Returns:
+          None.
+
+        Raises:
+          TypeError: Under a transformation of JAX, such as `jax.jit`; if `step` is not
+            an integer, a name not a string, or a metric not a real number or a bool.
+          ValueError: If a metric is not a scalar, or is named "step"; if an integer
+            needs more than 64 bits.
+        """
+        if not isinstance(metrics, Mapping):
+            raise TypeError(
+                f"metrics must be a dictionary of scalars, got {type(metrics).__name__}"
+                ". Of a state, metrics(state) makes one."
+            )
+        for name in metrics:
+            if not isinstance(name, str):
+                raise TypeError(f"Names of metrics must be strings, got {name!r}.")
+            if name == "step":
+                raise ValueError('A metric must not be named "step", as the steps are.')
+        arrays = [step, *metrics.values()]
+        check_host("History.record", arrays)
+        step, *scalars = jax.device_get(arrays)
+        number = _to_python("step", step)
+        if type(number) is not int:
+            raise TypeError(f"step must be an integer, got {step!r}.")
+        pairs = zip(metrics, scalars, strict=True)
+        values = {name: _to_python(f"metrics[{name!r}]", x) for name, x in pairs}
+        self._truncate(number)
+        if self._records and (self._records - 1) % self._stride:
+            del self._steps[-1], self._values[-1]
+        self._steps.append(number)
+        self._values.append(values)
+        self._records += 1
+        if len(self) > self._capacity:
+            self._thin()
+
+    def _truncate(self, step: int) -> None:
+        """Forgets the rows from `step` on."""
+        rows = bisect.bisect_left(self._steps, step)
+        if rows < len(self):
+            del self._steps[rows:], self._values[rows:]
+            self._records = (rows - 1) * self._stride + 1 if rows else 0
+
+    def _thin(self) -> None:
+        """Drops every second row, but for the last."""
+        self._stride *= 2
+        self._steps = [*self._steps[:-1:2], self._steps[-1]]
+        self._values = [*self._values[:-1:2], self._values[-1]]
+
+    @property
+    def steps(self) -> np.ndarray:
+        """The steps of the rows, int64[rows], ascending."""
+        return np.array(self._steps, np.int64)
+
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """The metrics, by name: arrays of shape [rows], one for each.
+
+        They are bool, int64 or float64, whichever holds all values of a column. Where
+        some rows lack the metric, it is a masked array (`numpy.ma`).
+        """
+        names = dict.fromkeys(name for row in self._values for name in row)
+        return {name: self._column(name) for name in names}
+
+    def _column(self, name: str) -> np.ndarray:
+        present = [row[name] for row in self._values if name in row]
+        mask = np.array([name not in row for row in self._values])
+        values = np.array(present)
+        if not mask.any():
+            return values
+        column = np.zeros(len(self), values.dtype)
+        column[~mask] = values
+        return np.ma.array(column, mask=mask)
+
+    @property
+    def rows(self) -> list[dict[str, bool | int | float]]:
+        """The rows, each a dictionary of "step" and the metrics that it has."""
+        pairs = zip(self._steps, self._values, strict=True)
+        return [{"step": step, **values} for step, values in pairs]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the history to a file, without loss.
+
+        The file is written aside and then put into its place: after a crash there
+        is the old one or the new one, never half of one. CSV can be read by
+        `pandas.read_csv(path, comment="#")`; JSON is strict, with nan and infinities
+        as strings, and null where a row lacks a metric.
+
+        Args:
+          path: A file, by whose suffix, ".csv" or ".json", the format is chosen.
+
+        Returns:
+          None.
+
+        Raises:
+          ValueError: If the suffix is another one.
+        """
+        names = self.columns
+        columns = {k: [row.get(k) for row in self._values] for k in names}
+        counts = (self._capacity, self._stride, self._records)
+        numbers = dict[str, int](zip(COUNTS, counts, strict=True))
+        write_table(path, Table(numbers, self._steps, columns))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "History":
+        """Reads a file that `save` has written.
+
+        Args:
+          path: The file, ".csv" or ".json".
+
+        Returns:
+          A `History` that goes on as the one that was saved would have.
+
+        Raises:
+          ValueError: If the suffix is another one, or the file is damaged or not of
+            a `History`.
+
+        Examples:
+          >>> import tempfile
+          >>> from optax_lossscale.diagnostics import History
+          >>> history = History()
+          >>> history.record(0, {"loss_scale": 2.0**15, "last_step_applied": True})
+          >>> with tempfile.TemporaryDirectory() as folder:
+          ...     history.save(f"{folder}/run.csv")
+          ...     history = History.load(f"{folder}/run.csv")
+          >>> history.rows
+          [{'step': 0, 'loss_scale': 32768.0, 'last_step_applied': True}]
+        """
+        try:
+            counts, steps, columns = read_table(path)
+            history = cls(counts["capacity"])
+            history._stride = check_count("stride", counts["stride"])
+            history._records = check_count("records", counts["records"], at_least=0)
+            history._steps = steps
+            rows = zip(*columns.values(), strict=True) if columns else [()] * len(steps)
+            for row in rows:
+                pairs = zip(columns, row, strict=True)
+                history._values.append({k: v for k, v in pairs if v is not None})
+            history._check()
+        except (AttributeError, LookupError, TypeError, ValueError, Error) as error:
+            raise ValueError(
+                f"{os.fspath(path)!r} cannot be loaded. It must be a .csv or .json "
+                f"file that History.save has written: {error}"
+            ) from error
+        return history
+
+    def _check(self) -> None:
+        """Raises if what was read contradicts itself."""
+        expected = -(-(self._records - 1) // self._stride) + 1 if self._records else 0
+        if not len(self) == len(self._values) == expected <= self._capacity:
+            raise ValueError(
+                f"there are {len(self)} steps and {len(self._values)} rows, not "
+                f"{expected}"
+            )
+        if any(type(step) is not int for step in self._steps):
+            raise ValueError("steps must be integers")
+        if np.any(np.diff(self.steps) <= 0):
+            raise ValueError("steps must ascend")
+        for row in self._values:
+            for name, value in row.items():
+                _to_python(name, value)
+
+
+def _to_python(name: str, value: Any) -> bool | int | float:
+    """Returns a scalar of the host as a Python number."""
+    if np.shape(value) != ():
+        raise ValueError(
+            f"{name} must be a scalar, got shape {np.shape(value)}. Where a state is "
+            "that of many members or devices, record one of them, "
+            "jax.tree.map(lambda x: x[0], state) for example."
+        )
+    dtype = getattr(value, "dtype", None)
+    kinds = (bool, jnp.bool_), (int, jnp.integer), (float, jnp.floating)
+    for python, kind in kinds:
+        is_python = dtype is None and isinstance(value, python)
+        if is_python or (dtype is not None and jnp.issubdtype(dtype, kind)):
+            number = python(value)
+            if python is int and not -(2**63) <= number < 2**63:
+                raise ValueError(f"{name} must fit into 64 bits, got {number}.")
+            return number
+    raise TypeError(
+        f"{name} must be a real number or a bool, got {value!r} of type "
+        f"{type(value).__name__}."
+    )
