@@ -53,6 +53,10 @@ LAYERS = [
     "diagnostics._bits",
     "diagnostics._underflow",
     "diagnostics._sweep",
+    "diagnostics._files",
+    "diagnostics._history",
+    "diagnostics._drawing",
+    "diagnostics._plots",
 ]
 
 
@@ -78,6 +82,7 @@ CALLABLES = dict(functions_and_methods())
 def test_public_names():
     assert DIAGNOSTICS.keys() == {
         "ExponentHistogram",
+        "History",
         "NonfiniteGradient",
         "NonfiniteLeaf",
         "ScaleSweep",
@@ -87,6 +92,9 @@ def test_public_names():
         "exponent_histogram",
         "metrics",
         "nonfinite_leaves",
+        "plot_exponents",
+        "plot_history",
+        "plot_sweep",
         "report",
         "scale_sweep",
         "suggest_loss_scale",

@@ -207,7 +207,6 @@ class TestExponents:
         assert len(spans(ax)) == 4
 
     def test_gradients_themselves(self):
-        pytest.importorskip("optax_lossscale.diagnostics._underflow")
         grads = {"w": jnp.array([0.0, 2.0**-30, 2.0**-30, 1.5]), "n": None}
         ax = plot_exponents(grads, 2.0)
         percent, edges, _ = stairs(ax)["before scaling"]
