@@ -1,8 +1,10 @@
 """The documentation and the layout keep what they promise."""
 
 import ast
+import base64
 import doctest
 import inspect
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -173,8 +175,8 @@ def test_examples_run_on_their_own(name, public):
     assert runner.summarize(verbose=False).failed == 0
 
 
-def test_readme_runs():
-    *blocks, pmap, shard_map, sharded_jit, _ = readme_blocks()
+def test_readme_runs(capsys):
+    *blocks, diagnose, pmap, shard_map, sharded_jit, _ = readme_blocks()
     assert len(blocks) == 4
     params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
     x, y = jnp.ones((4, 3)), jnp.ones((4, 2))
@@ -192,8 +194,11 @@ def test_readme_runs():
         state = scope["optimizer"].init(params)
         nans = jax.tree.map(lambda p: p * jnp.nan, params)
         _, state = scope["optimizer"].update(nans, state)
-    assert losses[0] > losses[1] > losses[2] == losses[3]
-    assert scope["optimizer"].current_loss_scale(state) == 2**23
+        assert losses[0] > losses[1] > losses[2] == losses[3]
+        assert scope["optimizer"].current_loss_scale(state) == 2**23
+        exec(diagnose, scope)
+        assert loss_fn(scope["params"], x, y) < losses[3]
+    assert capsys.readouterr().out.startswith("The last step was applied.")
 
     start, x, y = params, jnp.ones((16, 3)), jnp.full((16, 2), 2.9)
     losses = []
@@ -210,6 +215,16 @@ def test_readme_runs():
             assert np.all(scope["optimizer"].current_loss_scale(state) == 2**14)
             assert np.all(np.isfinite(params["w"]))
     assert losses[0] == losses[1] == losses[2]
+
+
+def test_readme_shows_pictures_of_a_notebook():
+    path = PACKAGE.parent / "notebooks/anatomy_of_underflow.ipynb"
+    cells = json.loads(path.read_text())["cells"]
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    pictures = [output.get("data", {}).get("image/png") for output in outputs]
+    for name in ("exponents", "history"):
+        picture = (PACKAGE.parent / f"docs/{name}.png").read_bytes()
+        assert base64.b64encode(picture).decode() in [p and p.strip() for p in pictures]
 
 
 def test_every_public_name_has_an_example():
