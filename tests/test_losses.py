@@ -161,6 +161,28 @@ def test_every_rule_is_each_loss_alone(rule):
         assert bool(state.last_step_applied) == all(applied)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize("skip", SKIPS)
+def test_a_sum_that_overflows_is_skipped_at_the_same_scales(skip, dtype):
+    optimizer = two(DynamicLossScale(growth_interval=5), skip=skip, track_leaves=True)
+    params = {"a": jnp.ones(2, dtype), "b": jnp.ones(2, dtype)}
+    state = optimizer.init(params)
+    large = jnp.array([1, jnp.finfo(dtype).max * 0.75], dtype)
+    grads = [{"a": params["a"], "b": large}] * 2
+    new, state = jax.jit(optimizer.apply_gradients)(grads, params, state)
+    assert_same_bits(new, params)
+    assert state.skipped_steps == 1
+    assert scales(optimizer, state) == [2**15, 2**15]
+    assert state.loss_scale_state.good_steps.tolist() == [1, 1]
+    assert [str(leaf) for leaf in nonfinite_leaves(state, params)] == [
+        "params['b']: inf in 1 steps, nan in 0, at last inf"
+    ]
+    # As with one loss, a fixed scale that checks nothing applies it.
+    fixed = two(FixedLossScale(2.0), skip=skip)
+    new, _ = fixed.apply_gradients(grads, params, fixed.init(params))
+    assert jnp.isinf(new["b"][1])
+
+
 def test_one_loss_in_a_tuple_is_one_loss():
     one = LossScaleOptimizer(optax.adam(0.1), num_losses=1)
     plain = LossScaleOptimizer(optax.adam(0.1))
