@@ -10,7 +10,7 @@ from optax_lossscale._check import accepts, check_bool, check_optimizer
 from optax_lossscale._leaves import initial_leaves
 from optax_lossscale._loss_scale import LossScale
 from optax_lossscale._losses import check_num_losses, initial_scales, total
-from optax_lossscale._mask import Mask, check_mask, check_params, masked
+from optax_lossscale._mask import Mask, check_mask, check_params, expand, masked
 from optax_lossscale._registry import get_loss_scale, keras_loss_scale
 from optax_lossscale._skip import Skip
 from optax_lossscale._state import (
@@ -173,8 +173,11 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
           The state. Its arrays are strongly typed.
 
         Raises:
-          TypeError: If the inner optimizer scales losses itself.
+          TypeError: If the inner optimizer scales losses itself; if a function that is
+            the mask returns anything but True and False.
+          ValueError: If the mask is no prefix of `params`.
         """
+        expand(self._mask, params)
         inner_state = strongly_typed(self._inner.init(params))
         if find_states(inner_state):
             raise TypeError(

@@ -142,6 +142,10 @@ def test_errors_say_what_is_wanted():
         masked({"params": 1})
     with pytest.raises(TypeError, match=r"mask must be a tree of .* got a leaf 'yes'"):
         masked(lambda tree: "yes").get_unscaled_gradients(GRADS, masked().init(PARAMS))
+    with pytest.raises(TypeError, match=r"mask must be a tree of .* got a leaf 'yes'"):
+        masked(lambda tree: "yes").init(PARAMS)
+    with pytest.raises(ValueError, match="mask must be a prefix"):
+        masked({"params": True}).init(PARAMS)
     state = masked().init(PARAMS)
     with pytest.raises(ValueError, match="mask must be a prefix"):
         masked().get_unscaled_gradients(GRADS["params"], state)
