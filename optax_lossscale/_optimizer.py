@@ -9,7 +9,7 @@ import optax
 from optax_lossscale._check import accepts, check_bool, check_optimizer
 from optax_lossscale._leaves import initial_leaves
 from optax_lossscale._loss_scale import LossScale
-from optax_lossscale._losses import check_num_losses, initial_scales, total
+from optax_lossscale._losses import check_num_losses, initial_scales, total, total_loss
 from optax_lossscale._mask import Mask, check_mask, check_params, expand, masked
 from optax_lossscale._registry import get_loss_scale, keras_loss_scale
 from optax_lossscale._skip import Skip
@@ -302,9 +302,9 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
 
         def value_fn(params):
             value = loss_fn(params, *args, **kwargs)
-            return total(self._num_losses, value[0] if has_aux else value)
+            return total_loss(self._num_losses, value[0] if has_aux else value)
 
-        loss = total(self._num_losses, value[0] if has_aux else value)
+        loss = total_loss(self._num_losses, value[0] if has_aux else value)
         grad = total(self._num_losses, grads)
         extra = {"value": loss, "grad": grad, "value_fn": value_fn}
         taken = {k: v for k, v in extra.items() if accepts(self._inner.update, k)}
