@@ -10,7 +10,14 @@ from optax_lossscale._check import accepts, check_bool, check_optimizer
 from optax_lossscale._leaves import initial_leaves
 from optax_lossscale._loss_scale import LossScale
 from optax_lossscale._losses import check_num_losses, initial_scales, total, total_loss
-from optax_lossscale._mask import Mask, check_mask, check_params, expand, masked
+from optax_lossscale._mask import (
+    Mask,
+    check_mask,
+    check_params,
+    complete,
+    expand,
+    masked,
+)
 from optax_lossscale._registry import get_loss_scale, keras_loss_scale
 from optax_lossscale._skip import Skip
 from optax_lossscale._state import (
@@ -300,8 +307,9 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
             params, *args, **kwargs
         )
 
-        def value_fn(params):
-            value = loss_fn(params, *args, **kwargs)
+        def value_fn(proposed):
+            proposed = complete(self._mask, proposed, params)
+            value = loss_fn(proposed, *args, **kwargs)
             return total_loss(self._num_losses, value[0] if has_aux else value)
 
         loss = total_loss(self._num_losses, value[0] if has_aux else value)
