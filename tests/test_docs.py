@@ -36,6 +36,7 @@ LAYERS = [
     "_health",
     "_scaling",
     "_optimizer",
+    "_accumulate",
 ]
 
 
@@ -60,6 +61,7 @@ CALLABLES = dict(functions_and_methods())
 
 def test_public_names():
     assert set(PUBLIC) == {
+        "AccumulationState",
         "DynamicLossScale",
         "FixedLossScale",
         "FixedLossScaleState",
@@ -74,6 +76,7 @@ def test_public_names():
         "LossScaleState",
         "TolerantLossScale",
         "TolerantLossScaleState",
+        "accumulate_gradients",
         "all_finite",
         "check_health",
         "get_loss_scale",
