@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import warnings
 from pathlib import Path
 
 import jax
@@ -17,6 +18,7 @@ from optax_lossscale import (
     LossScaleOptimizer,
     accumulate_gradients,
     all_finite,
+    check_health,
 )
 
 PAGE = Path(__file__).parent.parent / "docs" / "recipes" / "accumulation.md"
@@ -163,6 +165,7 @@ class TestMultiStepsInside:
         assert scaler.current_loss_scale(state) == 2**16
 
 
+@pytest.mark.filterwarnings("ignore:A LossScaleOptimizer is inside optax.MultiSteps")
 class TestMultiStepsAround:
     """What the documentation warns of; to be rewritten if Optax mends it."""
 
@@ -196,6 +199,67 @@ class TestMultiStepsAround:
         assert scaler.current_loss_scale(ends[-1][1]) == 2.0**120
         mended = accumulate_gradients(scaler, 2)
         assert any(moved(train(mended, [2.0**10] * 20, scaler=scaler)))
+
+
+class TestWarning:
+    scaler = LossScaleOptimizer(optax.sgd(0.1))
+    param = jnp.float32(2)
+
+    def state(self):
+        around = optax.chain(optax.MultiSteps(self.scaler, 2).gradient_transformation())
+        return around.init(self.param)
+
+    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+    def test_of_training(self, wrap):
+        def step(state):
+            return self.scaler.value_and_grad(jnp.square, state)(self.param)
+
+        def by_hand(state):
+            loss_fn = self.scaler.get_scaled_loss(jnp.square, state)
+            grads = jax.grad(loss_fn)(self.param)
+            return self.scaler.get_unscaled_gradients(grads, state)
+
+        for training in (step, by_hand):
+            with pytest.warns(UserWarning, match="inside optax.MultiSteps") as caught:
+                wrap(training)(self.state())
+            assert len(caught) == 1
+            for fix in (
+                "LossScaleOptimizer(optax.MultiSteps(inner, k))",
+                "accumulate_gradients(LossScaleOptimizer(inner), k)",
+            ):
+                assert fix in str(caught[0].message)
+
+    def test_is_shown_once(self):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            for _ in range(3):
+                state = self.state()
+                self.scaler.value_and_grad(jnp.square, state)(self.param)
+                self.scaler.get_unscaled_gradients(self.param, state)
+        assert len(caught) == 1
+
+    def test_not_of_reading(self):
+        state = self.state()
+        assert self.scaler.current_loss_scale(state) == 2**15
+        assert self.scaler.dynamic_counter(state) == 0
+        assert check_health(state).healthy
+
+    @pytest.mark.parametrize(
+        "optimizer",
+        [
+            LossScaleOptimizer(optax.MultiSteps(INNER, 2)),
+            accumulate_gradients(LossScaleOptimizer(INNER), 2),
+            # Next to it, not inside.
+            optax.chain(
+                LossScaleOptimizer(INNER),
+                optax.MultiSteps(INNER, 2).gradient_transformation(),
+            ),
+        ],
+        ids=["inside", "accumulate_gradients", "next to it"],
+    )
+    def test_not_of_what_works(self, optimizer):
+        state = optimizer.init(self.param)
+        self.scaler.value_and_grad(jnp.square, state)(self.param)
 
 
 def blocks():
