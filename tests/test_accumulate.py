@@ -287,6 +287,19 @@ class TestState:
             _, state = optimizer.update(gradients(size), state, PARAMS)
         assert scaler.current_loss_scale(state) == 2
 
+    def test_is_strongly_typed_whatever_the_inner_one_is(self):
+        def update(updates, state, params=None):
+            return updates, state + 1
+
+        counted = optax.GradientTransformation(lambda params: jnp.asarray(0.0), update)
+        optimizer = accumulate_gradients(counted, 2)
+        state = optimizer.init(PARAMS)
+        step = jax.jit(optimizer.update)
+        for _ in range(4):
+            _, state = step(gradients(1), state)
+        assert state.inner_state == 2
+        assert step._cache_size() == 1
+
     def test_an_abstract_state(self):
         optimizer = accumulate_gradients(LossScaleOptimizer(INNER), 2)
         shapes = jax.eval_shape(optimizer.init, PARAMS)
