@@ -294,7 +294,7 @@ def gradients_are_of_the_fast_half(row):
     optimizer = LossScaleOptimizer(row.make())
     params = row.params()
     state = optimizer.init(params)
-    with pytest.raises(ValueError, match="structure|named tuple"):
+    with pytest.raises(ValueError, match=r"structure|named tuple"):
         optimizer.minimize(loss_fn, params, state, *batches(1)[0])
     _, grads = optimizer.value_and_grad(loss_fn, state)(params.fast, *batches(1)[0])
     assert optimizer.update(grads, state, params)[1].last_step_applied
