@@ -1,6 +1,5 @@
 """The half of the optimizer that changes its state: step or skip."""
 
-import functools
 from collections.abc import Callable, Hashable
 from typing import Any, get_args
 
@@ -14,6 +13,7 @@ from optax_lossscale._check import (
     check_loss_value,
     check_optimizer,
 )
+from optax_lossscale._leaves import count_leaves, initial_leaves
 from optax_lossscale._loss_scale import LossScale, at_minimum
 from optax_lossscale._registry import get_loss_scale, keras_loss_scale
 from optax_lossscale._scaling import LossScaling
@@ -64,6 +64,8 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
         scale does not act on the loss, so it then stays as it is, whatever the
         gradients are, and `nonfinite_loss_steps` counts the step. `update` and
         `apply_gradients` need the loss as `value=`; `minimize` has it.
+      track_leaves: Whether the state records which gradients were inf or nan, in
+        `leaf_statistics`. `diagnostics.nonfinite_leaves` names them.
 
     Raises:
       ValueError: If `loss_scale` comes with `dynamic`, `initial_scale` or
@@ -105,9 +107,7 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
       `tf.keras.mixed_precision.LossScaleOptimizer`, TensorFlow 2.4.
     """
 
-    _inner_optimizer: Any
     _inner: optax.GradientTransformationExtraArgs
-    _axis_name: Hashable | None
 
     def __new__(
         cls,
@@ -120,6 +120,7 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
         axis_name: Hashable | None = None,
         skip: Skip = "auto",
         check_loss: bool = False,
+        track_leaves: bool = False,
     ):
         keras = (dynamic, initial_scale, dynamic_growth_steps)
         if loss_scale is None:
@@ -156,37 +157,8 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
         self._axis_name = axis_name
         self._skip = skip
         self._check_loss = check_bool("check_loss", check_loss)
+        self._track_leaves = check_bool("track_leaves", track_leaves)
         return self
-
-    def _key(self):
-        options = self._axis_name, self._skip, self._check_loss
-        return self._inner_optimizer, self._loss_scale, *options
-
-    def __eq__(self, other):
-        return isinstance(other, LossScaleOptimizer) and self._key() == other._key()
-
-    def __ne__(self, other):
-        return not self == other
-
-    def __hash__(self):
-        return hash(self._key())
-
-    def __reduce__(self):
-        # Copies of the tuple's functions would still call the original.
-        inner, loss_scale, axis_name, skip, check_loss = self._key()
-        options = {"axis_name": axis_name, "skip": skip, "check_loss": check_loss}
-        make = functools.partial(type(self), **options)
-        return make, (inner, loss_scale)
-
-    def __repr__(self):
-        names = ("inner_optimizer", "loss_scale", "axis_name", "skip", "check_loss")
-        options = (f"{k}={v!r}" for k, v in zip(names, self._key(), strict=True))
-        return f"{type(self).__name__}({', '.join(options)})"
-
-    @property
-    def inner_optimizer(self) -> Any:
-        """The optimizer that this one wraps."""
-        return self._inner_optimizer
 
     def init(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, params: Any
@@ -208,7 +180,10 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
                 "inner_optimizer holds a LossScaleOptimizer, and scaling twice is a "
                 "bug. Keep the outermost one."
             )
-        return initial_state(inner_state, strongly_typed(self._loss_scale.init()))
+        state = initial_state(inner_state, strongly_typed(self._loss_scale.init()))
+        if not self._track_leaves:
+            return state
+        return state._replace(leaf_statistics=initial_leaves(params))
 
     def update(  # pyright: ignore[reportIncompatibleVariableOverride]
         self,
@@ -381,6 +356,9 @@ class LossScaleOptimizer(LossScaling, optax.GradientTransformationExtraArgs):
             scales = map(self._loss_scale, (state.loss_scale_state, loss_scale_state))
             is_stuck = at_minimum(self._loss_scale, *scales)
             state = count_step(state, should_apply, loss_is_finite, is_stuck)
+        if self._track_leaves:
+            leaves = count_leaves(state.leaf_statistics, grads, self._axis_name)
+            state = state._replace(leaf_statistics=leaves)
         return result, state._replace(
             inner_state=inner_state, loss_scale_state=loss_scale_state
         )

@@ -1,6 +1,7 @@
 """The half of the optimizer that only reads its state: scaling and unscaling."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -14,9 +15,48 @@ from optax_lossscale._tree import is_inexact, scale_down, scale_up
 class LossScaling:
     """Scales losses and unscales gradients by the scale in an optimizer's state."""
 
+    _inner_optimizer: Any
     _loss_scale: LossScale
+    _axis_name: Hashable | None
     _skip: Skip
     _check_loss: bool
+    _track_leaves: bool
+
+    def _key(self):
+        return self._inner_optimizer, self._loss_scale, *self._options.values()
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        names = ("axis_name", "skip", "check_loss", "track_leaves")
+        return {name: getattr(self, f"_{name}") for name in names}
+
+    def __eq__(self, other):
+        return isinstance(other, LossScaling) and self._key() == other._key()
+
+    def __ne__(self, other):
+        return not self == other
+
+    def __hash__(self):
+        return hash(self._key())
+
+    def __reduce__(self):
+        # Copies of the tuple's functions would still call the original.
+        make = functools.partial(type(self), **self._options)
+        return make, (self._inner_optimizer, self._loss_scale)
+
+    def __repr__(self):
+        shown = {
+            "inner_optimizer": self._inner_optimizer,
+            "loss_scale": self._loss_scale,
+            **self._options,
+        }
+        options = ", ".join(f"{name}={value!r}" for name, value in shown.items())
+        return f"{type(self).__name__}({options})"
+
+    @property
+    def inner_optimizer(self) -> Any:
+        """The optimizer that this one wraps."""
+        return self._inner_optimizer
 
     @property
     def _effective_skip(self) -> Skip | None:

@@ -26,6 +26,8 @@ class LossScaleOptimizerState(NamedTuple):
         gradients were not finite though the scale stood at its minimum already
         (where a rule names no `min_scale`: though the scale did not fall). Stays
         at its maximum. See `check_health`.
+      leaf_statistics: Which gradients were not finite, a `LeafStatistics`; None
+        without `track_leaves`.
     """
 
     inner_state: Any
@@ -35,6 +37,15 @@ class LossScaleOptimizerState(NamedTuple):
     consecutive_skipped_steps: jax.Array
     nonfinite_loss_steps: jax.Array
     stuck_steps: jax.Array
+    leaf_statistics: Any = None
+
+
+COUNTERS = (
+    "skipped_steps",
+    "consecutive_skipped_steps",
+    "nonfinite_loss_steps",
+    "stuck_steps",
+)
 
 
 def initial_state(inner_state: Any, loss_scale_state: Any) -> LossScaleOptimizerState:
@@ -43,10 +54,7 @@ def initial_state(inner_state: Any, loss_scale_state: Any) -> LossScaleOptimizer
         inner_state=inner_state,
         loss_scale_state=loss_scale_state,
         last_step_applied=jnp.ones((), bool),
-        skipped_steps=jnp.zeros((), jnp.int32),
-        consecutive_skipped_steps=jnp.zeros((), jnp.int32),
-        nonfinite_loss_steps=jnp.zeros((), jnp.int32),
-        stuck_steps=jnp.zeros((), jnp.int32),
+        **{name: jnp.zeros((), jnp.int32) for name in COUNTERS},
     )
 
 
@@ -57,7 +65,7 @@ def count_step(
     is_stuck: jax.Array,
 ) -> LossScaleOptimizerState:
     """Records in the state whether a step was applied or skipped, and why."""
-    counters = {name: getattr(state, name) for name in state._fields[3:]}
+    counters = {name: getattr(state, name) for name in COUNTERS}
     counters = _count(counters, should_apply, loss_is_finite, is_stuck)
     return state._replace(last_step_applied=should_apply, **counters)
 

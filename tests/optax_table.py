@@ -227,7 +227,7 @@ class Row:
         return "| " + " | ".join([f"`{self.code}`", *cells, self.note]) + " |"
 
 
-GRADS = {"a": jnp.ones(2), "b": jnp.float32(1)}
+GRADS = {"a": jnp.ones(2, jnp.float32), "b": jnp.float32(1)}
 OVERFLOW = GRADS | {"b": jnp.float32(INF)}
 
 

@@ -14,16 +14,22 @@ import pytest
 from helpers import readme_blocks
 
 import optax_lossscale
+from optax_lossscale import diagnostics
 
 PACKAGE = Path(optax_lossscale.__file__).parent
-PUBLIC = {
-    name: getattr(optax_lossscale, name)
-    for name in dir(optax_lossscale)
-    if not name.startswith("_") and not inspect.ismodule(getattr(optax_lossscale, name))
-}
+
+
+def public_names(module):
+    found = vars(module).items()
+    return {k: v for k, v in found if k[0] != "_" and not inspect.ismodule(v)}
+
+
+DIAGNOSTICS = public_names(diagnostics)
+PUBLIC = public_names(optax_lossscale) | DIAGNOSTICS
 # A file imports only from those before it.
 LAYERS = [
     "_tree",
+    "_leaves",
     "_check",
     "_loss_scale",
     "_tolerance",
@@ -37,6 +43,13 @@ LAYERS = [
     "_scaling",
     "_optimizer",
     "_accumulate",
+    "diagnostics._common",
+    "diagnostics._metrics",
+    "diagnostics._nonfinite",
+    "diagnostics._report",
+    "diagnostics._bits",
+    "diagnostics._underflow",
+    "diagnostics._sweep",
 ]
 
 
@@ -60,7 +73,23 @@ CALLABLES = dict(functions_and_methods())
 
 
 def test_public_names():
-    assert set(PUBLIC) == {
+    assert DIAGNOSTICS.keys() == {
+        "ExponentHistogram",
+        "NonfiniteGradient",
+        "NonfiniteLeaf",
+        "ScaleSweep",
+        "Underflow",
+        "UnderflowStats",
+        "describe_nonfinite",
+        "exponent_histogram",
+        "metrics",
+        "nonfinite_leaves",
+        "report",
+        "scale_sweep",
+        "suggest_loss_scale",
+        "underflow_stats",
+    }
+    assert PUBLIC.keys() - DIAGNOSTICS.keys() == {
         "AccumulationState",
         "DynamicLossScale",
         "FixedLossScale",
@@ -181,10 +210,10 @@ def test_every_public_name_has_an_example():
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_imports_go_in_one_direction(layer):
-    tree = ast.parse((PACKAGE / f"{layer}.py").read_text())
+    path = PACKAGE.joinpath(*layer.split(".")).with_suffix(".py")
     imported = {
-        node.module.split(".")[1]
-        for node in ast.walk(tree)
+        node.module.removeprefix("optax_lossscale.")
+        for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ImportFrom)
         and (node.module or "").startswith("optax_lossscale.")
     }
@@ -192,9 +221,11 @@ def test_imports_go_in_one_direction(layer):
 
 
 def test_every_file_has_its_layer_and_is_short():
-    files = {path.stem: path for path in PACKAGE.glob("*.py")}
-    assert files.keys() - {"__init__", "__main__", "_demo"} == set(LAYERS)
-    for path in files.values():
+    files = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")]
+    names = {".".join(path.with_suffix("").parts) for path in files}
+    others = {"__init__", "__main__", "_demo", "diagnostics.__init__"}
+    assert names - others == set(LAYERS)
+    for path in PACKAGE.rglob("*.py"):
         assert len(path.read_text().splitlines()) <= 400, path.name
 
 

@@ -1,0 +1,112 @@
+"""Which gradients were not finite: counted in the step, by leaf."""
+
+import functools
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from optax_lossscale._tree import axis_index, is_inexact, nonfinite_sums
+
+FINITE, INF, NAN = range(3)
+
+
+class LeafStatistics(NamedTuple):
+    """What `LossScaleOptimizer(..., track_leaves=True)` knows about n leaves.
+
+    The leaves are those of the parameters, in the order of `jax.tree.leaves`, None
+    among them. `optax_lossscale.diagnostics.nonfinite_leaves` names them.
+
+    Attributes:
+      last: i32[n], what each was at the last step whose gradients were not finite:
+        0 finite, 1 inf, 2 nan (or both).
+      inf_steps: i32[n], steps in which each was inf. Stays at its maximum.
+      nan_steps: i32[n], steps in which each was nan. Stays at its maximum.
+    """
+
+    last: jax.Array
+    inf_steps: jax.Array
+    nan_steps: jax.Array
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """Returns the leaves of a tree, None among them: where no gradient is."""
+    return jax.tree.leaves(tree, is_leaf=lambda x: x is None)
+
+
+def initial_leaves(params: Any) -> LeafStatistics:
+    """Returns the statistics before the first step."""
+    n = len(leaves_of(params))
+    # Of three arrays: one could not be donated three times.
+    return LeafStatistics(*(jnp.zeros(n, jnp.int32) for _ in LeafStatistics._fields))
+
+
+def count_leaves(
+    statistics: Any, grads: Any, axis_name: Hashable | None
+) -> LeafStatistics:
+    """Records which of the gradients of a step are not finite.
+
+    Raises:
+      ValueError: If there are more or fewer gradients than there were parameters, or
+        the state was made without `track_leaves`.
+    """
+    if not isinstance(statistics, LeafStatistics):
+        raise ValueError(
+            "track_leaves=True needs a state with leaf_statistics, got "
+            f"{statistics!r}: the state was made or saved without. Put those of "
+            "init(params) into it: state._replace(leaf_statistics="
+            "optimizer.init(params).leaf_statistics)."
+        )
+    # Where there is no gradient, a number that is always finite.
+    leaves = [jnp.asarray(x if is_inexact(x) else 0.0) for x in leaves_of(grads)]
+    (expected,) = statistics.last.shape
+    if len(leaves) != expected:
+        raise ValueError(
+            f"With track_leaves=True the gradients must have the {expected} leaves of "
+            f"the parameters that init saw (None for those without), got "
+            f"{len(leaves)}."
+        )
+    return _count(statistics, leaves, axis_name)
+
+
+@functools.partial(jax.jit, static_argnames="axis_name")
+def _count(statistics, leaves, axis_name):
+    kinds = _kinds(leaves, axis_name)
+
+    def count(steps, kind):
+        return jnp.where(kinds == kind, optax.safe_increment(steps), steps)
+
+    return LeafStatistics(
+        last=jnp.where(jnp.any(kinds != FINITE), kinds, statistics.last),
+        inf_steps=count(statistics.inf_steps, INF),
+        nan_steps=count(statistics.nan_steps, NAN),
+    )
+
+
+def _kinds(leaves: list[jax.Array], axis_name: Hashable | None) -> jax.Array:
+    """Returns what each leaf is, over all devices: finite, inf or nan."""
+    if not leaves:
+        return jnp.zeros(0, jnp.int32)
+    # These are the sums that tell whether to skip: XLA computes them once.
+    sums = jnp.stack(nonfinite_sums(leaves))
+    finite = jnp.isfinite(sums)
+    # On CPU they do not tell inf from nan: a step that is not finite pays for that.
+    nan = lax.platform_dependent(
+        sums,
+        leaves,
+        cpu=lambda sums, leaves: lax.cond(
+            jnp.all(jnp.isfinite(sums)), lambda _: jnp.isnan(sums), _has_nan, leaves
+        ),
+        default=lambda sums, _: jnp.isnan(sums),
+    )
+    kinds = jnp.where(finite, FINITE, jnp.where(nan, NAN, INF)).astype(jnp.int32)
+    if axis_name is None:
+        return kinds
+    return lax.pmax(kinds + 0 * axis_index(axis_name), axis_name)
+
+
+def _has_nan(leaves: list[jax.Array]) -> jax.Array:
+    return jnp.stack([jnp.any(lax.ne(x, x)) for x in leaves])

@@ -1,0 +1,168 @@
+"""Magnitudes as integers: exact where floating-point arithmetic is not.
+
+XLA takes float32 subnormals for zero on some platforms, even in comparisons, and its
+log2 is not exact. The bits of a float without its sign are an integer of the same
+order, of which neither is true.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+# So many numbers int32 can count.
+COUNTABLE = 2**31
+
+
+class Limits(NamedTuple):
+    """Where a dtype ends. What is not of full precision is exact in float64."""
+
+    flushed: float  # The largest that rounds to zero.
+    normal: float  # The smallest normal number.
+    largest: float  # The largest finite number.
+    overflow: float  # Between the largest that rounds to it and what does not.
+    tie_overflows: bool  # Which of both the number in between is.
+
+
+@functools.lru_cache
+def limits_of(dtype: str) -> Limits:
+    """Returns the limits of a dtype of at most 16 bits.
+
+    Raises:
+      ValueError: If it has no zero (float8_e8m0fnu).
+    """
+    info = jnp.finfo(dtype)
+    if float(np.zeros((), jnp.dtype(dtype))) != 0:
+        raise ValueError(
+            f'dtype must have a zero, "float16" for example, got {dtype!r}.'
+        )
+    largest = float(info.max)
+    half_ulp = 2.0 ** (math.frexp(largest)[1] - 2 - info.nmant)
+    with np.errstate(over="ignore"):
+        tie = np.float32(largest + half_ulp).astype(jnp.dtype(dtype))
+    return Limits(
+        flushed=float(info.smallest_subnormal) / 2,
+        normal=float(info.tiny),
+        largest=largest,
+        overflow=largest + half_ulp,
+        # Or saturates, where there is neither inf nor nan (float4_e2m1fn).
+        tie_overflows=not float(tie) <= largest,
+    )
+
+
+def magnitudes(x: Any) -> list[jax.Array]:
+    """Returns the bits of |x|, i32 or of float64 i64, of both parts if complex.
+
+    They are those of float32, which holds all narrower numbers, or of float64.
+    Infinity is `infinity(bits)`, and nan is above.
+    """
+    x = jnp.asarray(x)
+    parts = (lax.real(x), lax.imag(x)) if jnp.iscomplexobj(x) else (x,)
+    wide = x.dtype in (jnp.float64, jnp.complex128)
+    floating, integer = (jnp.float64, jnp.int64) if wide else (jnp.float32, jnp.int32)
+    bits = (lax.bitcast_convert_type(p.astype(floating), integer) for p in parts)
+    return [b & jnp.iinfo(integer).max for b in bits]
+
+
+def mantissa_bits(bits: jax.Array) -> int:
+    """Returns how many bits the mantissa has, without the leading one."""
+    return 23 if bits.dtype == jnp.int32 else 52
+
+
+def infinity(bits: jax.Array) -> int:
+    """Returns the bits of infinity."""
+    n = mantissa_bits(bits)
+    return jnp.iinfo(bits.dtype).max >> n << n
+
+
+def exponents(bits: jax.Array) -> jax.Array:
+    """Returns e where 2**e <= |x| < 2**(e+1), i32; for zero one less than the least."""
+    n = mantissa_bits(bits)
+    bias = infinity(bits) >> n + 1
+    width = jnp.iinfo(bits.dtype).bits
+    subnormal = (width - 1) - lax.clz(bits) - (bias - 1 + n)
+    biased = bits >> n
+    return jnp.where(biased > 0, biased - bias, subnormal).astype(jnp.int32)
+
+
+def mantissas(bits: jax.Array) -> jax.Array:
+    """Returns |x| / 2**e, in [1, 2), times 2**mantissa_bits: an integer, as bits."""
+    n = mantissa_bits(bits)
+    leading = jnp.iinfo(bits.dtype).bits - 1 - n
+    shift = jnp.maximum(lax.clz(bits) - leading, 0)
+    return jnp.where(bits >> n > 0, (bits & (1 << n) - 1) | 1 << n, bits << shift)
+
+
+def log2_mantissas(bits: jax.Array) -> jax.Array:
+    """Returns log2(|x| / 2**e), f32, in [0, 1]; exactly 0 for powers of two."""
+    ratio = mantissas(bits).astype(jnp.float32) * 2.0 ** -mantissa_bits(bits)
+    return jnp.log2(ratio)
+
+
+def border(
+    limit: float, scale: jax.Array, bits: jax.Array, *, inclusive: bool
+) -> jax.Array:
+    """Returns the bits of the least number that times the scale is at the limit.
+
+    It is rounded to the precision of the numbers, which is exact where the scale is a
+    power of two.
+
+    Args:
+      limit: A positive number.
+      scale: f32[], a normal number.
+      bits: Of the kind that is wanted.
+      inclusive: Whether the product is to be at least the limit; else, above it.
+    """
+    n = mantissa_bits(bits)
+    mantissa, exponent = math.frexp(limit)
+    if not inclusive:
+        mantissa += 2.0 ** -(n + 1)  # The next number.
+    if bits.dtype == jnp.int64:
+        limit = math.ldexp(mantissa, exponent)
+        quotient = jnp.float64(limit) / scale.astype(jnp.float64)
+        return lax.bitcast_convert_type(quotient, jnp.int64)
+    # The quotient may be subnormal in float32, or beyond it.
+    (scale_bits,) = magnitudes(scale)
+    unit = scale_bits & (1 << n) - 1 | 127 << n  # In [1, 2).
+    unit = lax.bitcast_convert_type(unit, jnp.float32)
+    quotient = lax.bitcast_convert_type(jnp.float32(2 * mantissa) / unit, jnp.int32)
+    biased = (quotient >> n) + (exponent - 1 - exponents(scale_bits))
+    fraction = quotient & (1 << n) - 1
+    # Rounded up: minus, since shifts round down.
+    subnormal = -(-(fraction | 1 << n) >> jnp.clip(1 - biased, 0, 31))
+    normal = jnp.clip(biased, 1, 255) << n | fraction
+    return jnp.where(biased > 0, jnp.minimum(normal, infinity(bits)), subnormal).astype(
+        jnp.int32
+    )
+
+
+def reduce_counts(
+    masks: list[jax.Array], largest: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Counts several masks and finds a maximum, in one pass.
+
+    One reduction of all is 40 times faster on CPU than one for each.
+
+    Args:
+      masks: bool[...], all of one shape.
+      largest: i32 or i64[...], of that shape too; not negative.
+
+    Returns:
+      f32[len(masks)], exact up to 2**24, and the maximum, 0 where there is none.
+    """
+    # Of a larger array the rows are counted, and their counts summed.
+    axes = range(largest.ndim) if largest.size < COUNTABLE else range(1, largest.ndim)
+    ones = [mask.astype(jnp.int32) for mask in masks]
+
+    def combine(left, right):
+        *sums, top = zip(left, right, strict=True)
+        return *(lax.add(*pair) for pair in sums), lax.max(*top)
+
+    zeros = [lax.full_like(x, 0, shape=()) for x in (*ones, largest)]
+    *counts, top = lax.reduce((*ones, largest), tuple(zeros), combine, tuple(axes))
+    sums = jnp.stack([jnp.sum(count.astype(jnp.float32)) for count in counts])
+    return sums, jnp.max(top, initial=0)

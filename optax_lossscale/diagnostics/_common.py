@@ -1,0 +1,58 @@
+"""What the diagnostics share: the scale of a state, names of leaves, the host."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from optax_lossscale._state import find_state, unbox
+
+
+def scale_of(state: Any) -> jax.Array:
+    """Returns the loss scale, f32[], of a state or of a number that is one."""
+    if is_number(state):
+        scale = jnp.asarray(state)
+    else:
+        scale = unbox(find_state(state).loss_scale_state.loss_scale)
+    if scale.shape:
+        raise ValueError(
+            f"state is that of many members or devices: its loss scale is of shape "
+            f"{scale.shape}. Pass the state of one, jax.tree.map(lambda x: x[0], state)"
+            " for example."
+        )
+    return scale.astype(jnp.float32)
+
+
+def is_number(x: Any) -> bool:
+    """Whether `x` is a real Python number or an array of real numbers."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        return isinstance(x, int | float) and not isinstance(x, bool)
+    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+
+
+def named_leaves(tree: Any, name: str = "") -> dict[str, Any]:
+    """Returns the leaves of a tree, None among them, by their key paths.
+
+    Args:
+      tree: Any pytree.
+      name: What the tree is called; it comes before the path: `params['w']`.
+    """
+    pairs = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None)
+    return {name + jax.tree_util.keystr(path): leaf for path, leaf in pairs}
+
+
+def check_host(function: str, tree: Any) -> None:
+    """Raises where numbers cannot be waited for."""
+    if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
+        raise TypeError(
+            f"{function} is for the host, where it can wait for numbers: call it "
+            "outside of jit, scan, vmap and the like, with what the step has returned."
+        )
+
+
+def check_text(name: str, value: Any) -> None:
+    """Raises if `value` is not a string."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {value!r}.")

@@ -1,0 +1,136 @@
+"""One screen about the state of loss scaling, in plain words."""
+
+import math
+import textwrap
+from typing import Any
+
+from optax_lossscale._health import Health, check_health
+from optax_lossscale._state import find_state
+from optax_lossscale.diagnostics._common import named_leaves
+from optax_lossscale.diagnostics._nonfinite import NonfiniteLeaf, read_statistics
+
+SHOWN = 8
+WIDTH = 79
+
+
+def report(state: Any, params: Any = None) -> str:
+    """Says how loss scaling is doing, and what to do next.
+
+    On the host, between steps: it waits for the state.
+
+    Args:
+      state: The state after a step; a pytree that holds one
+        `LossScaleOptimizerState`. Of many members (`jax.vmap`) or devices
+        (`jax.pmap`) it is about the one that is worst off.
+      params: The parameters, for the names of their leaves. They are only looked
+        at where the optimizer was made with `track_leaves=True`.
+
+    Returns:
+      A few lines, to be printed.
+
+    Raises:
+      ValueError: If `state` holds none or several of these states; if `params` has
+        more or fewer leaves than `init` saw.
+      TypeError: Under a transformation of JAX, such as `jax.jit`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from optax_lossscale import LossScaleOptimizer, diagnostics
+      >>> optimizer = LossScaleOptimizer(optax.sgd(0.1), track_leaves=True)
+      >>> params = {"b": jnp.zeros(2), "w": jnp.ones(2)}
+      >>> state = optimizer.init(params)
+      >>> grads = {"b": jnp.ones(2), "w": jnp.array([1.0, jnp.inf])}
+      >>> _, state = optimizer.update(grads, state, params)
+      >>> print(diagnostics.report(state, params))
+      The last step was skipped, and the loss scale is looking for its level.
+        loss scale           16384 (2^14)
+        skipped steps        1, of which 1 in a row
+      Gradients that were not finite, in steps:
+           inf     nan  at last
+             1       0  inf      params['w']
+      What to do: nothing yet. Each skip lowers the scale, and a few in a row are
+      usual at the start. If they go on, look at params['w'].
+    """
+    health = check_health(state, patience=1, raise_error=False)
+    statistics = find_state(state).leaf_statistics
+    leaves: list[NonfiniteLeaf] = []
+    if statistics is not None:
+        names = None if params is None else list(named_leaves(params, "params"))
+        leaves = read_statistics(statistics, names)
+    headline, advice = _judge(health, leaves)
+    lines = [headline, *_numbers(health), *_table(leaves)]
+    return "\n".join([*lines, *textwrap.wrap(f"What to do: {advice}", WIDTH)])
+
+
+def _numbers(health: Health) -> list[str]:
+    exponent = math.log2(health.loss_scale)
+    power = f" (2^{exponent:.0f})" if exponent.is_integer() else f" (2^{exponent:.2f})"
+    at_minimum = ""
+    if health.stuck_steps:
+        at_minimum = f", could not go lower for {health.stuck_steps} skipped steps"
+    skipped = f"{health.skipped_steps}"
+    if health.consecutive_skipped_steps:
+        skipped += f", of which {health.consecutive_skipped_steps} in a row"
+    lines = [
+        f"  loss scale           {health.loss_scale:g}{power}{at_minimum}",
+        f"  skipped steps        {skipped}",
+    ]
+    if health.nonfinite_loss_steps:
+        lines.append(f"  loss not finite      {health.nonfinite_loss_steps} steps")
+    return lines
+
+
+def _table(leaves: list[NonfiniteLeaf]) -> list[str]:
+    if not leaves:
+        return []
+    lines = ["Gradients that were not finite, in steps:", "     inf     nan  at last"]
+    for leaf in leaves[:SHOWN]:
+        counts = f"{leaf.inf_steps:8} {leaf.nan_steps:7}"
+        lines.append(f"{counts}  {leaf.last:8} {leaf.name}")
+    if len(leaves) > SHOWN:
+        lines.append(f"  and {len(leaves) - SHOWN} more: see nonfinite_leaves")
+    return lines
+
+
+def _judge(health: Health, leaves: list[NonfiniteLeaf]) -> tuple[str, str]:
+    """Returns what is the matter, and what to do about it."""
+    if not health.healthy:
+        headline = "Steps are skipped, one after the other."
+        if health.stuck_steps:
+            headline = "Steps are skipped, and the loss scale cannot go lower."
+        return headline, _suspect(leaves) or health.message
+    if health.consecutive_skipped_steps:
+        look = f"look at {leaves[0].name}" if leaves else "call check_health"
+        return (
+            "The last step was skipped, and the loss scale is looking for its level.",
+            "nothing yet. Each skip lowers the scale, and a few in a row are usual at "
+            f"the start. If they go on, {look}.",
+        )
+    if health.loss_scale <= 1:
+        return (
+            "The last step was applied, at a loss scale that does nothing.",
+            "find out what keeps the scale down, and by underflow_stats whether "
+            "gradients are lost.",
+        )
+    return "The last step was applied.", "nothing."
+
+
+def _suspect(leaves: list[NonfiniteLeaf]) -> str | None:
+    """Says which leaves keep the steps from being finite, and what that means."""
+    last = [leaf for leaf in leaves if leaf.last != "finite"]
+    if not last:
+        return None
+    if len(last) > SHOWN:
+        return (
+            f"{len(last)} gradients were not finite at once, so look at what they "
+            "share: is the loss finite (check_loss=True counts where it is not), are "
+            "the data and the parameters, does the forward pass overflow?"
+        )
+    names = ", ".join(f"{leaf.name} ({leaf.last})" for leaf in last)
+    if all(leaf.last == "nan" for leaf in last):
+        return (
+            f"look at {names}: nan rather than inf comes of 0/0, inf-inf, log or sqrt "
+            "at 0, or of an overflow right after. Mend that, or compute it in float32."
+        )
+    return f"compute {names} in float32, lower the learning rate or clip gradients."

@@ -1,0 +1,260 @@
+"""Which loss scale: by the largest gradient, and by trying a range of them."""
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_lossscale._check import check_bits, check_dtype, check_scale
+from optax_lossscale._loss_scale import power
+from optax_lossscale._optimizer import LossScaleOptimizer
+from optax_lossscale._tree import all_finite, numbers_of
+from optax_lossscale.diagnostics._bits import (
+    border,
+    exponents,
+    infinity,
+    limits_of,
+    magnitudes,
+    mantissa_bits,
+    mantissas,
+    reduce_counts,
+)
+from optax_lossscale.diagnostics._common import check_host
+
+
+def suggest_loss_scale(
+    grads: Any, dtype: Any = "float16", margin: float = 2.0
+) -> jax.Array:
+    """Suggests a loss scale by the largest gradient.
+
+    It is the largest power of two for which `largest * scale` is at most
+    `largest number of dtype / 2**margin`, exactly, and within 2**-126 and 2**126. The
+    margin is for what gradients of the parameters do not show: the next batch, and
+    gradients of activations, which may be larger. `scale_sweep` tries instead.
+
+    It may be called inside `jax.jit`, `jax.lax.scan` and `jax.vmap`, on sharded arrays
+    too.
+
+    Args:
+      grads: Unscaled gradients, any pytree, as `value_and_grad` returns them. None
+        and integer leaves are ignored.
+      dtype: What gradients are computed in: "float16", "bfloat16", or a float8.
+      margin: How many bits to leave free above the largest gradient.
+
+    Returns:
+      f32[]. 1.0 where gradients say nothing: all are zero, or one is inf or nan. It
+      may be below 1, which `FixedLossScale` refuses; `DynamicLossScale` takes it as
+      its `initial_scale`, if `min_scale` is as small.
+
+    Raises:
+      ValueError: If `margin` is not from 0 to 128, or `dtype` is none of those.
+      TypeError: If `margin` is no Python number, or `dtype` no dtype.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from optax_lossscale import DynamicLossScale
+      >>> from optax_lossscale.diagnostics import suggest_loss_scale
+      >>> grads = {"w": jnp.array([1e-3, -1e-9])}
+      >>> scale = suggest_loss_scale(grads)
+      >>> float(scale)  # 2**23: twice as much would make 16777 of 0.001, not 65504 / 4
+      8388608.0
+      >>> DynamicLossScale(initial_scale=float(scale)).initial_scale
+      8388608.0
+    """
+    dtype, margin = check_dtype("dtype", dtype), check_bits("margin", margin)
+    limits_of(dtype)
+    return _suggest(numbers_of(grads), dtype, margin)
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "margin"))
+def _suggest(leaves: list[jax.Array], dtype: str, margin: float) -> jax.Array:
+    mantissa, exponent = math.frexp(limits_of(dtype).largest * 2.0**-margin)
+    # Above all that there are.
+    highest = jnp.asarray(2**20, jnp.int32)
+    finite = jnp.asarray(True)
+    for bits in (bits for x in leaves for bits in magnitudes(x)):
+        largest = jnp.max(bits, initial=0)
+        finite = finite & (largest < infinity(bits))
+        limit = int(math.ldexp(mantissa, mantissa_bits(bits) + 1))
+        above = (mantissas(largest) > limit).astype(jnp.int32)
+        fits = exponent - 1 - exponents(largest) - above
+        highest = jnp.minimum(highest, jnp.where(largest > 0, fits, highest))
+    says = finite & (highest < 2**20)
+    return jnp.where(says, power(highest.astype(jnp.float32)), 1.0).astype(jnp.float32)
+
+
+class ScaleSweep(NamedTuple):
+    """What `scale_sweep` returns, of n scales in the order they were given.
+
+    Attributes:
+      scales: f32[n], the loss scales.
+      lost: f32[n], of the gradients that are not zero at some scale, the share that is
+        zero at this one. nan where it overflows.
+      subnormal: f32[n], of the same, the share that is not zero, but times the scale
+        below the smallest normal number of the dtype. nan where it overflows.
+      overflows: bool[n], whether a gradient is inf or nan.
+      suggested: f32[], the largest scale that is a factor of 4 or more below the
+        smallest that overflows. If none is, the smallest below that one; if there is
+        none either, 1. If no scale overflows, the largest.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from optax_lossscale.diagnostics import scale_sweep
+      >>> sweep = scale_sweep(lambda w, x: jnp.sum(w * x), jnp.ones(2), jnp.ones(2))
+      >>> print(sweep.scales.shape, sweep.suggested == 2.0**31)
+      (32,) True
+    """
+
+    scales: jax.Array
+    lost: jax.Array
+    subnormal: jax.Array
+    overflows: jax.Array
+    suggested: jax.Array
+
+
+def scale_sweep(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    scales: Iterable[float] | None = None,
+    *,
+    dtype: Any = "float16",
+    has_aux: bool = False,
+) -> ScaleSweep:
+    """Computes the gradients of a batch at several loss scales, and what each loses.
+
+    The loss is scaled and gradients are unscaled as `LossScaleOptimizer` does it, so
+    that overflows of activations show, which `suggest_loss_scale` cannot see. One
+    batch says little about the next: take a typical one, of trained parameters too.
+
+    It runs on the host, one gradient after the other, of one compiled function, and
+    needs two more booleans for each parameter. Arrays may be sharded.
+
+    Args:
+      loss_fn: Called as `loss_fn(params, batch)`, returns a real scalar loss, or the
+        loss and auxiliary data where `has_aux`. It computes in `dtype` by itself.
+      params: The parameters, any pytree of arrays. Integer ones are not
+        differentiated.
+      batch: A pytree of arrays: one argument. Of several make a tuple.
+      scales: Loss scales, each from 2**-126 to 2**126, in any order. The default is
+        the powers of two from 1 to 2**31.
+      dtype: What gradients are computed in, whose subnormal numbers are counted:
+        "float16", "bfloat16", or a float8.
+      has_aux: Whether `loss_fn` returns auxiliary data as well.
+
+    Returns:
+      `ScaleSweep`. Shares are 0 where all gradients are zero at every scale.
+
+    Raises:
+      ValueError: If `scales` is empty, or one of them out of its range; if `dtype` is
+        none of those.
+      TypeError: If `scales` is no sequence of numbers; if the loss is not a real
+        scalar; inside of `jax.jit` and the like.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from optax_lossscale.diagnostics import scale_sweep
+      >>> def loss_fn(params, batch):
+      ...     products = params["w"].astype(jnp.float16) * batch.astype(jnp.float16)
+      ...     return jnp.sum(products.astype(jnp.float32)) * 1e-6
+      >>> params, batch = {"w": jnp.ones(3)}, jnp.array([1e-3, 0.1, 1.0])
+      >>> sweep = scale_sweep(loss_fn, params, batch, [1, 2**10, 2**30, 2**40])
+      >>> for scale, lost in zip(sweep.scales, sweep.lost):
+      ...     print(f"{scale:.0f} {lost:.0%}")
+      1 33%
+      1024 0%
+      1073741824 0%
+      1099511627776 nan%
+      >>> float(sweep.suggested)
+      1073741824.0
+    """
+    check_host("scale_sweep", (params, batch))
+    dtype = check_dtype("dtype", dtype)
+    limits_of(dtype)
+    chosen = _check_scales([2.0**i for i in range(32)] if scales is None else scales)
+    step = _make_step(loss_fn, dtype, has_aux)
+
+    seen, finite, nonzero, subnormal = None, [], [], []
+    for scale in chosen:
+        is_finite, masks, counts = step(params, batch, jnp.float32(scale))
+        # Waiting keeps the gradients of one scale alone in memory.
+        finite.append(bool(is_finite))
+        if finite[-1]:
+            seen = masks if seen is None else _either(seen, masks)
+        sums = np.asarray(counts, np.float64).sum(axis=0).tolist()
+        nonzero.append(sums[0])
+        subnormal.append(sums[1])
+
+    total = sum(float(_count(mask)) for mask in seen or [])
+    # What is not zero at one scale was seen at some.
+    lost = (total - np.asarray(nonzero)) / max(total, 1)
+    shares = np.stack([lost, np.asarray(subnormal) / max(total, 1)])
+    shares = np.where(finite, shares, np.nan).astype(np.float32)
+    return ScaleSweep(
+        scales=jnp.asarray(chosen, jnp.float32),
+        lost=jnp.asarray(shares[0]),
+        subnormal=jnp.asarray(shares[1]),
+        overflows=~jnp.asarray(finite, bool),
+        suggested=jnp.asarray(_suggested(chosen, finite), jnp.float32),
+    )
+
+
+def _check_scales(scales: Any) -> list[float]:
+    array = np.asarray(list(scales) if isinstance(scales, Iterable) else scales)
+    if array.ndim != 1:
+        raise TypeError(
+            "scales must be a sequence of numbers, [2.0**10, 2.0**15, 2.0**20] for "
+            f"example, got {scales!r}."
+        )
+    if not array.size:
+        raise ValueError(
+            "scales must hold at least one loss scale, got none. Leave it out for the "
+            "powers of two from 1 to 2**31."
+        )
+    return [check_scale(f"scales[{i}]", x) for i, x in enumerate(array.tolist())]
+
+
+def _make_step(
+    loss_fn: Callable[..., Any], dtype: str, has_aux: bool
+) -> Callable[..., Any]:
+    optimizer = LossScaleOptimizer(optax.identity(), 1.0)
+    transform = functools.partial(jax.value_and_grad, allow_int=True)
+
+    @jax.jit
+    def step(params, batch, scale):
+        state = optax.tree.set(optimizer.init(None), loss_scale=scale)
+        _, grads = optimizer.value_and_grad(
+            loss_fn, state, has_aux=has_aux, transform=transform
+        )(params, batch)
+        parts = [bits for x in numbers_of(grads) for bits in magnitudes(x)]
+        masks = [bits > 0 for bits in parts]
+        counts = [jnp.zeros(2, jnp.float32)]
+        for bits, mask in zip(parts, masks, strict=True):
+            normal = border(limits_of(dtype).normal, scale, bits, inclusive=True)
+            counts.append(reduce_counts([mask, mask & (bits < normal)], bits)[0])
+        return all_finite(grads), masks, jnp.stack(counts)
+
+    return step
+
+
+@jax.jit
+def _either(left: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:
+    return [x | y for x, y in zip(left, right, strict=True)]
+
+
+@jax.jit
+def _count(mask: jax.Array) -> jax.Array:
+    return reduce_counts([mask], jnp.zeros(mask.shape, jnp.int32))[0][0]
+
+
+def _suggested(scales: list[float], finite: list[bool]) -> float:
+    overflowing = [x for x, ok in zip(scales, finite, strict=True) if not ok]
+    limit = min(overflowing, default=math.inf)
+    below = [x for x in scales if x < limit]
+    with_room = [x for x in below if x <= limit / 4]
+    return max(with_room, default=min(below, default=1.0))

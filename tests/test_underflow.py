@@ -1,0 +1,383 @@
+"""What underflows, and the histogram of exponents, against NumPy's own conversions."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import INF, NAN, WRAPS, assert_same_bits, signature
+from hypothesis import given, strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from optax_lossscale import LossScaleOptimizer
+from optax_lossscale.diagnostics import (
+    Underflow,
+    _bits,
+    exponent_histogram,
+    underflow_stats,
+)
+
+X64 = jax.config.jax_enable_x64
+NARROW = ["float16", "bfloat16", "float8_e5m2", "float8_e4m3fn", "float8_e4m3fnuz"]
+LEAVES = [*NARROW, "float32", *["float64"] * X64]
+FLOAT0 = np.zeros(2, jax.dtypes.float0)
+KINDS = Underflow._fields[1:-1]
+
+
+def reference(x, scale, dtype):
+    """Returns of each number whether it is of each kind, by converting it."""
+    dtype = jnp.dtype(dtype)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        x = np.asarray(x).astype(np.float64)
+        product = x * scale
+        converted = product.astype(dtype).astype(np.float64)
+        unscaled = x.astype(dtype).astype(np.float64)
+        below_normal = abs(product) < float(jnp.finfo(dtype).tiny)
+    nonzero = x != 0
+    return {
+        "zero": ~nonzero,
+        "subnormal": nonzero & (converted != 0) & below_normal,
+        "flushed": nonzero & (converted == 0),
+        "flushed_unscaled": nonzero & (unscaled == 0),
+        "nonfinite": ~np.isfinite(converted),
+    }
+
+
+@jax.jit(static_argnames="dtype")
+def each(x, scale, dtype):
+    """Returns the statistics of every number of a vector alone."""
+    return jax.vmap(lambda x: underflow_stats(x, scale, dtype).overall)(x)
+
+
+def assert_is_reference(x, scale, dtype):
+    x = np.array(x)
+    if dtype == "bfloat16":
+        # NumPy converts to bfloat16 by way of float32: what rounds twice is left out.
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            product = x.astype(np.float64) * scale
+            narrow = product.astype(np.float32)
+        x[np.isfinite(narrow) & (narrow != product)] = 0
+    found = each(x, jnp.float32(scale), dtype)
+    for kind, expected in reference(x, scale, dtype).items():
+        actual = np.asarray(getattr(found, kind))
+        wrong = np.flatnonzero(actual != expected)
+        assert not wrong.size, (kind, np.asarray(x)[wrong[:5]], scale)
+
+
+def around(x):
+    """Adds to float32 numbers those next to them, and the negative ones."""
+    bits = x.astype(np.float32).view(np.int32)
+    bits = (bits[:, None] + np.arange(-1, 2, dtype=np.int32)).ravel()
+    bits = bits[bits >= 0]
+    return np.concatenate([bits.view(np.float32), -bits.view(np.float32)])
+
+
+def all_numbers(dtype):
+    """Returns all finite positive numbers of a dtype, and those halfway between."""
+    bits = np.arange(2**7 if "8" in dtype[5:7] else 2**15)
+    kind = np.uint8 if "8" in dtype[5:7] else np.uint16
+    with np.errstate(invalid="ignore"):  # nan
+        numbers = bits.astype(kind).view(jnp.dtype(dtype)).astype(np.float64)
+    numbers = numbers[np.isfinite(numbers)]
+    beyond = [2 * numbers[-1] - numbers[-2]]
+    numbers = np.concatenate([numbers, beyond])
+    return np.concatenate([numbers, (numbers[1:] + numbers[:-1]) / 2])
+
+
+class TestBorders:
+    @pytest.mark.parametrize("dtype", NARROW)
+    def test_around_every_number(self, dtype):
+        numbers = all_numbers(dtype)
+        for scale in (1.0, 2.0**-7) if dtype == "bfloat16" else (1.0, 2.0**24):
+            with np.errstate(over="ignore"):
+                scaled = (numbers / scale).astype(np.float32)
+            assert_is_reference(around(scaled), scale, dtype)
+
+    @given(
+        bits=st.lists(st.integers(0, 2**32 - 1), min_size=32, max_size=32),
+        exponent=st.integers(-126, 126),
+        dtype=st.sampled_from(["float16", "bfloat16", "float8_e4m3fn"]),
+    )
+    def test_any_bits_and_any_power_of_two(self, bits, exponent, dtype):
+        x = np.array(bits, np.uint32).view(np.float32)
+        assert_is_reference(x, 2.0**exponent, dtype)
+
+    @given(
+        exponent=st.integers(-126, 126),
+        dtype=st.sampled_from(["float16", "bfloat16", "float8_e4m3fn"]),
+    )
+    def test_next_to_the_borders(self, exponent, dtype):
+        limits = _bits.limits_of(dtype)
+        borders = np.array([limits.flushed, limits.normal, limits.overflow])
+        with np.errstate(over="ignore", under="ignore"):
+            borders = np.concatenate([borders, borders * 2.0**-exponent])
+            borders = np.clip(borders, 2.0**-149, np.finfo(np.float32).max)
+        assert_is_reference(around(borders), 2.0**exponent, dtype)
+
+    @given(st.floats(2.0**-126, 2.0**126, width=32))
+    def test_other_scales_are_exact_up_to_rounding(self, scale):
+        limits = _bits.limits_of("float16")
+        borders = [limits.flushed, limits.normal, limits.overflow]
+        x = np.array(borders) / scale
+        x = np.concatenate([x * (1 - 2.0**-22), x * (1 + 2.0**-22)])
+        with np.errstate(over="ignore", under="ignore"):
+            x = x.astype(np.float32)
+        # A subnormal is too coarse, and beyond float32 nothing is near.
+        x = np.where((x < 2.0**-126) | ~np.isfinite(x), 0, x).astype(np.float32)
+        assert_is_reference(x, scale, "float16")
+
+    @pytest.mark.skipif(not X64, reason="needs JAX_ENABLE_X64=1")
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+    def test_float64_by_its_own_bits(self, dtype):
+        limits = _bits.limits_of(dtype)
+        borders = np.array([limits.flushed, limits.normal, limits.overflow])
+        for scale in (1.0, 2.0**126, 2.0**-126):
+            x = borders / scale
+            x = np.concatenate([np.nextafter(x, 0), x, np.nextafter(x, INF)])
+            x = np.concatenate([x, [5e-324, 1e308, INF, NAN, 0.0]])
+            assert_is_reference(jnp.asarray(x), scale, dtype)
+
+    def test_known_limits(self):
+        assert _bits.limits_of("float16") == (2.0**-25, 2.0**-14, 65504, 65520, True)
+        assert _bits.limits_of("float8_e4m3fn")[2:] == (448, 464, False)
+
+
+class TestUnderflowStats:
+    grads = {
+        "w": jnp.array([[0.0, 1.0], [2.0**-30, 2.0**-50]]),
+        "b": jnp.array([2.0**-26, INF, NAN, 2.0**10], jnp.float32),
+        "none": None,
+        "int": jnp.arange(7),
+    }
+
+    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+    def test_by_hand(self, wrap):
+        stats = wrap(underflow_stats)(self.grads, 2.0**8)
+        assert list(stats.leaves) == ["grads['b']", "grads['w']"]
+        w, b = stats.leaves["grads['w']"], stats.leaves["grads['b']"]
+        assert list(map(float, w[:-1])) == [4, 0.25, 0.25, 0.25, 0.5, 0]
+        # 2**10 times 2**8 is inf as well.
+        assert list(map(float, b[:-1])) == [4, 0, 0.25, 0, 0.25, 0.75]
+        overall = list(map(float, stats.overall[:-1]))
+        assert overall == [8, 0.125, 0.25, 0.125, 0.375, 0.375]
+        top = math.log2(65504)
+        np.testing.assert_allclose(w.headroom, top - 8, rtol=1e-6)
+        np.testing.assert_allclose(b.headroom, top - 18, rtol=1e-6)
+        assert stats.overall.headroom == b.headroom
+        assert {x.dtype.name for x in jax.tree.leaves(stats)} == {"float32"}
+        assert {x.shape for x in jax.tree.leaves(stats)} == {()}
+
+    def test_state_is_one_or_a_number(self):
+        optimizer = LossScaleOptimizer(optax.sgd(1.0), 2.0**8)
+        expected = underflow_stats(self.grads, 256)
+        state = (None, optimizer.init(self.grads["w"]))
+        for given_state in (256.0, np.float32(256), jnp.asarray(256), state):
+            assert_same_bits(underflow_stats(self.grads, given_state), expected)
+
+    @pytest.mark.parametrize("dtype", LEAVES)
+    def test_leaves_of_any_dtype(self, dtype):
+        info = jnp.finfo(dtype)
+        small = info.smallest_subnormal
+        x = jnp.asarray(np.array([0, small, 1, -2], dtype))
+        found = each(x, jnp.float32(4), "float16")
+        for kind, expected in reference(x, 4, "float16").items():
+            np.testing.assert_array_equal(getattr(found, kind), expected, kind)
+        assert exponent_histogram(x).counts.sum() == 3
+
+    def test_complex_numbers_are_two(self):
+        dtypes = ["complex64", *["complex128"] * X64]
+        for dtype in dtypes:
+            grads = jnp.array([1e-9 + 0j, complex(INF, 8)], dtype)
+            overall = underflow_stats([grads], 1).overall
+            assert list(map(float, overall[:-1])) == [4, 0.25, 0, 0.25, 0.25, 0.25]
+            assert overall.headroom == np.float32(math.log2(65504) - 3)
+            assert exponent_histogram(grads).zeros == 1
+
+    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+    def test_without_numbers_all_is_zero(self, wrap):
+        key = jax.random.key(0)
+        for grads in (None, (), [jnp.arange(3), None], jnp.zeros((0, 3)), [key]):
+            overall, leaves = wrap(underflow_stats)(grads, 2.0)
+            assert len(leaves) == (getattr(grads, "size", None) == 0)
+            assert list(map(float, overall)) == [0, 0, 0, 0, 0, 0, INF]
+            histogram = wrap(exponent_histogram)(grads)
+            assert sum(float(x.sum()) for x in histogram[1:]) == 0
+        assert not underflow_stats([FLOAT0, print], 2.0).leaves
+
+    @pytest.mark.parametrize(
+        ("x", "kind", "headroom"),
+        [(0.0, "zero", INF), (INF, "nonfinite", INF), (NAN, "nonfinite", INF)],
+    )
+    def test_all_of_one_kind(self, x, kind, headroom):
+        for grads in (x, jnp.full(3, x), -jnp.full((2, 2), x, jnp.float16)):
+            overall = underflow_stats(grads, 8.0).overall
+            for name in KINDS:
+                assert float(getattr(overall, name)) == (name == kind)
+            assert overall.headroom == headroom
+
+    def test_headroom_is_exact_for_powers_of_two(self):
+        for exponent in (-149, -140, -126, -3, 0, 127):
+            x = np.ldexp(np.float32(1), exponent).astype(np.float32)
+            for scale in (1.0, 2.0**20, 2.0**126):
+                room = underflow_stats(x, scale, "bfloat16").overall.headroom
+                top = math.log2(float(jnp.finfo("bfloat16").max))
+                assert room == np.float32(top - math.log2(scale) - exponent)
+
+    def test_what_overflows_float32_is_not_finite(self):
+        overall = underflow_stats(jnp.float32(1e30), 2.0**126).overall
+        assert overall.nonfinite == 1
+        np.testing.assert_allclose(
+            overall.headroom, math.log2(65504 / 1e30) - 126, rtol=1e-6
+        )
+
+    def test_counts_beyond_float32(self):
+        n = 2**24 + 8
+        x = jnp.zeros(n, jnp.float16)
+        overall = underflow_stats([x, jnp.ones(8)], 1.0).overall
+        assert (overall.size, overall.zero) == (n + 8, np.float32(n / (n + 8)))
+        assert exponent_histogram(x).zeros == n
+
+    def test_counts_beyond_int32(self, monkeypatch):
+        x = jnp.arange(12, dtype=jnp.int32).reshape(3, 4)
+        for countable in (2**31, 12):
+            monkeypatch.setattr(_bits, "COUNTABLE", countable)
+            counts, largest = _bits.reduce_counts([x > 4, x == 11], x)
+            assert (counts.tolist(), int(largest)) == ([7, 1], 11)
+            assert counts.dtype == jnp.float32
+
+    def test_one_pass(self):
+        text = jax.jit(underflow_stats).lower(jnp.ones(1000), 1.0).as_text()
+        reductions = re.findall(r"reduce\(.*across dimensions = \[0\]", text)
+        assert len(reductions) == 1
+
+    def test_wrong_arguments(self):
+        optimizer = LossScaleOptimizer(optax.sgd(1.0))
+        states = jax.vmap(lambda _: optimizer.init(jnp.ones(1)))(jnp.arange(2))
+        for state, dtype, error, message in [
+            (1.0, "float32", ValueError, "dtype must be .*16 bits.*'float32'"),
+            (1.0, "half a float", TypeError, "dtype must be a dtype .*'half a float'"),
+            (1.0, "float8_e8m0fnu", ValueError, "dtype must have a zero"),
+            (0, "float16", ValueError, r"state must be at least .*, got 0"),
+            (INF, "float16", ValueError, "state must be finite, got inf"),
+            ({}, "float16", ValueError, "exactly one LossScaleOptimizerState, got 0"),
+            (True, "float16", ValueError, "exactly one"),
+            (states, "float16", ValueError, "of many members"),
+        ]:
+            with pytest.raises(error, match=message):
+                underflow_stats(self.grads, state, dtype)
+
+
+class TestExponentHistogram:
+    def expected(self, x):
+        with np.errstate(invalid="ignore"):  # nan
+            x = np.asarray(x).astype(np.float64)
+        counts = np.zeros(277)
+        for number in x[np.isfinite(x) & (x != 0)]:
+            counts[math.frexp(number)[1] - 1 + 149] += 1
+        return counts, (x == 0).sum(), np.isinf(x).sum(), np.isnan(x).sum()
+
+    @given(st.lists(st.integers(0, 2**32 - 1), min_size=64, max_size=64))
+    def test_any_bits(self, bits):
+        x = np.array(bits, np.uint32).view(np.float32)
+        found = exponent_histogram({"x": x})
+        assert found.exponents.tolist() == list(range(-149, 128))
+        for actual, expected in zip(found[1:], self.expected(x), strict=True):
+            np.testing.assert_array_equal(actual, expected)
+
+    def test_every_power_of_two_and_what_is_next_to_it(self):
+        powers = np.ldexp(np.float64(1), np.arange(-149, 128)).astype(np.float32)
+        x = np.concatenate([powers, np.nextafter(powers, np.float32(0)), [INF, NAN]])
+        x = np.concatenate([x, np.nextafter(powers, np.float32(INF))])
+        found = jax.jit(exponent_histogram)(x.astype(np.float32))
+        for actual, expected in zip(found[1:], self.expected(x), strict=True):
+            np.testing.assert_array_equal(actual, expected)
+
+    @pytest.mark.parametrize("dtype", NARROW)
+    def test_every_number_of_a_narrow_dtype(self, dtype):
+        kind = np.uint8 if "8" in dtype[5:7] else np.uint16
+        x = np.arange(np.iinfo(kind).max + 1).astype(kind).view(jnp.dtype(dtype))
+        found = exponent_histogram(x)
+        for actual, expected in zip(found[1:], self.expected(x), strict=True):
+            np.testing.assert_array_equal(actual, expected)
+
+    def test_sums_leaves(self):
+        found = exponent_histogram([jnp.ones(2), [3.0, 0.0], None, jnp.arange(3)])
+        assert found.counts[found.counts > 0].tolist() == [2, 1]
+        assert found.zeros == 1
+
+    @pytest.mark.skipif(not X64, reason="needs JAX_ENABLE_X64=1")
+    def test_float64_has_all_its_exponents(self):
+        x = jnp.array([5e-324, 2.0**-1022, 1.5, 1e308, 0.0, INF, NAN, 2.0**-1021])
+        narrow = jnp.array([2.0**-149, INF, NAN], jnp.float32)
+        found = exponent_histogram([x, narrow])
+        assert found.exponents.tolist() == list(range(-1074, 1024))
+        seen = found.exponents[found.counts > 0].tolist()
+        assert seen == [-1074, -1022, -1021, -149, 0, 1023]
+        assert (found.zeros, found.infs, found.nans) == (1, 2, 2)
+
+
+class TestTransformations:
+    x = jnp.asarray(np.ldexp(1.0, np.arange(-60, 4)).astype(np.float32)).reshape(8, 8)
+
+    @staticmethod
+    def both(x, state=2.0**10):
+        grads = {"w": x, "none": None}
+        return underflow_stats(grads, state), exponent_histogram(grads)
+
+    def test_jit_is_eager(self):
+        assert_same_bits(jax.jit(self.both)(self.x), self.both(self.x))
+
+    def test_scan_carries_it(self):
+        def step(carry, x):
+            found = self.both(x)
+            assert signature(found) == signature(carry)
+            return found, found
+
+        first = self.both(self.x[0])
+        last, all_of_them = jax.jit(lambda x: jax.lax.scan(step, first, x))(self.x)
+        expected = [self.both(row) for row in self.x]
+        assert_same_bits(last, expected[-1])
+        stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *expected)
+        assert_same_bits(all_of_them, stacked)
+        assert_same_bits(jax.vmap(self.both)(self.x), stacked)
+
+    def test_vmap_over_scales(self):
+        scales = 2.0 ** jnp.arange(8, dtype=jnp.float32)
+        found = jax.vmap(self.both)(self.x, scales)
+        rows = [self.both(*row) for row in zip(self.x, scales, strict=True)]
+        assert_same_bits(found, jax.tree.map(lambda *rows: jnp.stack(rows), *rows))
+
+    @pytest.mark.parametrize("spec", [P("a"), P(None, "a")])
+    def test_sharded_arrays(self, spec):
+        mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+        sharded = jax.device_put(self.x, NamedSharding(mesh, spec))
+        both = jax.jit(self.both)
+        assert_same_bits(jax.block_until_ready(both(sharded)), self.both(self.x))
+        # Only counts travel between devices.
+        text = both.lower(sharded).compile().as_text()
+        assert "f32[8,8]" not in text
+        assert "s32[8,8]" not in text
+
+    def test_explicitly_sharded_gradients(self):
+        mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Explicit,))
+        sharded = jax.device_put(self.x, NamedSharding(mesh, P("a")))
+        found = jax.block_until_ready(jax.jit(underflow_stats)(sharded, 2.0))
+        assert list(map(float, found.overall)) == list(
+            map(float, underflow_stats(self.x, 2.0).overall)
+        )
+
+    @pytest.mark.parametrize("check_vma", [True, False])
+    def test_shard_map(self, check_vma):
+        mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+
+        def local(x):
+            return jax.tree.map(lambda x: x[None], self.both(x[0]))
+
+        mapped = jax.shard_map(
+            local, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=check_vma
+        )
+        found = jax.block_until_ready(jax.jit(mapped)(self.x))
+        assert_same_bits(found, jax.vmap(self.both)(self.x))
