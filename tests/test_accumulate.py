@@ -88,7 +88,7 @@ class TestWindows:
         assert_same_bits(
             after[1].inner_state.inner_state, before[1].inner_state.inner_state
         )
-        assert after[1].inner_state[2:] == (False, 1, 1, 0, 0)
+        assert after[1].inner_state[2:7] == (False, 1, 1, 0, 0)
         # Nothing of the lost window is left: the next is as if it had not been.
         fresh = optimizer.init(PARAMS)
         assert_same_bits(
