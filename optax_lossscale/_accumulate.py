@@ -52,12 +52,12 @@ def accumulate_gradients(
     To be placed around a `LossScaleOptimizer`, which then sees whole windows: the
     scale is the same for all micro-batches of a window, and adapts after it. A window
     with a non-finite gradient is skipped as a whole, and the next starts from zero.
-    (`LossScaleOptimizer(optax.MultiSteps(inner, k))` drops the micro-batch alone.) Not
-    for `num_losses` and `mask`: gradients have to be a tree like the parameters, and
-    all of them are added up.
+    (`LossScaleOptimizer(optax.MultiSteps(inner, k))` drops the micro-batch alone.)
 
     Args:
-      inner_optimizer: A `LossScaleOptimizer`, or any optimizer that holds one.
+      inner_optimizer: A `LossScaleOptimizer`, or any optimizer that holds one, without
+        `num_losses` and `mask`: gradients are a tree like the parameters, and all of
+        them are added up.
       micro_steps: The micro-batches in a window.
       average: Whether gradients are averaged over the window, or summed, as where
         each loss is divided by the size of the whole batch already.
@@ -97,6 +97,11 @@ def accumulate_gradients(
       -0.0 32768.0
       -0.0 16384.0
     """
+    if _is_special(inner_optimizer):
+        raise TypeError(
+            "inner_optimizer must be without num_losses and mask, got "
+            f"{inner_optimizer!r}: gradients of one loss are added up, all of them."
+        )
     inner = check_optimizer("inner_optimizer", inner_optimizer)
     micro_steps = check_count("micro_steps", micro_steps)
     parts = micro_steps if check_bool("average", average) else 1
@@ -157,3 +162,8 @@ def _map(function, grads, total):
 
 def _keep(like, total, value, _grads, inner_state, _params, _extra_args):
     return jax.tree.map(zero_update, like[0]), inner_state, total, value
+
+
+def _is_special(optimizer):
+    options = ("_num_losses", "_mask")
+    return any(getattr(optimizer, name, None) is not None for name in options)

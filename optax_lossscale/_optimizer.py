@@ -60,7 +60,8 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
         gradients are, and `nonfinite_loss_steps` counts the step. `update` and
         `apply_gradients` need the loss as `value=`; `minimize` has it.
       track_leaves: Whether the state records which gradients were inf or nan, in
-        `leaf_statistics`. `diagnostics.nonfinite_leaves` names them.
+        `leaf_statistics`. `diagnostics.nonfinite_leaves` names them. Of several losses
+        it is about the sum of their gradients.
       num_losses: Where there are several losses, how many. Each gets a scale of its
         own, by the same rule, and is checked by itself: functions return a tuple of
         losses, and gradients are a list of trees, one for each loss, which the step

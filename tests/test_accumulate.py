@@ -327,6 +327,10 @@ def test_refuses_what_is_of_the_wrong_type():
         accumulate_gradients(optax.sgd(0.5), "2")
     with pytest.raises(TypeError, match="average must be True or False"):
         accumulate_gradients(optax.sgd(0.5), 2, average=1)
+    for options in ({"num_losses": 2}, {"mask": True}):
+        scaler = LossScaleOptimizer(INNER, **options)
+        with pytest.raises(TypeError, match="without num_losses and mask"):
+            accumulate_gradients(scaler, 2)
     with pytest.raises(TypeError, match="inner_optimizer"):
         accumulate_gradients(optax.sgd, 2)
     optimizer = accumulate_gradients(optax.sgd(0.5), 2)

@@ -115,6 +115,18 @@ class TestMetrics:
         assert found["train/loss_scale"] == 8
         assert all(name.startswith("train/") for name in found)
 
+    def test_of_several_losses_each_has_its_scale(self):
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), num_losses=2)
+        _, state = optimizer.update([GOOD, BAD], optimizer.init(PARAMS))
+        found = {name: x.item() for name, x in metrics(state, "s/").items()}
+        assert found["s/log2_loss_scale_0"] == 15
+        assert found["s/log2_loss_scale_1"] == 14
+        assert (found["s/good_steps_0"], found["s/good_steps_1"]) == (1, 0)
+        assert not {"s/loss_scale", "s/good_steps"} & found.keys()
+        assert found["s/skipped_steps"] == 1
+        states = jax.tree.map(lambda x: jnp.stack([x, x, x]), state)
+        assert metrics(states)["loss_scale_1"].tolist() == [2**14] * 3
+
     def test_from_nnx(self):
         model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
         tx = LossScaleOptimizer(optax.sgd(0.5), track_leaves=True)

@@ -1,17 +1,19 @@
 """What the figures share: ranges of dtypes, legends with room, and matplotlib."""
 
+import math
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale.diagnostics._bits import limits_of
 
-def shade_ranges(ax: Any, dtype: Any, low: float, high: float) -> None:
+
+def shade_ranges(ax: Any, dtype: str, low: float, high: float) -> None:
     """Shades what becomes of a number in `dtype`, over the log2 of its magnitude.
 
     Args:
       ax: The matplotlib Axes; x is the log2 of the magnitude.
-      dtype: A floating-point dtype.
+      dtype: The name of a floating-point dtype.
       low: The left end of the x axis.
       high: The right end.
     """
@@ -45,13 +47,11 @@ def shade_ranges(ax: Any, dtype: Any, low: float, high: float) -> None:
     ax.set_xlim(low, high)
 
 
-def boundaries(dtype: Any) -> tuple[float, float, float]:
+def boundaries(dtype: str) -> tuple[float, float, float]:
     """Log2 of where numbers round to zero, are normal, and round to infinity."""
-    info = jnp.finfo(dtype)
-    largest = float(info.max)
-    half_ulp = 2.0 ** (np.floor(np.log2(largest)) - info.nmant - 1)
-    smallest, normal = float(info.smallest_subnormal), float(info.tiny)
-    return np.log2(smallest / 2), np.log2(normal), np.log2(largest + half_ulp)
+    limits = limits_of(dtype)
+    flushed, normal, overflow = limits.flushed, limits.normal, limits.overflow
+    return math.log2(flushed), math.log2(normal), math.log2(overflow)
 
 
 def as_power(scale: float) -> str:

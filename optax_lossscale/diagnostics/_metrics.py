@@ -20,12 +20,12 @@ def metrics(state: Any, prefix: str = "") -> dict[str, jax.Array]:
       prefix: Comes before each name, "loss_scaling/" for example.
 
     Returns:
-      A dictionary of scalars (of arrays [n] where the state is that of n members, or
-      what each of n losses has is meant):
+      A dictionary of scalars (of arrays [n] where the state is that of n members):
       `loss_scale` and `log2_loss_scale`, f32[]; what else the state of the rule
       holds, `good_steps` for example, i32[]; `last_step_applied`, bool[];
       `skipped_steps`, `consecutive_skipped_steps`, `nonfinite_loss_steps` and
-      `stuck_steps`, i32[]. See `LossScaleOptimizerState` for what they are.
+      `stuck_steps`, i32[]. See `LossScaleOptimizerState` for what they are. Of
+      several losses each has its scale: `loss_scale_0`, `loss_scale_1`.
 
     Raises:
       ValueError: If `state` holds none or several of these states.
@@ -54,12 +54,17 @@ def metrics(state: Any, prefix: str = "") -> dict[str, jax.Array]:
     # Of a power of two the mantissa is 1/2: twice that has the logarithm 0, exactly.
     mantissa, exponent = jnp.frexp(scale)
     log2_scale = jnp.log2(2 * mantissa) + (exponent - 1).astype(jnp.float32)
-    named = {
-        "loss_scale": scale,
-        "log2_loss_scale": log2_scale,
-        **_numbers_of(found.loss_scale_state),
-        "last_step_applied": jnp.asarray(unbox(found.last_step_applied)),
-    }
+    applied = jnp.asarray(unbox(found.last_step_applied))
+    named = {"loss_scale": scale, "log2_loss_scale": log2_scale}
+    named |= _numbers_of(found.loss_scale_state)
+    if scale.ndim > applied.ndim:
+        # Several losses, of which each has its own.
+        named = {
+            f"{name}_{i}": value[..., i]
+            for name, value in named.items()
+            for i in range(value.shape[-1])
+        }
+    named["last_step_applied"] = applied
     named |= {name: jnp.asarray(unbox(getattr(found, name))) for name in COUNTERS}
     return {prefix + name: value for name, value in named.items()}
 

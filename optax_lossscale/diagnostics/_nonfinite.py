@@ -96,7 +96,8 @@ def read_statistics(
     if len(names) != len(last):
         raise ValueError(
             f"params must have the {len(last)} leaves that the optimizer's init saw, "
-            f"got {len(names)}."
+            f"got {len(names)}. Inside optax.masked and optax.partition it saw "
+            "optax.MaskedNode() in place of the others."
         )
     kinds = (KINDS[kind] for kind in last)
     counts = (inf_steps.tolist(), nan_steps.tolist())
