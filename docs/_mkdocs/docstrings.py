@@ -1,6 +1,7 @@
 """Docstrings as the site's API reference needs them."""
 
 import copy
+import inspect
 import re
 import textwrap
 
@@ -11,6 +12,10 @@ LINK = re.compile(r"`([^`<]+?)\s+<(https?://[^>]+)>`_")
 LITERAL = re.compile(r"^( *)(\S.*)::\n((?: *\n|\1 +\S.*(?:\n|\Z))+)", re.MULTILINE)
 
 
+# griffe knows no such section, and would draw a box around it.
+REFERENCES = re.compile(r"^References:\n((?: .*(?:\n|\Z)|\n)+)", re.MULTILINE)
+
+
 def to_markdown(text: str) -> str:
     """Makes Markdown of links and literal blocks in reStructuredText."""
 
@@ -19,7 +24,11 @@ def to_markdown(text: str) -> str:
         code = textwrap.indent(textwrap.dedent(block).strip("\n"), indent)
         return f"{indent}{line}:\n\n{indent}```text\n{code}\n{indent}```\n\n"
 
-    return LITERAL.sub(fence, LINK.sub(r"[\1](\2)", text))
+    def section(match):
+        return f"**References:**\n\n{textwrap.dedent(match[1])}"
+
+    text = LITERAL.sub(fence, LINK.sub(r"[\1](\2)", inspect.cleandoc(text)))
+    return REFERENCES.sub(section, text)
 
 
 class Docstrings(griffe.Extension):
