@@ -11,6 +11,7 @@ from pathlib import Path
 
 import nbformat
 from latex2mathml.converter import convert
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 from nbconvert import MarkdownExporter
 
@@ -27,6 +28,7 @@ PAGES = {
     "benchmarks/results/cpu.png": "benchmarks/cpu.png",
 }
 LINK = re.compile(r"\]\((?!\w+:)([^)\s#]*)(#[^)\s]*)?\)")
+INCLUDE = re.compile(r"<!-- include ([^#\s]+)(?:#(.*?))? -->")
 FORMULA = re.compile(r"\$([^$\n]+)\$")
 
 
@@ -50,10 +52,29 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Points the links of a page at the site, or else at GitHub."""
+    """Includes what a page names, and points links at the site, or else at GitHub."""
     uri = page.file.src_uri
     is_notebook = (ROOT / uri).with_suffix(".ipynb").exists()
-    origin = posixpath.dirname(uri if is_notebook else f"docs/{uri}")
+    own = _linked(markdown, uri if is_notebook else f"docs/{uri}", uri, files)
+    return INCLUDE.sub(
+        lambda match: _linked(_text(match[1], match[2]), match[1], uri, files), own
+    )
+
+
+def _text(path, section):
+    """Returns a file; or the section of that title; or what is before the first."""
+    text = (ROOT / path).read_text()
+    if section is None:
+        return text
+    before, *titles_and_texts = re.split(r"^## (.*)\n", text, flags=re.MULTILINE)
+    texts = dict(zip(titles_and_texts[::2], titles_and_texts[1::2], strict=True))
+    if section not in (texts := {"": before, **texts}):
+        raise PluginError(f"{path} has no section {section!r}, only {list(texts)}.")
+    return texts[section]
+
+
+def _linked(markdown, source, uri, files):
+    """Makes links of the file `source` in the repository links of a page `uri`."""
     by_name = {posixpath.basename(file.src_uri): file.src_uri for file in files}
 
     def relative(target):
@@ -61,10 +82,11 @@ def on_page_markdown(markdown, page, config, files):
 
     def replace(match):
         target, anchor = match[1], match[2] or ""
-        path = posixpath.normpath(posixpath.join(origin, target)) if target else ""
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+        path = path if target else source
         # A section of the README is a page, of the name that its anchor has.
         section = by_name.get(f"{anchor[1:]}.md")
-        if anchor and section and path in ("", "README.md"):
+        if anchor and section and path == "README.md":
             return f"]({relative(section)})"
         if not (target and (ROOT / path).exists()):
             return match[0]
