@@ -1,6 +1,10 @@
 """Loss scaling for float16 training with Optax."""
 
 from optax_lossscale import diagnostics as diagnostics
+from optax_lossscale._accumulate import (
+    AccumulationState as AccumulationState,
+    accumulate_gradients as accumulate_gradients,
+)
 from optax_lossscale._headroom import (
     HeadroomLossScale as HeadroomLossScale,
     HeadroomLossScaleState as HeadroomLossScaleState,

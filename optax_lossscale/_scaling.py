@@ -10,7 +10,7 @@ from optax_lossscale._loss_scale import FixedLossScale, LossScale
 from optax_lossscale._losses import check_one_each
 from optax_lossscale._mask import Mask, choose, hashable
 from optax_lossscale._skip import Skip, settle
-from optax_lossscale._state import find_state, unbox
+from optax_lossscale._state import find_state, unbox, warn_if_in_multi_steps
 from optax_lossscale._tree import is_inexact, scale_down, scale_up
 
 
@@ -286,6 +286,8 @@ class LossScaling:
           >>> optimizer.get_unscaled_gradients(grads, state)
           [Array(2., dtype=float32), None, Array(-4., dtype=float32)]
         """
+        # All training comes by here, by value_and_grad too, and nothing else does.
+        warn_if_in_multi_steps(state)
         scales = self.current_loss_scale(state)
         grads = settle(self._effective_skip, grads)
         if self._num_losses is None:

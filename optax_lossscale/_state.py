@@ -1,5 +1,6 @@
 """The state of the optimizer, and finding it in the states of others."""
 
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -107,6 +108,27 @@ def find_state(state: Any) -> LossScaleOptimizerState:
         f"{len(found)} in a {type(state).__name__}. "
         + ("Pass the one you mean." if found else "Pass what init returned.")
     )
+
+
+def warn_if_in_multi_steps(state: Any) -> None:
+    """Warns of a loss-scaled optimizer inside `optax.MultiSteps`, once a process."""
+
+    def found(node):
+        return isinstance(node, optax.MultiStepsState | LossScaleOptimizerState)
+
+    nodes = jax.tree.leaves(state, is_leaf=found)
+    multi_steps = [node for node in nodes if isinstance(node, optax.MultiStepsState)]
+    if find_states(multi_steps):
+        # The place of the warning is here, so that Python shows it once.
+        warnings.warn(
+            "A LossScaleOptimizer is inside optax.MultiSteps, which cannot get rid of "
+            "a gradient that is not finite: after one, all steps are skipped. Write "
+            "LossScaleOptimizer(optax.MultiSteps(inner, k)), which leaves out the "
+            "micro-batch, or accumulate_gradients(LossScaleOptimizer(inner), k), which "
+            "discards the window.",
+            UserWarning,
+            stacklevel=1,
+        )
 
 
 def unbox(value: Any) -> jax.Array:

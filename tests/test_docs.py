@@ -48,6 +48,7 @@ LAYERS = [
     "_scaling",
     "_stepping",
     "_optimizer",
+    "_accumulate",
     "diagnostics._common",
     "diagnostics._metrics",
     "diagnostics._nonfinite",
@@ -103,6 +104,7 @@ def test_public_names():
         "underflow_stats",
     }
     assert PUBLIC.keys() - DIAGNOSTICS.keys() == {
+        "AccumulationState",
         "DynamicLossScale",
         "FixedLossScale",
         "FixedLossScaleState",
@@ -117,6 +119,7 @@ def test_public_names():
         "LossScaleState",
         "TolerantLossScale",
         "TolerantLossScaleState",
+        "accumulate_gradients",
         "all_finite",
         "check_health",
         "get_loss_scale",

@@ -27,6 +27,7 @@ PAGES = {
     "benchmarks/results/cpu.md": "benchmarks/cpu.md",
     "benchmarks/results/cpu.png": "benchmarks/cpu.png",
 }
+SECTIONS = ("guide", "benchmarks")
 LINK = re.compile(r"\]\((?!\w+:)([^)\s#]*)(#[^)\s]*)?\)")
 INCLUDE = re.compile(r"<!-- include ([^#\s]+)(?:#(.*?))? -->")
 FORMULA = re.compile(r"\$([^$\n]+)\$")
@@ -75,7 +76,6 @@ def _text(path, section):
 
 def _linked(markdown, source, uri, files):
     """Makes links of the file `source` in the repository links of a page `uri`."""
-    by_name = {posixpath.basename(file.src_uri): file.src_uri for file in files}
 
     def relative(target):
         return posixpath.relpath(target, posixpath.dirname(uri) or ".")
@@ -84,10 +84,11 @@ def _linked(markdown, source, uri, files):
         target, anchor = match[1], match[2] or ""
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
         path = path if target else source
-        # A section of the README is a page, of the name that its anchor has.
-        section = by_name.get(f"{anchor[1:]}.md")
-        if anchor and section and path == "README.md":
-            return f"]({relative(section)})"
+        if path == "README.md":
+            # Its sections are pages of the names that their anchors have.
+            for section in (f"{folder}/{anchor[1:]}.md" for folder in SECTIONS):
+                if section in files.src_uris:
+                    return f"]({relative(section)})"
         if not (target and (ROOT / path).exists()):
             return match[0]
         if path in PAGES:

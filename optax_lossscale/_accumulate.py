@@ -1,0 +1,159 @@
+"""Gradient accumulation around a loss-scaled optimizer: whole windows or nothing."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lossscale._check import (
+    check_bool,
+    check_count,
+    check_loss_value,
+    check_optimizer,
+)
+from optax_lossscale._skip import run_or_skip
+from optax_lossscale._tree import (
+    full_precision,
+    is_inexact,
+    strongly_typed,
+    zero_update,
+)
+
+
+class AccumulationState(NamedTuple):
+    """The state of `accumulate_gradients`.
+
+    Attributes:
+      inner_state: The state of the wrapped optimizer. It changes at the end of a
+        window only.
+      micro_step: i32[], the micro-batches seen in this window. Zero at its start, so
+        also right after an update.
+      accumulated_grads: As the parameters, at least float32: the micro-batches' share
+        of the gradients so far, zero at the start of a window. None where a
+        parameter is not floating-point.
+      accumulated_value: f32[], the same of the losses, where they are given.
+    """
+
+    inner_state: Any
+    micro_step: jax.Array
+    accumulated_grads: Any
+    accumulated_value: jax.Array
+
+
+def accumulate_gradients(
+    inner_optimizer: optax.GradientTransformation | Any,
+    micro_steps: int,
+    *,
+    average: bool = True,
+) -> optax.GradientTransformationExtraArgs:
+    """Updates once in so many micro-batches, with the mean of their gradients.
+
+    To be placed around a `LossScaleOptimizer`, which then sees whole windows: the
+    scale is the same for all micro-batches of a window, and adapts after it. A window
+    with a non-finite gradient is skipped as a whole, and the next starts from zero.
+    (`LossScaleOptimizer(optax.MultiSteps(inner, k))` drops the micro-batch alone.) Not
+    for `num_losses` and `mask`: gradients have to be a tree like the parameters, and
+    all of them are added up.
+
+    Args:
+      inner_optimizer: A `LossScaleOptimizer`, or any optimizer that holds one.
+      micro_steps: The micro-batches in a window.
+      average: Whether gradients are averaged over the window, or summed, as where
+        each loss is divided by the size of the whole batch already.
+
+    Returns:
+      An optimizer. Its `update` takes the unscaled gradients of a micro-batch, as
+      `value_and_grad` of the `LossScaleOptimizer` returns them for this optimizer's
+      state. Its updates are zero but at the end of a window. Extra arguments reach the
+      inner optimizer, those of the last micro-batch; of `value`, the loss, the mean
+      (or sum).
+
+    Raises:
+      ValueError: If `micro_steps` is not a whole number of at least 1.
+      TypeError: If an argument is of the wrong type.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from optax_lossscale import LossScaleOptimizer, accumulate_gradients
+      >>> scaler = LossScaleOptimizer(optax.sgd(0.5))
+      >>> optimizer = accumulate_gradients(scaler, micro_steps=2)
+      >>> params = jnp.array(1.0)
+      >>> state = optimizer.init(params)
+      >>> loss_fn = lambda params, x: params * x
+      >>> for x in (1.0, 3.0):
+      ...     loss, grads = scaler.value_and_grad(loss_fn, state)(params, x)
+      ...     updates, state = optimizer.update(grads, state, params)
+      ...     print(updates)
+      -0.0
+      -1.0
+
+      A window with a non-finite gradient:
+
+      >>> for grads in (jnp.array(jnp.inf), jnp.array(1.0)):
+      ...     updates, state = optimizer.update(grads, state, params)
+      ...     print(updates, scaler.current_loss_scale(state))
+      -0.0 32768.0
+      -0.0 16384.0
+    """
+    inner = check_optimizer("inner_optimizer", inner_optimizer)
+    micro_steps = check_count("micro_steps", micro_steps)
+    parts = micro_steps if check_bool("average", average) else 1
+
+    def init(params):
+        return AccumulationState(
+            inner_state=strongly_typed(inner.init(params)),
+            micro_step=jnp.zeros((), jnp.int32),
+            accumulated_grads=jax.tree.map(_zeros, params),
+            accumulated_value=jnp.zeros((), jnp.float32),
+        )
+
+    def add(total, x):
+        # Not a running mean: the difference which that takes may overflow.
+        return total + jnp.asarray(x).astype(total.dtype) / parts
+
+    def update(updates, state, params=None, **extra_args):
+        # A restored or hand-set state may hold Python numbers.
+        state = strongly_typed(state)
+        is_last = state.micro_step + 1 >= micro_steps
+        total = _map(
+            lambda grad, total: add(total, grad) if is_inexact(grad) else total,
+            updates,
+            state.accumulated_grads,
+        )
+        value = state.accumulated_value
+        if extra_args.get("value") is not None:
+            check_loss_value(extra_args["value"])
+            value = add(value, extra_args["value"])
+            extra_args = extra_args | {"value": value}
+
+        def run(total, _value, grads, inner_state, params, extra_args):
+            grads = _map(lambda g, t: t if is_inexact(g) else g, grads, total)
+            new = inner.update(grads, inner_state, params, **extra_args)
+            zeros = jax.tree.map(jnp.zeros_like, total)
+            return *new, zeros, jnp.zeros((), jnp.float32)
+
+        # Not by a product with zero, which keeps inf and nan. It branches wherever
+        # it can: all but one micro-batch of a window are spared the inner optimizer.
+        operands = (total, value, updates, state.inner_state, params, extra_args)
+        updates, *new = run_or_skip("cond", is_last, run, _keep, *operands)
+        inner_state, total, value = new
+        micro_step = jnp.where(is_last, 0, state.micro_step + 1)
+        return updates, AccumulationState(inner_state, micro_step, total, value)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _zeros(param):
+    if not is_inexact(param):
+        return None
+    return jnp.zeros_like(param, full_precision(jnp.asarray(param).dtype))
+
+
+def _map(function, grads, total):
+    return jax.tree.map(function, grads, total, is_leaf=lambda x: x is None)
+
+
+def _keep(like, total, value, _grads, inner_state, _params, _extra_args):
+    return jax.tree.map(zero_update, like[0]), inner_state, total, value
