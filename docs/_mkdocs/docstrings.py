@@ -10,8 +10,6 @@ import griffe
 LINK = re.compile(r"`([^`<]+?)\s+<(https?://[^>]+)>`_")
 # A line that ends in a double colon, and the lines below that are further indented.
 LITERAL = re.compile(r"^( *)(\S.*)::\n((?: *\n|\1 +\S.*(?:\n|\Z))+)", re.MULTILINE)
-
-
 # griffe knows no such section, and would draw a box around it.
 REFERENCES = re.compile(r"^References:\n((?: .*(?:\n|\Z)|\n)+)", re.MULTILINE)
 
