@@ -10,12 +10,17 @@ import griffe
 LINK = re.compile(r"`([^`<]+?)\s+<(https?://[^>]+)>`_")
 # A line that ends in a double colon, and the lines below that are further indented.
 LITERAL = re.compile(r"^( *)(\S.*)::\n((?: *\n|\1 +\S.*(?:\n|\Z))+)", re.MULTILINE)
+# A power; the two stars of another one would make bold what is between. Not in code.
+POWER = re.compile(
+    r"(```.*?```|`[^`]*`|^ *(?:>>>|\.\.\.).*?$)|(?<=\d)\*\*(-?\w+|\(\S+?\))",
+    re.MULTILINE | re.DOTALL,
+)
 # griffe knows no such section, and would draw a box around it.
 REFERENCES = re.compile(r"^References:\n((?: .*(?:\n|\Z)|\n)+)", re.MULTILINE)
 
 
 def to_markdown(text: str) -> str:
-    """Makes Markdown of links and literal blocks in reStructuredText."""
+    """Makes Markdown of links, literal blocks and powers."""
 
     def fence(match):
         indent, line, block = match.groups()
@@ -25,7 +30,11 @@ def to_markdown(text: str) -> str:
     def section(match):
         return f"**References:**\n\n{textwrap.dedent(match[1])}"
 
+    def power(match):
+        return match[1] or f"<sup>{match[2].strip('()')}</sup>"
+
     text = LITERAL.sub(fence, LINK.sub(r"[\1](\2)", inspect.cleandoc(text)))
+    text = POWER.sub(power, text)
     return REFERENCES.sub(section, text)
 
 
