@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from optax_lossscale._check import check_count
 from optax_lossscale._loss_scale import LossScale
-from optax_lossscale._tree import is_float0, strongly_typed
+from optax_lossscale._tree import is_float0, scale_up, strongly_typed
 
 
 def check_num_losses(num_losses: Any, mask: Any) -> int | None:
@@ -84,8 +84,16 @@ def update_scales(
     return jax.tree.map(lambda *x: jnp.stack(x), *pairs)
 
 
+def total_loss(num_losses: int | None, losses: Any) -> Any:
+    """Adds up the losses, in float32 those that are narrower: they might overflow."""
+    if num_losses is None:
+        return losses
+    one = jnp.ones((), jnp.float32)
+    return total(num_losses, [scale_up(loss, one) for loss in losses])
+
+
 def total(num_losses: int | None, terms: Any) -> Any:
-    """Adds up what there is of each loss: gradients, or the losses themselves."""
+    """Adds up the gradients of each loss."""
     if num_losses is None:
         return terms
 
@@ -97,6 +105,18 @@ def total(num_losses: int | None, terms: Any) -> Any:
         )
 
     return jax.tree.map(add, *terms)
+
+
+def check_scales(num_losses: int | None, scales: jax.Array) -> jax.Array:
+    """Returns the scales, if there is one for each loss."""
+    wanted = () if num_losses is None else (num_losses,)
+    if jnp.shape(scales) != wanted:
+        raise ValueError(
+            f"With num_losses={num_losses} the loss scale in the state must be of "
+            f"shape {wanted}, got {jnp.shape(scales)}. Where the state is that of many "
+            "members or devices, call inside the vmap or pmap that made it."
+        )
+    return scales
 
 
 def check_one_each(name: str, num_losses: int, value: Any) -> Sequence[Any]:

@@ -28,11 +28,15 @@ def hashable(mask: Mask) -> Hashable:
     return *leaves, treedef
 
 
+def _prefix(mask: Mask, tree: Any) -> Any:
+    return check_mask(mask(tree)) if callable(mask) else mask
+
+
 def expand(mask: Mask, tree: Any) -> Any:
     """Returns the mask with a leaf for each of the tree's."""
     if mask is None:
         return jax.tree.map(lambda _: True, tree)
-    prefix = check_mask(mask(tree)) if callable(mask) else mask
+    prefix = _prefix(mask, tree)
     try:
         return jax.tree.map(
             lambda keep, subtree: jax.tree.map(lambda _: keep, subtree), prefix, tree
@@ -57,6 +61,21 @@ def choose(mask: Mask, gradients: Any, values: Any) -> Any:
         return gradients
     keep = expand(mask, gradients)
     return jax.tree.map(lambda k, g, v: g if k else v, keep, gradients, values)
+
+
+def complete(mask: Mask, tree: Any, params: Any) -> Any:
+    """Returns the parameters that the inner optimizer proposes, and those it has not.
+
+    Args:
+      mask: The mask.
+      tree: As the inner optimizer sees parameters: with `optax.MaskedNode`.
+      params: All the parameters.
+    """
+    if mask is None:
+        return tree
+    # Not expanded: of several leaves that are masked as one there is one MaskedNode.
+    prefix = _prefix(mask, params)
+    return jax.tree.map(lambda k, new, old: new if k else old, prefix, tree, params)
 
 
 def masked(

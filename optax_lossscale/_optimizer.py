@@ -9,8 +9,15 @@ import optax
 from optax_lossscale._check import accepts, check_bool, check_optimizer
 from optax_lossscale._leaves import initial_leaves
 from optax_lossscale._loss_scale import LossScale
-from optax_lossscale._losses import check_num_losses, initial_scales, total
-from optax_lossscale._mask import Mask, check_mask, check_params, masked
+from optax_lossscale._losses import check_num_losses, initial_scales, total, total_loss
+from optax_lossscale._mask import (
+    Mask,
+    check_mask,
+    check_params,
+    complete,
+    expand,
+    masked,
+)
 from optax_lossscale._registry import get_loss_scale, keras_loss_scale
 from optax_lossscale._skip import Skip
 from optax_lossscale._state import (
@@ -173,8 +180,11 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
           The state. Its arrays are strongly typed.
 
         Raises:
-          TypeError: If the inner optimizer scales losses itself.
+          TypeError: If the inner optimizer scales losses itself; if a function that is
+            the mask returns anything but True and False.
+          ValueError: If the mask is no prefix of `params`.
         """
+        expand(self._mask, params)
         inner_state = strongly_typed(self._inner.init(params))
         if find_states(inner_state):
             raise TypeError(
@@ -297,11 +307,12 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
             params, *args, **kwargs
         )
 
-        def value_fn(params):
-            value = loss_fn(params, *args, **kwargs)
-            return total(self._num_losses, value[0] if has_aux else value)
+        def value_fn(proposed):
+            proposed = complete(self._mask, proposed, params)
+            value = loss_fn(proposed, *args, **kwargs)
+            return total_loss(self._num_losses, value[0] if has_aux else value)
 
-        loss = total(self._num_losses, value[0] if has_aux else value)
+        loss = total_loss(self._num_losses, value[0] if has_aux else value)
         grad = total(self._num_losses, grads)
         extra = {"value": loss, "grad": grad, "value_fn": value_fn}
         taken = {k: v for k, v in extra.items() if accepts(self._inner.update, k)}

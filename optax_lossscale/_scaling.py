@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from optax_lossscale._loss_scale import FixedLossScale, LossScale
-from optax_lossscale._losses import check_one_each
+from optax_lossscale._losses import check_one_each, check_scales
 from optax_lossscale._mask import Mask, choose, hashable
 from optax_lossscale._skip import Skip, settle
 from optax_lossscale._state import find_state, unbox, warn_if_in_multi_steps
@@ -187,7 +187,7 @@ class LossScaling:
           1e-08
         """
         n = self._num_losses
-        scales = self.current_loss_scale(state)
+        scales = check_scales(n, self.current_loss_scale(state))
 
         def value_and_grad_of(index):
             def scaled(*args, **kwargs):
@@ -254,7 +254,7 @@ class LossScaling:
             return lambda *args, **kwargs: self.get_scaled_loss(
                 loss(*args, **kwargs), state
             )
-        scales = self.current_loss_scale(state)
+        scales = check_scales(self._num_losses, self.current_loss_scale(state))
         if self._num_losses is None:
             return _scaled(loss, scales)
         losses = check_one_each("the loss", self._num_losses, loss)
@@ -288,7 +288,7 @@ class LossScaling:
         """
         # All training comes by here, by value_and_grad too, and nothing else does.
         warn_if_in_multi_steps(state)
-        scales = self.current_loss_scale(state)
+        scales = check_scales(self._num_losses, self.current_loss_scale(state))
         grads = settle(self._effective_skip, grads)
         if self._num_losses is None:
             return self._unscaled(grads, scales)

@@ -101,6 +101,9 @@ class Stepping(LossScaling):
             loss_scale_state = select(loss_is_finite, loss_scale_state, kept)
             should_apply &= loss_is_finite
         grads = total(self._num_losses, grads)
+        if self._num_losses is not None and self._loss_scale.skip_nonfinite:
+            # The sum of what is finite may overflow, at whatever scales.
+            should_apply &= all_finite(grads, axis_name=self._axis_name)
         # A restored or hand-set state may hold Python numbers.
         inner_state = strongly_typed(state.inner_state)
         skip = self._effective_skip

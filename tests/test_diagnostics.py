@@ -307,14 +307,35 @@ class TestReport:
 
     def test_a_scale_that_does_nothing(self):
         text = report(run(BAD, BAD, GOOD, loss_scale=DynamicLossScale(2.0)))
-        assert text.startswith("The last step was applied, at a loss scale that does")
+        assert text.startswith("The last step was applied, at a loss scale that lifts")
         assert "underflow_stats" in advice(text)
 
     def test_losses_that_were_not_finite(self):
         optimizer = LossScaleOptimizer(optax.sgd(0.5), check_loss=True)
         state = optimizer.init(PARAMS)
         state = optimizer.update(GOOD, state, value=jnp.float32(NAN))[1]
-        assert "  loss not finite      1 steps" in report(state)
+        text = report(state)
+        assert "  loss not finite      1 steps" in text
+        # Such a skip does not lower the scale.
+        assert text.startswith("The last step was skipped, because its loss was not")
+        assert "scale" not in advice(text)
+        state = optimizer.update(BAD, state, value=jnp.float32(1))[1]
+        assert advice(report(state)).startswith("nothing yet. Each skip lowers")
+
+    def test_names_the_leaf_of_the_last_skip(self):
+        other = jax.tree.map(jnp.ones_like, PARAMS)
+        other["block"]["w"] = other["block"]["w"] * INF
+        text = report(run(BAD, BAD, GOOD, other, track_leaves=True), PARAMS)
+        assert advice(text).endswith("look at params['block']['w'].")
+
+    def test_non_finite_gradients_that_were_applied(self):
+        state = run(BAD, GOOD, loss_scale=FixedLossScale(8), track_leaves=True)
+        text = report(state, PARAMS)
+        assert text.startswith("Steps were applied though their gradients were not")
+        assert "skip_nonfinite=True" in advice(text)
+        skipping = FixedLossScale(8, skip_nonfinite=True)
+        state = run(BAD, GOOD, loss_scale=skipping, track_leaves=True)
+        assert advice(report(state, PARAMS)) == "nothing."
 
     def test_of_an_ensemble_the_one_that_is_worst_off(self):
         states = [run(GOOD, GOOD, track_leaves=True), run(BAD, BAD, track_leaves=True)]

@@ -109,6 +109,14 @@ def test_counts_and_remembers(call, wrap, skip):
             assert not state.last_step_applied
 
 
+def test_the_most_frequent_come_first():
+    optimizer = tracker()
+    state = optimizer.init(PARAMS)
+    for leaf in (0, 2, 1, 2, 2, 1):
+        _, state = optimizer.update(plant(GOOD, INF, leaf), state)
+    assert [leaf.inf_steps for leaf in nonfinite_leaves(state, PARAMS)] == [3, 2, 1]
+
+
 def test_off_costs_nothing():
     def lowered(**options):
         optimizer = LossScaleOptimizer(relaxed(optax.adam(0.1)), **options)

@@ -1,6 +1,7 @@
 """Several losses: a scale each, one update, skipped if any is not finite."""
 
 import functools
+import itertools
 
 import equinox as eqx
 import jax
@@ -161,6 +162,28 @@ def test_every_rule_is_each_loss_alone(rule):
         assert bool(state.last_step_applied) == all(applied)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize("skip", SKIPS)
+def test_a_sum_that_overflows_is_skipped_at_the_same_scales(skip, dtype):
+    optimizer = two(DynamicLossScale(growth_interval=5), skip=skip, track_leaves=True)
+    params = {"a": jnp.ones(2, dtype), "b": jnp.ones(2, dtype)}
+    state = optimizer.init(params)
+    large = jnp.array([1, jnp.finfo(dtype).max * 0.75], dtype)
+    grads = [{"a": params["a"], "b": large}] * 2
+    new, state = jax.jit(optimizer.apply_gradients)(grads, params, state)
+    assert_same_bits(new, params)
+    assert state.skipped_steps == 1
+    assert scales(optimizer, state) == [2**15, 2**15]
+    assert state.loss_scale_state.good_steps.tolist() == [1, 1]
+    assert [str(leaf) for leaf in nonfinite_leaves(state, params)] == [
+        "params['b']: inf in 1 steps, nan in 0, at last inf"
+    ]
+    # As with one loss, a fixed scale that checks nothing applies it.
+    fixed = two(FixedLossScale(2.0), skip=skip)
+    new, _ = fixed.apply_gradients(grads, params, fixed.init(params))
+    assert jnp.isinf(new["b"][1])
+
+
 def test_one_loss_in_a_tuple_is_one_loss():
     one = LossScaleOptimizer(optax.adam(0.1), num_losses=1)
     plain = LossScaleOptimizer(optax.adam(0.1))
@@ -248,6 +271,26 @@ def test_check_loss_and_track_leaves():
     assert "params['b']" in names
 
 
+def test_the_sum_of_narrow_losses_is_not_narrow():
+    optimizer = two(check_loss=True)
+
+    def large(params):
+        # Each fits into float16, and their sum does not.
+        x, y = loss_fn(params, 8000.0, 200_000.0)
+        return x.astype(jnp.float16), y.astype(jnp.float16)
+
+    assert all(loss > 32_768 for loss in large(PARAMS))
+    _, state, _ = optimizer.minimize(large, PARAMS, optimizer.init(PARAMS))
+    assert state.nonfinite_loss_steps == 0
+
+    def mixed(params):
+        x, y = loss_fn(params)
+        return x.astype(jnp.float16), y
+
+    _, state, _ = optimizer.minimize(mixed, PARAMS, state)
+    assert state.nonfinite_loss_steps == 0
+
+
 def test_stuck_is_who_overflows_at_its_minimum():
     optimizer = two(DynamicLossScale(1.0))
     state = optimizer.init(PARAMS)
@@ -326,6 +369,21 @@ def test_errors_say_what_is_wanted():
         optimizer.get_unscaled_gradients(ONES, state)
     with pytest.raises(TypeError, match="a loss alone"):
         optimizer.value_and_grad(lambda p: (1.0, jnp.arange(2)), state)(PARAMS)
+
+
+def test_a_state_of_another_number_of_losses_is_refused():
+    numbers = (None, 2, 3)
+    for n, other in itertools.permutations(numbers, 2):
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), num_losses=n)
+        state = LossScaleOptimizer(optax.sgd(0.5), num_losses=other).init(PARAMS)
+        terms = 1.0 if n is None else (1.0,) * n
+        for call in (
+            lambda o=optimizer, s=state, t=terms: o.value_and_grad(lambda p: t, s),
+            lambda o=optimizer, s=state, t=terms: o.get_scaled_loss(t, s),
+            lambda o=optimizer, s=state, t=terms: o.get_unscaled_gradients(t, s),
+        ):
+            with pytest.raises(ValueError, match=f"With num_losses={n} the loss scale"):
+                call()
 
 
 def test_is_part_of_the_configuration():

@@ -1,6 +1,7 @@
 """Leaves that are no gradients: new values, untouched, unchecked, kept on a skip."""
 
 import copy
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -96,6 +97,27 @@ def test_inner_optimizer_never_sees_them():
     np.testing.assert_allclose(updates["params"]["w"], [-0.6, -0.8], rtol=1e-6)
 
 
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_line_searches_evaluate_all_parameters(mask):
+    def loss_fn(params):
+        return jnp.sum((params["params"]["w"] * params["new"]["scale"] - 1) ** 2)
+
+    inner = relaxed(
+        optax.chain(optax.sgd(0.5), optax.scale_by_backtracking_linesearch(20))
+    )
+    optimizer = LossScaleOptimizer(inner, 1.0, mask=mask)
+    minimize = jax.jit(functools.partial(optimizer.minimize, loss_fn))
+    params, _, _ = minimize(PARAMS, optimizer.init(PARAMS))
+    alone = LossScaleOptimizer(inner, 1.0)
+    expected, _, _ = alone.minimize(
+        lambda w: loss_fn({"params": w, "new": PARAMS["new"]}),
+        PARAMS["params"],
+        alone.init(PARAMS["params"]),
+    )
+    assert not np.allclose(expected["w"], PARAMS["params"]["w"])
+    np.testing.assert_allclose(params["params"]["w"], expected["w"], rtol=1e-6)
+
+
 def test_dtypes_and_leaves_that_are_no_floats():
     params = {
         "w": jnp.ones(2, jnp.float16),
@@ -142,6 +164,10 @@ def test_errors_say_what_is_wanted():
         masked({"params": 1})
     with pytest.raises(TypeError, match=r"mask must be a tree of .* got a leaf 'yes'"):
         masked(lambda tree: "yes").get_unscaled_gradients(GRADS, masked().init(PARAMS))
+    with pytest.raises(TypeError, match=r"mask must be a tree of .* got a leaf 'yes'"):
+        masked(lambda tree: "yes").init(PARAMS)
+    with pytest.raises(ValueError, match="mask must be a prefix"):
+        masked({"params": True}).init(PARAMS)
     state = masked().init(PARAMS)
     with pytest.raises(ValueError, match="mask must be a prefix"):
         masked().get_unscaled_gradients(GRADS["params"], state)

@@ -17,9 +17,8 @@ def scale_of(state: Any) -> jax.Array:
         scale = unbox(find_state(state).loss_scale_state.loss_scale)
     if scale.shape:
         raise ValueError(
-            f"state is that of many members or devices: its loss scale is of shape "
-            f"{scale.shape}. Pass the state of one, jax.tree.map(lambda x: x[0], state)"
-            " for example."
+            "state is that of many members, devices or losses: its loss scale is of "
+            f"shape {scale.shape}. Pass one of its scales, as a number."
         )
     return scale.astype(jnp.float32)
 

@@ -245,8 +245,8 @@ def _to_python(name: str, value: Any) -> bool | int | float:
     if np.shape(value) != ():
         raise ValueError(
             f"{name} must be a scalar, got shape {np.shape(value)}. Where a state is "
-            "that of many members or devices, record one of them, "
-            "jax.tree.map(lambda x: x[0], state) for example."
+            "that of many members, devices or losses, record one of them, or each by "
+            "a name of its own."
         )
     dtype = getattr(value, "dtype", None)
     kinds = (bool, jnp.bool_), (int, jnp.integer), (float, jnp.floating)

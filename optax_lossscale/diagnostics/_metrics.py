@@ -20,7 +20,8 @@ def metrics(state: Any, prefix: str = "") -> dict[str, jax.Array]:
       prefix: Comes before each name, "loss_scaling/" for example.
 
     Returns:
-      A dictionary of scalars (of arrays [n] where the state is that of n members):
+      A dictionary of scalars (of arrays [n] where the state is that of n members, or
+      what each of n losses has is meant):
       `loss_scale` and `log2_loss_scale`, f32[]; what else the state of the rule
       holds, `good_steps` for example, i32[]; `last_step_applied`, bool[];
       `skipped_steps`, `consecutive_skipped_steps`, `nonfinite_loss_steps` and

@@ -4,8 +4,11 @@ import math
 import textwrap
 from typing import Any
 
+import jax
+import numpy as np
+
 from optax_lossscale._health import Health, check_health
-from optax_lossscale._state import find_state
+from optax_lossscale._state import find_state, unbox
 from optax_lossscale.diagnostics._common import named_leaves
 from optax_lossscale.diagnostics._nonfinite import NonfiniteLeaf, read_statistics
 
@@ -53,12 +56,14 @@ def report(state: Any, params: Any = None) -> str:
       usual at the start. If they go on, look at params['w'].
     """
     health = check_health(state, patience=1, raise_error=False)
-    statistics = find_state(state).leaf_statistics
+    found = find_state(state)
+    statistics = found.leaf_statistics
     leaves: list[NonfiniteLeaf] = []
     if statistics is not None:
         names = None if params is None else list(named_leaves(params, "params"))
         leaves = read_statistics(statistics, names)
-    headline, advice = _judge(health, leaves)
+    never_skipped = not np.any(jax.device_get(unbox(found.skipped_steps)))
+    headline, advice = _judge(health, leaves, never_skipped)
     lines = [headline, *_numbers(health), *_table(leaves)]
     return "\n".join([*lines, *textwrap.wrap(f"What to do: {advice}", WIDTH)])
 
@@ -93,15 +98,30 @@ def _table(leaves: list[NonfiniteLeaf]) -> list[str]:
     return lines
 
 
-def _judge(health: Health, leaves: list[NonfiniteLeaf]) -> tuple[str, str]:
+def _judge(
+    health: Health, leaves: list[NonfiniteLeaf], never_skipped: bool
+) -> tuple[str, str]:
     """Returns what is the matter, and what to do about it."""
+    if leaves and never_skipped:
+        return (
+            "Steps were applied though their gradients were not finite.",
+            "go back to parameters that are finite, and take a loss scale that skips: "
+            '"dynamic", or a FixedLossScale with skip_nonfinite=True.',
+        )
     if not health.healthy:
         headline = "Steps are skipped, one after the other."
         if health.stuck_steps:
             headline = "Steps are skipped, and the loss scale cannot go lower."
         return headline, _suspect(leaves) or health.message
     if health.consecutive_skipped_steps:
-        look = f"look at {leaves[0].name}" if leaves else "call check_health"
+        if health.nonfinite_loss_steps == health.skipped_steps:
+            return (
+                "The last step was skipped, because its loss was not finite.",
+                "if it goes on, look for a nan or inf in the data or the parameters, "
+                "and for an overflow in the forward pass.",
+            )
+        last = [leaf for leaf in leaves if leaf.last != "finite"]
+        look = f"look at {last[0].name}" if last else "call check_health"
         return (
             "The last step was skipped, and the loss scale is looking for its level.",
             "nothing yet. Each skip lowers the scale, and a few in a row are usual at "
@@ -109,7 +129,7 @@ def _judge(health: Health, leaves: list[NonfiniteLeaf]) -> tuple[str, str]:
         )
     if health.loss_scale <= 1:
         return (
-            "The last step was applied, at a loss scale that does nothing.",
+            "The last step was applied, at a loss scale that lifts no gradient.",
             "find out what keeps the scale down, and by underflow_stats whether "
             "gradients are lost.",
         )
