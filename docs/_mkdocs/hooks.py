@@ -1,0 +1,129 @@
+"""Pages whose text lives elsewhere in the repository, and the links to them.
+
+The README, the changelog and the notebooks are written once, and their links are those
+of the repository. Here they become links of the site; what is not on the site is linked
+on GitHub.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+
+import nbformat
+from latex2mathml.converter import convert
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+from nbconvert import MarkdownExporter
+
+ROOT = Path(__file__).parents[2]
+ON_GITHUB = "https://github.com/optax-lossscale/optax_lossscale/blob/main"
+# Where in the site the files of the repository are that are not below docs.
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "docs/recipes": "recipes/index.md",
+    "notebooks": "notebooks/index.md",
+    "benchmarks/results/cpu.md": "benchmarks/cpu.md",
+    "benchmarks/results/cpu.png": "benchmarks/cpu.png",
+}
+SECTIONS = ("guide", "benchmarks")
+LINK = re.compile(r"\]\((?!\w+:)([^)\s#]*)(#[^)\s]*)?\)")
+INCLUDE = re.compile(r"<!-- include ([^#\s]+)(?:#(.*?))? -->")
+FORMULA = re.compile(r"\$([^$\n]+)\$")
+
+
+def on_files(files, config):
+    """Adds the notebooks with their outputs, pictures, and lists of pages."""
+    picture = ROOT / "benchmarks/results/cpu.png"
+    files.append(
+        File.generated(config, "benchmarks/cpu.png", content=picture.read_bytes())
+    )
+    texts = {}
+    for path in sorted(ROOT.glob("notebooks/*.ipynb"), key=_quickstart_first):
+        stem = path.stem
+        texts[stem], pictures = _notebook(path)
+        for name, content in {f"{stem}.md": texts[stem], **pictures}.items():
+            files.append(File.generated(config, f"notebooks/{name}", content=content))
+    recipes = {p.stem: p.read_text() for p in sorted(ROOT.glob("docs/recipes/*.md"))}
+    for folder, pages in {"recipes": recipes, "notebooks": texts}.items():
+        content = _list(folder.capitalize(), pages)
+        files.append(File.generated(config, f"{folder}/index.md", content=content))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Includes what a page names, and points links at the site, or else at GitHub."""
+    uri = page.file.src_uri
+    is_notebook = (ROOT / uri).with_suffix(".ipynb").exists()
+    own = _linked(markdown, uri if is_notebook else f"docs/{uri}", uri, files)
+    return INCLUDE.sub(
+        lambda match: _linked(_text(match[1], match[2]), match[1], uri, files), own
+    )
+
+
+def _text(path, section):
+    """Returns a file; or the section of that title; or what is before the first."""
+    text = (ROOT / path).read_text()
+    if section is None:
+        return text
+    before, *titles_and_texts = re.split(r"^## (.*)\n", text, flags=re.MULTILINE)
+    texts = dict(zip(titles_and_texts[::2], titles_and_texts[1::2], strict=True))
+    if section not in (texts := {"": before, **texts}):
+        raise PluginError(f"{path} has no section {section!r}, only {list(texts)}.")
+    return texts[section]
+
+
+def _linked(markdown, source, uri, files):
+    """Makes links of the file `source` in the repository links of a page `uri`."""
+
+    def relative(target):
+        return posixpath.relpath(target, posixpath.dirname(uri) or ".")
+
+    def replace(match):
+        target, anchor = match[1], match[2] or ""
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+        path = path if target else source
+        if path == "README.md":
+            # Its sections are pages of the names that their anchors have.
+            for section in (f"{folder}/{anchor[1:]}.md" for folder in SECTIONS):
+                if section in files.src_uris:
+                    return f"]({relative(section)})"
+        if not (target and (ROOT / path).exists()):
+            return match[0]
+        if path in PAGES:
+            return f"]({relative(PAGES[path])}{anchor})"
+        if path.startswith("notebooks/") and path.endswith(".ipynb"):
+            return f"]({relative(path.removesuffix('ipynb') + 'md')}{anchor})"
+        if path.startswith("docs/"):
+            return f"]({relative(path.removeprefix('docs/'))}{anchor})"
+        return f"]({ON_GITHUB}/{path}{anchor})"
+
+    return LINK.sub(replace, markdown)
+
+
+def _quickstart_first(path):
+    return path.stem != "quickstart", path.stem
+
+
+def _notebook(path):
+    """Returns a notebook as Markdown, and its pictures by name. Nothing is run."""
+    notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            # Browsers render MathML by themselves.
+            cell.source = FORMULA.sub(lambda match: convert(match[1]), cell.source)
+    markdown, resources = MarkdownExporter().from_notebook_node(
+        notebook, {"unique_key": path.stem, "output_files_dir": f"{path.stem}_files"}
+    )
+    link = f"{ON_GITHUB}/{path.relative_to(ROOT).as_posix()}"
+    return f"{markdown}\n[This page is a notebook]({link}).\n", resources["outputs"]
+
+
+def _list(title, pages):
+    """Returns a page that lists pages, each with its first paragraph."""
+    entries = [f"# {title}\n"]
+    for stem, text in pages.items():
+        heading, paragraph, *_ = re.split(r"\n\s*\n", text.strip())
+        entries.append(f"## [{heading.lstrip('# ')}]({stem}.md)\n\n{paragraph}\n")
+    return "\n".join(entries)
