@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import INF, RECIPES, assert_same_bits, recipe, to_numpy
 
@@ -15,6 +17,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted(path.stem for path in RECIPES.glob("*.md"))
 # Keras reads its backend once, where it is imported: it gets a process of its own.
 ALONE = {"keras"}
+# What the page about several losses calls the parts of a batch.
+BATCH = ["upper", "lower", "labels"]
 # What a page imports and not every environment has.
 MODULES = {"keras": ["keras"], "plain_jax": ["jmp", "haiku"]}
 
@@ -174,6 +178,56 @@ def check_keras(page):
         assert_same_bits(variable.value, value)
     assert {str(p.dtype) for p in page["params"]} == {"float32"}
     check_training(page, page["losses"], read, step)
+
+
+def check_several_losses(page):
+    optimizer, batch = page["optimizer"], [page[k][:128] for k in BATCH]
+    (params, state, right), (_, shared, wrong) = page["results"].values()
+    assert right > 0.6
+    assert wrong < 0.3
+    # What the page's tables say, at either scale.
+    low, high = optimizer.current_loss_scale(state).tolist()
+    assert shared.loss_scale_state.loss_scale <= 2 * low < high / 2**10
+    counts = page["counts"]
+    assert counts[low, "drawing"].zero < counts[low, "naming"].zero - 0.5
+    assert counts[high, "drawing"].nonfinite > 0.5
+    assert counts[high, "naming"].zero < 0.4
+    assert counts[high, "naming"].nonfinite == 0
+
+    # Room for the step that is to be applied.
+    scales = jnp.array([low / 8, high / 8])
+    start = params, optax.tree.set(state, loss_scale=scales)
+
+    def replicate(tree):
+        return jax.tree.map(lambda x: jnp.stack([x] * jax.device_count()), tree)
+
+    def one_step(*batch):
+        return page["train_step"](*start, *batch)
+
+    def parallel_step(*batch):
+        split = [x.reshape(8, -1, *x.shape[1:]) for x in batch]
+        found = page["parallel_step"](*replicate(start), *split)
+        for x in jax.tree.leaves(found):
+            assert_same_bits(x[1:], x[:-1])
+        return jax.tree.map(lambda x: x[0], found)
+
+    for step in (one_step, parallel_step):
+        new, after, losses = step(*batch)
+        assert after.last_step_applied
+        assert len(losses) == 2
+        for old, leaf in zip(*map(jax.tree.leaves, (params, new)), strict=True):
+            assert np.all(np.isfinite(leaf))
+            assert np.any(old != leaf)
+        # A bad pixel to draw is seen by one loss, a bad one to see by both.
+        upper, lower, labels = batch
+        bad = upper, lower.at[5, 20].set(INF), labels
+        worse = upper.at[5, 20].set(INF), lower, labels
+        for poisoned, lowered in ((bad, [2, 1]), (worse, [2, 2])):
+            new, after, _ = step(*poisoned)
+            assert_same_bits((new, after.inner_state), (params, state.inner_state))
+            assert after.skipped_steps == state.skipped_steps + 1
+            found = optimizer.current_loss_scale(after)
+            assert_same_bits(found, scales / jnp.float32(lowered))
 
 
 @pytest.mark.parametrize("name", PAGES)
