@@ -1,5 +1,6 @@
 """The pages under docs/recipes are scripts: each runs, and a skip changes nothing."""
 
+import functools
 import importlib.util
 import os
 import subprocess
@@ -10,8 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from helpers import INF, RECIPES, assert_same_bits, recipe, to_numpy
+
+from optax_lossscale import LossScaleOptimizer
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(path.stem for path in RECIPES.glob("*.md"))
@@ -275,6 +279,62 @@ def check_float8(page):
     after, state = optimizer.apply_gradients(grads, new, state)
     assert not state.last_step_applied
     assert_same_bits(after, new)
+
+
+def check_half_precision_parameters(page):
+    kinds, results = page["kinds"], page["results"]
+    wide, plain, half, brain = results.values()
+    for found in (wide, half, brain):
+        assert np.all(found[0] < 1)
+    # What the page says of its table, for every seed.
+    assert np.all((wide[0] < half[0]) & (half[0] < brain[0]))
+    assert np.all((wide[1] + 0.1 < half[1]) & (half[1] + 0.1 < brain[1]))
+    assert np.all(~(plain[0] < 2 * wide[0]))
+    for (dtype, inner), (_, _, params, state) in zip(
+        kinds.values(), results.values(), strict=True
+    ):
+        assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
+        is_plain = inner is kinds["float16"][1]
+        assert state.inner_state[0].mu["last"].dtype == (
+            dtype if is_plain else jnp.float32
+        )
+        one_step = functools.partial(page["train_step"], LossScaleOptimizer(inner))
+        every = jax.jit(jax.vmap(one_step, in_axes=(0, 0, None, None)))
+        images, labels = page["images"][:128], page["labels"][:128]
+        new, after, _ = every(params, state, images.at[5, 20].set(INF), labels)
+        assert_same_bits((new, after.inner_state), (params, state.inner_state))
+        assert not after.last_step_applied.any()
+
+    def read():
+        return page["opt_state"], page["params"]
+
+    def step(images):
+        state = page["params"], page["opt_state"]
+        page["params"], page["opt_state"], _ = page["step"](*state, images, labels)
+
+    check_training(page, page["novograd_losses"], read, step)
+    assert page["params"]["first"].dtype == jnp.float16
+
+    # Those that the page names refuse, and no longer do in float32.
+    for inner in (
+        optax.novograd(1e-3),
+        optax.contrib.galore(1e-3),
+        optax.contrib.mechanize(optax.sgd(1e-3)),
+        optax.lbfgs(),
+    ):
+        for dtype in (jnp.float16, jnp.bfloat16):
+            start = page["init"](jax.random.key(0), dtype)
+
+            def abstract_step(inner, start=start):
+                optimizer = LossScaleOptimizer(inner)
+                state = optimizer.init(start)
+                return optimizer.minimize(page["loss_fn"], start, state, images, labels)
+
+            with pytest.raises((TypeError, FutureWarning)):
+                jax.eval_shape(functools.partial(abstract_step, inner))
+            made = page["in_float32"](inner)
+            new, *_ = jax.eval_shape(functools.partial(abstract_step, made))
+            assert {x.dtype for x in jax.tree.leaves(new)} == {jnp.dtype(dtype)}
 
 
 @pytest.mark.parametrize("name", PAGES)
