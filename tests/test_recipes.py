@@ -294,10 +294,11 @@ def check_half_precision_parameters(page):
         kinds.values(), results.values(), strict=True
     ):
         assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
-        is_plain = inner is kinds["float16"][1]
-        assert state.inner_state[0].mu["last"].dtype == (
-            dtype if is_plain else jnp.float32
-        )
+        plain_moments = inner is page["adam"]
+        moments = dtype if plain_moments else jnp.float32
+        assert state.inner_state[0].mu["last"].dtype == moments
+        if plain_moments:
+            continue
         one_step = functools.partial(page["train_step"], LossScaleOptimizer(inner))
         every = jax.jit(jax.vmap(one_step, in_axes=(0, 0, None, None)))
         images, labels = page["images"][:128], page["labels"][:128]
