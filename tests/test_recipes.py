@@ -1,5 +1,6 @@
 """The pages under docs/recipes are scripts: each runs, and a skip changes nothing."""
 
+import functools
 import importlib.util
 import os
 import subprocess
@@ -7,9 +8,14 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
+import optax.contrib
 import pytest
 from helpers import INF, RECIPES, assert_same_bits, recipe, to_numpy
+
+from optax_lossscale import LossScaleOptimizer
 
 ROOT = Path(__file__).parent.parent
 # test_accumulation.py and test_optax_table.py are about these two.
@@ -17,6 +23,8 @@ ELSEWHERE = {"accumulation", "optax"}
 PAGES = sorted({path.stem for path in RECIPES.glob("*.md")} - ELSEWHERE)
 # Keras reads its backend once, where it is imported: it gets a process of its own.
 ALONE = {"keras"}
+# What the page about several losses calls the parts of a batch.
+BATCH = ["upper", "lower", "labels"]
 # What a page imports and not every environment has.
 MODULES = {"keras": ["keras"], "plain_jax": ["jmp", "haiku"]}
 
@@ -70,7 +78,8 @@ def check_training(page, losses, read, step):
     leaves = [jax.tree.leaves(tree) for tree in (before, after)]
     for old, new in zip(*leaves, strict=True):
         assert np.all(np.isfinite(new))
-        assert np.any(old != new)
+        # Flax's float8 scales, f32[1], go by the largest number of many steps.
+        assert np.any(old != new) or new.shape == (1,)
 
 
 def check_flax_linen(page):
@@ -176,6 +185,159 @@ def check_keras(page):
         assert_same_bits(variable.value, value)
     assert {str(p.dtype) for p in page["params"]} == {"float32"}
     check_training(page, page["losses"], read, step)
+
+
+def check_several_losses(page):
+    optimizer, batch = page["optimizer"], [page[k][:128] for k in BATCH]
+    (params, state, right), (_, shared, wrong) = page["results"].values()
+    assert right > 0.6
+    assert wrong < 0.3
+    # What the page's tables say, at either scale.
+    low, high = optimizer.current_loss_scale(state).tolist()
+    assert shared.loss_scale_state.loss_scale <= 2 * low < high / 2**10
+    counts = page["counts"]
+    assert counts[low, "drawing"].zero < counts[low, "naming"].zero - 0.5
+    assert counts[high, "drawing"].nonfinite > 0.5
+    assert counts[high, "naming"].zero < 0.4
+    assert counts[high, "naming"].nonfinite == 0
+
+    # Room for the step that is to be applied.
+    scales = jnp.array([low / 8, high / 8])
+    start = params, optax.tree.set(state, loss_scale=scales)
+
+    def replicate(tree):
+        return jax.tree.map(lambda x: jnp.stack([x] * jax.device_count()), tree)
+
+    def one_step(*batch):
+        return page["train_step"](*start, *batch)
+
+    def parallel_step(*batch):
+        split = [x.reshape(8, -1, *x.shape[1:]) for x in batch]
+        found = page["parallel_step"](*replicate(start), *split)
+        for x in jax.tree.leaves(found):
+            assert_same_bits(x[1:], x[:-1])
+        return jax.tree.map(lambda x: x[0], found)
+
+    for step in (one_step, parallel_step):
+        new, after, losses = step(*batch)
+        assert after.last_step_applied
+        assert len(losses) == 2
+        for old, leaf in zip(*map(jax.tree.leaves, (params, new)), strict=True):
+            assert np.all(np.isfinite(leaf))
+            assert np.any(old != leaf)
+        # A bad pixel to draw is seen by one loss, a bad one to see by both.
+        upper, lower, labels = batch
+        bad = upper, lower.at[5, 20].set(INF), labels
+        worse = upper.at[5, 20].set(INF), lower, labels
+        for poisoned, lowered in ((bad, [2, 1]), (worse, [2, 2])):
+            new, after, _ = step(*poisoned)
+            assert_same_bits((new, after.inner_state), (params, state.inner_state))
+            assert after.skipped_steps == state.skipped_steps + 1
+            found = optimizer.current_loss_scale(after)
+            assert_same_bits(found, scales / jnp.float32(lowered))
+
+
+def check_float8(page):
+    from flax import nnx
+
+    labels = page["labels"][:128]
+
+    def read():
+        return page["opt_state"], page["variables"]
+
+    def step(images):
+        state = page["variables"], page["opt_state"]
+        page["variables"], page["opt_state"], _ = page["train_step"](
+            *state, images, labels
+        )
+
+    check_training(page, page["losses"], read, step)
+    name = page["OVERWRITE_WITH_GRADIENT"]
+    assert [x.size for x in jax.tree.leaves(page["variables"][name])] == [1024, 1] * 3
+
+    def read_train_state():
+        return page["state"].opt_state, page["state"].params
+
+    def step_train_state(images):
+        page["state"], _ = page["state_step"](page["state"], images, labels)
+
+    check_training(page, page["state_losses"], read_train_state, step_train_state)
+
+    def read_nnx():
+        params = nnx.state(page["nnx_model"], page["Trained"])
+        return page["nnx_state"], nnx.to_pure_dict(params)
+
+    def step_nnx(images):
+        state = page["nnx_model"], page["nnx_state"]
+        page["nnx_state"], _ = page["nnx_step"](*state, images, labels)
+
+    check_training(page, page["nnx_losses"], read_nnx, step_nnx)
+
+    optimizer, grads = page["sparse_optimizer"], page["sparse_grads"]
+    old, new, state = page["matrix"], page["new_matrix"], page["sparse_state"]
+    assert_same_bits(new.indices, old.indices)
+    np.testing.assert_allclose(new.data, old.data - 0.1 * (old.data != 0), rtol=1e-5)
+    grads.data = grads.data.at[3].set(INF)
+    after, state = optimizer.apply_gradients(grads, new, state)
+    assert not state.last_step_applied
+    assert_same_bits(after, new)
+
+
+def check_half_precision_parameters(page):
+    kinds, results = page["kinds"], page["results"]
+    wide, plain, half, brain = results.values()
+    for found in (wide, half, brain):
+        assert np.all(found[0] < 1)
+    # What the page says of its table, for every seed.
+    assert np.all((wide[0] < half[0]) & (half[0] < brain[0]))
+    assert np.all((wide[1] + 0.1 < half[1]) & (half[1] + 0.1 < brain[1]))
+    assert np.all(~(plain[0] < 2 * wide[0]))
+    for (dtype, inner), (_, _, params, state) in zip(
+        kinds.values(), results.values(), strict=True
+    ):
+        assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
+        plain_moments = inner is page["adam"]
+        moments = dtype if plain_moments else jnp.float32
+        assert state.inner_state[0].mu["last"].dtype == moments
+        if plain_moments:
+            continue
+        one_step = functools.partial(page["train_step"], LossScaleOptimizer(inner))
+        every = jax.jit(jax.vmap(one_step, in_axes=(0, 0, None, None)))
+        images, labels = page["images"][:128], page["labels"][:128]
+        new, after, _ = every(params, state, images.at[5, 20].set(INF), labels)
+        assert_same_bits((new, after.inner_state), (params, state.inner_state))
+        assert not after.last_step_applied.any()
+
+    def read():
+        return page["opt_state"], page["params"]
+
+    def step(images):
+        state = page["params"], page["opt_state"]
+        page["params"], page["opt_state"], _ = page["step"](*state, images, labels)
+
+    check_training(page, page["novograd_losses"], read, step)
+    assert page["params"]["first"].dtype == jnp.float16
+
+    # Those that the page names refuse, and no longer do in float32.
+    for inner in (
+        optax.novograd(1e-3),
+        optax.contrib.galore(1e-3),
+        optax.contrib.mechanize(optax.sgd(1e-3)),
+        optax.lbfgs(),
+    ):
+        for dtype in (jnp.float16, jnp.bfloat16):
+            start = page["init"](jax.random.key(0), dtype)
+
+            def abstract_step(inner, start=start):
+                optimizer = LossScaleOptimizer(inner)
+                state = optimizer.init(start)
+                return optimizer.minimize(page["loss_fn"], start, state, images, labels)
+
+            with pytest.raises((TypeError, FutureWarning)):
+                jax.eval_shape(functools.partial(abstract_step, inner))
+            made = page["in_float32"](inner)
+            new, *_ = jax.eval_shape(functools.partial(abstract_step, made))
+            assert {x.dtype for x in jax.tree.leaves(new)} == {jnp.dtype(dtype)}
 
 
 @pytest.mark.parametrize("name", PAGES)
