@@ -12,7 +12,7 @@ Mask = Any | Callable[[Any], Any] | None
 def check_mask(mask: Mask) -> Mask:
     """Returns a mask whose leaves, unless it is a function, are True and False."""
     wrong = [x for x in jax.tree.leaves(mask) if not isinstance(x, bool)]
-    if wrong and not callable(mask):
+    if wrong and not _is_function(mask):
         raise TypeError(
             "mask must be a tree of True and False, a prefix of the parameters, or a "
             f"function that makes one of them, got a leaf {wrong[0]!r}."
@@ -20,16 +20,22 @@ def check_mask(mask: Mask) -> Mask:
     return mask
 
 
+def _is_function(mask: Mask) -> bool:
+    # A model of Equinox may be called too, and is a tree: a mask, if of bools.
+    leaves = jax.tree.leaves(mask)
+    return callable(mask) and bool(leaves) and all(map(callable, leaves))
+
+
 def hashable(mask: Mask) -> Hashable:
     """Returns what tells masks apart."""
-    if callable(mask):
+    if _is_function(mask):
         return mask
     leaves, treedef = jax.tree.flatten(mask)
     return *leaves, treedef
 
 
 def _prefix(mask: Mask, tree: Any) -> Any:
-    return check_mask(mask(tree)) if callable(mask) else mask
+    return check_mask(mask(tree)) if _is_function(mask) else mask
 
 
 def expand(mask: Mask, tree: Any) -> Any:

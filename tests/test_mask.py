@@ -3,6 +3,7 @@
 import copy
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -144,6 +145,22 @@ def test_tracked_leaves_keep_their_names():
     grads = params | {"new": jnp.array([INF]), "z": jnp.array([INF])}
     _, state = optimizer.update(grads, optimizer.init(params), params)
     assert [x.name for x in nonfinite_leaves(state, params)] == ["params['z']"]
+
+
+def test_a_tree_that_may_be_called_is_a_tree():
+    layer = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+    mask = eqx.tree_at(lambda x: (x.weight, x.bias), layer, (True, False))
+    assert callable(mask)
+    optimizer = masked(mask)
+    state = optimizer.init(layer)
+    grads = jax.tree.map(jnp.ones_like, layer)
+    new, _ = optimizer.apply_gradients(grads, layer, state)
+    assert_same_bits(new.weight, layer.weight - 0.5)
+    assert_same_bits(new.bias, grads.bias)
+    assert hash(optimizer) == hash(copy.copy(optimizer))
+    # An activation function left in it is no bool.
+    with pytest.raises(TypeError, match="mask must be a tree of True and False"):
+        masked(eqx.tree_at(lambda x: x.bias, mask, jax.nn.relu))
 
 
 def test_all_and_nothing():
