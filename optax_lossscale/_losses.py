@@ -33,25 +33,35 @@ def initial_scales(rule: LossScale, num_losses: int | None) -> Any:
     return jax.tree.map(lambda x: jnp.stack([x] * num_losses), state)
 
 
-def check_scale_state(state: Any, expected: Any) -> None:
-    """Raises if a state, restored perhaps, is of another rule or of other shapes."""
-    if jax.tree.structure(state) != jax.tree.structure(expected):
+def check_state(state: Any, expected: Any) -> None:
+    """Raises if a state, restored perhaps, is of another rule or of other shapes.
+
+    Args:
+      state: A `LossScaleOptimizerState`.
+      expected: The shapes of one.
+    """
+    rule, wanted = state.loss_scale_state, expected.loss_scale_state
+    if jax.tree.structure(rule) != jax.tree.structure(wanted):
         raise ValueError(
-            f"state.loss_scale_state must be a {_describe(expected)}, as the loss "
-            f"scale has it, got a {_describe(state)}. Restore a state with the loss "
+            f"state.loss_scale_state must be a {_describe(wanted)}, as the loss "
+            f"scale has it, got a {_describe(rule)}. Restore a state with the loss "
             "scale that it was saved with, or begin a new one: state._replace("
             "loss_scale_state=optimizer.init(params).loss_scale_state)."
         )
-    pairs = zip(
-        jax.tree.leaves_with_path(state), jax.tree.leaves(expected), strict=True
-    )
-    for (path, leaf), wanted in pairs:
-        if jnp.shape(leaf) != wanted.shape:
+    # What belongs to the inner optimizer and to the leaves is for them to check.
+    state = state._replace(inner_state=None, leaf_statistics=None)
+    for (path, got), (_, shape) in zip(*map(_shapes, (state, expected)), strict=True):
+        if got != shape:
             raise ValueError(
-                f"state.loss_scale_state{jax.tree_util.keystr(path)} must be of shape "
-                f"{wanted.shape}, got {jnp.shape(leaf)}. Where the state is that of "
-                "many members or devices, call inside the vmap or pmap that made it."
+                f"state{jax.tree_util.keystr(path)} must be of shape {shape}, got "
+                f"{got}. Where the state is that of many members or devices, call "
+                "inside the vmap or pmap that made it."
             )
+
+
+def _shapes(tree: Any) -> list[tuple[Any, Any]]:
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None)
+    return [(path, None if x is None else jnp.shape(x)) for path, x in leaves]
 
 
 def _describe(state: Any) -> str:

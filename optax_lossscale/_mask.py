@@ -1,7 +1,7 @@
 """Which leaves are gradients, and which are new values of the parameters."""
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import optax
@@ -20,7 +20,7 @@ def check_mask(mask: Mask) -> Mask:
     return mask
 
 
-def _is_function(mask: Mask) -> bool:
+def _is_function(mask: Mask) -> TypeGuard[Callable[[Any], Any]]:
     # A model of Equinox may be called too, and is a tree: a mask, if of bools.
     leaves = jax.tree.leaves(mask)
     return callable(mask) and bool(leaves) and all(map(callable, leaves))

@@ -13,7 +13,7 @@ from optax_lossscale._leaves import count_leaves
 from optax_lossscale._loss_scale import at_minimum
 from optax_lossscale._losses import (
     check_one_each,
-    check_scale_state,
+    check_state,
     initial_scales,
     total,
     update_scales,
@@ -21,7 +21,11 @@ from optax_lossscale._losses import (
 from optax_lossscale._mask import choose, gradients_of
 from optax_lossscale._scaling import LossScaling
 from optax_lossscale._skip import run_or_skip
-from optax_lossscale._state import LossScaleOptimizerState, count_step
+from optax_lossscale._state import (
+    LossScaleOptimizerState,
+    count_step,
+    initial_state,
+)
 from optax_lossscale._tree import (
     all_finite,
     cast_like,
@@ -38,8 +42,11 @@ class Stepping(LossScaling):
     _inner: optax.GradientTransformationExtraArgs
 
     @functools.cached_property
-    def _first_scale_state(self):
-        make = functools.partial(initial_scales, self._loss_scale, self._num_losses)
+    def _first_state(self):
+        def make():
+            scales = initial_scales(self._loss_scale, self._num_losses)
+            return initial_state(None, scales)
+
         return jax.eval_shape(make)
 
     def _run_update(self, grads, inner_state, params, extra):
@@ -78,7 +85,7 @@ class Stepping(LossScaling):
                 f"returned, got {type(state).__name__}. Where the optimizer is part "
                 "of a chain, call the update of the chain."
             )
-        check_scale_state(state.loss_scale_state, self._first_scale_state)
+        check_state(state, self._first_state)
         if self._num_losses is not None:
             check_one_each("grads", self._num_losses, grads)
         loss_is_finite: Any = True

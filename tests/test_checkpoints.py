@@ -292,6 +292,15 @@ class TestOtherStates:
             (self.FIXED, dynamic, r"FixedLossScaleState\(loss_scale\).* good_steps"),
             (self.DYNAMIC, as_dict, "hysteresis_left.* got a dict"),
             (self.DYNAMIC, several, r"loss_scale must be of shape \(\), got \(3,\)"),
+            *(
+                (
+                    self.DYNAMIC,
+                    dynamic._replace(**{name: value}),
+                    rf"state\.{name} must be of shape \(\), got {shape}",
+                )
+                for name in dynamic._fields[2:7]
+                for value, shape in [(jnp.ones(3, int), r"\(3,\)"), (None, "None")]
+            ),
         ]:
             with pytest.raises(ValueError, match=wanted):
                 step(optimizer, state)
