@@ -70,7 +70,8 @@ def accumulate_gradients(
       (or sum).
 
     Raises:
-      ValueError: If `micro_steps` is not a whole number of at least 1.
+      ValueError: If `micro_steps` is not a whole number of at least 1; by `update`, if
+        its state is not an `AccumulationState`.
       TypeError: If an argument is of the wrong type.
 
     Examples:
@@ -119,6 +120,11 @@ def accumulate_gradients(
         return total + jnp.asarray(x).astype(total.dtype) / parts
 
     def update(updates, state, params=None, **extra_args):
+        if not isinstance(state, AccumulationState):
+            raise ValueError(
+                "state must be the AccumulationState that the init of "
+                f"accumulate_gradients returned, got {type(state).__name__}."
+            )
         # A restored or hand-set state may hold Python numbers.
         state = strongly_typed(state)
         is_last = state.micro_step + 1 >= micro_steps

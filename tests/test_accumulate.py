@@ -303,6 +303,18 @@ class TestState:
         assert state.inner_state == 2
         assert step._cache_size() == 1
 
+    def test_another_number_of_micro_steps_holds_from_the_next_window_on(self):
+        scaler = LossScaleOptimizer(optax.sgd(1.0))
+        four, two = (accumulate_gradients(scaler, k) for k in (4, 2))
+        state = four.init(PARAMS)
+        for _ in range(3):
+            _, state = four.update(gradients(1), state, PARAMS)
+        updates = []
+        for _ in range(3):
+            update, state = two.update(gradients(1), state, PARAMS)
+            updates.append(float(update["b"]))
+        assert updates == [-(3 / 4 + 1 / 2), 0, -1]
+
     def test_an_abstract_state(self):
         optimizer = accumulate_gradients(LossScaleOptimizer(INNER), 2)
         shapes = jax.eval_shape(optimizer.init, PARAMS)
@@ -336,6 +348,11 @@ def test_refuses_what_is_of_the_wrong_type():
     optimizer = accumulate_gradients(optax.sgd(0.5), 2)
     with pytest.raises(TypeError, match="value must be the loss"):
         optimizer.update(1.0, optimizer.init(1.0), 1.0, value=jnp.ones(2))
+    for state in (optimizer.init(1.0)._asdict(), LossScaleOptimizer(INNER).init(1.0)):
+        with pytest.raises(
+            ValueError, match=f"AccumulationState .*got {type(state).__name__}"
+        ):
+            optimizer.update(1.0, state, 1.0)
     # Twice is a bug here too.
     twice = LossScaleOptimizer(accumulate_gradients(LossScaleOptimizer(INNER), 2))
     with pytest.raises(TypeError, match="scaling twice"):
