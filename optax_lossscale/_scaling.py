@@ -155,7 +155,8 @@ class LossScaling:
 
         Args:
           fun: Returns a real scalar loss, or the loss and auxiliary data where
-            `has_aux`.
+            `has_aux`. With `num_losses` it is called once for each loss, and must
+            change nothing (as a model of Flax nnx would its batch statistics).
           state: A pytree that holds one `LossScaleOptimizerState`.
           argnums: Which positional arguments to differentiate with respect to.
           has_aux: Whether `fun` returns auxiliary data as well.

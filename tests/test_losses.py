@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from helpers import INF, NAN, SKIPS, WRAPS, assert_close, assert_same_bits, signature
 
 from optax_lossscale import (
@@ -19,6 +20,7 @@ from optax_lossscale import (
     LossScaleOptimizer,
     TolerantLossScale,
     check_health,
+    select_applied,
 )
 from optax_lossscale.diagnostics import metrics, nonfinite_leaves, report
 
@@ -233,6 +235,76 @@ def test_equinox_and_the_forward_pass_is_computed_once():
     params = jnp.ones(4)
     step = jax.jit(optimizer.value_and_grad(with_tanh, optimizer.init(params)))
     assert step.lower(params).compile().as_text().count(" tanh(") == 1
+
+
+class TestFlaxNnx:
+    """The loss function is called for each loss: a model must not change in it."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.norm = nnx.BatchNorm(3, momentum=0.5, rngs=nnx.Rngs(0))
+            self.calls = nnx.Variable(jnp.int32(0))
+
+        def __call__(self, x):
+            self.calls[...] += 1
+            return self.norm(x)
+
+    x = jnp.arange(12.0).reshape(4, 3)
+    optimizer = two()
+
+    def losses(self, model, x):
+        out = model(x)
+        return jnp.mean(out**2), jnp.mean(out)
+
+    @pytest.fixture(autouse=True)
+    def standard_dtype_promotion(self):
+        with jax.numpy_dtype_promotion("standard"):
+            yield
+
+    def test_its_value_and_grad_changes_the_model_for_each_loss(self):
+        model = self.Model()
+        state = self.optimizer.init(nnx.state(model, nnx.Param))
+        transform = {"transform": nnx.value_and_grad}
+        call = self.optimizer.value_and_grad(self.losses, state, **transform)
+        _, grads = call(model, self.x)
+        assert len(grads) == 2
+        assert model.calls[...] == 2
+        once = self.x.mean(0) / 2
+        np.testing.assert_allclose(model.norm.mean[...], once + once / 2)
+
+    def test_a_function_that_changes_nothing(self):
+        @nnx.jit
+        def step(model, state, x):
+            graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+            def loss_fn(params):
+                merged = nnx.merge(graphdef, params, rest, copy=True)
+                return self.losses(merged, x), nnx.state(merged, nnx.Not(nnx.Param))
+
+            params, state, (_, new) = self.optimizer.minimize(
+                loss_fn, params, state, has_aux=True
+            )
+            nnx.update(model, params, select_applied(state, new, rest))
+            return state
+
+        model = self.Model()
+        start = nnx.state(model, nnx.Param)["norm"]["bias"][...]
+        state = step(model, self.optimizer.init(nnx.state(model, nnx.Param)), self.x)
+        assert state.last_step_applied
+        assert model.calls[...] == 1
+        np.testing.assert_allclose(model.norm.mean[...], self.x.mean(0) / 2)
+        assert not np.array_equal(model.norm.bias[...], start)
+        before = jax.tree.map(jnp.copy, nnx.state(model))
+        state = step(model, state, self.x * INF)
+        assert not state.last_step_applied
+        assert_same_bits(nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(before))
+
+    def test_its_optimizer_is_refused(self):
+        model = self.Model()
+        trainer = nnx.Optimizer(model, self.optimizer, wrt=nnx.Param)
+        grads = [nnx.state(model, nnx.Param)] * 2
+        with pytest.raises(TypeError, match="one for each loss, got State"):
+            trainer.update(model, grads)
 
 
 def test_inner_optimizers_see_the_sum():
