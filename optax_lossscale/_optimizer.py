@@ -185,7 +185,9 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
             the mask returns anything but True and False.
           ValueError: If the mask is no prefix of `params`.
         """
-        expand(self._mask, params)
+        if jax.tree.leaves(params):
+            # optax.tree_map_params passes what has none, and fits no mask.
+            expand(self._mask, params)
         inner_state = strongly_typed(self._inner.init(params))
         if find_states(inner_state):
             raise TypeError(

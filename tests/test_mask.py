@@ -139,6 +139,16 @@ def test_dtypes_and_leaves_that_are_no_floats():
     assert new["count"] == 4
 
 
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_parameters_in_the_state_are_mapped(mask):
+    optimizer = masked(mask, track_leaves=True)
+    state = optimizer.init(PARAMS)
+    mapped = optax.tree_map_params(optimizer, lambda x: x + 5, state)
+    trace = mapped.inner_state.inner_state[0].trace
+    assert [x.tolist() for x in jax.tree.leaves(trace)] == [[5, 5]]
+    assert_same_bits(mapped._replace(inner_state=()), state._replace(inner_state=()))
+
+
 def test_tracked_leaves_keep_their_names():
     params = {"a": jnp.ones(1), "new": jnp.ones(1), "z": jnp.ones(1)}
     optimizer = masked({"a": True, "new": False, "z": True}, track_leaves=True)
