@@ -249,7 +249,7 @@ class TestFlaxNnx:
             self.calls[...] += 1
             return self.norm(x)
 
-    x = jnp.arange(12.0).reshape(4, 3)
+    x = jnp.arange(12, dtype=jnp.float32).reshape(4, 3)
     optimizer = two()
 
     def losses(self, model, x):
