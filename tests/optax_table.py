@@ -111,22 +111,30 @@ def by_minimize(optimizer, _extra):
     return step
 
 
+@functools.cache
+def compiled(optimizer, make_step):
+    """Returns a step, compiled once, with extra arguments where they are taken."""
+    steps = [jax.jit(make_step(optimizer, extra)) for extra in (True, False)]
+
+    def step(*args):
+        try:
+            return steps[0](*args)
+        except TypeError as error:
+            if "unexpected keyword" not in str(error):
+                raise
+            return steps[1](*args)
+
+    return step
+
+
 def train(optimizer, make_step, params, batches):
     """Returns the end of every step."""
     with jax.numpy_dtype_promotion("standard"), warnings.catch_warnings():
         # MultiSteps, around: the row says so itself.
         warnings.filterwarnings("ignore", "A LossScaleOptimizer is inside")
-        state = optimizer.init(params)
-        try:
-            step = jax.jit(make_step(optimizer, True))
-            step.lower(params, state, *batches[0])
-        except TypeError as error:
-            if "unexpected keyword" not in str(error):
-                raise
-            step = jax.jit(make_step(optimizer, False))
-        ends = []
+        state, ends = optimizer.init(params), []
         for batch in batches:
-            params, state = step(params, state, *batch)
+            params, state = compiled(optimizer, make_step)(params, state, *batch)
             ends.append((params, state))
     return ends
 
