@@ -39,7 +39,7 @@ halves the rate in each step; `overflowing` is a mask, true for that one paramet
 - *stops*: the parameters never move again.
 - *nan*: there are parameters that are no longer finite.
 - *scale stays*: it does not back off. *scale falls*: in finite steps too.
-- *refused*: an error says why.
+- *refused*: it raises an error.
 
 """
 HEADER = ["", "outermost", "outermost, `minimize`", "inside", "note"]
