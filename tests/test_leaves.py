@@ -247,7 +247,7 @@ def test_a_step_skipped_for_its_loss_blames_no_leaf():
 def test_counters_saturate():
     optimizer = tracker()
     state = optimizer.init(PARAMS)
-    top = jnp.full(3, 2**31 - 1)
+    top = jnp.full(3, 2**31 - 1, jnp.int32)
     statistics = state.leaf_statistics._replace(inf_steps=top, nan_steps=top)
     state = state._replace(leaf_statistics=statistics)
     for value in (INF, NAN):

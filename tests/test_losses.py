@@ -24,7 +24,7 @@ from optax_lossscale import (
 )
 from optax_lossscale.diagnostics import metrics, nonfinite_leaves, report
 
-PARAMS = {"w": jnp.array([1.0, 2.0]), "b": jnp.float32(0.5)}
+PARAMS = {"w": jnp.array([1, 2], jnp.float32), "b": jnp.float32(0.5)}
 ONES = jax.tree.map(jnp.ones_like, PARAMS)
 
 
@@ -397,9 +397,9 @@ def test_in_a_scan_and_an_ensemble():
             return (params, state), optimizer.current_loss_scale(state)
 
         start = PARAMS, optimizer.init(PARAMS)
-        return jax.lax.scan(step, start, jnp.array([0.1, INF, 0.1]))[1]
+        return jax.lax.scan(step, start, jnp.float32([0.1, INF, 0.1]))[1]
 
-    found = jax.jit(jax.vmap(member))(jnp.array([0.1, INF]))
+    found = jax.jit(jax.vmap(member))(jnp.float32([0.1, INF]))
     assert found.tolist() == [
         [[2**15, 2**15], [2**15, 2**14], [2**15, 2**14]],
         [[2**14, 2**15], [2**13, 2**14], [2**12, 2**14]],
@@ -416,7 +416,7 @@ def test_all_devices_agree():
         )
         return optimizer.current_loss_scale(state), state.last_step_applied
 
-    found, applied = step(jnp.ones(8).at[3].set(INF))
+    found, applied = step(jnp.ones(8, jnp.float32).at[3].set(INF))
     assert found.tolist() == [[2**15, 2**14]] * 8
     assert not applied.any()
 

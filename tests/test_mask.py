@@ -17,8 +17,8 @@ from jax.experimental import sparse
 from optax_lossscale import LossScaleOptimizer, select_applied
 from optax_lossscale.diagnostics import nonfinite_leaves
 
-PARAMS = {"params": {"w": jnp.ones(2)}, "new": {"scale": jnp.float32(7)}}
-GRADS = {"params": {"w": jnp.full(2, 3.0)}, "new": {"scale": jnp.float32(5)}}
+PARAMS = {"params": {"w": jnp.ones(2, jnp.float32)}, "new": {"scale": jnp.float32(7)}}
+GRADS = {"params": {"w": jnp.float32([3, 3])}, "new": {"scale": jnp.float32(5)}}
 TREE = {"params": True, "new": False}
 MASKS = {"tree": TREE, "function": lambda tree: {k: k != "new" for k in tree}}
 
@@ -42,7 +42,7 @@ class TestStep:
             assert params["params"]["w"].tolist() == [-0.5, -0.5]
             assert params["new"]["scale"] == new
             assert signature(state) == signature(start)
-            bad = grads | {"params": {"w": jnp.array([1, NAN])}}
+            bad = grads | {"params": {"w": jnp.float32([1, NAN])}}
             params, state = step(bad, PARAMS, start)
             assert_same_bits(params, PARAMS)
             assert_same_bits(state.inner_state, start.inner_state)
@@ -55,7 +55,7 @@ class TestStep:
         updates, _ = update(GRADS, start, PARAMS)
         assert updates["params"]["w"].tolist() == [-1.5, -1.5]
         assert updates["new"]["scale"] == 5
-        bad = GRADS | {"params": {"w": jnp.array([INF, 1])}}
+        bad = GRADS | {"params": {"w": jnp.float32([INF, 1])}}
         updates, state = update(bad, start, PARAMS)
         assert updates["params"]["w"].tolist() == [0, 0]
         assert updates["new"]["scale"] == 7

@@ -157,10 +157,11 @@ def describe_nonfinite(grads: Any) -> list[NonfiniteGradient]:
     Examples:
       >>> import jax.numpy as jnp
       >>> from optax_lossscale import diagnostics
-      >>> grads = {"b": jnp.ones(2), "w": jnp.array([[1.0, jnp.inf], [jnp.nan, 0.0]])}
+      >>> w = jnp.array([[1.0, jnp.inf], [jnp.nan, 0.0]], jnp.float16)
+      >>> grads = {"b": jnp.ones(2), "w": w}
       >>> for gradient in diagnostics.describe_nonfinite(grads):
       ...     print(gradient)
-      grads['w'], float32[2,2]: 1 inf, 1 nan of 4, first at [0, 1]
+      grads['w'], float16[2,2]: 1 inf, 1 nan of 4, first at [0, 1]
     """
     leaves = named_leaves(grads, "grads")
     named = [(name, jnp.asarray(x)) for name, x in leaves.items() if is_inexact(x)]

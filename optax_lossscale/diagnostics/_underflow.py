@@ -215,8 +215,9 @@ class ExponentHistogram(NamedTuple):
       nans: f32[], how many are nan.
 
     Examples:
+      >>> import jax.numpy as jnp
       >>> from optax_lossscale.diagnostics import exponent_histogram
-      >>> exponent_histogram([0.0, 1.0]).counts.shape
+      >>> exponent_histogram(jnp.ones(3, jnp.float16)).counts.shape
       (277,)
     """
 
