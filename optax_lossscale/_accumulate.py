@@ -57,7 +57,7 @@ def accumulate_gradients(
     Args:
       inner_optimizer: A `LossScaleOptimizer`, or any optimizer that holds one, without
         `num_losses` and `mask`: gradients are a tree like the parameters, and all of
-        them are added up.
+        them are added up. (It is refused where it has one, but not found in a chain.)
       micro_steps: The micro-batches in a window.
       average: Whether gradients are averaged over the window, or summed, as where
         each loss is divided by the size of the whole batch already.
