@@ -462,3 +462,33 @@ def test_is_part_of_the_configuration():
     inner = optax.sgd(0.5)
     assert LossScaleOptimizer(inner) != LossScaleOptimizer(inner, num_losses=1)
     assert "num_losses=2" in repr(two())
+
+
+def test_two_networks_have_two_optimizers():
+    # As in a GAN: losses, updates and parameters apart, and so are scales and skips.
+    optimizers = {name: LossScaleOptimizer(optax.sgd(0.1)) for name in ("made", "seen")}
+    params = {name: jnp.float32([1, 2]) for name in optimizers}
+    states = {name: o.init(params[name]) for name, o in optimizers.items()}
+
+    def losses(params, x):
+        score = jnp.sum(params["made"] * params["seen"])
+        return {"made": -score, "seen": score + x * jnp.sum(params["seen"])}
+
+    @jax.jit
+    def step(params, states, x):
+        new_params, new_states = {}, {}
+        for name, optimizer in optimizers.items():
+            new_params[name], new_states[name], _ = optimizer.minimize(
+                lambda own, name=name: losses({**params, name: own}, x)[name],
+                params[name],
+                states[name],
+            )
+        return new_params, new_states
+
+    new_params, states = step(params, states, jnp.float32(INF))
+    assert_same_bits(new_params["seen"], params["seen"])
+    assert np.all(new_params["made"] != params["made"])
+    assert scales(optimizers["seen"], states["seen"]) == 2**14
+    assert scales(optimizers["made"], states["made"]) == 2**15
+    new_params, states = step(params, states, jnp.float32(0.5))
+    assert all(np.all(new_params[name] != params[name]) for name in params)
