@@ -1,5 +1,6 @@
 """What underflows, and the histogram of exponents, against NumPy's own conversions."""
 
+import functools
 import math
 import re
 
@@ -46,7 +47,7 @@ def reference(x, scale, dtype):
     }
 
 
-@jax.jit(static_argnames="dtype")
+@functools.partial(jax.jit, static_argnames="dtype")
 def each(x, scale, dtype):
     """Returns the statistics of every number of a vector alone."""
     return jax.vmap(lambda x: underflow_stats(x, scale, dtype).overall)(x)

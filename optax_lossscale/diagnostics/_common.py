@@ -1,17 +1,21 @@
 """What the diagnostics share: the scale of a state, names of leaves, the host."""
 
+import numbers
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from optax_lossscale._check import check_scale
 from optax_lossscale._state import find_state, unbox
 
 
 def scale_of(state: Any) -> jax.Array:
     """Returns the loss scale, f32[], of a state or of a number that is one."""
-    if is_number(state):
+    if isinstance(state, numbers.Real) and not isinstance(state, bool):
+        scale = jnp.asarray(check_scale("state", state), jnp.float32)
+    elif is_number(state):
         scale = jnp.asarray(state)
     else:
         scale = unbox(find_state(state).loss_scale_state.loss_scale)

@@ -2,13 +2,12 @@
 
 import functools
 import math
-import numbers
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._check import check_dtype, check_scale
+from optax_lossscale._check import check_dtype
 from optax_lossscale._tree import is_inexact, numbers_of
 from optax_lossscale.diagnostics._bits import (
     border,
@@ -129,8 +128,6 @@ def underflow_stats(grads: Any, state: Any, dtype: Any = "float16") -> Underflow
     """
     dtype = check_dtype("dtype", dtype)
     limits_of(dtype)
-    if isinstance(state, numbers.Real) and not isinstance(state, bool):
-        state = check_scale("state", state)
     leaves = {
         name: jnp.asarray(leaf)
         for name, leaf in named_leaves(grads, "grads").items()
