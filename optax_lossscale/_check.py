@@ -6,9 +6,11 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 # Within these bounds the scale and its reciprocal are normal float32 numbers.
 # Outside, one of the two is subnormal, which most hardware takes for zero: so would
@@ -164,6 +166,23 @@ def check_dynamics(scale: Any, **further: Callable[[str, Any], Any]) -> None:
     )
 
 
+def is_number(x: Any) -> bool:
+    """Whether `x` is a real Python number or an array of real numbers."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        return isinstance(x, int | float) and not isinstance(x, bool)
+    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+
+
+def check_host(function: str, tree: Any) -> None:
+    """Raises where numbers cannot be waited for."""
+    if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
+        raise TypeError(
+            f"{function} is for the host, where it can wait for numbers: call it "
+            "outside of jit, scan, vmap and the like, with what the step has returned."
+        )
+
+
 def check_loss_value(value: Any) -> None:
     """Checks that `value` can be the loss of a step."""
     if value is None:
@@ -173,10 +192,7 @@ def check_loss_value(value: Any) -> None:
             "params, value=loss) or apply_gradients(grads, params, state, value=loss). "
             "minimize passes it by itself, Flax's TrainState.apply_gradients does not."
         )
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    dtype = getattr(value, "dtype", np.dtype(float if is_number else object))
-    is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-    if not is_real or np.shape(value) != ():
+    if not is_number(value) or np.shape(value) != ():
         raise TypeError(
             f"value must be the loss, a real scalar, got {value!r}. Reduce the loss to "
             "a scalar first, and pass it without auxiliary data."

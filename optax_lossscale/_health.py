@@ -4,9 +4,8 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
-from optax_lossscale._check import check_bool, check_count
+from optax_lossscale._check import check_bool, check_count, check_host
 from optax_lossscale._state import find_state, unbox
 
 
@@ -130,12 +129,7 @@ def _read(state: Any, patience: int, limit: int) -> tuple[Health, str]:
     names = Health._fields[3:]
     arrays = [state.loss_scale_state.loss_scale, *(getattr(state, n) for n in names)]
     arrays = [unbox(array) for array in arrays]
-    if any(isinstance(array, Tracer | jax.ShapeDtypeStruct) for array in arrays):
-        raise TypeError(
-            "check_health is for the host, where it can wait for numbers and raise: "
-            "call it outside of jit, scan, vmap and the like, with the state that the "
-            "step has returned."
-        )
+    check_host("check_health", arrays)
     scale, *counts = np.broadcast_arrays(*jax.device_get(arrays))
     stuck_steps, consecutive, *_ = counts
     # Of many members the one that is nearest to a limit, or furthest beyond; of the

@@ -1,13 +1,12 @@
-"""What the diagnostics share: the scale of a state, names of leaves, the host."""
+"""What the diagnostics share: the scale of a state, names of leaves."""
 
 import numbers
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
-from optax_lossscale._check import check_scale
+from optax_lossscale._check import check_scale, is_number
 from optax_lossscale._state import find_state, unbox
 
 
@@ -27,14 +26,6 @@ def scale_of(state: Any) -> jax.Array:
     return scale.astype(jnp.float32)
 
 
-def is_number(x: Any) -> bool:
-    """Whether `x` is a real Python number or an array of real numbers."""
-    dtype = getattr(x, "dtype", None)
-    if dtype is None:
-        return isinstance(x, int | float) and not isinstance(x, bool)
-    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-
-
 def named_leaves(tree: Any, name: str = "") -> dict[str, Any]:
     """Returns the leaves of a tree, None among them, by their key paths.
 
@@ -44,15 +35,6 @@ def named_leaves(tree: Any, name: str = "") -> dict[str, Any]:
     """
     pairs = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None)
     return {name + jax.tree_util.keystr(path): leaf for path, leaf in pairs}
-
-
-def check_host(function: str, tree: Any) -> None:
-    """Raises where numbers cannot be waited for."""
-    if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
-        raise TypeError(
-            f"{function} is for the host, where it can wait for numbers: call it "
-            "outside of jit, scan, vmap and the like, with what the step has returned."
-        )
 
 
 def check_text(name: str, value: Any) -> None:

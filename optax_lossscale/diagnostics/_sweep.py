@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lossscale._check import check_bits, check_dtype, check_scale
+from optax_lossscale._check import check_bits, check_dtype, check_host, check_scale
 from optax_lossscale._loss_scale import power
 from optax_lossscale._optimizer import LossScaleOptimizer
 from optax_lossscale._tree import all_finite, numbers_of
@@ -24,7 +24,6 @@ from optax_lossscale.diagnostics._bits import (
     mantissas,
     reduce_counts,
 )
-from optax_lossscale.diagnostics._common import check_host
 
 
 def suggest_loss_scale(
