@@ -4,6 +4,7 @@ from optax_lossscale import diagnostics as diagnostics
 from optax_lossscale._accumulate import (
     AccumulationState as AccumulationState,
     accumulate_gradients as accumulate_gradients,
+    has_updated as has_updated,
 )
 from optax_lossscale._headroom import (
     HeadroomLossScale as HeadroomLossScale,

@@ -6,13 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._check import (
-    check_bool,
-    check_count,
-    check_loss_value,
-    check_optimizer,
-)
+from optax_lossscale._check import check_bool, check_count, check_loss_value
+from optax_lossscale._inner import check_optimizer
 from optax_lossscale._skip import run_or_skip
+from optax_lossscale._state import find_state, unbox
 from optax_lossscale._tree import (
     full_precision,
     is_inexact,
@@ -127,7 +124,9 @@ def accumulate_gradients(
             )
         # A restored or hand-set state may hold Python numbers.
         state = strongly_typed(state)
-        is_last = state.micro_step + 1 >= micro_steps
+        # And a count beyond the window.
+        micro_step = jnp.clip(state.micro_step, 0, micro_steps - 1)
+        is_last = micro_step == micro_steps - 1
         total = _map(
             lambda grad, total: add(total, grad) if is_inexact(grad) else total,
             updates,
@@ -139,7 +138,8 @@ def accumulate_gradients(
             value = add(value, extra_args["value"])
             extra_args = extra_args | {"value": value}
 
-        def run(total, _value, grads, inner_state, params, extra_args):
+        def run(inputs, total, _value, inner_state, params):
+            grads, extra_args = inputs
             grads = _map(lambda g, t: t if is_inexact(g) else g, grads, total)
             new = inner.update(grads, inner_state, params, **extra_args)
             zeros = jax.tree.map(jnp.zeros_like, total)
@@ -147,13 +147,73 @@ def accumulate_gradients(
 
         # Not by a product with zero, which keeps inf and nan. It branches wherever
         # it can: all but one micro-batch of a window are spared the inner optimizer.
-        operands = (total, value, updates, state.inner_state, params, extra_args)
-        updates, *new = run_or_skip("cond", is_last, run, _keep, *operands)
+        inputs = (updates, extra_args)
+        operands = (total, value, state.inner_state, params)
+        updates, *new = run_or_skip("cond", is_last, run, _keep, inputs, *operands)
         inner_state, total, value = new
-        micro_step = jnp.where(is_last, 0, state.micro_step + 1)
+        micro_step = jnp.where(is_last, 0, micro_step + 1)
         return updates, AccumulationState(inner_state, micro_step, total, value)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def has_updated(state: Any) -> jax.Array:
+    """Tells whether the last call of an optimizer moved the parameters.
+
+    Use it for what must keep pace with the parameters, such as a moving average of them
+    or a count of updates. It holds for a `LossScaleOptimizer`, for one around
+    `optax.MultiSteps`, and for `accumulate_gradients`.
+
+    `select_applied` answers another question: whether what a micro-batch has computed,
+    batch statistics for example, may be kept.
+
+    Args:
+      state: The state after a call of `update`, `apply_gradients` or `minimize`; a
+        pytree that holds one `LossScaleOptimizerState`.
+
+    Returns:
+      bool[], False where the step was skipped and in the midst of a window of
+      micro-batches. Of the shape of `last_step_applied` where the state is that of
+      several members or devices.
+
+    Raises:
+      ValueError: If `state` holds none or several of these states.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from optax_lossscale import (
+      ...     LossScaleOptimizer,
+      ...     accumulate_gradients,
+      ...     has_updated,
+      ... )
+      >>> optimizer = LossScaleOptimizer(optax.sgd(0.1))
+      >>> optimizer = accumulate_gradients(optimizer, micro_steps=2)
+      >>> params = jnp.ones(3)
+      >>> state = optimizer.init(params)
+      >>> for _ in range(4):
+      ...     updates, state = optimizer.update(params, state, params)
+      ...     print(has_updated(state))
+      False
+      True
+      False
+      True
+    """
+    found = find_state(state)
+    updated = jnp.asarray(unbox(found.last_step_applied))
+    for outer in _nodes(AccumulationState, state):
+        updated &= unbox(outer.micro_step) == 0
+    for inner in _nodes(optax.MultiStepsState, found.inner_state):
+        steps, updates = unbox(inner.mini_step), unbox(inner.gradient_step)
+        updated &= (steps == 0) & (updates > 0)
+    return updated
+
+
+def _nodes(kind, tree):
+    def found(node):
+        return isinstance(node, kind)
+
+    return [node for node in jax.tree.leaves(tree, is_leaf=found) if found(node)]
 
 
 def _zeros(param):
@@ -166,7 +226,7 @@ def _map(function, grads, total):
     return jax.tree.map(function, grads, total, is_leaf=lambda x: x is None)
 
 
-def _keep(like, total, value, _grads, inner_state, _params, _extra_args):
+def _keep(like, total, value, inner_state, _params):
     return jax.tree.map(zero_update, like[0]), inner_state, total, value
 
 

@@ -1,6 +1,5 @@
 """Checks of hyperparameters: what is wrong, and what is allowed."""
 
-import inspect
 import math
 import numbers
 from collections.abc import Callable
@@ -9,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.core import Tracer
 
 # Within these bounds the scale and its reciprocal are normal float32 numbers.
@@ -197,28 +195,3 @@ def check_loss_value(value: Any) -> None:
             f"value must be the loss, a real scalar, got {value!r}. Reduce the loss to "
             "a scalar first, and pass it without auxiliary data."
         )
-
-
-def accepts(function: Callable[..., Any], name: str) -> bool:
-    """Tells whether `function` takes a keyword argument of that name."""
-    parameters = inspect.signature(function).parameters
-    kinds = [parameter.kind for parameter in parameters.values()]
-    return name in parameters or inspect.Parameter.VAR_KEYWORD in kinds
-
-
-def check_optimizer(name: str, value: Any) -> optax.GradientTransformationExtraArgs:
-    """Returns `value` as an optimizer that takes, or ignores, extra arguments."""
-    if isinstance(value, optax.GradientTransformation):
-        return optax.with_extra_args_support(value)
-    has_methods = (callable(getattr(value, name, None)) for name in ("init", "update"))
-    if not all(has_methods):
-        hint = " Call it to make an optimizer." if callable(value) else ""
-        raise TypeError(
-            f"{name} must be an optax.GradientTransformation, or an object with "
-            f"methods init and update, got {value!r}.{hint}"
-        )
-    # More than updates, state and params: it takes extra arguments.
-    if len(inspect.signature(value.update).parameters) > 3:
-        return optax.GradientTransformationExtraArgs(value.init, value.update)
-    plain = optax.GradientTransformation(value.init, value.update)
-    return optax.with_extra_args_support(plain)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_lossscale._tree import axis_index, is_inexact, nonfinite_sums
+from optax_lossscale._tree import axis_index, is_array, is_inexact, nonfinite_sums
 
 FINITE, INF, NAN = range(3)
 
@@ -37,11 +37,48 @@ def leaves_of(tree: Any) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=lambda x: x is None)
 
 
+def differentiated(params: Any) -> Any:
+    """Returns the part of the parameters that gradients are taken of.
+
+    With `optax.lookahead` parameters are pairs, of which that is the fast half.
+    """
+
+    def is_pair(node):
+        return isinstance(node, optax.LookaheadParams)
+
+    def fast(node):
+        return node.fast if is_pair(node) else node
+
+    return jax.tree.map(fast, params, is_leaf=is_pair)
+
+
 def initial_leaves(params: Any) -> LeafStatistics:
     """Returns the statistics before the first step."""
-    n = len(leaves_of(params))
+    n = len(leaves_of(differentiated(params)))
     # Of three arrays: one could not be donated three times.
     return LeafStatistics(*(jnp.zeros(n, jnp.int32) for _ in LeafStatistics._fields))
+
+
+def check_leaves(statistics: Any, track_leaves: bool) -> None:
+    """Raises if a state, restored perhaps, lacks statistics or has damaged ones."""
+    if statistics is None and not track_leaves:
+        return
+    advice = (
+        "Put those of init(params) into it: state._replace(leaf_statistics="
+        "optimizer.init(params).leaf_statistics)."
+    )
+    if statistics is None:
+        raise ValueError(
+            "track_leaves=True needs a state with leaf_statistics, got None: the state "
+            f"was made or saved without. {advice}"
+        )
+    fields = statistics if isinstance(statistics, LeafStatistics) else ()
+    shapes = {jnp.shape(x) if is_array(x) else None for x in fields}
+    if len(shapes) != 1 or [len(shape or ()) for shape in shapes] != [1]:
+        raise ValueError(
+            "state.leaf_statistics must be LeafStatistics of three arrays of one "
+            f"shape (n,), or None without track_leaves, got {statistics!r}. {advice}"
+        )
 
 
 def count_leaves(
@@ -50,16 +87,8 @@ def count_leaves(
     """Records which of the gradients of a step are not finite.
 
     Raises:
-      ValueError: If there are more or fewer gradients than there were parameters, or
-        the state was made without `track_leaves`.
+      ValueError: If there are more or fewer gradients than there were parameters.
     """
-    if not isinstance(statistics, LeafStatistics):
-        raise ValueError(
-            "track_leaves=True needs a state with leaf_statistics, got "
-            f"{statistics!r}: the state was made or saved without. Put those of "
-            "init(params) into it: state._replace(leaf_statistics="
-            "optimizer.init(params).leaf_statistics)."
-        )
     # Where there is no gradient, a number that is always finite.
     leaves = [jnp.asarray(x if is_inexact(x) else 0.0) for x in leaves_of(grads)]
     (expected,) = statistics.last.shape

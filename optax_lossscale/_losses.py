@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from optax_lossscale._check import check_count
 from optax_lossscale._loss_scale import LossScale
-from optax_lossscale._tree import is_float0, scale_up, strongly_typed
+from optax_lossscale._tree import is_float0, is_inexact, scale_up, strongly_typed
 
 
 def check_num_losses(num_losses: Any, mask: Any) -> int | None:
@@ -41,13 +42,9 @@ def check_state(state: Any, expected: Any) -> None:
       expected: The shapes of one.
     """
     rule, wanted = state.loss_scale_state, expected.loss_scale_state
+    check_rule_state(rule, wanted)
     if jax.tree.structure(rule) != jax.tree.structure(wanted):
-        raise ValueError(
-            f"state.loss_scale_state must be a {_describe(wanted)}, as the loss "
-            f"scale has it, got a {_describe(rule)}. Restore a state with the loss "
-            "scale that it was saved with, or begin a new one: state._replace("
-            "loss_scale_state=optimizer.init(params).loss_scale_state)."
-        )
+        raise ValueError(_other_rule(rule, wanted))
     # What belongs to the inner optimizer and to the leaves is for them to check.
     state = state._replace(inner_state=None, leaf_statistics=None)
     for (path, got), (_, shape) in zip(*map(_shapes, (state, expected)), strict=True):
@@ -57,6 +54,21 @@ def check_state(state: Any, expected: Any) -> None:
                 f"{got}. Where the state is that of many members or devices, call "
                 "inside the vmap or pmap that made it."
             )
+
+
+def check_rule_state(state: Any, expected: Any) -> None:
+    """Raises if no scale can be read from the state of a rule."""
+    if len(jax.tree.leaves(getattr(state, "loss_scale", None))) != 1:
+        raise ValueError(_other_rule(state, expected))
+
+
+def _other_rule(state: Any, expected: Any) -> str:
+    return (
+        f"state.loss_scale_state must be a {_describe(expected)}, as the loss "
+        f"scale has it, got a {_describe(state)}. Restore a state with the loss "
+        "scale that it was saved with, or begin a new one: state._replace("
+        "loss_scale_state=optimizer.init(params).loss_scale_state)."
+    )
 
 
 def _shapes(tree: Any) -> list[tuple[Any, Any]]:
@@ -83,7 +95,7 @@ def update_scales(
       loss is concerned, bool[n].
     """
     if num_losses is None:
-        state, decision = rule.update(grads, state, axis_name=axis_name)
+        state, decision = rule.update(_constant(grads), state, axis_name=axis_name)
         return strongly_typed(state), jnp.asarray(decision, bool)
 
     def update_one(index):
@@ -92,6 +104,23 @@ def update_scales(
 
     pairs = map(update_one, range(num_losses))
     return jax.tree.map(lambda *x: jnp.stack(x), *pairs)
+
+
+def _constant(grads: Any) -> Any:
+    """Returns gradients without derivatives: a scale and a decision have none."""
+
+    def stop(x):
+        return lax.stop_gradient(x) if is_inexact(x) else x
+
+    return jax.tree.map(stop, grads)
+
+
+def add_evidence(num_losses: int | None, grads: Any, finite: jax.Array) -> Any:
+    """Adds a leaf to the gradients of each loss, which is nan unless `finite`."""
+    leaf = jnp.where(finite, jnp.float32(0), jnp.float32(jnp.nan))
+    if num_losses is None:
+        return grads, leaf
+    return [(tree, leaf) for tree in grads]
 
 
 def total_loss(num_losses: int | None, losses: Any) -> Any:

@@ -6,7 +6,16 @@ from typing import Any, get_args
 import jax
 import optax
 
-from optax_lossscale._check import accepts, check_bool, check_optimizer
+from optax_lossscale._check import check_bool
+from optax_lossscale._inner import (
+    accepts,
+    as_parameters,
+    check_no_loss_scale,
+    check_optimizer,
+    combine,
+    in_float32,
+    without_constants,
+)
 from optax_lossscale._leaves import initial_leaves
 from optax_lossscale._loss_scale import LossScale
 from optax_lossscale._losses import check_num_losses, initial_scales, total, total_loss
@@ -59,6 +68,10 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
         scale does not act on the loss, so it then stays as it is, whatever the
         gradients are, and `nonfinite_loss_steps` counts the step. `update` and
         `apply_gradients` need the loss as `value=`; `minimize` has it.
+      check_updates: Whether a step is also skipped because the updates of the inner
+        optimizer are not finite though the gradients are, as where it takes gradients
+        of its own (`optax.contrib.sam` in opaque mode). The scale then backs off. Such
+        a step is always computed and then selected, whatever `skip` is.
       track_leaves: Whether the state records which gradients were inf or nan, in
         `leaf_statistics`. `diagnostics.nonfinite_leaves` names them. Of several losses
         it is about the sum of their gradients.
@@ -125,6 +138,7 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
         axis_name: Hashable | None = None,
         skip: Skip = "auto",
         check_loss: bool = False,
+        check_updates: bool = False,
         track_leaves: bool = False,
         num_losses: int | None = None,
         mask: Mask = None,
@@ -150,7 +164,7 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
             raise TypeError(
                 f"axis_name must be a name or a tuple of names, got {axis_name!r}."
             )
-        inner = masked(check_optimizer("inner_optimizer", inner_optimizer), mask)
+        inner = in_float32(check_optimizer("inner_optimizer", inner_optimizer))
         # The tuple that Optax unpacks holds plain functions: methods cannot be
         # bound before there is an object to bind them to.
         self = super().__new__(
@@ -159,11 +173,12 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
             lambda *args, **kwargs: self.update(*args, **kwargs),
         )
         self._inner_optimizer = inner_optimizer
-        self._inner = inner
+        self._inner = masked(inner, mask)
         self._loss_scale = chosen
         self._axis_name = axis_name
         self._skip = skip
         self._check_loss = check_bool("check_loss", check_loss)
+        self._check_updates = check_bool("check_updates", check_updates)
         self._track_leaves = check_bool("track_leaves", track_leaves)
         self._num_losses = check_num_losses(num_losses, mask)
         self._mask = check_mask(mask)
@@ -175,20 +190,25 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
         """Initializes the inner optimizer and the loss scale.
 
         Args:
-          params: The parameters, any pytree.
+          params: The parameters, any pytree. Leaves that are no numbers, as the
+            functions in a model of Equinox, are left out.
 
         Returns:
-          The state. Its arrays are strongly typed.
+          The state. Its arrays are strongly typed; those that the inner optimizer makes
+          like float16 and bfloat16 parameters are float32.
 
         Raises:
           TypeError: If the inner optimizer scales losses itself; if a function that is
             the mask returns anything but True and False.
-          ValueError: If the mask is no prefix of `params`.
+          ValueError: If the mask is no prefix of `params`; if a hyperparameter of the
+            inner optimizer (`optax.inject_hyperparams`) is named `loss_scale`.
         """
+        params = without_constants(params)
         if jax.tree.leaves(params):
             # optax.tree_map_params passes what has none, and fits no mask.
             expand(self._mask, params)
         inner_state = strongly_typed(self._inner.init(params))
+        check_no_loss_scale(inner_state)
         if find_states(inner_state):
             raise TypeError(
                 "inner_optimizer holds a LossScaleOptimizer, and scaling twice is a "
@@ -209,24 +229,30 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
     ) -> tuple[Any, LossScaleOptimizerState]:
         """Transforms gradients and advances the loss scale, or skips the step.
 
+        The inner optimizer computes in at least float32, also where parameters or
+        gradients are narrower.
+
         Args:
           updates: Unscaled gradients, as `value_and_grad` and
-            `get_unscaled_gradients` return them.
+            `get_unscaled_gradients` return them. None stands for parameters that have
+            none.
           state: The state.
           params: The parameters, where the inner optimizer wants them.
           **extra_args: For the inner optimizer. `check_loss` needs `value`, the loss.
 
         Returns:
-          The updates, which on a skip are zero; and the new state, in which a skip
-          leaves `inner_state` bitwise unchanged.
+          The updates: float32 for float16 and bfloat16 parameters, None where a
+          gradient is None, and on a skip -0.0, which added to a parameter leaves it as
+          it is. (On CPU, XLA makes subnormal numbers zero in any addition.
+          `apply_gradients` and `minimize` keep them.) And the new state, in which a
+          skip leaves `inner_state` bitwise unchanged.
 
         Raises:
           ValueError: If `state` is not a `LossScaleOptimizerState`.
           TypeError: If `value`, with `check_loss`, is missing or no real scalar.
         """
         check_params(self._mask, params)
-        operands = (updates, state, params, extra_args)
-        return self._step(self._run_update, self._zero_updates, *operands)
+        return self._step(updates, state, params, extra_args, applies=False)
 
     def apply_gradients(
         self,
@@ -241,7 +267,8 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
 
         Args:
           grads: Unscaled gradients, as `value_and_grad` and
-            `get_unscaled_gradients` return them.
+            `get_unscaled_gradients` return them. None stands for parameters that have
+            none, which stay as they are.
           params: The parameters.
           state: The state.
           **extra_args: For the inner optimizer. `check_loss` needs `value`, the loss.
@@ -253,16 +280,17 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
           ValueError: If `state` is not a `LossScaleOptimizerState`.
           TypeError: If `value`, with `check_loss`, is missing or no real scalar.
         """
-        operands = (grads, state, strongly_typed(params), extra_args)
-        return self._step(self._run_apply, self._keep_params, *operands)
+        return self._step(grads, state, params, extra_args, applies=True)
 
     def minimize(
         self,
         loss_fn: Callable[..., Any],
         params: Any,
         state: LossScaleOptimizerState,
+        /,
         *args: Any,
         has_aux: bool = False,
+        transform: Callable[..., Any] = jax.value_and_grad,
         **kwargs: Any,
     ) -> tuple[Any, LossScaleOptimizerState, Any]:
         """Takes one whole training step: loss, gradients, update.
@@ -276,10 +304,13 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
         Args:
           loss_fn: Called with `params`, `*args` and `**kwargs`; returns a real
             scalar loss, or the loss and auxiliary data where `has_aux`.
-          params: The parameters.
+          params: The parameters. Leaves that `transform` does not differentiate, as the
+            functions in a model of Equinox, stay as they are.
           state: The state.
           *args: Passed to `loss_fn`.
           has_aux: Whether `loss_fn` returns auxiliary data as well.
+          transform: What differentiates, as in `value_and_grad`:
+            `eqx.filter_value_and_grad` for a model of Equinox.
           **kwargs: Passed to `loss_fn`.
 
         Returns:
@@ -287,7 +318,11 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
 
         Raises:
           ValueError: If `state` is not a `LossScaleOptimizerState`.
-          TypeError: If the loss is not a real scalar.
+          TypeError: If the loss is not a real scalar, or if `transform` returns no
+            value.
+
+        Warns:
+          UserWarning: Under `jax.jit`, if the scale of `state` is a constant there.
 
         Examples:
           >>> import jax
@@ -306,17 +341,18 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
         """
         # Unscaled once, for check and step: the unscaling is fused with the end of the
         # gradient. Unscaling again in the step was slower (CPU).
-        value, grads = self.value_and_grad(loss_fn, state, has_aux=has_aux)(
-            params, *args, **kwargs
-        )
+        value, grads = self.value_and_grad(
+            loss_fn, state, has_aux=has_aux, transform=transform
+        )(params, *args, **kwargs)
+        grad = total(self._num_losses, grads)
 
         def value_fn(proposed):
             proposed = complete(self._mask, proposed, params)
-            value = loss_fn(proposed, *args, **kwargs)
+            proposed = combine(grad, proposed, params)
+            value = loss_fn(as_parameters(proposed, params), *args, **kwargs)
             return total_loss(self._num_losses, value[0] if has_aux else value)
 
         loss = total_loss(self._num_losses, value[0] if has_aux else value)
-        grad = total(self._num_losses, grads)
         extra = {"value": loss, "grad": grad, "value_fn": value_fn}
         taken = {k: v for k, v in extra.items() if accepts(self._inner.update, k)}
         if self._check_loss:

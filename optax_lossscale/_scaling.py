@@ -1,16 +1,29 @@
 """The half of the optimizer that only reads its state: scaling and unscaling."""
 
 import functools
+import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+from jax import lax
+from jax.core import Tracer
 
 from optax_lossscale._loss_scale import FixedLossScale, LossScale
-from optax_lossscale._losses import check_one_each, check_scales
+from optax_lossscale._losses import (
+    check_one_each,
+    check_rule_state,
+    check_scales,
+    initial_scales,
+)
 from optax_lossscale._mask import Mask, choose, hashable
-from optax_lossscale._skip import Skip, settle
-from optax_lossscale._state import find_state, unbox, warn_if_in_multi_steps
+from optax_lossscale._skip import Skip, choose_skip, is_recording, settle
+from optax_lossscale._state import (
+    find_state,
+    initial_state,
+    unbox,
+    warn_if_in_multi_steps,
+)
 from optax_lossscale._tree import is_inexact, scale_down, scale_up
 
 
@@ -22,6 +35,7 @@ class LossScaling:
     _axis_name: Hashable | None
     _skip: Skip
     _check_loss: bool
+    _check_updates: bool
     _track_leaves: bool
     _num_losses: int | None
     _mask: Mask
@@ -32,6 +46,7 @@ class LossScaling:
             "axis_name",
             "skip",
             "check_loss",
+            "check_updates",
             "track_leaves",
             "num_losses",
             "mask",
@@ -72,8 +87,10 @@ class LossScaling:
 
     @property
     def _effective_skip(self) -> Skip | None:
-        may_skip = self._loss_scale.skip_nonfinite or self._check_loss
-        return self._skip if may_skip else None
+        checks = (self._loss_scale.skip_nonfinite, self._check_loss)
+        if not any((*checks, self._check_updates)):
+            return None
+        return choose_skip(self._skip, self._axis_name)
 
     @property
     def loss_scale(self) -> LossScale:
@@ -140,7 +157,42 @@ class LossScaling:
           >>> float(optimizer.current_loss_scale(optimizer.init(jnp.ones(3))))
           32768.0
         """
-        return self._loss_scale.loss_scale(find_state(state).loss_scale_state)
+        return self._loss_scale.loss_scale(self._rule_state(state))
+
+    @functools.cached_property
+    def _expected_state(self):
+        """The shapes of a state, without those of the inner optimizer."""
+
+        def make():
+            scales = initial_scales(self._loss_scale, self._num_losses)
+            return initial_state(None, scales)
+
+        return jax.eval_shape(make)
+
+    def _rule_state(self, state):
+        found = find_state(state).loss_scale_state
+        check_rule_state(found, self._expected_state.loss_scale_state)
+        return found
+
+    def _numbers(self, state: Any) -> jax.Array:
+        """Returns the scale, or those of several losses, as the state holds them."""
+        return check_scales(self._num_losses, unbox(self._rule_state(state).loss_scale))
+
+    def _scales(self, state: Any) -> jax.Array:
+        """Returns the scale, or those of several losses, to compute with."""
+        number = self._numbers(state)
+        if self.dynamic and not isinstance(number, Tracer) and is_recording():
+            # Python shows a warning once for each place, which is here.
+            warnings.warn(
+                "The loss scale is a constant in a function that is being compiled, "
+                "so it will never change there. Call value_and_grad and "
+                "get_scaled_loss inside the compiled training step, with the state "
+                "that is an argument of the step; not once, before the loop.",
+                UserWarning,
+                stacklevel=1,
+            )
+        # The scale cancels: it has no derivative.
+        return lax.stop_gradient(self.current_loss_scale(state))
 
     def value_and_grad(
         self,
@@ -153,6 +205,11 @@ class LossScaling:
     ) -> Callable[..., Any]:
         """Makes a function of the value and the unscaled gradients of `fun`.
 
+        Call this inside the training step, with the current state: a function made
+        once before the loop keeps the scale of the state it was given, and a lower
+        scale never reaches the gradients. (A state that changes in place, as that of
+        `nnx.Optimizer` does, is read at each call.)
+
         Args:
           fun: Returns a real scalar loss, or the loss and auxiliary data where
             `has_aux`. With `num_losses` it is called once for each loss, and must
@@ -161,7 +218,8 @@ class LossScaling:
           argnums: Which positional arguments to differentiate with respect to.
           has_aux: Whether `fun` returns auxiliary data as well.
           transform: What differentiates: `jax.value_and_grad`,
-            `eqx.filter_value_and_grad` or `nnx.value_and_grad`.
+            `eqx.filter_value_and_grad` or `nnx.value_and_grad`. It must return the
+            value with the gradients, so `jax.grad` does not serve.
 
         Returns:
           A function that is called as `fun` is, and returns what
@@ -170,8 +228,14 @@ class LossScaling:
           come back as float32.
 
         Raises:
-          ValueError: If `state` holds none or several of these states.
-          TypeError: When called, if the loss is not a real scalar.
+          ValueError: If `state` holds none or several of these states, or that of
+            another rule.
+          TypeError: When called, if the loss is not a real scalar, or if `transform`
+            returns no value.
+
+        Warns:
+          UserWarning: When called under `jax.jit`, if the scale of `state` is a
+            constant there.
 
         Examples:
           >>> import jax
@@ -187,39 +251,42 @@ class LossScaling:
           >>> print(f"{grad:.2g}")
           1e-08
         """
+        self._numbers(state)  # Raises early.
         n = self._num_losses
-        scales = check_scales(n, self.current_loss_scale(state))
 
-        def value_and_grad_of(index):
+        def value_and_grad_of(index, scales):
             def scaled(*args, **kwargs):
                 out = fun(*args, **kwargs)
                 loss = _loss_of(out, has_aux, n)
+                # The loss itself is passed along: the scaled one may be inf.
                 if n is None:
-                    # The loss itself is passed along: the scaled one may be inf.
-                    return scale_up(loss, scales), out
-                return scale_up(loss[index], scales[index]), out
+                    return scale_up(loss, scales), _Out(out)
+                return scale_up(loss[index], scales[index]), _Out(out)
 
             # eqx.filter_value_and_grad has no argnums, and is about the first alone.
             options = {} if argnums == 0 else {"argnums": argnums}
             return transform(scaled, has_aux=True, **options)
 
         def value_and_grad(*args, **kwargs):
-            if n is None:
-                (_, value), grads = value_and_grad_of(None)(*args, **kwargs)
-                return value, self.get_unscaled_gradients(grads, state)
-            # A forward pass each, which are the same: jit takes one for all.
-            found = [value_and_grad_of(i)(*args, **kwargs) for i in range(n)]
-            (_, value), _ = found[0]
-            grads = [grads for _, grads in found]
-            return value, self.get_unscaled_gradients(grads, state)
+            # Read once: scaling and unscaling must agree, and a state may change in
+            # place.
+            scales = self._scales(state)
+            warn_if_in_multi_steps(state)
+            # A forward pass for each loss, which are the same: jit runs one for all.
+            indices = [None] if n is None else range(n)
+            found = [value_and_grad_of(i, scales)(*args, **kwargs) for i in indices]
+            values, grads = zip(*map(_check_transformed, found), strict=True)
+            grads = grads[0] if n is None else list(grads)
+            return values[0], self._unscale(grads, scales)
 
         return value_and_grad
 
     def get_scaled_loss(self, loss: Any, state: Any) -> Any:
         """Multiplies a loss by the current scale.
 
-        Only needed where gradients are computed by hand, and then together with
-        `get_unscaled_gradients`.
+        You need it only where you compute gradients by hand, together with
+        `get_unscaled_gradients`. Call both inside the training step, with the same,
+        current state: a function made once before the loop keeps the first scale.
 
         Args:
           loss: An array or Python number, or a function that returns one alone.
@@ -233,8 +300,12 @@ class LossScaling:
           inf from 2**16 on.)
 
         Raises:
-          ValueError: If `state` holds none or several of these states.
+          ValueError: If `state` holds none or several of these states, or that of
+            another rule.
           TypeError: If the loss is no array or number.
+
+        Warns:
+          UserWarning: Under `jax.jit`, if the scale of `state` is a constant there.
 
         Examples:
           >>> import jax
@@ -255,7 +326,7 @@ class LossScaling:
             return lambda *args, **kwargs: self.get_scaled_loss(
                 loss(*args, **kwargs), state
             )
-        scales = check_scales(self._num_losses, self.current_loss_scale(state))
+        scales = self._scales(state)
         if self._num_losses is None:
             return _scaled(loss, scales)
         losses = check_one_each("the loss", self._num_losses, loss)
@@ -275,7 +346,11 @@ class LossScaling:
           untouched. Division is by the reciprocal, exact for powers of two.
 
         Raises:
-          ValueError: If `state` holds none or several of these states.
+          ValueError: If `state` holds none or several of these states, or that of
+            another rule.
+
+        Warns:
+          UserWarning: Under `jax.jit`, if the scale of `state` is a constant there.
 
         Examples:
           >>> import jax.numpy as jnp
@@ -287,20 +362,51 @@ class LossScaling:
           >>> optimizer.get_unscaled_gradients(grads, state)
           [Array(2., dtype=float32), None, Array(-4., dtype=float32)]
         """
-        # All training comes by here, by value_and_grad too, and nothing else does.
         warn_if_in_multi_steps(state)
-        scales = check_scales(self._num_losses, self.current_loss_scale(state))
+        return self._unscale(grads, self._scales(state))
+
+    def _unscale(self, grads, scales):
         grads = settle(self._effective_skip, grads)
         if self._num_losses is None:
-            return self._unscaled(grads, scales)
+            return self._unscale_one(grads, scales)
         trees = check_one_each("grads", self._num_losses, grads)
-        return [self._unscaled(tree, scales[i]) for i, tree in enumerate(trees)]
+        return [self._unscale_one(tree, scales[i]) for i, tree in enumerate(trees)]
 
-    def _unscaled(self, grads, scale):
+    def _unscale_one(self, grads, scale):
         def unscaled(x):
             return scale_down(x, scale) if is_inexact(x) else x
 
         return choose(self._mask, jax.tree.map(unscaled, grads), grads)
+
+
+@jax.tree_util.register_pytree_node_class
+class _Out:
+    """What the user's function returned, among what a transform returns."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def tree_flatten(self):
+        return (self.value,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def _check_transformed(result: Any) -> tuple[Any, Any]:
+    """Returns the value and the gradients, if a transform returned both."""
+    try:
+        (_, out), grads = result
+        if isinstance(out, _Out):
+            return out.value, grads
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(
+        "transform must return the value with the gradients, as jax.value_and_grad, "
+        "eqx.filter_value_and_grad and nnx.value_and_grad do; jax.grad and the like "
+        "return gradients alone."
+    )
 
 
 def _loss_of(out: Any, has_aux: bool, num_losses: int | None) -> Any:
@@ -314,7 +420,7 @@ def _loss_of(out: Any, has_aux: bool, num_losses: int | None) -> Any:
         wanted = "a loss and auxiliary data" if has_aux else "a loss alone"
         raise TypeError(
             f"With has_aux={has_aux} the function must return {wanted}, the "
-            f"loss a floating-point scalar, got {jax.tree.map(jax.typeof, out)}."
+            f"loss a floating-point scalar, got {_types(out)}."
         )
     return loss
 
@@ -322,7 +428,16 @@ def _loss_of(out: Any, has_aux: bool, num_losses: int | None) -> Any:
 def _scaled(loss: Any, scale: jax.Array) -> jax.Array:
     if isinstance(loss, tuple | list | dict) or loss is None:
         raise TypeError(
-            "The loss must be an array or a number, got "
-            f"{jax.tree.map(jax.typeof, loss)}. For auxiliary data use value_and_grad."
+            f"The loss must be an array or a number, got {_types(loss)}. For auxiliary "
+            "data use value_and_grad."
         )
     return scale_up(loss, scale)
+
+
+def _types(tree: Any) -> Any:
+    """Returns a tree with the types of its leaves, for messages."""
+
+    def describe(leaf):
+        return jax.typeof(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__
+
+    return jax.tree.map(describe, tree)

@@ -1,19 +1,41 @@
 """Run a step, or keep everything as it was: what depends on the platform."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Hashable
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from optax_lossscale._tree import cast_like, is_array, select
+from optax_lossscale._tree import cast_like, is_array, is_inexact, select
 
 Skip = Literal["auto", "where", "cond"]
 
 
+def is_recording() -> bool:
+    """Tells whether operations are recorded for a compiler, as under `jax.jit`.
+
+    `jax.vmap` and `jax.grad` alone record nothing: they run operations one by one.
+    """
+    return isinstance(lax.add(np.int32(0), np.int32(0)), Tracer)
+
+
+def choose_skip(skip: Skip, axis_name: Hashable | None) -> Skip:
+    """Returns "where" for "auto" where devices may decide apart, else `skip`.
+
+    Devices along a mapped axis that `axis_name` leaves out need not agree. If they
+    branched, those that skip would not join the collectives of those that do not.
+    """
+    named = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    apart = set(jax.sharding.get_abstract_mesh().manual_axes) - set(named)
+    return "where" if skip == "auto" and apart else skip
+
+
 def _split(tree: Any) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Any]]:
-    """Returns the arrays of a tree, and what puts others in their places."""
+    """Returns the arrays of a tree, and a function that puts others in their places."""
     leaves, treedef = jax.tree.flatten(tree)
 
     def join(arrays):
@@ -29,10 +51,9 @@ def settle(skip: Skip | None, tree: Any) -> Any:
     There XLA would compute the end of each gradient twice, in the layout that suits
     the check and in the one that the branch needs, and keep both.
     """
-    arrays, join = _split(tree)
-    traced = any(isinstance(x, Tracer) for x in arrays)
-    if skip in (None, "where") or not traced:
+    if skip in (None, "where") or not is_recording():
         return tree
+    arrays, join = _split(tree)
     # One by one: together they would all vary as the one that varies most does.
     return join(
         lax.platform_dependent(
@@ -48,20 +69,24 @@ def run_or_skip(
     should_apply: jax.Array,
     run: Callable[..., Any],
     keep: Callable[..., Any],
+    inputs: Any,
     *operands: Any,
 ) -> Any:
-    """Returns `run(*operands)` if `should_apply`, else `keep(like, *operands)`.
+    """Returns `run(inputs, *operands)` if `should_apply`, else what `keep` returns.
 
     Args:
       skip: "where" runs and selects; "cond" branches; "auto" branches on CPU, where
         a select makes XLA copy the donated state, and selects elsewhere, where a
         branch keeps the step from being fused with what surrounds it. Where
-        nothing is traced there is no branch to compile, and all three select.
+        nothing is recorded there is no branch to compile, and all three select.
         None always runs.
       should_apply: bool[].
       run: The step. It is traced once.
-      keep: What a skip returns. `like` is the result of `run`, or its shapes and
-        dtypes. The result of `run` is cast to the dtypes of `keep`'s.
+      keep: Called as `keep(like, *operands)`. `like` is the result of `run`, or its
+        shapes and dtypes. The result of `run` is cast to the dtypes of `keep`'s.
+      inputs: A pytree of what may be inf or nan in a step that is skipped. Where `run`
+        runs all the same, it gets ones instead: the derivative of what is not selected
+        is zero times its own derivative, which must be finite.
       *operands: Pytrees. Large arrays must come this way: closing over them
         makes XLA copy them at a branch.
 
@@ -69,36 +94,42 @@ def run_or_skip(
       A tree of the structure that `run` and `keep` share.
     """
     if skip is None:
-        new = run(*operands)
+        new = run(inputs, *operands)
         return cast_like(new, keep(new, *operands))
 
-    arrays, join = _split(operands)
+    arrays, join = _split((inputs, operands))
 
     def run_arrays(arrays):
-        return run(*join(arrays))
+        inputs, operands = join(arrays)
+        return run(inputs, *operands)
+
+    def keep_arrays(like, arrays):
+        return keep(like, *join(arrays)[1])
 
     def where(should_apply, run, arrays):
-        new = run(arrays)
-        old = keep(new, *join(arrays))
+        inputs, operands = join(arrays)
+        new = run(_split((_ones_unless(should_apply, inputs), operands))[0])
+        old = keep_arrays(new, arrays)
         return select(should_apply, cast_like(new, old), old)
 
     def cond(should_apply, run, arrays):
         like = jax.eval_shape(run, arrays)
-
-        def keep_arrays(arrays):
-            return keep(like, *join(arrays))
+        keep = functools.partial(keep_arrays, like)
 
         def run_cast(arrays):
-            return cast_like(run(arrays), keep_arrays(arrays))
+            return cast_like(run(arrays), keep(arrays))
 
-        new = lax.cond(should_apply, run_cast, keep_arrays, arrays)
-        if jax.sharding.get_abstract_mesh().manual_axes:
-            # Where devices decide apart, their results part. lax.cond does not tell
-            # jax.shard_map so; a select does, and XLA drops it.
-            return select(should_apply, new, new)
-        return new
+        if not jax.sharding.get_abstract_mesh().manual_axes:
+            return lax.cond(should_apply, run_cast, keep, arrays)
+        # Both branches must vary over the same axes of jax.shard_map.
+        axes = _varying_axes(like, jax.eval_shape(keep, arrays))
+        branches = [lambda x, f=f: _vary(f(x), axes) for f in (run_cast, keep)]
+        new = lax.cond(should_apply, *branches, arrays)
+        # Where devices decide apart, their results differ. lax.cond does not tell
+        # jax.shard_map so; a select does, and XLA drops it.
+        return select(should_apply, new, new)
 
-    if skip == "where" or not isinstance(should_apply, Tracer):
+    if skip == "where" or not is_recording():
         return where(should_apply, run_arrays, arrays)
     # jit remembers the trace, which eval_shape and the branches then share.
     run_once = jax.jit(run_arrays)
@@ -110,3 +141,52 @@ def run_or_skip(
         cpu=lambda pred, arrays: cond(pred, run_once, arrays),
         default=lambda pred, arrays: where(pred, run_once, arrays),
     )
+
+
+def _ones_unless(should_apply: jax.Array, tree: Any) -> Any:
+    """Returns the tree, or ones for its floating-point leaves where a step is skipped.
+
+    Not zeros, at which a norm has no derivative.
+    """
+
+    def leaf(x):
+        if not is_array(x) or not is_inexact(x):
+            return x
+        return select(should_apply, x, jnp.ones_like(x))
+
+    return jax.tree.map(leaf, tree)
+
+
+def _varying_axes(*trees: Any) -> list[frozenset[Hashable]]:
+    """Returns the mesh axes of `jax.shard_map` over which each leaf of any tree varies.
+
+    Args:
+      *trees: Trees of `jax.ShapeDtypeStruct`, of one structure.
+    """
+
+    def axes(leaf):
+        # The name of this attribute depends on the version of JAX.
+        if hasattr(leaf, "manual_axis_type"):
+            return getattr(leaf.manual_axis_type, "varying", frozenset())
+        return getattr(leaf, "vma", None) or frozenset()
+
+    leaves = (jax.tree.leaves(tree) for tree in trees)
+    return [
+        functools.reduce(frozenset.union, map(axes, group))
+        for group in zip(*leaves, strict=True)
+    ]
+
+
+def _vary(tree: Any, axes: list[frozenset[Hashable]]) -> Any:
+    """Makes each leaf vary over mesh axes, as both branches of a cond must.
+
+    XLA drops the selects.
+    """
+
+    def leaf(x, axes):
+        for axis in sorted(axes, key=str):
+            x = lax.select(lax.axis_index(axis) >= 0, x, x)
+        return x
+
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten(map(leaf, leaves, axes))

@@ -70,6 +70,18 @@ def count_step(
     return state._replace(last_step_applied=should_apply, **counters)
 
 
+def count_applied(state: LossScaleOptimizerState) -> LossScaleOptimizerState:
+    """Records a step of an optimizer that never skips one.
+
+    The state may have been saved, on a skipped step, by an optimizer that does.
+    """
+    return state._replace(
+        last_step_applied=jnp.ones((), bool),
+        consecutive_skipped_steps=jnp.zeros((), jnp.int32),
+        stuck_steps=jnp.zeros((), jnp.int32),
+    )
+
+
 @jax.jit
 def _count(counters, should_apply, loss_is_finite, is_stuck):
     def count(name, condition):

@@ -1,31 +1,32 @@
 """The step itself: advance the loss scale, then run the inner optimizer or keep."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._check import accepts, check_loss_value
-from optax_lossscale._leaves import count_leaves
+from optax_lossscale._check import check_loss_value
+from optax_lossscale._inner import (
+    accepts,
+    check_gradients,
+    combine,
+    narrow_like,
+    partition,
+)
+from optax_lossscale._leaves import check_leaves, count_leaves
 from optax_lossscale._loss_scale import at_minimum
 from optax_lossscale._losses import (
+    add_evidence,
     check_one_each,
     check_state,
-    initial_scales,
     total,
     update_scales,
 )
 from optax_lossscale._mask import choose, gradients_of
 from optax_lossscale._scaling import LossScaling
 from optax_lossscale._skip import run_or_skip
-from optax_lossscale._state import (
-    LossScaleOptimizerState,
-    count_step,
-    initial_state,
-)
+from optax_lossscale._state import LossScaleOptimizerState, count_applied, count_step
 from optax_lossscale._tree import (
     all_finite,
     cast_like,
@@ -41,53 +42,51 @@ class Stepping(LossScaling):
 
     _inner: optax.GradientTransformationExtraArgs
 
-    @functools.cached_property
-    def _first_state(self):
-        def make():
-            scales = initial_scales(self._loss_scale, self._num_losses)
-            return initial_state(None, scales)
+    def _return_updates(self, updates, grads, _params):
+        return narrow_like(updates, grads)
 
-        return jax.eval_shape(make)
-
-    def _run_update(self, grads, inner_state, params, extra):
-        return self._inner.update(grads, inner_state, params, **extra)
-
-    def _zero_updates(self, like, _grads, inner_state, params, _extra):
+    def _zero_updates(self, like, inner_state, params):
         zeros = jax.tree.map(zero_update, like[0])
         return choose(self._mask, zeros, params), inner_state
 
-    def _run_apply(self, grads, inner_state, params, extra):
-        updates, inner_state = self._inner.update(grads, inner_state, params, **extra)
+    def _apply_updates(self, updates, _grads, params):
         zeros = jax.tree.map(lambda _: 0, updates)
         changes = choose(self._mask, updates, zeros)
         changes = jax.tree.map(lambda u: 0 if is_float0(u) else u, changes)
         # Narrow parameters and float32 updates are meant to meet here.
         with jax.numpy_dtype_promotion("standard"):
             applied = optax.apply_updates(params, changes)
-        return choose(self._mask, applied, updates), inner_state
+        return choose(self._mask, applied, updates)
 
-    def _keep_params(self, _like, _grads, inner_state, params, _extra):
+    def _keep_params(self, _like, inner_state, params):
         return params, inner_state
 
-    def _step(
-        self,
-        run: Callable[..., Any],
-        keep: Callable[..., Any],
-        grads: Any,
-        state: Any,
-        params: Any,
-        extra: dict[str, Any],
-    ) -> tuple[Any, LossScaleOptimizerState]:
-        """Advances the loss scale; runs or keeps."""
+    def _check_step(self, grads, state):
         if not isinstance(state, LossScaleOptimizerState):
             raise ValueError(
                 "state must be the LossScaleOptimizerState that this optimizer's init "
                 f"returned, got {type(state).__name__}. Where the optimizer is part "
                 "of a chain, call the update of the chain."
             )
-        check_state(state, self._first_state)
+        check_state(state, self._expected_state)
+        check_leaves(state.leaf_statistics, self._track_leaves)
+        check_gradients(grads)
         if self._num_losses is not None:
             check_one_each("grads", self._num_losses, grads)
+
+    def _step(
+        self, grads: Any, state: Any, params: Any, extra: dict[str, Any], applies: bool
+    ) -> tuple[Any, LossScaleOptimizerState]:
+        """Advances the loss scale; runs the inner optimizer, or keeps everything.
+
+        Args:
+          grads: Unscaled gradients.
+          state: The state.
+          params: The parameters.
+          extra: Extra arguments of the inner optimizer.
+          applies: Whether to return the new parameters, or the updates.
+        """
+        self._check_step(grads, state)
         loss_is_finite: Any = True
         if self._check_loss:
             value = extra.get("value")
@@ -95,29 +94,64 @@ class Stepping(LossScaling):
             loss_is_finite = all_finite(value, axis_name=self._axis_name)
             if not accepts(self._inner.update, "value"):
                 extra = {k: v for k, v in extra.items() if k != "value"}
+
+        evidence = gradients_of(self._mask, grads)
+        grads = total(self._num_losses, grads)
+        # A restored or hand-set state may hold Python numbers.
+        inner_state = strongly_typed(state.inner_state)
+        inputs, seen = partition(self._inner, grads, inner_state, params)
+        is_whole = seen is params
+        finish = self._apply_updates if applies else self._return_updates
+        keep = self._keep_params if applies else self._zero_updates
+        seen = strongly_typed(seen) if applies else seen
+
+        def run(inputs, inner_state, params):
+            grads, extra = inputs
+            updates, inner_state = self._inner.update(
+                grads, inner_state, params, **extra
+            )
+            return finish(updates, grads, params), inner_state
+
+        skip = self._effective_skip
+        updates_are_finite: Any = True
+        if self._check_updates:
+            # The decision needs the updates, so they are computed in any case.
+            skip = "where"
+            updates, new = self._inner.update(inputs, inner_state, seen, **extra)
+            gradients = gradients_of(self._mask, updates)
+            updates_are_finite = all_finite(gradients, axis_name=self._axis_name)
+            evidence = add_evidence(self._num_losses, evidence, updates_are_finite)
+            finished = finish(updates, inputs, seen), new
+
+            def run(_inputs, _inner_state, _params):
+                return finished
+
         loss_scale_state, decisions = update_scales(
             self._loss_scale,
             self._num_losses,
-            gradients_of(self._mask, grads),
+            evidence,
             state.loss_scale_state,
             self._axis_name,
         )
         should_apply = jnp.all(decisions)
+        if self._check_updates:
+            should_apply &= updates_are_finite
         if self._check_loss:
             kept = cast_like(strongly_typed(state.loss_scale_state), loss_scale_state)
             loss_scale_state = select(loss_is_finite, loss_scale_state, kept)
             should_apply &= loss_is_finite
-        grads = total(self._num_losses, grads)
         if self._num_losses is not None and self._loss_scale.skip_nonfinite:
             # The sum of what is finite may overflow, at whatever scales.
             should_apply &= all_finite(grads, axis_name=self._axis_name)
-        # A restored or hand-set state may hold Python numbers.
-        inner_state = strongly_typed(state.inner_state)
-        skip = self._effective_skip
+
         result, inner_state = run_or_skip(
-            skip, should_apply, run, keep, grads, inner_state, params, extra
+            skip, should_apply, run, keep, (inputs, extra), inner_state, seen
         )
-        if skip is not None:
+        if not is_whole:
+            result = combine(grads, result, params if applies else None)
+        if skip is None:
+            state = count_applied(state)
+        else:
             scales = map(self._loss_scale, (state.loss_scale_state, loss_scale_state))
             stuck = ~decisions & at_minimum(self._loss_scale, *scales)
             state = count_step(state, should_apply, loss_is_finite, jnp.any(stuck))

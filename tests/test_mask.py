@@ -74,7 +74,10 @@ class TestStep:
         def loss_fn(tree):
             return deliver(tree["new"]["scale"], 3 * jnp.sum(tree["params"]["w"]))
 
-        _, grads = wrap(optimizer.value_and_grad(loss_fn, state))(PARAMS)
+        def value_and_grad(params, state):
+            return optimizer.value_and_grad(loss_fn, state)(params)
+
+        _, grads = wrap(value_and_grad)(PARAMS, state)
         assert_same_bits(grads, GRADS)
 
         def minimize(params, state):

@@ -1,0 +1,186 @@
+"""The inner optimizer: what it is given, and in which dtypes."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lossscale._tree import full_precision, is_array, is_inexact
+
+
+def accepts(function: Callable[..., Any], name: str) -> bool:
+    """Tells whether `function` takes a keyword argument of that name."""
+    parameters = inspect.signature(function).parameters
+    kinds = [parameter.kind for parameter in parameters.values()]
+    return name in parameters or inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def check_optimizer(name: str, value: Any) -> optax.GradientTransformationExtraArgs:
+    """Returns `value` as an optimizer that takes, or ignores, extra arguments."""
+    if isinstance(value, optax.GradientTransformation):
+        return optax.with_extra_args_support(value)
+    has_methods = (callable(getattr(value, name, None)) for name in ("init", "update"))
+    if not all(has_methods):
+        hint = " Call it to make an optimizer." if callable(value) else ""
+        raise TypeError(
+            f"{name} must be an optax.GradientTransformation, or an object with "
+            f"methods init and update, got {value!r}.{hint}"
+        )
+    # More than updates, state and params: it takes extra arguments.
+    if len(inspect.signature(value.update).parameters) > 3:
+        return optax.GradientTransformationExtraArgs(value.init, value.update)
+    plain = optax.GradientTransformation(value.init, value.update)
+    return optax.with_extra_args_support(plain)
+
+
+def check_gradients(grads: Any) -> None:
+    """Raises if gradients are pairs with variables, as Keras has them."""
+    if isinstance(grads, Iterator):
+        raise TypeError(
+            "grads must be a pytree like the parameters, got a "
+            f"{type(grads).__name__}. "
+            "Keras's apply_gradients(zip(grads, variables)) is "
+            "apply_gradients(grads, params, state) here."
+        )
+
+
+def check_no_loss_scale(inner_state: Any) -> None:
+    """Raises if setting the loss scale by its name would set a hyperparameter too."""
+
+    def has_hyperparameters(node):
+        return isinstance(getattr(node, "hyperparams", None), dict)
+
+    nodes = jax.tree.leaves(inner_state, is_leaf=has_hyperparameters)
+    if any(has_hyperparameters(x) and "loss_scale" in x.hyperparams for x in nodes):
+        raise ValueError(
+            "inner_optimizer has a hyperparameter named 'loss_scale', which "
+            "optax.tree.set(state, loss_scale=...) would set together with the scale. "
+            "Give it another name in the function that inject_hyperparams wraps."
+        )
+
+
+def in_float32(
+    inner: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer that computes in at least float32, and keeps its state so.
+
+    Optimizers make their state in the dtypes of the parameters. In float16 momenta
+    overflow and squares of gradients vanish, though the gradients are float32.
+    """
+
+    def init(params):
+        return inner.init(widen(params))
+
+    # So that `accepts` sees the arguments of the optimizer itself.
+    @functools.wraps(inner.update)
+    def update(updates, state, params=None, **extra_args):
+        return inner.update(widen(updates), state, widen(params), **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def widen(tree: Any) -> Any:
+    """Converts the narrower floating-point leaves of a tree to float32."""
+
+    def wide(leaf):
+        if not is_array(leaf) or not is_inexact(leaf):
+            return leaf
+        return leaf.astype(full_precision(leaf.dtype))
+
+    return jax.tree.map(wide, tree)
+
+
+def narrow_like(updates: Any, grads: Any) -> Any:
+    """Converts float32 updates to the dtypes of the gradients where these are narrower.
+
+    Optimizers do so by themselves where all is of one dtype. Where the updates are not
+    of the gradients' structure, they are returned as they are.
+    """
+    if jax.tree.structure(updates) != jax.tree.structure(grads):
+        return updates
+
+    def narrow(update, grad):
+        is_wide = not is_array(grad) or full_precision(grad.dtype) == grad.dtype
+        return update if is_wide or not is_inexact(grad) else update.astype(grad.dtype)
+
+    return jax.tree.map(narrow, updates, grads)
+
+
+def without_constants(params: Any) -> Any:
+    """Returns the tree with None for functions, strings, bools and other constants."""
+
+    def is_number(leaf):
+        if hasattr(leaf, "dtype"):
+            return True
+        return isinstance(leaf, int | float | complex) and not isinstance(leaf, bool)
+
+    return jax.tree.map(lambda leaf: leaf if is_number(leaf) else None, params)
+
+
+def partition(
+    inner: optax.GradientTransformationExtraArgs,
+    grads: Any,
+    inner_state: Any,
+    params: Any,
+) -> tuple[Any, Any]:
+    """Leaves out the parameters that have no gradient, as in models of Equinox.
+
+    Args:
+      inner: The inner optimizer.
+      grads: Gradients. None stands for any part of `params` that has none.
+      inner_state: The state, made by `init` from all parameters, or from those that
+        have gradients.
+      params: All parameters, or None.
+
+    Returns:
+      Gradients and parameters that fit the state.
+    """
+    if params is None or jax.tree.structure(grads) == jax.tree.structure(params):
+        return grads, params
+    try:
+        chosen = _map(lambda g, p: None if g is None else p, grads, params)
+    except ValueError:
+        # Of another structure, as with optax.lookahead.
+        return grads, params
+    structure = jax.tree.structure(jax.eval_shape(inner.init, chosen))
+    if structure == jax.tree.structure(inner_state):
+        return grads, chosen
+
+    def zeros(grad, param):
+        return jax.tree.map(jnp.zeros_like, param) if grad is None else grad
+
+    params = without_constants(params)
+    return _map(zeros, grads, params), params
+
+
+def combine(grads: Any, new: Any, old: Any) -> Any:
+    """Puts back what `partition` has left out.
+
+    Args:
+      grads: The gradients that `partition` was given.
+      new: Updates or parameters, by what `partition` returned.
+      old: All parameters; None where `new` are updates.
+
+    Returns:
+      `new`, with the leaves of `old`, or with None, where a gradient is None.
+    """
+    if old is None:
+        return _map(lambda g, new: None if g is None else new, grads, new)
+    return _map(lambda g, new, old: old if g is None else new, grads, new, old)
+
+
+def as_parameters(proposed: Any, params: Any) -> Any:
+    """Converts the parameters that an inner optimizer proposes to their own dtypes."""
+
+    def cast(new, old):
+        return new.astype(old.dtype) if is_array(old) and is_array(new) else new
+
+    return jax.tree.map(cast, proposed, params)
+
+
+def _map(function, grads, *trees):
+    return jax.tree.map(function, grads, *trees, is_leaf=lambda x: x is None)
