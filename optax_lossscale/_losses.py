@@ -117,10 +117,15 @@ def _constant(grads: Any) -> Any:
 
 def add_evidence(num_losses: int | None, grads: Any, finite: jax.Array) -> Any:
     """Adds a leaf to the gradients of each loss, which is nan unless `finite`."""
-    leaf = jnp.where(finite, jnp.float32(0), jnp.float32(jnp.nan))
+    leaf = _nan_unless(finite)
     if num_losses is None:
         return grads, leaf
     return [(tree, leaf) for tree in grads]
+
+
+@functools.partial(jax.jit, inline=True)
+def _nan_unless(finite):
+    return jnp.where(finite, jnp.float32(0), jnp.float32(jnp.nan))
 
 
 def total_loss(num_losses: int | None, losses: Any) -> Any:

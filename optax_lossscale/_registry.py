@@ -42,9 +42,12 @@ def get_loss_scale(identifier: LossScale | float | str) -> LossScale:
     if isinstance(identifier, str) and identifier in BY_NAME:
         return BY_NAME[identifier]()
     names = ", ".join(f'"{name}"' for name in BY_NAME)
+    hint = "(Inside optax.inject_hyperparams, name it in static_args.)"
+    if isinstance(identifier, bool):
+        hint = f"Keras's second argument is a keyword here: dynamic={identifier}."
     raise ValueError(
         f"A loss scale must be a LossScale instance, a number, or one of {names}, got "
-        f"{identifier!r}. (Inside optax.inject_hyperparams, name it in static_args.)"
+        f"{identifier!r}. {hint}"
     )
 
 

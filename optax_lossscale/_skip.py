@@ -5,7 +5,6 @@ from collections.abc import Callable, Hashable
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
@@ -20,7 +19,14 @@ def is_recording() -> bool:
 
     `jax.vmap` and `jax.grad` alone record nothing: they run operations one by one.
     """
-    return isinstance(lax.add(np.int32(0), np.int32(0)), Tracer)
+    return isinstance(_constant(), Tracer)
+
+
+@jax.jit
+def _constant():
+    # Compiled, as a constant of an eager operation is a transfer to the device, which
+    # jax.transfer_guard may forbid.
+    return np.zeros((), bool)
 
 
 def choose_skip(skip: Skip, axis_name: Hashable | None) -> Skip:
@@ -150,11 +156,15 @@ def _ones_unless(should_apply: jax.Array, tree: Any) -> Any:
     """
 
     def leaf(x):
-        if not is_array(x) or not is_inexact(x):
-            return x
-        return select(should_apply, x, jnp.ones_like(x))
+        is_number = is_array(x) and is_inexact(x)
+        return _one_unless(should_apply, x) if is_number else x
 
     return jax.tree.map(leaf, tree)
+
+
+@functools.partial(jax.jit, inline=True)
+def _one_unless(should_apply, x):
+    return lax.select(should_apply, x, lax.full_like(x, 1))
 
 
 def _varying_axes(*trees: Any) -> list[frozenset[Hashable]]:

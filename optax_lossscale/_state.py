@@ -1,5 +1,6 @@
 """The state of the optimizer, and finding it in the states of others."""
 
+import functools
 import warnings
 from typing import Any, NamedTuple
 
@@ -61,10 +62,17 @@ def initial_state(inner_state: Any, loss_scale_state: Any) -> LossScaleOptimizer
 def count_step(
     state: LossScaleOptimizerState,
     should_apply: jax.Array,
-    loss_is_finite: jax.Array | bool,
+    loss_is_finite: jax.Array | None,
     is_stuck: jax.Array,
 ) -> LossScaleOptimizerState:
-    """Records in the state whether a step was applied or skipped, and why."""
+    """Records in the state whether a step was applied or skipped, and why.
+
+    Args:
+      state: The state before the step.
+      should_apply: bool[].
+      loss_is_finite: bool[], or None where the loss is not checked.
+      is_stuck: bool[], whether the scale could not have been lower.
+    """
     counters = {name: getattr(state, name) for name in COUNTERS}
     counters = _count(counters, should_apply, loss_is_finite, is_stuck)
     return state._replace(last_step_applied=should_apply, **counters)
@@ -75,11 +83,16 @@ def count_applied(state: LossScaleOptimizerState) -> LossScaleOptimizerState:
 
     The state may have been saved, on a skipped step, by an optimizer that does.
     """
-    return state._replace(
-        last_step_applied=jnp.ones((), bool),
-        consecutive_skipped_steps=jnp.zeros((), jnp.int32),
-        stuck_steps=jnp.zeros((), jnp.int32),
-    )
+    return state._replace(**_applied())
+
+
+@functools.partial(jax.jit, inline=True)
+def _applied():
+    return {
+        "last_step_applied": jnp.ones((), bool),
+        "consecutive_skipped_steps": jnp.zeros((), jnp.int32),
+        "stuck_steps": jnp.zeros((), jnp.int32),
+    }
 
 
 @jax.jit
@@ -89,14 +102,14 @@ def _count(counters, should_apply, loss_is_finite, is_stuck):
         return jnp.where(condition, optax.safe_increment(steps), steps)
 
     skipped = ~should_apply
+    if loss_is_finite is None:
+        loss_is_finite = jnp.ones((), bool)
     consecutive = count("consecutive_skipped_steps", skipped)
     stuck_steps = count("stuck_steps", skipped & loss_is_finite & is_stuck)
     return {
         "skipped_steps": count("skipped_steps", skipped),
         "consecutive_skipped_steps": jnp.where(should_apply, 0, consecutive),
-        "nonfinite_loss_steps": count(
-            "nonfinite_loss_steps", jnp.logical_not(loss_is_finite)
-        ),
+        "nonfinite_loss_steps": count("nonfinite_loss_steps", ~loss_is_finite),
         "stuck_steps": jnp.where(should_apply, 0, stuck_steps),
     }
 
@@ -163,9 +176,12 @@ def select_applied(state: Any, new: Any, old: Any) -> Any:
 
     Returns:
       `new` where the last step was applied, `old` where it was skipped, in the
-      dtypes of `old`. Leaves that are no numbers are constants, as in `old`.
+      dtypes of `old`. (Where that is a Python number, in the dtype that the two
+      promote to.) Leaves that are no numbers are constants, as in `old`.
 
     Raises:
+      TypeError: If a dtype of `old` cannot hold `new`: an integer that is to become a
+        float.
       ValueError: If `state` holds none or several of these states, or one of many
         members (`jax.vmap`) or devices; if `new` and `old` differ in structure
         or shapes.
@@ -188,7 +204,7 @@ def select_applied(state: Any, new: Any, old: Any) -> Any:
             "state is that of several members or devices, and new and old cannot be "
             "told apart by member. Call inside the vmap or pmap that made the state."
         )
-    old = strongly_typed(old)
+    old = jax.tree.map(_promote, old, new)
     new = cast_like(new, old)
     arrays = [[x for x in jax.tree.leaves(tree) if is_array(x)] for tree in (new, old)]
     got, wanted = ([x.shape for x in leaves] for leaves in arrays)
@@ -197,3 +213,24 @@ def select_applied(state: Any, new: Any, old: Any) -> Any:
             f"new and old must be of the same shapes, got {got} and {wanted}."
         )
     return select(applied, new, old)
+
+
+_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+
+
+def _kind(dtype: Any) -> int:
+    found = [i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)]
+    return found[0] if found else len(_KINDS)
+
+
+def _promote(old: Any, new: Any) -> Any:
+    """Returns a leaf of `select_applied` as an array, in the dtype of the result."""
+    if isinstance(old, bool | int | float | complex):
+        old = jnp.asarray(old, jnp.result_type(old, new))
+    old = strongly_typed(old)
+    if is_array(old) and _kind(jnp.result_type(new)) > _kind(old.dtype):
+        raise TypeError(
+            f"old must be of a dtype that can hold new: got {old.dtype} for old, and "
+            f"{jnp.result_type(new)} for new."
+        )
+    return old

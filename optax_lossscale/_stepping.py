@@ -1,5 +1,6 @@
 """The step itself: advance the loss scale, then run the inner optimizer or keep."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -87,7 +88,7 @@ class Stepping(LossScaling):
           applies: Whether to return the new parameters, or the updates.
         """
         self._check_step(grads, state)
-        loss_is_finite: Any = True
+        loss_is_finite = None
         if self._check_loss:
             value = extra.get("value")
             check_loss_value(value)
@@ -105,15 +106,16 @@ class Stepping(LossScaling):
         keep = self._keep_params if applies else self._zero_updates
         seen = strongly_typed(seen) if applies else seen
 
-        def run(inputs, inner_state, params):
+        def step(inputs, inner_state, params):
             grads, extra = inputs
             updates, inner_state = self._inner.update(
                 grads, inner_state, params, **extra
             )
             return finish(updates, grads, params), inner_state
 
+        run: Callable[..., Any] = step
         skip = self._effective_skip
-        updates_are_finite: Any = True
+        updates_are_finite = None
         if self._check_updates:
             # The decision needs the updates, so they are computed in any case.
             skip = "where"
@@ -123,7 +125,7 @@ class Stepping(LossScaling):
             evidence = add_evidence(self._num_losses, evidence, updates_are_finite)
             finished = finish(updates, inputs, seen), new
 
-            def run(_inputs, _inner_state, _params):
+            def run(*_):
                 return finished
 
         loss_scale_state, decisions = update_scales(
@@ -134,9 +136,9 @@ class Stepping(LossScaling):
             self._axis_name,
         )
         should_apply = jnp.all(decisions)
-        if self._check_updates:
+        if updates_are_finite is not None:
             should_apply &= updates_are_finite
-        if self._check_loss:
+        if loss_is_finite is not None:
             kept = cast_like(strongly_typed(state.loss_scale_state), loss_scale_state)
             loss_scale_state = select(loss_is_finite, loss_scale_state, kept)
             should_apply &= loss_is_finite

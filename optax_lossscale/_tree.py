@@ -37,6 +37,7 @@ def full_precision(dtype: jax.typing.DTypeLike) -> np.dtype:
     return jnp.dtype(jnp.float32)
 
 
+@functools.partial(jax.jit, inline=True)
 def scale_up(x: Any, scale: jax.Array) -> jax.Array:
     """Returns `x * scale`, in float32 where `x` is narrower."""
     x = jnp.asarray(x)
@@ -48,6 +49,7 @@ def scale_up(x: Any, scale: jax.Array) -> jax.Array:
     return x * scale
 
 
+@functools.partial(jax.jit, inline=True)
 def scale_down(x: Any, scale: jax.Array) -> jax.Array:
     """Returns `x / scale`, in float32 where `x` is narrower.
 
@@ -180,9 +182,13 @@ def zero_update(like: Any) -> Any:
     """Returns the update that changes nothing, of the shape and dtype of `like`."""
     if is_float0(like):
         return np.zeros(like.shape, jax.dtypes.float0)
-    zeros = jnp.zeros_like(like)
     # Minus zero: x + -0.0 is x for every x, but -0.0 + 0.0 is 0.0.
-    return -zeros if is_inexact(like) else zeros
+    return _filled_like(like, -0.0 if is_inexact(like) else 0)
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def _filled_like(like, value):
+    return lax.full_like(like, value)
 
 
 def strongly_typed(tree: Any) -> Any:

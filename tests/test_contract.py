@@ -4,8 +4,8 @@ Finite steps are compared to those of the inner optimizer: to the bit where oper
 run one by one, and within `CLOSE` under jit, where the compiler may fuse the wrapped
 and the inner program differently. What must not change is compared to the bit always.
 
-float16 and bfloat16 parameters are held to stable types alone, not to the numbers of
-the inner optimizer, which would widen its state at the first float32 gradient.
+With float16 and bfloat16 parameters the truth is the inner optimizer in float32, whose
+parameters are rounded after each step.
 """
 
 import functools
@@ -249,18 +249,31 @@ def test_jitted_steps(name):
     assert traces == 1
 
 
-def takes_float32_gradients(name, params, target):
-    """Tells whether an inner optimizer does, for parameters of another dtype."""
-    inner = make(name)
-    grads = gradients(name, params, target)
-    options = extra_args(name, params, target, grads)
-    grads = optax.tree.cast(grads, jnp.float32)
-    try:
-        state = jax.eval_shape(inner.init, params)
-        jax.eval_shape(inner.update, grads, state, params, **options)
-    except (TypeError, FutureWarning):
-        return False
-    return True
+def in_float32(tree):
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
+@every_optimizer
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_parameters_take_the_steps_of_float32(name, dtype):
+    inner, params = make_compiled(name), make_params(name, dtype)
+    optimizer = LossScaleOptimizer(inner)
+    expected, inner_state = params, inner.init(in_float32(params))
+    state = optimizer.init(params)
+    initial = signature(state)
+    for target in in_float32(make_targets(name, dtype)):
+        wide = in_float32(expected)
+        grads = gradients(name, wide, target)
+        options = extra_args(name, wide, target, grads)
+        updates, inner_state = inner.update(grads, inner_state, wide, **options)
+        moved = jax.tree.map(jnp.add, wide, updates)
+        expected = jax.tree.map(lambda x: x.astype(dtype), moved)
+        # What `update` returns, added in float32, is what `apply_gradients` makes.
+        assert_same_bits(optimizer.update(grads, state, params, **options)[0], updates)
+        params, state = optimizer.apply_gradients(grads, params, state, **options)
+        assert_same_bits((params, state.inner_state), (expected, inner_state))
+        assert signature(state) == initial
+    assert state.last_step_applied
 
 
 @every_optimizer
@@ -273,19 +286,18 @@ def test_types_are_stable(name, dtype):
         assert signature(state) == signature(optimizer.init(params))
     assert not any(weak for *_, weak in signature(state)[1])
 
-    # `minimize` makes float32 gradients of narrower ones.
-    wide = takes_float32_gradients(name, params, target)
-    way = minimize if wide else step
+    # `minimize` makes float32 gradients of narrower ones, `step` does not.
+    for way in (minimize, step):
 
-    def loop(*carry):
-        return lax.while_loop(
-            lambda carry: carry[1].last_step_applied,
-            lambda carry: way(name, optimizer, *carry, target)[:2],
-            carry,
-        )
+        def loop(*carry, way=way):
+            return lax.while_loop(
+                lambda carry: carry[1].last_step_applied,
+                lambda carry: way(name, optimizer, *carry, target)[:2],
+                carry,
+            )
 
-    carry = (params, state)
-    assert signature(jax.eval_shape(loop, *carry)) == signature(carry)
+        carry = (params, state)
+        assert signature(jax.eval_shape(loop, *carry)) == signature(carry)
 
 
 @some_optimizers("sgd", "adam", "noisy_sgd", "polyak_sgd")
