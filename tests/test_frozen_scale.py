@@ -1,0 +1,103 @@
+"""Functions made once, before the loop: which scale they use."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+from optax_lossscale import FixedLossScale, LossScaleOptimizer
+
+X = jnp.arange(6, dtype=jnp.float32).reshape(3, 2)
+
+
+def loss_fn(params):
+    return jnp.sum((X @ params) ** 2)
+
+
+@pytest.fixture
+def optimizer():
+    return LossScaleOptimizer(
+        optax.sgd(1e-3), initial_scale=2.0**10, dynamic_growth_steps=1
+    )
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones(2))
+
+
+def model_loss(model):
+    return loss_fn(model.w[...])
+
+
+def test_a_state_that_changes_in_place_is_read_at_each_call(optimizer):
+    """The scale doubles at each step: a stale one would show in the gradients."""
+    model = Model()
+    trainer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+    grad_fn = optimizer.value_and_grad(
+        model_loss, trainer.opt_state, transform=nnx.value_and_grad
+    )
+    scaled_loss = optimizer.get_scaled_loss(loss_fn, trainer.opt_state)
+    for step in range(4):
+        scale = optimizer.current_loss_scale(trainer.opt_state)
+        assert scale == 2.0 ** (10 + step)
+        params = model.w[...]
+        assert scaled_loss(params) == scale * loss_fn(params)
+        value, grads = grad_fn(model)
+        assert value == loss_fn(params)
+        assert (grads["w"][...] == jax.grad(loss_fn)(params)).all()
+        trainer.update(model, grads)
+
+
+CALLS = {
+    "value_and_grad": lambda o, s: o.value_and_grad(loss_fn, s),
+    "get_scaled_loss": lambda o, s: o.get_scaled_loss(loss_fn, s),
+    "get_scaled_loss of an array": lambda o, s: (
+        lambda p: o.get_scaled_loss(jnp.sum(p), s)
+    ),
+    "get_unscaled_gradients": lambda o, s: lambda g: o.get_unscaled_gradients(g, s),
+    "minimize": lambda o, s: lambda p: o.minimize(loss_fn, p, s),
+}
+
+
+@pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
+class TestWarning:
+    params = jnp.ones(2)
+
+    def test_of_a_scale_that_is_a_constant_under_jit(self, make, optimizer):
+        call = make(optimizer, optimizer.init(self.params))
+        with pytest.warns(UserWarning, match="inside the compiled training step"):
+            jax.jit(call)(self.params)
+        with pytest.warns(UserWarning, match="will never change there"):
+            lax.map(call, self.params[None])
+
+    def test_not_of_an_argument(self, make, optimizer):
+        @jax.jit
+        def step(params, state):
+            return make(optimizer, state)(params)
+
+        step(self.params, optimizer.init(self.params))
+
+    def test_not_where_nothing_is_compiled(self, make, optimizer):
+        call = make(optimizer, optimizer.init(self.params))
+        call(self.params)
+        jax.vmap(call)(self.params[None])
+
+    def test_not_of_a_state_made_there(self, make, optimizer):
+        jax.jit(lambda p: make(optimizer, optimizer.init(p))(p))(self.params)
+
+    def test_not_of_a_fixed_scale(self, make, optimizer):
+        del optimizer
+        fixed = LossScaleOptimizer(optax.sgd(1e-3), FixedLossScale(8.0, True))
+        jax.jit(make(fixed, fixed.init(self.params)))(self.params)
+
+
+def test_reading_a_scale_under_jit_is_no_reason_to_warn(optimizer):
+    state = optimizer.init(jnp.ones(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert jax.jit(lambda x: x * optimizer.current_loss_scale(state))(1.0) == 1024
