@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from helpers import (
@@ -17,7 +18,12 @@ from helpers import (
     relaxed,
 )
 
-from optax_lossscale import DynamicLossScale, FixedLossScale, LossScaleOptimizer
+from optax_lossscale import (
+    DynamicLossScale,
+    FixedLossScale,
+    LossScaleOptimizer,
+    select_applied,
+)
 
 
 class TestSkip:
@@ -138,6 +144,81 @@ class TestSkip:
             updates, state = optimizer.update(jnp.float32(gradient), state)
             seen.append(float(updates))
         assert seen == [-1, 0, -0.5, 0, 0, -0.25]
+
+    @pytest.mark.parametrize("skip", SKIPS)
+    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+    @pytest.mark.parametrize("bad", [INF, NAN])
+    def test_is_differentiated_as_a_step_that_changes_nothing(self, bad, wrap, skip):
+        optimizer = LossScaleOptimizer(
+            self.inner, DynamicLossScale(growth_interval=1), skip=skip, check_loss=True
+        )
+
+        def train(params, grads, value):
+            state = optimizer.init(params)
+            for step in [(self.good, 1.0), *((grads, value),) * 2, (self.good, 1.0)]:
+                params, state = optimizer.apply_gradients(
+                    step[0], params, state, value=jnp.float32(step[1])
+                )
+            return sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
+
+        def without(params):
+            state = optimizer.init(params)
+            for _ in range(2):
+                params, state = optimizer.apply_gradients(
+                    self.good, params, state, value=jnp.float32(1)
+                )
+            return sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
+
+        grads = self.good | {"b": jnp.float32(bad)}
+        by_params, by_grads = wrap(jax.grad(train, argnums=(0, 1)))(
+            self.params, grads, jnp.float32(bad)
+        )
+        assert_close(by_params, jax.grad(without)(self.params))
+        assert not any(np.any(x) for x in jax.tree.leaves(by_grads))
+
+    def test_vmap_alone_compiles_nothing_again(self):
+        optimizer = LossScaleOptimizer(optax.sgd(0.1))
+        params = jnp.ones((3, 2), jnp.float32)
+        state = jax.vmap(optimizer.init)(params)
+        compiled = []
+        jax.monitoring.register_event_duration_secs_listener(
+            lambda event, *_, **__: compiled.append(event)
+        )
+        counts = []
+        for bad in (1, INF, 1):
+            grads = params.at[1, 0].set(jnp.float32(bad))
+            compiled.clear()
+            updates, state = jax.vmap(optimizer.update)(grads, state, params)
+            counts.append(sum("backend_compile" in event for event in compiled))
+        assert counts[0] > 0
+        assert counts[1:] == [0, 0]
+        assert state.skipped_steps.tolist() == [0, 1, 0]
+        np.testing.assert_allclose(updates, np.full((3, 2), -0.1), rtol=1e-6)
+
+    @pytest.mark.parametrize(
+        ("saved", "resumed"),
+        [
+            ({}, {"loss_scale": "never"}),
+            ({"check_loss": True}, {"loss_scale": "never"}),
+        ],
+    )
+    def test_the_flag_of_a_state_is_written_by_each_step(self, saved, resumed):
+        class Never(DynamicLossScale):
+            skip_nonfinite = False
+
+        resumed = resumed | {"loss_scale": Never()}
+        inner = optax.sgd(0.1)
+        before = LossScaleOptimizer(inner, **saved)
+        nans = jax.tree.map(lambda x: x * NAN, self.good)
+        value = jnp.float32(NAN)
+        _, state = before.update(
+            nans, before.init(self.params), self.params, value=value
+        )
+        assert not state.last_step_applied
+        after = LossScaleOptimizer(inner, **resumed)
+        _, state = after.update(self.good, state, self.params)
+        assert state[2:7] == (True, 1, 0, int("check_loss" in saved), 0)
+        assert select_applied(state, 2.0, 1.0) == 2
 
 
 class TestCompiledPrograms:
