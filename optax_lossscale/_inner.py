@@ -9,7 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._tree import full_precision, is_array, is_inexact
+from optax_lossscale._tree import (
+    full_precision,
+    is_array,
+    is_inexact,
+    strongly_typed,
+)
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
@@ -84,14 +89,14 @@ def in_float32(
 
 
 def widen(tree: Any) -> Any:
-    """Converts the narrower floating-point leaves of a tree to float32."""
+    """Converts numbers to arrays, and narrow floating-point arrays to float32."""
 
     def wide(leaf):
         if not is_array(leaf) or not is_inexact(leaf):
             return leaf
         return leaf.astype(full_precision(leaf.dtype))
 
-    return jax.tree.map(wide, tree)
+    return jax.tree.map(wide, strongly_typed(tree))
 
 
 def narrow_like(updates: Any, grads: Any) -> Any:

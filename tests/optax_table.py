@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +82,10 @@ def batches(bad):
     return [(t, np.float32(bad if i == BAD else 1)) for i, t in enumerate(steps)]
 
 
+# The extra arguments of a step, of which the first that an optimizer takes are given.
+EXTRAS = (("value", "grad", "value_fn"), (), ("grad_fn",))
+
+
 def by_update(optimizer, extra):
     """Makes a step in two halves; without a state of ours it scales nothing."""
     scaler = LossScaleOptimizer(optax.identity())
@@ -93,7 +98,9 @@ def by_update(optimizer, extra):
             if is_scaled
             else jax.value_and_grad(value_fn)
         )(trained(params))
-        extras = {"value": value, "grad": grads, "value_fn": value_fn} if extra else {}
+        every = {"value": value, "grad": grads, "value_fn": value_fn}
+        every["grad_fn"] = lambda params, _: jax.grad(value_fn)(params)
+        extras = {name: every[name] for name in extra}
         updates, state = optimizer.update(grads, state, params, **extras)
         return optax.apply_updates(params, updates), state
 
@@ -114,15 +121,16 @@ def by_minimize(optimizer, _extra):
 @functools.cache
 def compiled(optimizer, make_step):
     """Returns a step, compiled once, with extra arguments where they are taken."""
-    steps = [jax.jit(make_step(optimizer, extra)) for extra in (True, False)]
+    steps = [jax.jit(make_step(optimizer, extra)) for extra in EXTRAS]
 
     def step(*args):
-        try:
-            return steps[0](*args)
-        except TypeError as error:
-            if "unexpected keyword" not in str(error):
-                raise
-            return steps[1](*args)
+        for step in steps[:-1]:
+            try:
+                return step(*args)
+            except (TypeError, ValueError) as error:
+                if not re.search("unexpected keyword|grad_fn must be", str(error)):
+                    raise
+        return steps[-1](*args)
 
     return step
 
@@ -327,6 +335,23 @@ def refuses_extra_arguments(row):
         optimizer.update(GRADS, state, row.params(), value=jnp.float32(1))
 
 
+def its_own_gradients_may_overflow(row):
+    params = row.params()
+    applied = []
+    for options in ({}, {"check_updates": True}):
+        optimizer = LossScaleOptimizer(row.make(), **options)
+        state = optimizer.init(params)
+        for bad in (1.0, INF):
+
+            def grad_fn(params, _, bad=bad):
+                return jax.tree.map(lambda x: jnp.full_like(x, bad), params)
+
+            updates, state = optimizer.update(GRADS, state, params, grad_fn=grad_fn)
+        applied.append(bool(state.last_step_applied))
+        assert all_finite(updates) == bool(options)
+    assert applied == [True, False]
+
+
 def wants_the_loss(row):
     optimizer = LossScaleOptimizer(row.make())
     state = optimizer.init(row.params())
@@ -425,6 +450,11 @@ ROWS = [
         "optax.chain(optax.contrib.sam(inner, optax.sgd(0.05)))",
         "the chain hides from `minimize` that it refuses extra arguments",
         refuses_extra_arguments,
+    ),
+    Row(
+        "optax.contrib.sam(inner, optax.sgd(0.05), opaque_mode=True)",
+        "the gradients of its own `grad_fn` may overflow too: `check_updates=True`",
+        its_own_gradients_may_overflow,
     ),
     Row("optax.contrib.mechanize(inner)"),
     Row(
