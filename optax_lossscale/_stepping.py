@@ -102,6 +102,9 @@ class Stepping(LossScaling):
         inner_state = strongly_typed(state.inner_state)
         inputs, seen = partition(self._inner, grads, inner_state, params)
         is_whole = seen is params
+        if not is_whole and "grad" in extra:
+            grad, _ = partition(self._inner, extra["grad"], inner_state, params)
+            extra = extra | {"grad": grad}
         finish = self._apply_updates if applies else self._return_updates
         keep = self._keep_params if applies else self._zero_updates
         seen = strongly_typed(seen) if applies else seen
