@@ -226,7 +226,8 @@ def _kind(dtype: Any) -> int:
 def _promote(old: Any, new: Any) -> Any:
     """Returns a leaf of `select_applied` as an array, in the dtype of the result."""
     if isinstance(old, bool | int | float | complex):
-        old = jnp.asarray(old, jnp.result_type(old, new))
+        with jax.numpy_dtype_promotion("standard"):
+            old = jnp.asarray(old, jnp.result_type(old, new))
     old = strongly_typed(old)
     if is_array(old) and _kind(jnp.result_type(new)) > _kind(old.dtype):
         raise TypeError(

@@ -1,0 +1,231 @@
+"""What is refused, in words that say what to do; and what was refused without need."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers import INF, assert_same_bits, relaxed
+
+from optax_lossscale import (
+    FixedLossScale,
+    LossScaleOptimizer,
+    accumulate_gradients,
+    get_loss_scale,
+    select_applied,
+)
+from optax_lossscale.diagnostics import nonfinite_leaves
+
+PARAMS = {"w": jnp.ones(2, jnp.float32)}
+GRADS = {"w": jnp.ones(2, jnp.float32)}
+optimizer = LossScaleOptimizer(optax.sgd(0.5))
+state = optimizer.init(PARAMS)
+
+
+def loss_fn(params):
+    return jnp.sum(params["w"] ** 2)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        jax.grad,
+        eqx.filter_grad,
+        nnx.grad,
+        # As jax.grad of two arguments: a pair of pairs.
+        lambda f, has_aux: lambda p: ((p, p), f(p)),
+    ],
+)
+def test_a_transform_that_returns_no_value(transform):
+    for call in (
+        lambda: optimizer.value_and_grad(loss_fn, state, transform=transform)(PARAMS),
+        lambda: optimizer.minimize(loss_fn, PARAMS, state, transform=transform),
+    ):
+        with pytest.raises(TypeError, match="transform must return the value with"):
+            call()
+
+
+def test_a_forgotten_has_aux_with_a_string_in_it():
+    def with_text(params):
+        return loss_fn(params), "text"
+
+    for call in (
+        lambda: optimizer.value_and_grad(with_text, state)(PARAMS),
+        lambda: optimizer.minimize(with_text, PARAMS, state),
+        lambda: optimizer.get_scaled_loss(with_text, state)(PARAMS),
+    ):
+        with pytest.raises(TypeError, match=r"float32\[\].*'str'"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "damaged", [None, {}, {"loss_scale": jnp.float32(8)}, jnp.float32(8), ()]
+)
+def test_a_state_without_a_scale_is_refused_where_it_is_first_read(damaged):
+    broken = state._replace(loss_scale_state=damaged)
+    for call in (
+        lambda: optimizer.value_and_grad(loss_fn, broken),
+        lambda: optimizer.minimize(loss_fn, PARAMS, broken),
+        lambda: optimizer.get_scaled_loss(1.0, broken),
+        lambda: optimizer.get_unscaled_gradients(GRADS, broken),
+        lambda: optimizer.current_loss_scale(broken),
+        lambda: optimizer.update(GRADS, broken),
+    ):
+        with pytest.raises(ValueError, match="loss_scale_state must be a LossScaleSt"):
+            call()
+
+
+@pytest.mark.parametrize("track_leaves", [True, False])
+def test_damaged_statistics_of_leaves(track_leaves):
+    tracking = LossScaleOptimizer(optax.sgd(0.5), track_leaves=track_leaves)
+    whole = LossScaleOptimizer(optax.sgd(0.5), track_leaves=True).init(PARAMS)
+    statistics = whole.leaf_statistics
+    for damaged in (
+        "text",
+        [1, 2, 3],
+        statistics._replace(last=None),
+        statistics._replace(last=jnp.int32(0)),
+        statistics._replace(inf_steps=jnp.zeros(2, jnp.int32)),
+        statistics._replace(nan_steps=jnp.zeros((1, 1), jnp.int32)),
+    ):
+        broken = whole._replace(leaf_statistics=damaged)
+        with pytest.raises(ValueError, match="leaf_statistics must be LeafStatistics"):
+            tracking.update(GRADS, broken, PARAMS)
+    # Those of an optimizer that tracked leaves are kept by one that does not.
+    _, after = tracking.update(GRADS, whole, PARAMS)
+    assert_same_bits(after.leaf_statistics, statistics)
+
+
+def test_pairs_of_gradients_and_variables():
+    grads, variables = [jnp.ones(2)], [jnp.zeros(2)]
+    for call in (
+        lambda: optimizer.apply_gradients(
+            zip(grads, variables, strict=True), variables, state
+        ),
+        lambda: optimizer.update(zip(grads, variables, strict=True), state),
+    ):
+        with pytest.raises(TypeError, match=r"apply_gradients\(grads, params, state\)"):
+            call()
+
+
+def test_keras_s_second_argument():
+    for value in (True, False):
+        with pytest.raises(ValueError, match=f"dynamic={value}"):
+            LossScaleOptimizer(optax.sgd(0.1), value)
+        with pytest.raises(ValueError, match=f"got {value}"):
+            get_loss_scale(value)
+
+
+@pytest.mark.filterwarnings("ignore:inject_stateful:DeprecationWarning")
+@pytest.mark.parametrize(
+    "inject", [optax.inject_hyperparams, optax.inject_stateful_hyperparams]
+)
+def test_an_inner_hyperparameter_of_the_same_name(inject):
+    inner = inject(lambda loss_scale: optax.scale(loss_scale))(loss_scale=0.5)
+    with pytest.raises(ValueError, match="hyperparameter named 'loss_scale'"):
+        LossScaleOptimizer(optax.chain(inner, optax.sgd(0.1))).init(PARAMS)
+    # A parameter may well be named so.
+    named = {"loss_scale": jnp.ones(2)}
+    LossScaleOptimizer(relaxed(optax.adam(0.1))).init(named)
+
+
+def test_arguments_of_the_loss_may_be_named_as_ours():
+    def loss(weights, *, loss_fn, params, state):
+        return jnp.sum(weights["w"]) * loss_fn * params * state
+
+    _, _, value = optimizer.minimize(
+        loss, PARAMS, state, loss_fn=2.0, params=3.0, state=4.0
+    )
+    assert value == 2 * 24
+
+
+class TestSelectApplied:
+    skipped = state._replace(last_step_applied=jnp.array(False))
+
+    def test_python_numbers_promote(self):
+        for new, old in ((0.5, 0), (1, 0.25), (jnp.float32(0.5), 0), (True, 2)):
+            assert float(select_applied(state, new, old)) == new
+            assert float(select_applied(self.skipped, new, old)) == old
+
+    @pytest.mark.parametrize(
+        ("new", "old"),
+        [
+            (0.5, jnp.int32(0)),
+            (jnp.ones(2), jnp.zeros(2, jnp.int32)),
+            (1j, jnp.float32(0)),
+            (2, jnp.array(False)),
+        ],
+    )
+    def test_nothing_is_lost(self, new, old):
+        with pytest.raises(TypeError, match="dtype that can hold new"):
+            select_applied(state, {"x": new}, {"x": old})
+
+    def test_the_dtype_of_old_is_kept_where_it_can_hold_new(self):
+        for new, old in (
+            (jnp.ones(2, jnp.float32), jnp.zeros(2, jnp.float16)),
+            (jnp.ones(2, jnp.int32), jnp.zeros(2, jnp.float32)),
+            (jnp.ones(2, jnp.int8), jnp.zeros(2, jnp.int32)),
+        ):
+            chosen = select_applied(state, new, old)
+            assert chosen.dtype == old.dtype
+            assert chosen.tolist() == [1, 1]
+
+
+def test_lookahead_with_tracked_leaves():
+    inner = optax.lookahead(optax.sgd(0.5), sync_period=2, slow_step_size=0.5)
+    tracking = LossScaleOptimizer(relaxed(inner), track_leaves=True)
+    params = optax.LookaheadParams.init_synced({"a": jnp.ones(2), "b": jnp.ones(3)})
+    after = tracking.init(params)
+    grads = {"a": jnp.ones(2), "b": jnp.array([1, INF, 1], jnp.float32)}
+    updates, after = tracking.update(grads, after, params)
+    params = optax.apply_updates(params, updates)
+    assert not after.last_step_applied
+    grads = {"a": jnp.ones(2), "b": jnp.ones(3)}
+    updates, after = tracking.update(grads, after, params)
+    assert after.last_step_applied
+    (found,) = nonfinite_leaves(after, params)
+    assert (found.name, found.inf_steps) == ("params['b']", 1)
+
+
+OPTIONS = {
+    "dynamic": {},
+    "cond": {"skip": "cond"},
+    "check_loss": {"check_loss": True},
+    "check_updates": {"check_updates": True},
+    "track_leaves": {"track_leaves": True},
+    "fixed": {"loss_scale": 8.0},
+    "fixed, skips": {"loss_scale": FixedLossScale(8.0, True)},
+    "headroom": {"loss_scale": "headroom"},
+    "logmax": {"loss_scale": "logmax"},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_nothing_is_transferred_unasked(options):
+    ours = LossScaleOptimizer(optax.identity(), **options)
+    x, value = jax.device_put((np.ones(3, np.float32), np.float32(1)))
+    half = x.astype(jnp.float16)
+    start = ours.init(x)
+    with jax.transfer_guard("disallow"):
+        ours.get_scaled_loss(value, start)
+        grads = ours.get_unscaled_gradients(half, start)
+        _, after = ours.update(grads, start, x, value=value)
+        params, after = ours.apply_gradients(x, x, after, value=value)
+        select_applied(after, params, x)
+    assert after.last_step_applied
+
+
+def test_restored_micro_steps_are_clipped():
+    accumulating = accumulate_gradients(optimizer, 4)
+    start = accumulating.init(PARAMS)
+    for damaged in (2**31 - 1, 4, -1, -(2**31)):
+        current = start._replace(micro_step=jnp.int32(damaged))
+        moved = []
+        for _ in range(8):
+            updates, current = accumulating.update(GRADS, current, PARAMS)
+            moved.append(bool(updates["w"].any()))
+            assert 0 <= current.micro_step < 4
+        # In the midst of a window, then again every four.
+        assert sum(moved) == 2
