@@ -91,8 +91,8 @@ def run_or_skip(
       keep: Called as `keep(like, *operands)`. `like` is the result of `run`, or its
         shapes and dtypes. The result of `run` is cast to the dtypes of `keep`'s.
       inputs: A pytree of what may be inf or nan in a step that is skipped. Where `run`
-        runs all the same, it gets ones instead: the derivative of what is not selected
-        is zero times its own derivative, which must be finite.
+        runs all the same, it gets small numbers instead: the derivative of what is not
+        selected is zero times its own derivative, which must be finite.
       *operands: Pytrees. Large arrays must come this way: closing over them
         makes XLA copy them at a branch.
 
@@ -114,7 +114,7 @@ def run_or_skip(
 
     def where(should_apply, run, arrays):
         inputs, operands = join(arrays)
-        new = run(_split((_ones_unless(should_apply, inputs), operands))[0])
+        new = run(_split((_small_unless(should_apply, inputs), operands))[0])
         old = keep_arrays(new, arrays)
         return select(should_apply, cast_like(new, old), old)
 
@@ -149,22 +149,24 @@ def run_or_skip(
     )
 
 
-def _ones_unless(should_apply: jax.Array, tree: Any) -> Any:
-    """Returns the tree, or ones for its floating-point leaves where a step is skipped.
+# Not zero, at which a norm has no derivative; and not one, which would count where the
+# step adds it up over devices that do not skip.
+SMALL = 2.0**-20
 
-    Not zeros, at which a norm has no derivative.
-    """
+
+def _small_unless(should_apply: jax.Array, tree: Any) -> Any:
+    """Returns the tree, with small floating-point leaves where a step is skipped."""
 
     def leaf(x):
         is_number = is_array(x) and is_inexact(x)
-        return _one_unless(should_apply, x) if is_number else x
+        return _small_number_unless(should_apply, x) if is_number else x
 
     return jax.tree.map(leaf, tree)
 
 
 @functools.partial(jax.jit, inline=True)
-def _one_unless(should_apply, x):
-    return lax.select(should_apply, x, lax.full_like(x, 1))
+def _small_number_unless(should_apply, x):
+    return lax.select(should_apply, x, lax.full_like(x, SMALL))
 
 
 def _varying_axes(*trees: Any) -> list[frozenset[Hashable]]:

@@ -26,6 +26,7 @@ from optax_lossscale import (
     AccumulationState,
     LossScaleOptimizer,
     accumulate_gradients,
+    has_updated,
     select_applied,
 )
 
@@ -512,3 +513,119 @@ class TestManyDevices:
             updates, state = step(grads, state, params)
         assert state.inner_state.skipped_steps.tolist() == [0, 1, 0]
         assert updates.tolist() == [[-0.5, -0.5], [0, 0], [-0.5, -0.5]]
+
+
+RULES = {"fixed": 8.0, "dynamic": "dynamic", "headroom": "headroom", "logmax": "logmax"}
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+@pytest.mark.parametrize("axis_name", [None, "d"])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_a_state_for_each_device_of_a_shard_map(rule, axis_name):
+    """Each device accumulates for itself; an overflow is that of one, or of all."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    scaler = LossScaleOptimizer(optax.sgd(0.5, momentum=0.9), rule, axis_name=axis_name)
+    optimizer = accumulate_gradients(scaler, 2)
+    params = jnp.arange(8, dtype=jnp.float32)
+    # Arrays of all devices side by side.
+    state = jax.tree.map(
+        lambda x: jnp.tile(x, 8) if jnp.ndim(x) else jnp.stack([x] * 8),
+        optimizer.init(params[:1]),
+    )
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    def step(params, state, grads):
+        is_scalar = jax.tree.map(jnp.ndim, optimizer.init(params))
+        own = jax.tree.map(lambda x, n: x if n else x[0], state, is_scalar)
+        updates, own = optimizer.update(grads, own, params)
+        state = jax.tree.map(lambda x, n: x if n else x[None], own, is_scalar)
+        return optax.apply_updates(params, updates), state
+
+    expected = np.arange(8, dtype=np.float32)
+    momentum = np.zeros(8, np.float32)
+    skips = scaler.loss_scale.skip_nonfinite
+    for window in range(3):
+        for micro_step in range(2):
+            grads = jnp.arange(1, 9, dtype=jnp.float32)
+            if window == 1 and micro_step == 0 and skips:
+                grads = grads.at[3].set(INF)
+            params, state = step(params, state, grads)
+        applied = np.ones(8, bool)
+        if window == 1 and skips:
+            applied[... if axis_name else 3] = False
+        new = np.arange(1, 9) + np.float32(0.9) * momentum
+        momentum = np.where(applied, new, momentum)
+        expected = np.where(applied, expected - 0.5 * momentum, expected)
+        np.testing.assert_allclose(params, expected, rtol=1e-6)
+        inner = state.inner_state
+        assert (inner.last_step_applied == applied).all()
+        assert (state.micro_step == 0).all()
+        assert not state.accumulated_grads.any()
+
+
+class TestHasUpdated:
+    def follow(self, optimizer, sizes, wrap=jax.jit):
+        """Returns in which steps the parameters moved, and what `has_updated` says."""
+        params, state = PARAMS, optimizer.init(PARAMS)
+        step, told = make_step(optimizer, wrap), wrap(has_updated)
+        moved, said = [], []
+        for size in sizes:
+            before = params
+            params, state = step(params, state, gradients(size))
+            moved.append(bool((params["w"] != before["w"]).any()))
+            said.append(bool(told(state)))
+        assert said == moved
+        return said
+
+    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+    def test_a_plain_step(self, wrap):
+        optimizer = LossScaleOptimizer(INNER)
+        assert self.follow(optimizer, [1, NAN, 2, INF, 3], wrap) == [1, 0, 1, 0, 1]
+
+    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+    def test_accumulation_outside(self, wrap):
+        optimizer = accumulate_gradients(LossScaleOptimizer(INNER), 2)
+        said = self.follow(optimizer, [1, 2, NAN, 1, 1, 1, 3], wrap)
+        assert said == [0, 1, 0, 0, 0, 1, 0]
+
+    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+    def test_multi_steps_inside(self, wrap):
+        optimizer = LossScaleOptimizer(relaxed(optax.MultiSteps(INNER, 2)))
+        said = self.follow(optimizer, [NAN, 1, 2, NAN, 1, INF, 1, 3], wrap)
+        assert said == [0, 0, 1, 0, 0, 0, 1, 0]
+
+    def test_fixed_scale(self):
+        assert self.follow(LossScaleOptimizer(INNER, 8.0), [1, 2]) == [1, 1]
+
+    def test_a_moving_average_counts_updates(self):
+        """An average of the parameters at each update, and not at each micro-batch."""
+        optimizer = accumulate_gradients(LossScaleOptimizer(INNER), 3)
+        params, state = PARAMS, optimizer.init(PARAMS)
+        average, all_params = PARAMS, []
+        for size in (1, 2, 3, NAN, 1, 1, 4, 4, 4):
+            params, state = make_step(optimizer, jax.jit)(
+                params, state, gradients(size)
+            )
+            new = optax.incremental_update(params, average, 0.5)
+            select = functools.partial(jnp.where, has_updated(state))
+            average = jax.tree.map(select, new, average)
+            all_params.append(params)
+        first, last = all_params[2], all_params[8]
+        expected = jax.tree.map(
+            lambda a, b, c: 0.25 * a + 0.25 * b + 0.5 * c, PARAMS, first, last
+        )
+        for x, y in zip(*map(jax.tree.leaves, (average, expected)), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-6)
+
+    def test_of_an_ensemble(self):
+        optimizer = LossScaleOptimizer(optax.sgd(0.1))
+        params = jnp.ones((3, 2), jnp.float32)
+        state = jax.vmap(optimizer.init)(params)
+        grads = params.at[1].set(NAN)
+        _, state = jax.jit(jax.vmap(optimizer.update))(grads, state, params)
+        assert has_updated(state).tolist() == [True, False, True]
+
+    def test_wants_one_state(self):
+        with pytest.raises(ValueError, match="exactly one"):
+            has_updated(())

@@ -386,3 +386,28 @@ assert float(optimizer.current_loss_scale(state[1])) == float(scale) / 2
     path = tmp_path / "readme.py"
     path.write_text(script + checks)
     run_two_processes(str(path))
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+def test_a_forgotten_axis_name_does_not_wait_for_ever(skip):
+    """Devices decide apart. One that branched would not join the mean of the others."""
+    if skip == "cond":
+        pytest.skip("you asked for the branch")
+    inner = optax.chain(
+        optax.stateless(lambda grads, _: jax.lax.pmean(grads, "batch")), optax.sgd(0.5)
+    )
+    optimizer = LossScaleOptimizer(inner, skip=skip)
+    params = jnp.ones((8, 2), jnp.float32)
+    state = jax.pmap(optimizer.init)(params)
+    grads = jnp.ones((8, 2), jnp.float32).at[3, 0].set(jnp.inf)
+
+    @functools.partial(jax.pmap, axis_name="batch")
+    def step(params, state, grads):
+        return optimizer.apply_gradients(grads, params, state)
+
+    params, state = step(params, state, grads)
+    applied = np.arange(8) != 3
+    assert (state.last_step_applied == applied).all()
+    # The gradients of the one that skips are left out of the sum.
+    expected = np.where(applied, 1 - 0.5 * 7 / 8, 1)
+    np.testing.assert_allclose(params[:, 0], expected, rtol=1e-6)
