@@ -36,7 +36,10 @@ def choose_skip(skip: Skip, axis_name: Hashable | None) -> Skip:
     branched, those that skip would not join the collectives of those that do not.
     """
     named = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    apart = set(jax.sharding.get_abstract_mesh().manual_axes) - set(named)
+    mapped = set(jax.sharding.get_abstract_mesh().manual_axes)
+    # In JAX 0.8, jax.pmap may be of the kind that makes no mesh.
+    names = getattr(jax.core, "unsafe_get_axis_names_DO_NOT_USE", tuple)()
+    apart = mapped.union(names).difference(named)
     return "where" if skip == "auto" and apart else skip
 
 

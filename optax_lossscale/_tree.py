@@ -183,7 +183,10 @@ def zero_update(like: Any) -> Any:
     if is_float0(like):
         return np.zeros(like.shape, jax.dtypes.float0)
     # Minus zero: x + -0.0 is x for every x, but -0.0 + 0.0 is 0.0.
-    return _filled_like(like, -0.0 if is_inexact(like) else 0)
+    value = -0.0 if is_inexact(like) else 0
+    if isinstance(like, jax.ShapeDtypeStruct):
+        return lax.full_like(like, value)
+    return _filled_like(like, value)
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
