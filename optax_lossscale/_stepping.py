@@ -128,8 +128,10 @@ class Stepping(LossScaling):
             evidence = add_evidence(self._num_losses, evidence, updates_are_finite)
             finished = finish(updates, inputs, seen), new
 
-            def run(*_):
+            def run_before(*_):
                 return finished
+
+            run = run_before
 
         loss_scale_state, decisions = update_scales(
             self._loss_scale,
