@@ -13,7 +13,7 @@ import optax
 import pytest
 from helpers import assert_same_bits, signature
 from peers import PEERS
-from test_conformance import REFUSED_RUNS, RUNS
+from test_conformance import REFUSED_RUNS, RUNS, late_growth
 from test_live_peers import (
     LEARNING_RATE,
     flax_step,
@@ -179,14 +179,14 @@ def fairseq_forms(config, now):
 
 FORMS = {
     "PyTorch": torch_forms,
-    "Flax": flax_forms,
+    "Flax, up to 0.12.12": flax_forms,
     "jmp": jmp_forms,
     "Keras 3": keras_forms,
     "tf_keras": tf_keras_forms,
     "apex, amp": apex_amp_forms,
     "apex, fp16_utils": apex_forms,
     "apex, contrib": apex_forms,
-    "DeepSpeed": deepspeed_forms,
+    "DeepSpeed, ZeRO": deepspeed_forms,
     "Megatron": megatron_forms,
     "fairseq": fairseq_forms,
 }
@@ -271,19 +271,6 @@ def test_recorded_runs_are_resumed_in_the_middle(name):
     print(f"{name}: {count} states resumed")
     assert count >= 70
     assert grown >= 15 <= fallen
-
-
-def late_growth(scale, window, finite, cur_iter=0, last_overflow_iter=-1):
-    """The rule of DeepSpeed's FP16_Optimizer: the first growth comes late."""
-    scales = []
-    for step, is_finite in enumerate(finite, cur_iter):
-        stable = step - last_overflow_iter - 1
-        if not is_finite:
-            scale, last_overflow_iter = max(scale / 2, 1.0), step
-        elif stable > 0 and stable % window == 0:
-            scale *= 2
-        scales.append(scale)
-    return scales, last_overflow_iter
 
 
 FP16_OPTIMIZER = {"fp32_groups_flat": [np.ones(3)], "clip_grad": 0.0}
@@ -415,7 +402,9 @@ def test_flax_without_minimum():
     from flax.training.dynamic_scale import DynamicScale
 
     saved = DynamicScale(minimum_scale=None)
-    assert import_state(saved)[0] == PEERS["Flax"].ours(minimum_scale=None)
+    assert import_state(saved)[0] == PEERS["Flax, up to 0.12.12"].ours(
+        minimum_scale=None
+    )
 
 
 def test_flax_that_grows_on_time():
