@@ -55,15 +55,15 @@ def import_state(
         For any of them you can pass the object, its `state_dict()`, or a dictionary
         with the same names. Other names in it are ignored.
       **hyperparameters: What was not saved, or is to be replaced, by the library's
-        own names. An error names what is missing: for example
-        `dynamic_growth_steps` for the variables of Keras, `growth_interval` and the
-        others for Megatron. (jmp loses a `min_loss_scale` under `jax.jit`, where it
-        is 1 from then on.) One name is ours, `late_growth`: whether the scale grows
-        a step later than the interval says. It is True for Flax by default, as all
-        releases do so up to 0.12.12. DeepSpeed's `DynamicLossScaler` does so from
-        0.17.1 on, and its `FP16_Optimizer` always, in the first interval after an
-        overflow: the growth that is due next then comes when it would have come
-        there, and after later overflows a step earlier.
+        own names. An error names what is missing: `dynamic_growth_steps` for the
+        variables of Keras, for example, or `growth_interval` and others for Megatron.
+        (jmp loses a `min_loss_scale` under `jax.jit`, where it is 1 from then on.)
+        One name is ours: `late_growth`, whether the scale grows one step later than
+        its interval says. In Flax it always does up to 0.12.12: True is the default.
+        In DeepSpeed it does in the first interval after the start or an overflow, in
+        `FP16_Optimizer` and, from 0.17.1 on, in `DynamicLossScaler`. With True the
+        steps that DeepSpeed has not counted are not counted here; after the next
+        overflow this scale grows one step earlier.
 
     Returns:
       A loss scale, whose initial scale is the current one, and its state:
