@@ -1,100 +1,32 @@
 """Resuming from the saved state of another library's loss scaler."""
 
 import functools
-import inspect
+import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._check import (
+    LARGEST_SCALE,
     SMALLEST_SCALE,
     check_backoff_factor,
+    check_bool,
     check_count,
     check_growth_factor,
     check_number,
     check_scale,
+    check_share,
 )
-from optax_lossscale._loss_scale import DynamicLossScale, LossScaleState
-
-# Each function takes a peer's hyperparameters, by the peer's names and with the peer's
-# defaults, and returns those of DynamicLossScale.
-
-
-def _torch(growth_factor=2.0, backoff_factor=0.5, growth_interval=2000):
-    return growth_interval, growth_factor, backoff_factor, SMALLEST_SCALE
-
-
-def _flax(
-    growth_factor=2.0,
-    backoff_factor=0.5,
-    growth_interval=2000,
-    minimum_scale=SMALLEST_SCALE,
-):
-    # Flax grows one step later than it says.
-    return growth_interval + 1, growth_factor, backoff_factor, minimum_scale
-
-
-def _jmp(period=2000, factor=2, min_loss_scale=1.0):
-    return period, factor, 1 / factor, min_loss_scale
-
-
-def _keras(dynamic_growth_steps=2000):
-    return dynamic_growth_steps, 2.0, 0.5, SMALLEST_SCALE
-
-
-class _Peer(NamedTuple):
-    """Another loss scaler: the names of its scale, counter and hyperparameters."""
-
-    name: str
-    scale: str
-    counter: str
-    convert: Callable[..., tuple[int, float, float, float]]
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        parameters = inspect.signature(self.convert).parameters
-        return {name: parameter.default for name, parameter in parameters.items()}
-
-
-_PEERS = (
-    _Peer("PyTorch's GradScaler", "scale", "_growth_tracker", _torch),
-    _Peer("Flax's DynamicScale", "scale", "fin_steps", _flax),
-    _Peer("jmp's DynamicLossScale", "loss_scale", "counter", _jmp),
-    _Peer("Keras's LossScaleOptimizer", "dynamic_scale", "step_counter", _keras),
-)
-# Where Keras's save_own_variables puts the two, after an iteration and a learning rate.
-_KERAS_POSITIONS = {"2": "step_counter", "3": "dynamic_scale"}
-
-
-def _check_minimum(key: str, value: Any) -> float:
-    # Zero means that there is none.
-    number = check_number(key, value)
-    if number < 0:
-        raise ValueError(f"{key} must not be negative, got {value!r}.")
-    return check_scale(key, max(number, SMALLEST_SCALE))
-
-
-_check_counter = functools.partial(check_count, at_least=0)
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    **{peer.scale: check_scale for peer in _PEERS},
-    **{peer.counter: _check_counter for peer in _PEERS},
-    "growth_factor": check_growth_factor,
-    "backoff_factor": check_backoff_factor,
-    # Flax may have zero, where ours is one; for PyTorch ours refuses it.
-    "growth_interval": _check_counter,
-    "minimum_scale": _check_minimum,
-    "period": check_count,
-    "factor": check_growth_factor,
-    "min_loss_scale": _check_minimum,
-    "dynamic_growth_steps": check_count,
-}
+from optax_lossscale._loss_scale import DynamicLossScale
+from optax_lossscale._peers import APEX_ATTRIBUTES, KERAS_POSITIONS, PEERS, Peer
+from optax_lossscale._tolerance import TolerantLossScale
 
 
 def import_state(
     saved: Any, **hyperparameters: Any
-) -> tuple[DynamicLossScale, LossScaleState]:
+) -> tuple[DynamicLossScale | TolerantLossScale, Any]:
     """Makes a loss scale and its state of what another library has saved.
 
     Training continues with the scales and the skips that it would have had there, as
@@ -108,26 +40,44 @@ def import_state(
         - jmp: a `DynamicLossScale`;
         - Keras 3: a `LossScaleOptimizer`, its `variables`, what its
           `save_own_variables` stored, or a dictionary with `step_counter` and
-          `dynamic_scale`.
+          `dynamic_scale`;
+        - tf_keras: a `LossScaleOptimizer`, or a dictionary with `loss_scale` and
+          `dynamic_counter` (`loss_scale/current_loss_scale` and
+          `loss_scale/good_steps` in a checkpoint);
+        - apex: `amp.state_dict()`; an `FP16_Optimizer` or `DynamicLossScaler`;
+        - DeepSpeed: a `DynamicLossScaler`, which the ZeRO optimizers save under
+          `loss_scaler`; an `FP16_Optimizer`;
+        - Megatron: `DynamicGradScaler.state_dict()`, which its optimizers save under
+          `grad_scaler`;
+        - fairseq: a `DynamicLossScaler`, or the state of the optimizer in a
+          checkpoint, which has the scale alone: fairseq, too, starts anew from there.
 
-        Of any of them a dictionary by the names of the fields will do.
-      **hyperparameters: By the library's own names, what was not saved
-        (`growth_interval` and the others of Flax's dictionary, Keras's
-        `dynamic_growth_steps`), or what is to be replaced. (jmp loses a
-        `min_loss_scale` under `jax.jit`, where it is 1 from then on.)
+        For any of them you can pass the object, its `state_dict()`, or a dictionary
+        with the same names. Other names in it are ignored.
+      **hyperparameters: What was not saved, or is to be replaced, by the library's
+        own names. An error names what is missing: `dynamic_growth_steps` for the
+        variables of Keras, for example, or `growth_interval` and others for Megatron.
+        (jmp loses a `min_loss_scale` under `jax.jit`, where it is 1 from then on.)
+        One name is ours: `late_growth`, whether the scale grows one step later than
+        its interval says. In Flax it always does up to 0.12.12: True is the default.
+        In DeepSpeed it does in the first interval after the start or an overflow, in
+        `FP16_Optimizer` and, from 0.17.1 on, in `DynamicLossScaler`. With True the
+        steps that DeepSpeed has not counted are not counted here; after the next
+        overflow this scale grows one step earlier.
 
     Returns:
-      A `DynamicLossScale`, whose initial scale is the current one, and its state.
-      To go on with them::
+      A loss scale, whose initial scale is the current one, and its state:
+      `TolerantLossScale` for fairseq, `DynamicLossScale` for the others. To go on with
+      them::
 
         optimizer = LossScaleOptimizer(inner_optimizer, loss_scale)
         opt_state = optimizer.init(params)
         opt_state = opt_state._replace(loss_scale_state=loss_scale_state)
 
     Raises:
-      ValueError: If `saved` is of none of these libraries; if something in it or in
-        the hyperparameters is missing, unknown, of the wrong type or out of its
-        range. The message names it.
+      ValueError: If `saved` is of none of these libraries, or holds several loss
+        scalers; if something in it or in the hyperparameters is missing, unknown, of
+        the wrong type or out of its range. The message names it.
 
     Examples:
       >>> from optax_lossscale import import_state
@@ -145,95 +95,150 @@ def import_state(
 
     References:
       `torch.amp.GradScaler`; `flax.training.dynamic_scale.DynamicScale`;
-      `jmp.DynamicLossScale`; `keras.optimizers.LossScaleOptimizer`.
+      `jmp.DynamicLossScale`; `keras.optimizers.LossScaleOptimizer`;
+      `tf.keras.mixed_precision.LossScaleOptimizer`; `apex.amp`; `DynamicLossScaler`
+      and `FP16_Optimizer`, DeepSpeed; `DynamicGradScaler`, Megatron-LM;
+      `DynamicLossScaler`, fairseq.
     """
-    peer, fields = _recognize(saved)
-    fields = {**fields, **hyperparameters}
-    needed = [peer.scale, peer.counter, *peer.defaults]
-    if unknown := [key for key in fields if key not in needed]:
+    fields = {**_fields(saved), **hyperparameters}
+    peer = _recognize(saved, fields)
+    known = [peer.scale, *peer.parameters]
+    if unknown := [key for key in hyperparameters if key not in known]:
         raise ValueError(
             f"The state of {peer.name} has no {_listed(unknown)}, only "
-            f"{_listed(needed)}."
+            f"{_listed(known)}."
         )
-    if missing := [key for key in needed if key not in fields]:
-        defaults = ", ".join(f"{k}={v!r}" for k, v in peer.defaults.items())
+    if missing := [key for key in peer.needed if key not in fields]:
+        defaults = [f"{k}={v!r}" for k, v in peer.defaults.items()]
         raise ValueError(
             f"The saved state of {peer.name} lacks {_listed(missing)}. Pass what was "
-            f"not saved as keyword arguments (its own defaults are {defaults})."
+            "not saved as keyword arguments (its own defaults are "
+            f"{', '.join(defaults)})."
         )
-    numbers = {key: _check(peer, key, fields[key]) for key in needed}
-    scale, steps = numbers.pop(peer.scale), numbers.pop(peer.counter)
-    interval, growth_factor, backoff_factor, min_scale = peer.convert(**numbers)
-    if scale < min_scale:
+    numbers = {key: _check(peer, key, fields[key]) for key in known if key in fields}
+    scale = numbers.pop(peer.scale)
+    try:
+        rule, counters = peer.convert(**numbers)
+    except ValueError as error:
+        raise ValueError(f"Damaged state of {peer.name}: {error}") from error
+    lowest, highest = rule["min_scale"], rule.get("max_scale", LARGEST_SCALE)
+    if not lowest <= scale <= highest:
         raise ValueError(
-            f"Damaged state of {peer.name}: {peer.scale} must not lie below the "
-            f"minimum, {min_scale!r}, got {scale!r}."
+            f"Damaged state of {peer.name}: {peer.scale} must lie between the minimum, "
+            f"{lowest!r}, and the maximum, {highest!r}, got {scale!r}."
         )
-    loss_scale = DynamicLossScale(
-        initial_scale=scale,
-        growth_interval=interval,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        min_scale=min_scale,
-    )
+    make = TolerantLossScale if "tolerance" in rule else DynamicLossScale
+    loss_scale = make(initial_scale=scale, **rule)
+    interval, steps = loss_scale.growth_interval, counters["good_steps"]
     if steps >= interval:
         raise ValueError(
-            f"Damaged state of {peer.name}: {peer.counter} must be below {interval}, "
-            f"at which the scale would have grown, got {steps!r}."
+            f"Damaged state of {peer.name}: {known[1]} must be below {interval}, at "
+            f"which the scale would have grown, got {steps!r}. (A fixed scale is "
+            f"FixedLossScale({scale!r}).)"
         )
-    state = loss_scale.init()
-    return loss_scale, state._replace(good_steps=jnp.asarray(steps, jnp.int32))
+    arrays = {name: jnp.asarray(count, jnp.int32) for name, count in counters.items()}
+    return loss_scale, loss_scale.init()._replace(**arrays)
 
 
-def _recognize(saved: Any) -> tuple[_Peer, dict[str, Any]]:
-    """Tells, by the name of the counter, whose state it is; returns its fields."""
+def _fields(saved: Any) -> dict[str, Any]:
+    """Returns what was saved, by the names of the one who saved it."""
     if callable(getattr(saved, "state_dict", None)):
         saved = saved.state_dict()
     if isinstance(saved, Mapping):
         if not saved:
             raise ValueError(
                 "saved is empty, as is the state of a PyTorch GradScaler with "
-                "enabled=False: there is no scale to go on with. Without loss scaling "
-                "it was FixedLossScale(1.0)."
+                "enabled=False, and of Megatron's ConstantGradScaler: there is no "
+                "scale to go on with. A constant scale is FixedLossScale(scale); "
+                "without loss scaling it was FixedLossScale(1.0)."
             )
-        fields = dict(saved)
-        if all(isinstance(key, str) and key.isdecimal() for key in fields):
-            names = _KERAS_POSITIONS.items()
-            fields = {name: fields[k] for k, name in names if k in fields}
-    elif isinstance(saved, list | tuple) and not hasattr(saved, "_fields"):
-        names = _KERAS_POSITIONS.values()
-        fields = {v.name: v for v in saved if getattr(v, "name", None) in names}
-    else:
-        fields = {key: getattr(saved, key) for key in _CHECKS if hasattr(saved, key)}
-        # jmp's scale, of the same name as Flax's number, is a method.
-        fields = {key: value for key, value in fields.items() if not callable(value)}
-    found = [peer for peer in _PEERS if peer.counter in fields]
+        scalers = [k for k in saved if re.fullmatch(r"(loss|grad)_scaler\d*", str(k))]
+        if len(scalers) > 1:
+            raise ValueError(
+                f"saved holds several loss scalers, {_listed(scalers)}. Import one at "
+                f"a time: saved[{scalers[0]!r}]."
+            )
+        if scalers:
+            return _fields(saved[scalers[0]])
+        if all(isinstance(key, str) and key.isdecimal() for key in saved):
+            names = KERAS_POSITIONS.items()
+            return {name: saved[key] for key, name in names if key in saved}
+        return dict(saved)
+    if isinstance(saved, list | tuple) and not hasattr(saved, "_fields"):
+        named = {getattr(variable, "name", None): variable for variable in saved}
+        return {name: named[name] for name in KERAS_POSITIONS.values() if name in named}
+    names = {**APEX_ATTRIBUTES, **{name: name for name in _CHECKS}}
+    found = [(names[key], getattr(saved, key)) for key in names if hasattr(saved, key)]
+    # Methods have these names too, jmp's scale and apex's loss_scale for example.
+    return {name: value for name, value in found if not callable(value)}
+
+
+def _recognize(saved: Any, fields: dict[str, Any]) -> Peer:
+    """Tells whose state it is."""
+    found = [peer for peer in PEERS if fields.keys() >= set(peer.marks)]
+    # DeepSpeed's have what apex's has, and more.
+    marks = [set(peer.marks) for peer in found]
+    found = [peer for peer in found if not any(set(peer.marks) < m for m in marks)]
     if len(found) == 1:
-        return found[0], fields
-    counters = "; ".join(f"{peer.counter!r}: {peer.name}" for peer in _PEERS)
+        return found[0]
+    known = "; ".join(f"{_listed(peer.marks)}: {peer.name}" for peer in PEERS)
     raise ValueError(
-        "saved is recognized by its counter and must hold exactly one of "
-        f"{{{counters}}}, got a {type(saved).__name__} with {_listed(fields)}."
+        "saved is recognized by the names in it and in the keyword arguments, which "
+        f"must be those of exactly one of {{{known}}}, got a {type(saved).__name__} "
+        f"with {_listed(fields)}."
     )
 
 
-def _check(peer: _Peer, key: str, value: Any) -> Any:
-    """Returns the value of a key as a Python number, if it is a valid one."""
-    if value is None and key == "minimum_scale":
+def _check_minimum(key: str, value: Any) -> float:
+    # Zero means that there is none.
+    number = check_number(key, value)
+    if number < 0:
+        raise ValueError(f"{key} must not be negative, got {value!r}.")
+    return check_scale(key, max(number, SMALLEST_SCALE))
+
+
+def _check_step(at_least: int) -> Callable[[str, Any], int]:
+    return functools.partial(check_count, at_least=at_least)
+
+
+_NAMES = {
+    check_scale: "scale loss_scale dynamic_scale cur_scale max_loss_scale",
+    # Flax may have an interval of zero, where ours is one; for PyTorch ours refuses it.
+    _check_step(0): "growth_interval _growth_tracker growth_tracker fin_steps counter "
+    "step_counter dynamic_counter unskipped cur_iter _iter _overflows_since_rescale",
+    _check_step(-1): "last_overflow_iter _last_overflow_iter _last_rescale_iter",
+    _check_step(-(2**31)): "hysteresis_tracker",
+    check_count: "period dynamic_growth_steps scale_window hysteresis delayed_shift "
+    "cur_hysteresis",
+    check_growth_factor: "growth_factor factor scale_factor",
+    check_backoff_factor: "backoff_factor",
+    _check_minimum: "minimum_scale min_loss_scale min_scale threshold",
+    check_share: "tolerance",
+    check_bool: "consecutive_hysteresis late_growth",
+}
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    name: check for check, names in _NAMES.items() for name in names.split()
+}
+
+
+def _check(peer: Peer, key: str, value: Any) -> Any:
+    """Returns the value of a key as a Python number or bool, if it is a valid one."""
+    check = _CHECKS[key]
+    if value is None and check is _check_minimum:
         return SMALLEST_SCALE
     try:
-        # Arrays, tensors and variables of any library.
+        # Arrays, tensors and variables of any library; Megatron's have one dimension.
         array = np.asarray(value)
-        if array.shape != ():
+        if array.size != 1:
             raise ValueError(
                 f"{key} must be one number, got shape {array.shape}. Of a state that "
                 "is replicated over devices pass that of one."
             )
-        if array.dtype.kind not in "fiu":
+        if array.dtype.kind not in "fiub":
             raise ValueError(f"{key} must be a real number, got {value!r}.")
         # The check of a scale tells half precision by its dtype.
-        is_half = array.dtype == np.float16
-        return _CHECKS[key](key, array[()] if is_half else array.item())
+        number = array.reshape(())[()]
+        return check(key, number if array.dtype == np.float16 else number.item())
     except (TypeError, ValueError, RuntimeError) as error:
         reason = str(error) if key in str(error) else f"{key}: {error}"
         raise ValueError(f"Damaged state of {peer.name}: {reason}") from error

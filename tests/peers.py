@@ -132,6 +132,18 @@ def deepspeed(
     )
 
 
+DYNAMIC_LOSS_ARGS = {"init_scale": 2**16, "scale_window": 1000, "min_scale": 1}
+
+
+def deepspeed_fp16_optimizer(dynamic_loss_args=DYNAMIC_LOSS_ARGS):
+    # It ignores a hysteresis, and does not count the first finite step, as ours does.
+    return DynamicLossScale(
+        initial_scale=dynamic_loss_args["init_scale"],
+        growth_interval=dynamic_loss_args["scale_window"],
+        min_scale=dynamic_loss_args["min_scale"],
+    )
+
+
 def megatron(
     initial_scale=2**32,
     min_scale=1.0,
@@ -235,12 +247,16 @@ PEERS = {
     "tf_keras": Peer("tf_keras.mixed_precision.LossScaleOptimizer", tf_keras),
     "Keras 3": Peer("keras.optimizers.LossScaleOptimizer", keras),
     "PyTorch": Peer("torch.amp.GradScaler", torch),
-    "Flax": Peer("flax.training.dynamic_scale.DynamicScale", flax),
+    "Flax, up to 0.12.12": Peer("flax.training.dynamic_scale.DynamicScale", flax),
     "jmp": Peer("jmp.DynamicLossScale", jmp),
     "mpx": Peer("mpx.DynamicLossScaling", mpx),
     "fairseq": Peer("fairseq.optim.dynamic_loss_scaler.DynamicLossScaler", fairseq),
-    "DeepSpeed": Peer(
+    "DeepSpeed, ZeRO": Peer(
         "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler", deepspeed
+    ),
+    "DeepSpeed, no ZeRO": Peer(
+        "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer",
+        deepspeed_fp16_optimizer,
     ),
     "Megatron": Peer("megatron.core.optimizer.grad_scaler.DynamicGradScaler", megatron),
     "apex, amp": Peer("apex.amp.scaler.LossScaler", apex_amp),

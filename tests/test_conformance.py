@@ -13,14 +13,16 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from helpers import scan_updates
+from helpers import assert_same_bits, plain_step, replay, scaled_step, scan_updates
 from peers import PEERS
 
 import optax_lossscale
-from optax_lossscale import DynamicLossScale, LogMaxLossScale
+from optax_lossscale import DynamicLossScale, LogMaxLossScale, LossScaleOptimizer
 
 TESTS = Path(__file__).parent
 LINES = gzip.decompress((TESTS / "data" / "trajectories.jsonl.gz").read_bytes())
@@ -71,11 +73,11 @@ COUNTS = {
     "tf_keras": (15, 0, 6),
     "Keras 3": (19, 7, 1),
     "PyTorch": (7, 1, 0),
-    "Flax": (9, 1, 0),
+    "Flax, up to 0.12.12": (9, 1, 0),
     "jmp": (11, 1, 5),
     "mpx": (5, 0, 2),
     "fairseq": (8, 1, 0),
-    "DeepSpeed": (21, 0, 0),
+    "DeepSpeed, ZeRO": (21, 0, 0),
     "Megatron": (16, 2, 0),
     "apex, amp": (10, 0, 2),
     "apex, fp16_utils": (9, 0, 1),
@@ -174,6 +176,71 @@ def test_jmp_in_half_precision_is_float32_with_a_maximum(name):
     )
     assert config["factor"] == 2
     assert assert_reproduced(run, scale)
+
+
+def late_growth(scale, window, finite, cur_iter=0, last_overflow_iter=-1):
+    """The rule of DeepSpeed's FP16_Optimizer, in which the first growth comes late."""
+    scales = []
+    for step, is_finite in enumerate(finite, cur_iter):
+        stable = step - last_overflow_iter - 1
+        if not is_finite:
+            scale, last_overflow_iter = max(scale / 2, 1.0), step
+        elif stable > 0 and stable % window == 0:
+            scale *= 2
+        scales.append(scale)
+    return scales, last_overflow_iter
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_deepspeed_does_not_count_the_first_finite_step(window):
+    finite = np.random.default_rng(0).random(90) < 0.9
+    theirs, _ = late_growth(256.0, window, finite)
+    first = finite & ~np.append(False, finite[:-1])
+    args = {"init_scale": 256.0, "scale_window": window, "min_scale": 1}
+    scale = PEERS["DeepSpeed, no ZeRO"].ours(args)
+    ours, applied = replay(scale, finite[~first])
+    assert ours.loss_scale.tolist() == np.array(theirs)[~first].tolist()
+    assert np.all(applied == finite[~first])
+    assert len(set(theirs)) > 5
+    # As the README has it.
+    assert late_growth(256.0, 2, [1] * 5)[0] == [256, 256, 512, 512, 1024]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_one_code_path_for_all_dtypes(dtype):
+    def loss_fn(w, x):
+        return jnp.mean((x.astype(dtype) @ w.astype(dtype)).astype(jnp.float32) ** 2)
+
+    inner = optax.sgd(0.01, momentum=0.9)
+    optimizer = LossScaleOptimizer(inner, "dynamic" if dtype == jnp.float16 else 1.0)
+    step, plain = scaled_step(loss_fn, optimizer), plain_step(loss_fn, inner)
+    x, w = jax.random.normal(jax.random.key(0), (5, 8, 4)), jnp.ones(4)
+    mine, bare = (w, optimizer.init(w)), (w, inner.init(w))
+    for batch in (*x, x[0] * jnp.inf):
+        (*mine, loss), (*bare, expected) = step(*mine, batch), plain(*bare, batch)
+        if dtype != jnp.float16:
+            assert_same_bits((mine[0], mine[1].inner_state, loss), (*bare, expected))
+    # The last step is skipped in float16 alone.
+    assert np.all(np.isfinite(mine[0])) == (dtype == jnp.float16)
+    assert not np.any(np.isfinite(bare[0]))
+
+
+def test_what_users_of_keras_write():
+    optimizer = LossScaleOptimizer(optax.sgd(0.1), dynamic=False, initial_scale=10.0)
+    params, grads = [jnp.ones(2)], [jnp.ones(2)]
+    state = optimizer.init(params)
+    assert (optimizer.loss_scale == 10.0) is False
+    assert (optimizer.dynamic_counter is None) is False
+    assert optimizer.current_loss_scale(state) == 10.0
+    assert optimizer.dynamic_counter(state) is None
+
+    scaled = [grad * 10 for grad in grads]
+    unscaled = optimizer.get_unscaled_gradients(scaled, state)
+    for given, step in ((grads, 0.1), (unscaled, 0.1), (scaled, 1.0)):
+        (new,), _ = optimizer.apply_gradients(given, params, state)
+        np.testing.assert_allclose(new, 1 - step, rtol=1e-6, atol=1e-6)
+    with pytest.raises(TypeError, match="'params' and 'state'"):
+        optimizer.apply_gradients(zip(grads, params, strict=True))
 
 
 def readme_rows():

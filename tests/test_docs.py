@@ -42,6 +42,7 @@ LAYERS = [
     "_logmax",
     "_headroom",
     "_registry",
+    "_peers",
     "_import",
     "_losses",
     "_mask",

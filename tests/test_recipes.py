@@ -95,7 +95,20 @@ def check_flax_linen(page):
     check_training(page, page["losses"], read, step)
     state = page["state"]
     assert state.step == state.opt_state.inner_state[0].count == 61
-    assert page["train_step"]._cache_size() == 1
+    # With one optimizer and with the other.
+    assert page["train_step"]._cache_size() == 2
+
+    # The part about DynamicScale: the same losses and scales, step by step.
+    flax_loss, our_loss, flax_scale, our_scale = np.array(page["records"]).T
+    np.testing.assert_allclose(our_loss, flax_loss, rtol=1e-3)
+    assert np.flatnonzero(np.isnan(our_loss)).tolist() == [15]
+    assert our_scale.tolist() == flax_scale.tolist()
+    assert set(np.diff(np.log2(our_scale))) == {-1, 0, 1}
+    both = page["our_state"], page["flax_state"]
+    ours, theirs = ((x.step, x.batch_stats) for x in both)
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-2, atol=1e-3)
+    assert ours[0] == 29
 
 
 def check_flax_nnx(page):
