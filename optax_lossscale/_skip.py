@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax import lax
-from jax.core import Tracer
+from jax import core, lax
 
 from optax_lossscale._tree import cast_like, is_array, is_inexact, select
 
@@ -19,7 +18,7 @@ def is_recording() -> bool:
 
     `jax.vmap` and `jax.grad` alone record nothing: they run operations one by one.
     """
-    return isinstance(_constant(), Tracer)
+    return isinstance(_constant(), core.Tracer)
 
 
 @jax.jit
@@ -38,7 +37,7 @@ def choose_skip(skip: Skip, axis_name: Hashable | None) -> Skip:
     named = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     mapped = set(jax.sharding.get_abstract_mesh().manual_axes)
     # In JAX 0.8, jax.pmap may be of the kind that makes no mesh.
-    names = getattr(jax.core, "unsafe_get_axis_names_DO_NOT_USE", tuple)()
+    names = getattr(core, "unsafe_get_axis_names_DO_NOT_USE", tuple)()
     apart = mapped.union(names).difference(named)
     return "where" if skip == "auto" and apart else skip
 
