@@ -11,6 +11,7 @@ import pytest
 from helpers import SKIPS, assert_same_bits, scan_updates, signature
 from jax.sharding import AxisType, PartitionSpec as P
 
+from benchmarks import hlo
 from optax_lossscale import (
     DynamicLossScale,
     FixedLossScale,
@@ -156,3 +157,19 @@ def test_a_skipped_step_changes_nothing(rule, skip):
         assert_same_bits(after, params)
         assert_same_bits(next_state.inner_state, state.inner_state)
         assert next_state.skipped_steps == 1
+
+
+@every_rule
+def test_no_kernel_grows_with_the_number_of_leaves(rule):
+    """A kernel that held a chain of all leaves would be repeated, and take long."""
+
+    def largest(leaves):
+        grads = [jnp.ones(8, jnp.float32)] * leaves
+        text = jax.jit(rule.update).lower(grads, rule.init()).compile().as_text()
+        module = hlo.parse(text)
+        kernels = {k: v for k, v in module.computations.items() if k != module.entry}
+        return max(map(len, kernels.values())), len(module.computations[module.entry])
+
+    (kernel, program), (kernel_of_more, program_of_more) = map(largest, (10, 40))
+    assert kernel_of_more == kernel
+    assert program_of_more <= 4 * program
