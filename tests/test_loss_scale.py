@@ -329,10 +329,12 @@ BAD_VALUES = {
     "max_scale": bad_scales,
     "growth_interval": bad_counts,
     "hysteresis": bad_counts,
-    "growth_factor": st.floats(max_value=1.0) | st.sampled_from([math.inf, math.nan]),
-    "backoff_factor": st.one_of(
-        st.floats(max_value=0), st.floats(min_value=1), st.just(math.nan)
-    ),
+    # The last two of each are 1, or 0, in float32 alone.
+    "growth_factor": st.floats(max_value=1.0)
+    | st.sampled_from([math.inf, math.nan, 1 + 1e-9, 1 + 2.0**-24]),
+    "backoff_factor": st.floats(max_value=0)
+    | st.floats(min_value=1)
+    | st.sampled_from([math.nan, 1 - 1e-8, 1e-46]),
     "consecutive_hysteresis": st.nothing(),
 }
 
@@ -344,6 +346,21 @@ def test_dynamic_refuses_invalid_values(data):
     with pytest.raises(ValueError, match=name) as error:
         DynamicLossScale(**{name: value})
     assert repr(value) in str(error.value)
+
+
+def test_the_smallest_factors_that_it_takes_do_change_the_scale():
+    factors = {"growth_factor": 1 + 2.0**-23, "backoff_factor": 1 - 2.0**-24}
+    for initial in (2.0**15, np.float32(2.0**15 * 1.3), np.nextafter(np.float32(2), 1)):
+        for rule in (DynamicLossScale, functools.partial(TolerantLossScale, 0)):
+            scale = rule(initial_scale=initial, growth_interval=1, **factors)
+            grown, _ = scale.update(1.0, scale.init())
+            lower, _ = scale.update(jnp.nan, scale.init())
+            assert lower.loss_scale < initial < grown.loss_scale
+    for factor in (1 + 1e-9, 1 - 1e-8):
+        name = "growth_factor" if factor > 1 else "backoff_factor"
+        for rule in (DynamicLossScale, functools.partial(TolerantLossScale, 0)):
+            with pytest.raises(ValueError, match=rf"{name}.*float32.*usual.*{factor}"):
+                rule(**{name: factor})
 
 
 @given(st.data())
