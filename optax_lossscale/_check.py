@@ -65,9 +65,10 @@ def check_count(name: str, value: Any, *, at_least: int = 1) -> int:
 def check_growth_factor(name: str, value: Any) -> float:
     """Returns `value` as a float, if a scale can grow by it."""
     number = check_number(name, value)
-    if not 1 < number <= LARGEST_SCALE:
+    if not 1 + 2.0**-23 <= number <= LARGEST_SCALE:
         raise ValueError(
-            f"{name} must be above 1 (2 is usual) and at most 2**126, got {value!r}."
+            f"{name} must be above 1 in float32 (2 is usual): at least 1 + 2**-23, and "
+            f"at most 2**126, got {value!r}."
         )
     return number
 
@@ -75,9 +76,10 @@ def check_growth_factor(name: str, value: Any) -> float:
 def check_backoff_factor(name: str, value: Any) -> float:
     """Returns `value` as a float, if a scale can back off by it."""
     number = check_number(name, value)
-    if not 0 < number < 1:
+    if not SMALLEST_SCALE <= number <= 1 - 2.0**-24:
         raise ValueError(
-            f"{name} must be above 0 and below 1 (0.5 is usual), got {value!r}."
+            f"{name} must be above 0 and below 1 in float32 (0.5 is usual): at least "
+            f"2**-126 and at most 1 - 2**-24, got {value!r}."
         )
     return number
 
@@ -108,9 +110,12 @@ def check_bits(name: str, value: Any) -> float:
 def check_decay(name: str, value: Any) -> float:
     """Returns `value` as a float, if it can be the decay of a running mean."""
     number = check_number(name, value)
-    # In float32, in which it serves.
-    if not 0 <= np.float32(number) < 1:
-        raise ValueError(f"{name} must be at least 0 and below 1, got {value!r}.")
+    # Nearer to 1, rounding keeps a float32 mean of logarithms from moving by a bit.
+    if not 0 <= number <= 1 - 2.0**-20:
+        raise ValueError(
+            f"{name} must be at least 0 and below 1 (0.99 is usual): at most "
+            f"1 - 2**-20, got {value!r}."
+        )
     return number
 
 

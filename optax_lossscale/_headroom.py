@@ -146,23 +146,24 @@ class HeadroomLossScale(LossScale):
     def _advance(
         self, state: HeadroomLossScaleState, finite: jax.Array, largest: jax.Array
     ) -> HeadroomLossScaleState:
-        scale = bounded(self, jnp.asarray(state.loss_scale, jnp.float32))
-        old_peak, old_margin = (
-            jnp.asarray(x, jnp.float32) for x in (state.peak, state.margin)
-        )
-        overflowed = jnp.asarray(state.overflowed, bool)
+        scale = self.loss_scale(state)
         limit = overflow_exponent(self.dtype)
+        old_margin = jnp.asarray(state.margin, jnp.float32)
+        old_margin = _in_range(old_margin, self.min_margin, 256.0, self.min_margin)
+        old_peak = jnp.asarray(state.peak, jnp.float32)
+        fresh_peak = limit - old_margin - jnp.log2(scale)
+        old_peak = _in_range(old_peak, -256.0, 256.0, fresh_peak)
+        overflowed = jnp.asarray(state.overflowed, bool)
 
         seen = largest > 0
         x = jnp.log2(jnp.where(seen, largest, 1.0))
-        # A restored state may hold nan or inf.
-        released = old_peak - (old_peak - x) / self.release_steps
-        peak = jnp.fmax(x, jnp.where(jnp.isfinite(released), released, x))
-        peak = jnp.where(seen, peak, old_peak - 1 / self.growth_interval)
+        released = _lower(old_peak, (old_peak - x) / self.release_steps)
+        sunk = _lower(old_peak, 1 / self.growth_interval)
+        peak = jnp.where(seen, jnp.fmax(x, released), jnp.fmax(sunk, -256.0))
         # A little less: of the scale that it leaves, rounding must not make the half.
         left = limit - peak - jnp.log2(scale) - 2.0**-10
-        margin = jnp.where(overflowed, left, old_margin - 1 / self.growth_interval)
-        margin = jnp.where(overflowed, jnp.fmax(margin, old_margin), margin)
+        shrunk = _lower(old_margin, 1 / self.growth_interval)
+        margin = jnp.where(overflowed, jnp.fmax(left, old_margin), shrunk)
         margin = jnp.fmin(jnp.fmax(margin, self.min_margin), 256.0)
 
         highest = limit - peak - margin
@@ -174,3 +175,14 @@ class HeadroomLossScale(LossScale):
             margin=jnp.where(finite, margin, old_margin),
             overflowed=~finite,
         )
+
+
+def _in_range(x: jax.Array, low: float, high: float, otherwise: Any) -> jax.Array:
+    """Returns a number of a restored state, or another if it is out of range or nan."""
+    return jnp.where((x >= low) & (x <= high), x, otherwise)
+
+
+def _lower(x: jax.Array, step: Any) -> jax.Array:
+    """Returns `x - step`, or the next number below `x` if the step is too small."""
+    # 1 - 1e-8 is 1 in float32: the margin would stay for ever.
+    return jnp.fmin(x - step, jnp.nextafter(x, jnp.float32(-jnp.inf)))

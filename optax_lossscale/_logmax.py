@@ -162,38 +162,40 @@ class LogMaxLossScale(LossScale):
         state = LogMaxLossScaleState(
             *(jnp.asarray(x, t.dtype) for x, t in zip(state, self.init(), strict=True))
         )
-        good_steps = jnp.where(finite, optax.safe_increment(state.good_steps), 0)
+        scale = self.loss_scale(state)
+        # A restored state may be out of range, and hold nan: then nothing is known.
+        ceiling = bounded(self, jnp.fmin(state.ceiling, self.max_scale))
+        known = (abs(state.mean) <= 256) & (abs(state.slow_mean) <= 256)
+        known &= (state.variance >= 0) & (state.variance <= 2.0**18)
+        mean, slow_mean, variance = (
+            jnp.where(known, x, 0.0)
+            for x in (state.mean, state.slow_mean, state.variance)
+        )
+        observations = jnp.where(known, jnp.maximum(state.observations, 0), 0)
+
+        good_steps = optax.safe_increment(jnp.maximum(state.good_steps, 0))
+        good_steps = jnp.where(finite, good_steps, 0)
         grow = good_steps >= self.growth_interval
-        ceiling = bounded(self, jnp.where(grow, state.ceiling * 2, state.ceiling))
-        lower = bounded(self, state.loss_scale / 2)
+        ceiling = bounded(self, jnp.where(grow, ceiling * 2, ceiling))
+        ceiling = jnp.where(finite, ceiling, bounded(self, scale / 2))
 
         seen = finite & (largest > 0)
         x = jnp.log2(jnp.where(seen, largest, 1.0))
-        observations = jnp.maximum(state.observations, 0)
         observations = jnp.where(seen, optax.safe_increment(observations), observations)
-        fast = _weight_of_last(self.mean_decay, observations)
-        slow = _weight_of_last(self.variance_decay, observations)
-        mean = state.mean + fast * (x - state.mean)
-        away = x - state.slow_mean
-        slow_mean = state.slow_mean + slow * away
-        variance = (1 - slow) * (state.variance + slow * away * away)
-        moments = (mean, slow_mean, variance)
-        # A restored state may hold nan: the moments begin anew then.
-        lost = ~jnp.isfinite(mean + slow_mean + variance)
-        anew = (x, x, jnp.zeros_like(x))
-        olds = (state.mean, state.slow_mean, state.variance)
-        mean, slow_mean, variance = (
-            jnp.where(seen, jnp.where(lost, first, new), old)
-            for new, first, old in zip(moments, anew, olds, strict=True)
-        )
+        # The first observation has all the weight.
+        fast = jnp.where(seen, _weight_of_last(self.mean_decay, observations), 0.0)
+        slow = jnp.where(seen, _weight_of_last(self.variance_decay, observations), 0.0)
+        mean += fast * (x - mean)
+        away = x - slow_mean
+        slow_mean += slow * away
+        variance = (1 - slow) * (variance + slow * away * away)
 
-        deviation = jnp.sqrt(jnp.fmax(variance, 0.0))
+        deviation = jnp.sqrt(variance)
         room = overflow_exponent(self.dtype) - mean - self.deviations * deviation
         room = jnp.fmin(jnp.fmax(room, -126.0), 126.0)
         proposed = power(jnp.floor(room)) if self.powers_of_two else jnp.exp2(room)
         # Before there is anything to go by, the first scale it is.
-        proposed = jnp.where(observations > 0, proposed, state.loss_scale)
-        ceiling = jnp.where(finite, ceiling, lower)
+        proposed = jnp.where(observations > 0, proposed, scale)
         return LogMaxLossScaleState(
             loss_scale=bounded(self, jnp.fmin(proposed, ceiling)),
             good_steps=jnp.where(grow, 0, good_steps),

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale._check import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
     check_bool,
     check_count,
     check_dynamics,
@@ -35,7 +37,8 @@ class LossScale(abc.ABC):
     defines `init` and `update`; `get_config`, `from_config`, equality and hash
     follow from the fields. Everything that changes during training is in the
     state, a pytree with at least the field `loss_scale: f32[]`. (No hyperparameter
-    may be named `loss_scale`: that is the method which reads the state.)
+    may be named `loss_scale`: that is the method which reads the state.) Where it has
+    hyperparameters `min_scale` and `max_scale`, they bound the scale that is read.
 
     Attributes:
       skip_nonfinite: False promises that `update` never asks to skip a step, and
@@ -103,17 +106,27 @@ class LossScale(abc.ABC):
         """
 
     def loss_scale(self, state: Any) -> jax.Array:
-        """Returns the current loss scale.
+        """Returns the current loss scale, from which `update` starts too.
 
         Args:
-          state: What `init` or `update` returned.
+          state: What `init` or `update` returned. Its scale may be out of bounds, if it
+            was restored or set by hand.
 
         Returns:
-          f32[], the number that the loss is multiplied by.
+          f32[], the number that the loss is multiplied by: at least `min_scale` (of
+          nan too) and at most `max_scale`, or 2**-126 and 2**126 without such bounds.
         """
         # One leaf, even where a framework (Flax nnx) has boxed the array.
         (loss_scale,) = jax.tree.leaves(state.loss_scale)
-        return jnp.asarray(loss_scale, jnp.float32)
+        return bounded(self, jnp.asarray(loss_scale, jnp.float32))
+
+    @property
+    def _bounds(self) -> tuple[float, float]:
+        low, high = (getattr(self, name, None) for name in ("min_scale", "max_scale"))
+        return (
+            SMALLEST_SCALE if low is None else max(float(low), SMALLEST_SCALE),
+            LARGEST_SCALE if high is None else min(float(high), LARGEST_SCALE),
+        )
 
     def __call__(self, state: Any) -> jax.Array:
         """Returns the current loss scale: the same as `loss_scale(state)`."""
@@ -159,7 +172,7 @@ class FixedLossScaleState(NamedTuple):
     """The state of a fixed loss scale.
 
     Attributes:
-      loss_scale: f32[], the loss scale.
+      loss_scale: f32[], the loss scale: always the hyperparameter.
     """
 
     loss_scale: jax.Array
@@ -168,6 +181,9 @@ class FixedLossScaleState(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class FixedLossScale(LossScale):
     """A loss scale that never changes.
+
+    The scale is `loss_scale_value`, whatever the state holds: setting it by
+    `optax.tree.set(state, loss_scale=...)`, or restoring another, has no effect.
 
     Args:
       loss_scale_value: The scale, at least 1.
@@ -198,6 +214,10 @@ class FixedLossScale(LossScale):
         object.__setattr__(self, "loss_scale_value", value)
         check_bool("skip_nonfinite", self.skip_nonfinite)
 
+    @property
+    def _bounds(self) -> tuple[float, float]:
+        return self.loss_scale_value, self.loss_scale_value
+
     def init(self) -> FixedLossScaleState:
         """Returns the initial state; see the base class."""
         return FixedLossScaleState(jnp.asarray(self.loss_scale_value, jnp.float32))
@@ -209,10 +229,10 @@ class FixedLossScale(LossScale):
         *,
         axis_name: Hashable | None = None,
     ) -> tuple[FixedLossScaleState, jax.Array]:
-        """Returns the state as it is; see the base class."""
+        """Returns the state of `init`, in the shape of `state`; see the base class."""
         state = FixedLossScaleState(self.loss_scale(state))
         if not self.skip_nonfinite:
-            return state, jnp.ones((), bool)
+            return state, all_finite(None)
         return state, all_finite(grads, axis_name=axis_name)
 
 
@@ -322,8 +342,10 @@ class DynamicLossScale(LossScale):
 
     @functools.partial(jax.jit, static_argnums=0)
     def _advance(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
-        good_steps = jnp.asarray(state.good_steps, jnp.int32)
+        # Restored counters may be out of range.
+        good_steps = jnp.maximum(jnp.asarray(state.good_steps, jnp.int32), 0)
         left = jnp.asarray(state.hysteresis_left, jnp.int32)
+        left = jnp.clip(left, 0, self.hysteresis)
         good_steps = jnp.where(finite, optax.safe_increment(good_steps), 0)
         grow = good_steps >= self.growth_interval
         restore = finite if self.consecutive_hysteresis else grow
@@ -345,11 +367,16 @@ def rescale(
     return bounded(rule, scale)
 
 
-def bounded(rule: Any, scale: jax.Array) -> jax.Array:
-    """Returns the scale, within the bounds of the rule."""
-    # A restored or hand-set scale may lie outside, or be nan: fmax drops nan.
-    scale = jnp.fmax(scale, jnp.float32(rule.min_scale))
-    return jnp.fmin(scale, jnp.float32(rule.max_scale))
+def bounded(rule: LossScale, scale: jax.Array) -> jax.Array:
+    """Returns the scale, within the bounds of the rule; the lower one if it is nan."""
+    return _clip(scale, *rule._bounds)
+
+
+# Compiled, so that an eager call transfers no constants to the device.
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _clip(scale: jax.Array, low: float, high: float) -> jax.Array:
+    # fmax drops nan.
+    return jnp.fmin(jnp.fmax(scale, jnp.float32(low)), jnp.float32(high))
 
 
 def at_minimum(rule: Any, scale: jax.Array, new_scale: jax.Array) -> jax.Array:

@@ -128,9 +128,16 @@ class TolerantLossScale(LossScale):
         self, state: TolerantLossScaleState, finite: jax.Array
     ) -> TolerantLossScaleState:
         good_steps, steps, nonfinite_steps = (
-            jnp.asarray(count, jnp.int32)
+            jnp.maximum(jnp.asarray(count, jnp.int32), 0)
             for count in (state.good_steps, state.steps, state.nonfinite_steps)
         )
+        # Among more steps than these, growth_interval in a row would have been finite,
+        # and the scale would have grown. A restored count beyond them could keep the
+        # scale from backing off, for ever.
+        good_steps = jnp.minimum(good_steps, self.growth_interval)
+        most = self.growth_interval * jnp.float32(nonfinite_steps)
+        most += jnp.float32(good_steps)
+        steps = jnp.where(jnp.float32(steps) > most, most.astype(jnp.int32), steps)
         good_steps = jnp.where(finite, optax.safe_increment(good_steps), 0)
         steps = optax.safe_increment(steps)
         one_more = optax.safe_increment(nonfinite_steps)

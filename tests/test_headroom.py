@@ -128,6 +128,27 @@ def test_zeros_let_it_grow_as_slowly_as_the_dynamic_one():
     assert np.all(abs(ratio) <= 1)
 
 
+@pytest.mark.parametrize("interval", [10**8, 2**31 - 1])
+def test_the_longest_intervals_release_margin_and_peak_in_every_step(interval):
+    scale = HeadroomLossScale(growth_interval=interval, release_steps=interval)
+    state = scale.init()._replace(margin=jnp.float32(9.0), peak=jnp.float32(-3.0))
+    for gradient in (0.0, 2.0**-10):
+        after = state
+        for _ in range(3):
+            before, (after, _) = after, scale.update(gradient, after)
+            # 1e-8 less is the same in float32.
+            assert before.margin - 2e-6 < after.margin < before.margin
+            assert before.peak - 2e-6 < after.peak < before.peak
+
+
+def test_short_intervals_release_by_what_they_say():
+    scale = HeadroomLossScale(growth_interval=4, release_steps=2)
+    state = scale.init()._replace(margin=jnp.float32(9.0), peak=jnp.float32(-3.0))
+    for gradient, peak in ((0.0, -3.25), (2.0**-10, -6.5), (1.0, 0.0)):
+        after, _ = scale.update(gradient, state)
+        assert (after.margin, after.peak) == (8.75, peak)
+
+
 def test_extreme_gradients_stay_within_bounds():
     largest = np.finfo(np.float32).max
     for grads in ([1e-38], [1e-45], [largest], [1e-38, largest, np.inf] * 5):

@@ -80,6 +80,21 @@ def test_an_overflow_halves_the_scale_until_the_interval_has_passed():
     assert np.all(scales[150:] == 16)
 
 
+def test_the_slowest_mean_that_it_takes_still_moves():
+    decays = {"mean_decay": 1 - 2.0**-20, "variance_decay": 1 - 2.0**-20}
+    scale = LogMaxLossScale(**decays)
+    state = scale.init()._replace(
+        observations=jnp.int32(2**31 - 1),
+        mean=jnp.float32(-9),
+        slow_mean=jnp.float32(-9),
+    )
+    for gradient in (2.0**-8, 2.0**-10):
+        after, _ = scale.update(gradient, state)
+        assert (after.mean < -9) == (gradient < 2.0**-9)
+        assert after.mean != state.mean
+        assert 0 < after.variance < 1
+
+
 def test_a_storm_does_not_pin_the_scale():
     scale = LogMaxLossScale(growth_interval=10)
     states, _ = runs_of(scale, [0.7] * 100 + [np.nan] * 500 + [0.7] * 170)
@@ -149,6 +164,8 @@ def test_counters_saturate():
     ("name", "bad", "error"),
     [
         ("mean_decay", 1.0, ValueError),
+        ("mean_decay", 1 - 1e-7, ValueError),
+        ("variance_decay", 1 - 1e-9, ValueError),
         ("mean_decay", -0.1, ValueError),
         ("variance_decay", np.nan, ValueError),
         ("deviations", -1.0, ValueError),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fractions
+import functools
 import json
 import math
 import pickle
@@ -147,6 +148,41 @@ def test_a_scale_restored_out_of_bounds_comes_back_within(restored):
         assert 0.5 <= after.loss_scale <= 2.0**20
 
 
+# What a hand-set or restored scale may be, and what is out of all bounds.
+OUT_OF_BOUNDS = [math.nan, math.inf, -math.inf, 0.0, -8.0, 1e-40, 2.0**127, 3e38]
+
+
+@pytest.mark.parametrize("restored", [*OUT_OF_BOUNDS, 0.25, 2.0**40])
+def test_the_scale_that_is_read_is_the_one_that_update_starts_from(restored):
+    low, high = 0.5, 2.0**20
+    expected = min(max(restored, low), high) if restored == restored else low
+    bounds = {"initial_scale": 8.0, "min_scale": low, "max_scale": high}
+    for scale in (DynamicLossScale(**bounds), TolerantLossScale(0, **bounds)):
+        state = scale.init()._replace(loss_scale=jnp.float32(restored))
+        assert scale(state) == jax.jit(scale.loss_scale)(state) == expected
+        after, _ = scale.update(1.0, state)
+        assert scale(after) == after.loss_scale == expected
+        after, _ = scale.update(jnp.inf, state)
+        assert scale(after) == after.loss_scale == max(expected / 2, low)
+
+
+@pytest.mark.parametrize("restored", OUT_OF_BOUNDS)
+def test_a_scale_set_by_hand_loses_no_gradient(restored):
+    optimizer = LossScaleOptimizer(optax.sgd(0.5))
+    params = jnp.array([1.0, 2.0], jnp.float32)
+    state = optax.tree.set(optimizer.init(params), loss_scale=jnp.float32(restored))
+
+    def loss_fn(params):
+        return 1e-3 * jnp.sum(params**2)
+
+    grads = optimizer.value_and_grad(loss_fn, state)(params)[1]
+    np.testing.assert_allclose(grads, 2e-3 * params, rtol=1e-6)
+    step = jax.jit(functools.partial(optimizer.minimize, loss_fn))
+    after, state, _ = step(params, state)
+    np.testing.assert_allclose(after, params - 1e-3 * params, rtol=1e-6)
+    assert 1 <= optimizer.current_loss_scale(state) <= 2.0**126
+
+
 @pytest.mark.parametrize("set_by_hand", [128, 128.0, np.float64(128), jnp.int32(128)])
 def test_a_scale_set_by_hand_becomes_float32(set_by_hand):
     scale = DynamicLossScale()
@@ -216,6 +252,49 @@ def test_fixed_is_tensorflows():
     assert not should_apply
 
 
+def boxed(x):
+    """Returns an array in a box, as Flax nnx has it."""
+    return {"value": x}
+
+
+class TestFixedScaleInAStateThatSaysOtherwise:
+    @pytest.mark.parametrize("skip", [False, True])
+    @pytest.mark.parametrize("restored", [*OUT_OF_BOUNDS, 1.0, 64.0])
+    def test_is_the_hyperparameter(self, restored, skip):
+        scale = FixedLossScale(8.0, skip)
+        state = FixedLossScaleState(jnp.float32(restored))
+        assert scale(state) == jax.jit(scale)(state) == 8
+        for gradient in (1.0, jnp.nan):
+            after, _ = scale.update(gradient, state)
+            assert signature(after) == signature(scale.init())
+            assert after.loss_scale == 8
+
+    def test_is_of_the_shape_of_the_state(self):
+        scale, several = FixedLossScale(8.0), jnp.array([jnp.nan, 8, jnp.inf])
+        assert scale(FixedLossScaleState(several)).tolist() == [8, 8, 8]
+        assert scale(FixedLossScaleState(boxed(several))).tolist() == [8, 8, 8]
+        assert scale(FixedLossScaleState(128)) == 8
+        states = FixedLossScaleState(several)
+        assert jax.vmap(scale)(states).tolist() == [8, 8, 8]
+        after, _ = jax.vmap(scale.update)(jnp.ones(3), states)
+        assert after.loss_scale.tolist() == [8, 8, 8]
+
+    @pytest.mark.parametrize("num_losses", [None, 2])
+    def test_trains_as_if_it_said_so(self, num_losses):
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), 8.0, num_losses=num_losses)
+        params = jnp.array([1.0, 2.0], jnp.float32)
+        fresh = optimizer.init(params)
+        state = optax.tree.set(fresh, loss_scale=fresh.loss_scale_state.loss_scale * 0)
+
+        def loss_fn(params):
+            loss = jnp.sum(params**2)
+            return loss if num_losses is None else (loss / 2, loss / 2)
+
+        after, state, _ = optimizer.minimize(loss_fn, params, state)
+        assert after.tolist() == [0.0, 0.0]
+        assert signature(state) == signature(fresh)
+
+
 def test_fixed_compiles_no_check():
     for scale, checked in ((FixedLossScale(8.0), False), (SCALES[1], True)):
         text = jax.jit(scale.update).lower(jnp.ones(3), scale.init()).as_text()
@@ -250,10 +329,12 @@ BAD_VALUES = {
     "max_scale": bad_scales,
     "growth_interval": bad_counts,
     "hysteresis": bad_counts,
-    "growth_factor": st.floats(max_value=1.0) | st.sampled_from([math.inf, math.nan]),
-    "backoff_factor": st.one_of(
-        st.floats(max_value=0), st.floats(min_value=1), st.just(math.nan)
-    ),
+    # The last two of each are 1, or 0, in float32 alone.
+    "growth_factor": st.floats(max_value=1.0)
+    | st.sampled_from([math.inf, math.nan, 1 + 1e-9, 1 + 2.0**-24]),
+    "backoff_factor": st.floats(max_value=0)
+    | st.floats(min_value=1)
+    | st.sampled_from([math.nan, 1 - 1e-8, 1e-46]),
     "consecutive_hysteresis": st.nothing(),
 }
 
@@ -265,6 +346,21 @@ def test_dynamic_refuses_invalid_values(data):
     with pytest.raises(ValueError, match=name) as error:
         DynamicLossScale(**{name: value})
     assert repr(value) in str(error.value)
+
+
+def test_the_smallest_factors_that_it_takes_do_change_the_scale():
+    factors = {"growth_factor": 1 + 2.0**-23, "backoff_factor": 1 - 2.0**-24}
+    for initial in (2.0**15, np.float32(2.0**15 * 1.3), np.nextafter(np.float32(2), 1)):
+        for rule in (DynamicLossScale, functools.partial(TolerantLossScale, 0)):
+            scale = rule(initial_scale=initial, growth_interval=1, **factors)
+            grown, _ = scale.update(1.0, scale.init())
+            lower, _ = scale.update(jnp.nan, scale.init())
+            assert lower.loss_scale < initial < grown.loss_scale
+    for factor in (1 + 1e-9, 1 - 1e-8):
+        name = "growth_factor" if factor > 1 else "backoff_factor"
+        for rule in (DynamicLossScale, functools.partial(TolerantLossScale, 0)):
+            with pytest.raises(ValueError, match=rf"{name}.*float32.*usual.*{factor}"):
+                rule(**{name: factor})
 
 
 @given(st.data())
@@ -401,6 +497,29 @@ class TestSubclass:
     def test_config(self):
         assert Halving(8.0).get_config() == {"start": 8.0}
         assert Halving.from_config({"start": 8.0}) == Halving(8.0)
+
+    @pytest.mark.parametrize("restored", OUT_OF_BOUNDS)
+    def test_its_scale_is_read_within_bounds(self, restored):
+        state = Halving().init()._replace(loss_scale=jnp.float32(restored))
+        expected = restored if restored >= 2.0**-126 else 2.0**-126
+        assert Halving()(state) == min(expected, 2.0**126)
+
+    def test_its_own_bounds_hold_where_it_has_any(self):
+        @dataclasses.dataclass(frozen=True)
+        class Bounded(Halving):
+            min_scale: float | None = None
+            max_scale: float = 2.0**10
+
+        def read(number, **bounds):
+            state = Bounded(**bounds).init()._replace(loss_scale=jnp.float32(number))
+            return Bounded(**bounds)(state)
+
+        assert read(2.0**12) == 2.0**10
+        assert read(0.0) == 2.0**-126
+        assert read(math.nan, min_scale=4) == 4
+        # Bounds out of all bounds do not make it worse.
+        assert read(0.0, min_scale=0) == 2.0**-126
+        assert read(math.inf, max_scale=math.inf) == 2.0**126
 
     def test_needs_its_methods(self):
         class Nothing(LossScale):

@@ -11,6 +11,7 @@ import pytest
 from helpers import SKIPS, assert_same_bits, scan_updates, signature
 from jax.sharding import AxisType, PartitionSpec as P
 
+from benchmarks import hlo
 from optax_lossscale import (
     DynamicLossScale,
     FixedLossScale,
@@ -19,6 +20,7 @@ from optax_lossscale import (
     LossScale,
     LossScaleOptimizer,
     TolerantLossScale,
+    all_finite,
     get_loss_scale,
 )
 
@@ -74,6 +76,27 @@ def test_a_state_keeps_its_types(rule):
         assert bool(should_apply) == bool(jnp.isfinite(grad))
         assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(state))
     assert len(traces) == 1
+
+
+@pytest.mark.parametrize("rule", [*RULES.values(), FixedLossScale(8.0)], ids=repr)
+def test_an_eager_step_takes_nothing_from_the_host(rule):
+    """Under a guard that refuses to move so much as a Python number."""
+    optimizer = LossScaleOptimizer(optax.identity(), rule)
+    grads = {"w": jnp.ones(3), "b": jnp.zeros((), jnp.float16), "n": None}
+    state = optimizer.init(grads)
+    bad = {**grads, "w": grads["w"] * jnp.inf}
+    with jax.transfer_guard("disallow"):
+        scale = rule.loss_scale(state.loss_scale_state)
+        same = optimizer.current_loss_scale(state)
+        finite, nonfinite = all_finite(grads), all_finite(bad)
+        kept, applied = rule.update(grads, state.loss_scale_state)
+        lower, skipped = rule.update(bad, kept)
+    assert scale == same == optimizer.initial_scale
+    assert finite
+    assert not nonfinite
+    assert applied
+    assert skipped == (not rule.skip_nonfinite)
+    assert rule(lower) <= rule(kept)
 
 
 @every_rule
@@ -156,3 +179,80 @@ def test_a_skipped_step_changes_nothing(rule, skip):
         assert_same_bits(after, params)
         assert_same_bits(next_state.inner_state, state.inner_state)
         assert next_state.skipped_steps == 1
+
+
+@every_rule
+def test_no_kernel_grows_with_the_number_of_leaves(rule):
+    """A kernel that held a chain of all leaves would be repeated, and take long."""
+
+    def largest(leaves):
+        grads = [jnp.ones(8, jnp.float32)] * leaves
+        text = jax.jit(rule.update).lower(grads, rule.init()).compile().as_text()
+        module = hlo.parse(text)
+        kernels = {k: v for k, v in module.computations.items() if k != module.entry}
+        return max(map(len, kernels.values())), len(module.computations[module.entry])
+
+    (kernel, program), (kernel_of_more, program_of_more) = map(largest, (10, 40))
+    assert kernel_of_more == kernel
+    assert program_of_more <= 4 * program
+
+
+# Rules that change soon, within bounds that are soon reached.
+QUICK = {"initial_scale": 2.0**9, "growth_interval": 3, "max_scale": 2.0**14}
+QUICK_RULES = {
+    "fixed": FixedLossScale(2.0**9, skip_nonfinite=True),
+    "dynamic": DynamicLossScale(**QUICK, hysteresis=3),
+    "consecutive": DynamicLossScale(**QUICK, hysteresis=3, consecutive_hysteresis=True),
+    "tolerant": TolerantLossScale(0.3, **QUICK),
+    "logmax": LogMaxLossScale(**QUICK, mean_decay=0.5, variance_decay=0.5),
+    "headroom": HeadroomLossScale(**QUICK, release_steps=2, hysteresis=0.25),
+}
+FLOATS = [np.nan, np.inf, -np.inf, 0.0, -0.0, -3.5, 1e-45, 1e30, -1e30, 3e38, 300.0]
+INTEGERS = [0, -1, -(2**31), 2**31 - 1, 2**31 - 2, 10**6, -(10**6)]
+
+
+def tampered_states(rule, *, combinations=300):
+    """Returns states with one bad field each, and with several, in one of arrays."""
+    rng = np.random.default_rng(0)
+    fresh = rule.init()
+    bad = {"float32": FLOATS, "int32": INTEGERS, "bool": [False, True]}
+    values = {k: bad[x.dtype.name] for k, x in fresh._asdict().items()}
+    changes = [{}, *({k: value} for k in values for value in values[k])]
+    for _ in range(combinations):
+        chosen = [k for k in values if rng.random() < 0.6]
+        changes.append({k: rng.choice(values[k]) for k in chosen})
+    states = []
+    for change in changes:
+        arrays = {k: jnp.asarray(v, getattr(fresh, k).dtype) for k, v in change.items()}
+        states.append(fresh._replace(**arrays))
+    return jax.tree.map(lambda *x: jnp.stack(x), *states)
+
+
+@pytest.mark.parametrize("rule", QUICK_RULES.values(), ids=QUICK_RULES)
+def test_a_state_of_whatever_numbers_heals(rule):
+    states = tampered_states(rule)
+    low = getattr(rule, "min_scale", 2.0**9)
+    high = getattr(rule, "max_scale", 2.0**9)
+
+    @jax.jit
+    def run(grads):
+        def step(states, grad):
+            states, should_apply = jax.vmap(rule.update, (None, 0))(grad, states)
+            return states, (jax.vmap(rule)(states), states.loss_scale, should_apply)
+
+        return jax.lax.scan(step, states, grads)[1]
+
+    first = np.asarray(jax.vmap(rule)(states))
+    assert np.all((low <= first) & (first <= high))
+    mixed = np.resize([0.7, np.inf, 0.7, 0.0, np.nan, 0.7, 0.0], 50)
+    for grads in (np.full(50, np.nan), np.full(1000, 0.7), mixed):
+        scales, raw, should_apply = map(np.asarray, run(jnp.asarray(grads, np.float32)))
+        assert np.all((low <= scales) & (scales <= high))
+        np.testing.assert_array_equal(raw, scales)
+        np.testing.assert_array_equal(should_apply.T, len(first) * [np.isfinite(grads)])
+        if np.isnan(grads).all():
+            assert np.all((scales[4] < first) | (scales[4] == low))
+            assert np.all(scales[-1] == low)
+        elif np.isfinite(grads).all():
+            # The first state is not tampered with.
+            assert np.all(scales[-1] == scales[-1, 0])

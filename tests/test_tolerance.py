@@ -78,7 +78,7 @@ def test_a_share_of_exactly_the_tolerance_counts(bad, steps):
 
 
 def test_counters_saturate():
-    scale = TolerantLossScale(0.5)
+    scale = TolerantLossScale(0.5, growth_interval=2**31 - 1)
     top = jnp.int32(2**31 - 1)
     state = TolerantLossScaleState(jnp.float32(8), top, top, top)
     finite, _ = scale.update(1.0, state)

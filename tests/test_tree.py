@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import as_bits, assert_same_bits
+from jax.sharding import AxisType, PartitionSpec as P
 
+from benchmarks import hlo
 from optax_lossscale import all_finite
 from optax_lossscale._tree import (
     cast_like,
@@ -18,6 +20,8 @@ from optax_lossscale._tree import (
 )
 
 FLOATS = ["float8_e5m2", "float8_e4m3fn", "float16", "bfloat16", "float32", "complex64"]
+# The arrays of 6 bits are in jax.numpy, but XLA has none.
+NARROW = [name for name in dir(jnp) if name.startswith(("float8", "float4"))]
 FLOAT0 = np.zeros((2,), jax.dtypes.float0)
 X64 = jax.config.jax_enable_x64
 
@@ -37,6 +41,19 @@ class TestAllFinite:
                 tree = [jnp.ones(2), {"x": jnp.asarray(broken), "y": None}]
                 assert not all_finite(tree), (bad, position)
                 assert not jax.jit(all_finite)(tree)
+
+    @pytest.mark.parametrize("dtype", NARROW)
+    def test_of_every_narrow_dtype(self, dtype):
+        for number in (0.5, 1.0, 4.0):
+            tree = [jnp.ones(2), jnp.full(300, number).astype(dtype)]
+            assert all_finite(tree)
+            assert jax.jit(all_finite)(tree)
+            assert largest_magnitude(tree) == max(number, 1)
+        for bad in (np.inf, np.nan):
+            broken = jnp.ones(300).at[7].set(bad).astype(dtype)
+            # Not all have inf and nan; some make nan of inf.
+            truth = np.isfinite(np.asarray(broken, np.float32)).all()
+            assert all_finite([jnp.ones(2), broken]) == truth
 
     def test_sees_both_parts_of_a_complex_number(self):
         for bad in (complex(1, np.nan), complex(np.inf, 1), complex(0, -np.inf)):
@@ -78,6 +95,48 @@ class TestAllFinite:
     def test_an_unbound_axis_is_an_error(self):
         with pytest.raises(NameError, match="nowhere"):
             all_finite(jnp.ones(3), axis_name="nowhere")
+
+
+class TestLeavesThatVaryOverDifferentAxes:
+    """Inside `jax.shard_map`, which keeps book of what varies over which axis."""
+
+    def over_a_mesh(self, function, *, reduced):
+        mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+        specs = [P("a"), P("b"), P(("a", "b")), P()]
+
+        def mapped(leaves):
+            result = function(leaves, axis_name=("a", "b") if reduced else None)
+            return result if reduced else result.reshape(1)
+
+        out = P() if reduced else P(("a", "b"))
+        return jax.jit(
+            jax.shard_map(mapped, mesh=mesh, in_specs=(specs,), out_specs=out)
+        )
+
+    @pytest.mark.parametrize("reduced", [False, True])
+    def test_values(self, reduced):
+        check = self.over_a_mesh(all_finite, reduced=reduced)
+        largest = self.over_a_mesh(largest_magnitude, reduced=reduced)
+        # Which devices hold row 3: of 4, of 2, of 8, and of what is replicated.
+        holders = [{6, 7}, {1, 3, 5, 7}, {3}, set(range(8))]
+        for changed, holder in enumerate(holders):
+            leaves = [np.ones(n, np.float32) for n in (4, 4, 8, 4)]
+            leaves[changed][3] = np.nan
+            holder = set(range(8)) if reduced else holder
+            expected = [device not in holder for device in range(8)]
+            assert np.resize(check(leaves), 8).tolist() == expected
+            leaves[changed][3] = -5
+            expected = [5 if device in holder else 1 for device in range(8)]
+            assert np.resize(largest(leaves), 8).tolist() == expected
+
+    def test_reduces_one_scalar(self):
+        leaves = [jnp.ones(n) for n in (4, 4, 8, 4)]
+        for function, dtype in ((all_finite, "s32"), (largest_magnitude, "f32")):
+            mapped = self.over_a_mesh(function, reduced=True)
+            module = hlo.parse(mapped.lower(leaves).compile().as_text())
+            assert module.count("all-reduce") == 1
+            (reduced,) = (i for i in module.running() if i.opcode == "all-reduce")
+            assert reduced.type == f"{dtype}[]"
 
 
 class TestLargestMagnitude:
