@@ -140,10 +140,10 @@ def count_branches(text):
 
 
 def count_scalar_operations(function, *args):
-    """Counts the operations on scalars that are traced, of functions of JAX once each.
+    """Counts the operations on scalars in a trace, those of an inner jit once.
 
-    XLA repeats them wherever their results are used: where there are more of them for
-    each leaf of a tree, it takes minutes for a few hundred leaves.
+    XLA repeats them wherever their results are used. If there are more for each leaf of
+    a tree, a few hundred leaves take minutes to compile.
     """
     seen = {}
 
@@ -155,8 +155,9 @@ def count_scalar_operations(function, *args):
         for equation in jaxpr.eqns:
             inner = [getattr(x, "jaxpr", None) for x in equation.params.values()]
             inner = [x for x in inner if hasattr(x, "eqns")]
-            is_arithmetic = all(x.aval.shape == () for x in equation.invars)
-            count += sum(map(walk, inner)) if inner else is_arithmetic
+            on_scalars = all(x.aval.shape == () for x in equation.invars)
+            moves = equation.primitive.name in ("broadcast_in_dim", "reshape")
+            count += sum(map(walk, inner)) if inner else on_scalars and not moves
         return count
 
     return walk(jax.make_jaxpr(function)(*args).jaxpr)

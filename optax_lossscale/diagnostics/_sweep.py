@@ -83,8 +83,8 @@ def suggest_loss_scale(
 def _suggest(leaves: list[jax.Array], dtype: str, margin: float) -> jax.Array:
     mantissa, exponent = math.frexp(limits_of(dtype).largest * 2.0**-margin)
     found = {}
-    for bits in (bits for x in leaves for bits in magnitudes(x)):
-        found.setdefault(bits.dtype, []).append(jnp.max(bits, initial=0))
+    for bits in (bits for x in leaves if x.size for bits in magnitudes(x)):
+        found.setdefault(bits.dtype, []).append(jnp.max(bits))
     finite, highest = jnp.asarray(True), jnp.asarray(NO_LIMIT, jnp.int32)
     # Of stacked arrays: XLA would repeat a chain of scalars wherever it is used.
     for largest in map(jnp.stack, found.values()):

@@ -227,7 +227,16 @@ def _together(measured: list[_Measured]) -> _Measured:
 @jax.jit
 def _shares(measured: _Measured, size: jax.typing.ArrayLike) -> Underflow:
     shares = measured.counts / jnp.maximum(size, 1.0)
-    return Underflow(jnp.asarray(size), *shares, measured.headroom)
+    zero, subnormal, flushed, flushed_unscaled, nonfinite = shares
+    return Underflow(
+        size=jnp.asarray(size),
+        zero=zero,
+        subnormal=subnormal,
+        flushed=flushed,
+        flushed_unscaled=flushed_unscaled,
+        nonfinite=nonfinite,
+        headroom=measured.headroom,
+    )
 
 
 class ExponentHistogram(NamedTuple):
