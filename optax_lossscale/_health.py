@@ -5,15 +5,30 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from optax_lossscale._check import check_bool, check_count, check_host
+from optax_lossscale._check import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    check_bool,
+    check_count,
+    check_host,
+)
 from optax_lossscale._state import find_state, unbox
+
+# As many skips in a row may be needed at the start: from 2**24 down to 1 by halves.
+START_UP = 24
+
+CALL_INSIDE = (
+    "make sure that value_and_grad and get_scaled_loss are called inside the step, "
+    "with the current state: a function that was made once, before the loop, keeps "
+    "the first scale, however far the one in the state falls. Then "
+)
 
 
 class Health(NamedTuple):
     """What `check_health` found, in plain Python values.
 
     Where the state is that of many members or devices, the numbers are those of the
-    one that is worst off.
+    one that is worst off. Of several losses the scale is the lowest.
 
     Attributes:
       healthy: Whether training gets somewhere.
@@ -59,7 +74,8 @@ def check_health(
     Args:
       state: The state after a step; a pytree that holds one
         `LossScaleOptimizerState`, also that of many members (`jax.vmap`), devices
-        (`jax.pmap`) or losses (`num_losses`), of which the worst counts.
+        (`jax.pmap`) or losses (`num_losses`), of which the worst counts. A loss scale
+        that is no number from 2**-126 to 2**126 is never healthy.
       patience: As many `stuck_steps` are too many: steps skipped in a row though
         the scale stood at its minimum. (With a rule that names no `min_scale`,
         `FixedLossScale` among them: though the scale did not fall.)
@@ -75,8 +91,8 @@ def check_health(
       FloatingPointError: If training is not healthy, unless `raise_error=False`.
       TypeError: Under a transformation of JAX, such as `jax.jit`; if an argument is
         of the wrong type.
-      ValueError: If `state` holds none or several of these states; if an argument
-        is out of its range.
+      ValueError: If `state` holds none or several of these states, or is that of no
+        members; if an argument is out of its range.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -97,25 +113,34 @@ def check_health(
     limit = check_count("max_consecutive_skipped_steps", max_consecutive_skipped_steps)
     check_bool("raise_error", raise_error)
     health, where = _read(find_state(state), patience, limit)
-    if health.stuck_steps >= patience:
+    first = CALL_INSIDE if may_be_frozen(health) else ""
+    if is_damaged(health.loss_scale):
+        message = (
+            f"The loss scale is {health.loss_scale}{where}, and must be at least "
+            "2**-126 and at most 2**126: the state is damaged, and no gradient is "
+            "right. Restore an earlier checkpoint, or begin the scale anew: "
+            "state._replace(loss_scale_state=optimizer.init(params).loss_scale_state)."
+        )
+    elif health.stuck_steps >= patience:
         message = (
             f"The loss scale, {health.loss_scale}, could not go lower, and "
             f"{health.stuck_steps} steps in a row were still skipped{where}: look at "
             "the loss. If it is not finite, there is a nan or inf in the data or the "
             "parameters, or the forward pass overflows (check_loss=True counts such "
-            "steps apart, and spares the scale). If it is finite, lower the scale if "
-            "it is high (min_scale, or the fixed one), lower the learning rate or clip "
-            "gradients, or compute what overflows in float32. "
+            f"steps apart, and spares the scale). If it is finite, {first}lower the "
+            "scale if it is high (min_scale, or the fixed one), compute what overflows "
+            "in float32, clip gradients or lower the learning rate. "
             "Parameters are as the last applied step left them."
         )
     elif health.consecutive_skipped_steps >= limit:
         message = (
             f"{health.consecutive_skipped_steps} steps in a row were skipped{where}, "
             f"the loss scale is {health.loss_scale}, and {health.nonfinite_loss_steps} "
-            "steps had a non-finite loss so far. Where it is the loss, look for a nan "
-            "or inf in the data or the parameters, and for an overflow in the forward "
-            "pass; where it is not, start from a lower initial_scale, or take a "
-            "smaller backoff_factor. Parameters are as the last applied step left them."
+            "steps had a non-finite loss so far: look at the loss. If it is not "
+            "finite, there is a nan or inf in the data or the parameters, or the "
+            f"forward pass overflows. If it is finite, {first}start from a lower "
+            "initial_scale, or take a smaller backoff_factor. "
+            "Parameters are as the last applied step left them."
         )
     else:
         return health
@@ -124,17 +149,43 @@ def check_health(
     return health._replace(healthy=False, message=message)
 
 
+def is_damaged(scale: Any) -> Any:
+    """Tells of a scale, or of each, whether it is none: out of bounds, or nan."""
+    return np.logical_not((scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE))
+
+
+def may_be_frozen(health: Health) -> bool:
+    """Whether the scale fell for many steps, and the gradients did not follow it.
+
+    Skips that the loss explains do not count, and a scale that was at its minimum all
+    the time did not fall.
+    """
+    skips = health.consecutive_skipped_steps
+    unexplained = skips - health.nonfinite_loss_steps
+    return unexplained > START_UP and skips > health.stuck_steps
+
+
 def _read(state: Any, patience: int, limit: int) -> tuple[Health, str]:
     """Copies the numbers to the host; says which member they are of."""
     names = Health._fields[3:]
     arrays = [state.loss_scale_state.loss_scale, *(getattr(state, n) for n in names)]
     arrays = [unbox(array) for array in arrays]
     check_host("check_health", arrays)
-    scale, *counts = np.broadcast_arrays(*jax.device_get(arrays))
+    scale, *counts = jax.device_get(arrays)
+    if np.ndim(scale) > np.ndim(counts[0]):
+        # Of the scales of several losses, which share the counts.
+        first = np.argmin(np.where(is_damaged(scale), -np.inf, scale), -1)
+        scale = np.take_along_axis(scale, first[..., None], -1)[..., 0]
+    scale, *counts = np.broadcast_arrays(scale, *counts)
+    if not scale.size:
+        raise ValueError(
+            f"state is that of no members: its arrays are of shape {scale.shape}. "
+            "Make it by jax.vmap over at least one."
+        )
     stuck_steps, consecutive, *_ = counts
-    # Of many members the one that is nearest to a limit, or furthest beyond; of the
-    # scales of several losses, which share the counts, the lowest.
-    measure = np.ravel(np.maximum(stuck_steps / patience, consecutive / limit))
+    # Of many members the one that is nearest to a limit, or furthest beyond.
+    measure = np.maximum(stuck_steps / patience, consecutive / limit)
+    measure = np.ravel(np.where(is_damaged(scale), np.inf, measure))
     worst = np.lexsort((np.ravel(scale), -measure))[0]
     where = f" (member {worst} of {scale.size})" if scale.ndim else ""
     numbers = [int(np.ravel(count)[worst]) for count in counts]

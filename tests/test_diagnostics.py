@@ -19,8 +19,10 @@ from optax_lossscale import (
     LossScale,
     LossScaleOptimizer,
     all_finite,
+    check_health,
 )
 from optax_lossscale.diagnostics import (
+    History,
     NonfiniteGradient,
     describe_nonfinite,
     metrics,
@@ -49,6 +51,16 @@ def run(*grads, loss_scale=None, steps=None, **options):
     return state
 
 
+def with_scale(state, scale):
+    """Puts a loss scale, or that of each member, into a state."""
+    scale = jnp.asarray(scale, jnp.float32)
+    rule = state.loss_scale_state._replace(loss_scale=scale)
+    counters = {
+        name: jnp.broadcast_to(getattr(state, name), scale.shape) for name in COUNTERS
+    }
+    return state._replace(loss_scale_state=rule, **counters)
+
+
 class TestMetrics:
     @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
     def test_values_and_dtypes(self, wrap):
@@ -70,13 +82,34 @@ class TestMetrics:
     def test_logarithms_of_powers_of_two_are_exact(self, wrap):
         read = wrap(metrics)
         state = LossScaleOptimizer(optax.sgd(0.5), 1.0).init(PARAMS)
-        for exponent in range(-126, 127):
-            scale = state.loss_scale_state._replace(loss_scale=jnp.float32(2**exponent))
+        for exponent in range(-149, 128):
+            number = np.ldexp(np.float32(1), exponent, dtype=np.float32)
+            scale = state.loss_scale_state._replace(loss_scale=jnp.asarray(number))
             found = read(state._replace(loss_scale_state=scale))
             assert found["log2_loss_scale"] == exponent
         scale = state.loss_scale_state._replace(loss_scale=jnp.float32(1000))
         found = read(state._replace(loss_scale_state=scale))
         np.testing.assert_allclose(found["log2_loss_scale"], np.log2(1000), rtol=1e-6)
+
+    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+    def test_logarithms_of_damaged_scales(self, wrap):
+        scales = [0.0, -0.0, INF, NAN, -INF, -1.0, -1e-40, 3e-40, 3e38]
+        state = with_scale(run(), scales)
+        found = wrap(metrics)(state)["log2_loss_scale"]
+        logs = [-INF, -INF, INF, NAN, NAN, NAN, NAN, np.log2(3e-40), np.log2(3e38)]
+        np.testing.assert_allclose(found, logs, rtol=1e-6)
+
+    def test_nothing_is_transferred_unasked(self):
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), num_losses=2)
+        states = [run(BAD, track_leaves=True), optimizer.init(PARAMS)]
+        history, step = History(), jax.device_put(np.int32(3))
+        with jax.transfer_guard("disallow"):
+            for state in states:
+                found = metrics(state, "s/")
+                history.record(step, found)
+                check_health(state)
+                report(state, PARAMS)
+        assert history.rows[0]["s/log2_loss_scale_1"] == 15
 
     @pytest.mark.parametrize(
         ("loss_scale", "further"),

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import pickle
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ from optax_lossscale import (
     all_finite,
     check_health,
 )
+from optax_lossscale.diagnostics import nonfinite_leaves, report
 
 # Of each step: the loss, the gradient, and what is to be seen after it: the scale, and
 # the steps that were skipped, in a row, for their loss, and at the minimum of 4.
@@ -489,6 +491,80 @@ class TestCheckHealth:
         with pytest.raises(FloatingPointError, match=r"^2000 .*\(member 1 of 2\)"):
             check_health(state)
 
+    @pytest.mark.parametrize("members", [2, 3])
+    def test_of_several_losses_the_lowest_scale_counts(self, members):
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), SCALE, num_losses=2)
+        update = jax.jit(jax.vmap(lambda *args: optimizer.update(*args)[1]))
+        one = jnp.ones(members, jnp.float32)
+        # Of the last member the second loss overflows in each step, of the first once.
+        state = jax.vmap(optimizer.init)(one)
+        for first in (INF, 1, 1):
+            second = one.at[-1].set(INF)
+            state = update([one, second.at[0].set(first)], state)
+        scales = optimizer.current_loss_scale(state).tolist()
+        assert scales[0] == [32, 16]
+        assert scales[-1] == [32, 4]
+        assert check_health(state)[2:] == (4, 1, 3, 3, 0)
+        where = rf"skipped \(member {members - 1} of {members}\):"
+        with pytest.raises(FloatingPointError, match=where):
+            check_health(state, patience=1)
+        assert "4 (2^2), could not go lower for 1 skipped" in report(state)
+        for member, scale in enumerate([16, 32, 4] if members == 3 else [16, 4]):
+            alone = jax.tree.map(lambda x, member=member: x[member], state)
+            assert check_health(alone).loss_scale == scale
+            assert f"  loss scale           {scale} (" in report(alone)
+        # Not a member: of losses there is nothing to be told apart.
+        with pytest.raises(FloatingPointError, match="still skipped:"):
+            check_health(alone, patience=1)
+
+    def test_of_no_members_there_is_nothing_to_say(self):
+        for options in ({}, {"num_losses": 2}, {"track_leaves": True}):
+            optimizer = LossScaleOptimizer(optax.sgd(0.5), **options)
+            state = jax.vmap(optimizer.init)(jnp.zeros((0, 3)))
+            for function in (check_health, report):
+                with pytest.raises(ValueError, match=r"of no members.*shape \(0,\)"):
+                    function(state)
+        assert nonfinite_leaves(state, jnp.zeros(3)) == []
+
+    @pytest.mark.parametrize(
+        "scale", [0.0, -0.0, -1.0, INF, -INF, NAN, 1e-40, 2.0**-127, 2.0**127]
+    )
+    def test_a_damaged_scale_is_named(self, scale):
+        number = repr(float(np.float32(scale))).replace("+", r"\+")
+        message = f"The loss scale is {number}, .* damaged.*loss_scale_state=optimizer"
+        state = self.state_with(scale)
+        with pytest.raises(FloatingPointError, match=message):
+            check_health(state)
+        text = report(state)
+        assert text.startswith("The loss scale is damaged.\n  loss scale     ")
+        assert "which is no loss scale" in text
+        assert "begin the scale anew" in " ".join(text.split())
+        # The advice helps.
+        new = self.optimizer.init(jnp.float32(1)).loss_scale_state
+        assert check_health(state._replace(loss_scale_state=new)).healthy
+
+    @pytest.mark.parametrize("scale", [2.0**-126, 2.0**126])
+    def test_the_bounds_themselves_are_no_damage(self, scale):
+        assert check_health(self.state_with(scale)).loss_scale == scale
+        assert "damaged" not in report(self.state_with(scale))
+
+    def test_a_damaged_scale_is_worse_than_all_others(self):
+        zeros = [0, 0, 0]
+        state = self.state_with(
+            scale=[4, NAN, 8], stuck_steps=[500, 0, 0],
+            consecutive_skipped_steps=[500, 0, 0], skipped_steps=[500, 0, 0],
+            nonfinite_loss_steps=zeros,
+        )  # fmt: skip
+        with pytest.raises(FloatingPointError, match=r"nan \(member 1 of 3\)"):
+            check_health(state)
+        state = self.state_with(
+            scale=[[4, 8], [INF, 1], [8, 4]], stuck_steps=zeros,
+            consecutive_skipped_steps=zeros, skipped_steps=zeros,
+            nonfinite_loss_steps=zeros,
+        )  # fmt: skip
+        with pytest.raises(FloatingPointError, match=r"inf \(member 1 of 3\)"):
+            check_health(state)
+
     def test_is_for_the_host(self):
         for transform in (jax.jit, lambda f: lambda s: lax.scan(f, s, length=1)):
             with pytest.raises(TypeError, match=r"for the host.*outside of jit"):
@@ -523,3 +599,121 @@ class TestCheckHealth:
         model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, self.optimizer, wrt=nnx.Param)
         assert check_health(optimizer.opt_state).loss_scale == 16
+
+
+class TestFrozenScale:
+    """A function that was made once, before the loop, keeps the first scale."""
+
+    MISTAKE = "value_and_grad and get_scaled_loss are called inside the step"
+    START = jnp.float32(1)
+
+    @staticmethod
+    def half(param):
+        """Overflows from a scale of 2**13 on; the loss itself is finite."""
+        return (param.astype(jnp.float16) * 8).astype(jnp.float32)
+
+    def train(self, optimizer, way, *, inside, steps=120):
+        param, state = self.START, optimizer.init(self.START)
+        before = state
+        for _ in range(steps):
+            current = state if inside else before
+            # A warning of this mistake is not what is tested here.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                if way == "value_and_grad":
+                    grad_fn = optimizer.value_and_grad(self.half, current)
+                    _, grad = grad_fn(param)
+                else:
+                    scaled = optimizer.get_scaled_loss(self.half, current)
+                    grad = optimizer.get_unscaled_gradients(
+                        jax.grad(scaled)(param), state
+                    )
+            param, state = optimizer.apply_gradients(grad, param, state)
+        return param, state
+
+    @pytest.mark.parametrize("way", ["value_and_grad", "get_scaled_loss"])
+    def test_is_named(self, way):
+        optimizer = LossScaleOptimizer(optax.sgd(2.0**-5), track_leaves=True)
+        param, state = self.train(optimizer, way, inside=False)
+        assert param == self.START
+        assert counts(state) == (120, 120, 0, 105)
+        with pytest.raises(
+            FloatingPointError, match=f"If it is finite, .*{self.MISTAKE}"
+        ):
+            check_health(state)
+        for seen in (state, state._replace(leaf_statistics=None)):
+            text = " ".join(report(seen, self.START).split())
+            assert text.index(self.MISTAKE) < text.index("learning rate")
+            assert "looking for its level" not in text
+
+    @pytest.mark.parametrize("way", ["value_and_grad", "get_scaled_loss"])
+    def test_is_not_named_where_the_step_has_the_current_state(self, way):
+        optimizer = LossScaleOptimizer(optax.sgd(2.0**-5))
+        param, state = self.train(optimizer, way, inside=True, steps=9)
+        assert param == 1 - 6 * 8 * 2.0**-5
+        assert optimizer.current_loss_scale(state) == 2**12
+        assert counts(state) == (3, 0, 0, 0)
+        assert report(state).startswith("The last step was applied.")
+        assert check_health(state).healthy
+
+    def test_is_named_before_the_scale_is_at_its_minimum(self):
+        scale = DynamicLossScale(min_scale=2.0**-126)
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), scale, track_leaves=True)
+        _, state = self.train(optimizer, "value_and_grad", inside=False, steps=40)
+        assert counts(state) == (40, 40, 0, 0)
+        text = " ".join(report(state, self.START).split())
+        assert text.startswith("Steps are skipped, one after the other.")
+        assert self.MISTAKE in text
+        with pytest.raises(FloatingPointError, match=self.MISTAKE):
+            check_health(state, max_consecutive_skipped_steps=40)
+
+    @pytest.mark.parametrize("skips", [1, 9, 18, 24])
+    def test_is_not_suspected_at_the_start(self, skips):
+        optimizer = LossScaleOptimizer(
+            optax.sgd(0.5), DynamicLossScale(2.0**40), track_leaves=True
+        )
+        state = optimizer.init(self.START)
+        for _ in range(skips):
+            _, state = optimizer.update(self.START * INF, state)
+        assert check_health(state).healthy
+        text = report(state, self.START)
+        assert self.MISTAKE not in " ".join(text.split())
+        assert "looking for its level" in text
+
+    def test_a_start_that_takes_dozens_of_steps_is_not_usual(self):
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), DynamicLossScale(2.0**100))
+        state = optimizer.init(self.START)
+        for _ in range(36):
+            _, state = optimizer.update(self.START * INF, state)
+        assert check_health(state).healthy
+        text = " ".join(report(state).split())
+        assert "looking for its level" not in text
+        assert "start from a lower initial_scale" in text
+
+    @pytest.mark.parametrize(
+        ("scale", "value"),
+        [
+            (DynamicLossScale(), NAN),  # The loss explains the skips.
+            (FixedLossScale(8.0, skip_nonfinite=True), 1),  # It does not fall.
+            (DynamicLossScale(1.0), 1),
+        ],
+    )
+    def test_is_not_suspected_where_it_cannot_be_the_cause(self, scale, value):
+        optimizer = LossScaleOptimizer(
+            optax.sgd(0.5), scale, check_loss=True, track_leaves=True
+        )
+
+        def step(state, grad):
+            return optimizer.update(grad, state, value=jnp.float32(value))[1], None
+
+        bad = jnp.full(120, INF, jnp.float32)
+        state = lax.scan(step, optimizer.init(self.START), bad)[0]
+        health = check_health(
+            state, max_consecutive_skipped_steps=120, raise_error=False
+        )
+        assert not health.healthy
+        assert health.consecutive_skipped_steps == 120
+        for text in (health.message, report(state), report(state, self.START)):
+            text = " ".join(text.split())
+            assert self.MISTAKE not in text
+            assert "looking for its level" not in text

@@ -3,7 +3,11 @@
 import csv
 import json
 import math
+import os
 import pickle
+import stat
+import threading
+import time
 from pathlib import Path
 
 import jax
@@ -11,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import INF, NAN
+from hypothesis import given, settings, strategies as st
 
 from optax_lossscale.diagnostics import History
 
@@ -153,6 +158,33 @@ def test_a_restored_run_replaces_what_it_repeats(capacity):
     assert history.rows == [{"step": -3, "loss_scale": 4.0}]
 
 
+@pytest.mark.parametrize("restored", [-1, 0, 1, 7, 8, 9, 40])
+def test_a_restored_run_is_as_dense_as_what_is_left(restored):
+    history = recorded(range(100), 8)
+    left = [step for step in range(0, 100, 16) if step < restored]
+    for step in range(restored, restored + 3):
+        history.record(step, {"loss_scale": 2.0**step, "skipped_steps": 3 * step})
+    # One row or none: every step again. Two or more: the stride that they have.
+    if len(left) < 2:
+        assert history.steps.tolist() == [*left, *range(restored, restored + 3)]
+    else:
+        assert history.steps.tolist() == [*left, restored + 2]
+    for step in range(restored + 3, 200):
+        history.record(step, {"loss_scale": 2.0**step, "skipped_steps": 3 * step})
+    if not left:
+        assert history.rows == recorded(range(restored, 200), 8).rows
+    assert 4 <= len(history) <= 8
+
+
+def test_steps_may_span_all_of_int64(tmp_path):
+    history = History()
+    for step in (-(2**63), 0, 2**63 - 1):
+        history.record(step, {})
+    for suffix in SUFFIXES:
+        history.save(tmp_path / f"run{suffix}")
+        assert History.load(tmp_path / f"run{suffix}").rows == history.rows
+
+
 AWKWARD = {
     "float": [1.0, 0.1, 1e16, 5e-324, -0.0, NAN, INF, -INF, 2.0**126],
     "int": [0, 1, -1, 2**53 + 1, 2**63 - 1, -(2**63), 7, 8, 9],
@@ -267,6 +299,87 @@ def test_a_crash_leaves_the_old_file(suffix, when, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_threads_may_save_to_one_path(suffix, tmp_path):
+    path, errors = tmp_path / f"run{suffix}", []
+    histories = [recorded(range(n)) for n in range(1, 9)]
+
+    def save(history):
+        try:
+            for _ in range(20):
+                history.save(path)
+                assert len(History.load(path)) in range(1, 9)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=save, args=(h,)) for h in histories]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_processes_of_one_number_may_save_to_one_path(tmp_path, monkeypatch):
+    path, fsync = tmp_path / "run.csv", os.fsync
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+
+    def save_another(fd):
+        # In another container, in the middle of the first one's save.
+        monkeypatch.setattr(os, "fsync", fsync)
+        recorded(range(5)).save(path)
+        assert len(History.load(path)) == 5
+
+    monkeypatch.setattr(os, "fsync", save_another)
+    recorded(range(3)).save(path)
+    assert len(History.load(path)) == 3
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_names_as_long_as_the_file_system_allows(suffix, tmp_path):
+    path = tmp_path / f"{'r' * (255 - len(suffix))}{suffix}"
+    recorded(range(3)).save(path)
+    assert len(History.load(path)) == 3
+
+
+def test_permissions_are_those_of_a_file_that_is_opened(tmp_path):
+    path, other = tmp_path / "run.csv", tmp_path / "other"
+    recorded(range(3)).save(path)
+    other.touch()
+    assert path.stat().st_mode == other.stat().st_mode
+    for mode in (0o600, 0o664):
+        path.chmod(mode)
+        recorded(range(3)).save(path)
+        assert stat.S_IMODE(path.stat().st_mode) == mode
+
+
+def test_what_a_killed_save_left_is_removed_a_day_later(tmp_path, monkeypatch):
+    path = tmp_path / "run.csv"
+
+    def kill(fd):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", kill)
+        patch.setattr(Path, "unlink", lambda *args, **options: None)
+        with pytest.raises(KeyboardInterrupt):
+            recorded(range(3)).save(path)
+    (left,) = tmp_path.iterdir()
+    # It may be that of a save that goes on.
+    recorded(range(5)).save(path)
+    assert sorted(tmp_path.iterdir()) == sorted([left, path])
+    unrelated = tmp_path / ".other.tmp"
+    unrelated.touch()
+    before = time.time() - 25 * 60 * 60
+    for old in (left, unrelated):
+        os.utime(old, (before, before))
+    recorded(range(6)).save(path)
+    assert sorted(tmp_path.iterdir()) == sorted([unrelated, path])
+    assert len(History.load(path)) == 6
+
+
 def test_writes_through_a_link(tmp_path):
     link = tmp_path / "latest.csv"
     link.symlink_to(tmp_path / "run.csv")
@@ -298,6 +411,15 @@ DAMAGES = {
     "stride": lambda text: text.replace("stride=2", "stride=0"),
     "capacity": lambda text: text.replace("capacity=4", "capacity=3"),
     "large": lambda text: text.replace("18\n", f"{2**70}\n"),
+    "large step": lambda text: text.replace("6,64.0", f"{2**63},64.0"),
+    "column of steps": lambda text: text.replace("skipped_steps", "step"),
+    "name twice": lambda text: text.replace("skipped_steps", "loss_scale"),
+    "other steps": lambda text: text.replace('"step"', '"epoch"'),
+    "no quote": lambda text: text.replace('_steps"', "_steps"),
+    "cut in a cell": lambda text: text[:-2],
+    "cut at the end": lambda text: text[:-1],
+    "another spelling": lambda text: text.replace("64.0", "6_4.0"),
+    "digits of another script": lambda text: text.replace("stride=2", "stride=٢"),
 }
 
 
@@ -329,6 +451,11 @@ def test_damaged_csv_is_named(kind, tmp_path):
         {"records": -1},
         {"records": 100},
         {"capacity": None},
+        {"steps": [0, 2, 4, 2**63]},
+        {"steps": "0246"},
+        {"columns": {"step": [0, 2, 4, 6]}},
+        {"columns": {"loss_scale": ["128"] * 4}},
+        {"columns": {"loss_scale": ["Infinity"] * 4}},
     ],
 )
 def test_damaged_json_is_named(changes, tmp_path):
@@ -339,9 +466,77 @@ def test_damaged_json_is_named(changes, tmp_path):
         path.write_text(json.dumps(damaged))
         with pytest.raises(ValueError, match=r"run\.json' cannot be loaded"):
             History.load(path)
-    path.write_text(json.dumps(content)[:-9])
-    with pytest.raises(ValueError, match=r"run\.json' cannot be loaded"):
-        History.load(path)
+    twice = json.dumps(content).replace("skipped_steps", "loss_scale")
+    for text in (json.dumps(content)[:-9], "[" * 10**5, twice):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"run\.json' cannot be loaded"):
+            History.load(path)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_part_of_a_file_is_damaged(suffix, tmp_path):
+    path = tmp_path / f"run{suffix}"
+    for history in (History(), recorded(range(7), 4), awkward(gaps=True)):
+        history.save(path)
+        content = path.read_bytes()
+        for length in range(len(content)):
+            path.write_bytes(content[:length])
+            with pytest.raises(ValueError, match="cannot be loaded"):
+                History.load(path)
+
+
+HOSTILE = ["", "nan", "-inf", "1e999", "NaN", "null", "-0", "1_0", " 1", "0x1", "+1"]
+HOSTILE += ["9" * 30, "9" * 5000, "[" * 9999, '"', '""', '"step"', "step", "é", "\0"]
+HOSTILE += ["\n", "\r", "#", "}", "{}", "[]", "True", "true", "1.0", "5e-324", "٣"]
+
+
+@st.composite
+def damage(draw, content):
+    """Damages the bytes of a file, in one way or several."""
+    for _ in range(draw(st.integers(1, 3))):
+        kind = draw(st.sampled_from(["cut", "flip", "drop", "repeat", "replace"]))
+        if kind in ("cut", "flip"):
+            at = draw(st.integers(0, max(len(content) - 1, 0)))
+            byte = draw(st.binary(min_size=1, max_size=1))
+            content = content[:at] + (byte + content[at + 1 :]) * (kind == "flip")
+            continue
+        parts = content.split(b"\n" if draw(st.booleans()) else b",")
+        mark = b"\n" if content.count(b"\n") == len(parts) - 1 else b","
+        at = draw(st.integers(0, len(parts) - 1))
+        hostile = draw(st.sampled_from(HOSTILE)).encode()
+        new = {"drop": [], "repeat": [parts[at]] * 2, "replace": [hostile]}[kind]
+        content = mark.join([*parts[:at], *new, *parts[at + 1 :]])
+    return content
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@settings(max_examples=300)
+@given(data=st.data(), sample=st.sampled_from(["awkward", "thinned", "plain"]))
+def test_what_can_be_loaded_is_whole(suffix, data, sample, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("damaged")
+    path, again = folder / f"run{suffix}", folder / f"again{suffix}"
+    history = {
+        "awkward": lambda: awkward(gaps=True),
+        "thinned": lambda: recorded(range(7), 4),
+        "plain": lambda: recorded(range(4)),
+    }[sample]()
+    history.save(path)
+    path.write_bytes(data.draw(damage(path.read_bytes())))
+    try:
+        loaded = History.load(path)
+    except ValueError:
+        return
+    loaded._check()
+    loaded.save(again)
+    content = again.read_bytes()
+    reloaded = History.load(again)
+    assert bits(reloaded.rows) == bits(loaded.rows)
+    reloaded.save(again)
+    assert again.read_bytes() == content
+    assert len(loaded.steps) == len(loaded.rows) <= loaded.capacity
+    for name, column in loaded.columns.items():
+        assert name != "step"
+        assert len(column) == len(loaded)
 
 
 def test_a_missing_file_is_not_damaged(tmp_path):

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import INF, NAN, WRAPS, assert_same_bits
+from helpers import INF, NAN, WRAPS, assert_same_bits, count_scalar_operations
 from hypothesis import given, strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from optax_lossscale import LossScaleOptimizer
-from optax_lossscale.diagnostics import scale_sweep, suggest_loss_scale
+from optax_lossscale.diagnostics import _sweep, scale_sweep, suggest_loss_scale
 
 X64 = jax.config.jax_enable_x64
 DTYPES = ["float16", "bfloat16", "float8_e5m2", "float8_e4m3fn"]
@@ -62,6 +62,23 @@ class TestSuggestLossScale:
         x = jnp.asarray(np.array([0.25, -4, 0], jnp.dtype(name)))
         assert suggest_loss_scale([x, jnp.float32(1)]) == 2.0**11
         assert jax.vmap(suggest_loss_scale)(x).tolist() == [2**15, 2**11, 1]
+
+    def test_many_leaves_are_as_one(self):
+        rng = np.random.default_rng(0)
+        for largest in (-9, 0, 30):
+            x = np.ldexp(rng.normal(size=120), rng.integers(-40, largest, size=120))
+            leaves = np.split(x.astype(np.float32), 40)
+            top = Fraction(float(np.abs(x.astype(np.float32)).max()))
+            expected = 2.0 ** suggested_exponent(top, "float16", 2)
+            assert suggest_loss_scale(leaves) == expected
+            assert suggest_loss_scale([*leaves, np.float16(NAN)]) == 1
+
+    def test_scalar_operations_are_not_more_of_many_leaves(self):
+        few, many = (
+            count_scalar_operations(suggest_loss_scale, [jnp.ones(3)] * n)
+            for n in (2, 50)
+        )
+        assert few == many
 
     @pytest.mark.skipif(not X64, reason="needs JAX_ENABLE_X64=1")
     def test_float64_by_its_own_bits(self):
@@ -183,6 +200,34 @@ class TestScaleSweep:
         sweep = scale_sweep(loss, PARAMS, batch, range(1, 9), has_aux=True)
         assert len(traces) == 1
         assert sweep.lost.tolist() == [0] * 8
+
+    @pytest.mark.parametrize("guard", [jax.debug_nans, jax.debug_infs])
+    def test_nan_is_an_answer(self, guard):
+        scales = [1, 2.0**35, 2.0**36]
+        expected = scale_sweep(loss_fn, PARAMS, BATCH, scales)
+        with guard(True):
+            found = scale_sweep(loss_fn, PARAMS, BATCH, scales)
+        assert_same_bits(found, expected)
+        assert np.isnan(found.lost).tolist() == [False, False, True]
+
+    def test_scales_at_the_bounds(self):
+        def loss(params, batch):
+            return jnp.sum(params * batch)
+
+        scales = [2.0**-126, 3.0, 2.0**126]
+        sweep = scale_sweep(loss, jnp.ones(2), jnp.float32([2.0**-10, 1]), scales)
+        assert sweep.overflows.tolist() == [False] * 3
+        # 2**-136 is zero on hardware that has no subnormals, and subnormal elsewhere.
+        assert sweep.subnormal[0] + sweep.lost[0] == 1
+        assert sweep.subnormal[1:].tolist() == sweep.lost[1:].tolist() == [0, 0]
+
+    def test_scalar_operations_are_not_more_of_many_leaves(self):
+        def count(n):
+            step = _sweep._make_step(lambda p, x: p[0] * x, "float16", False)
+            text = str(jax.make_jaxpr(step)([jnp.ones(())] * n, 1.0, jnp.float32(2)))
+            return text.count("clz")
+
+        assert count(2) == count(20) > 0
 
     def test_params_of_any_kind(self):
         def loss(params, batch):

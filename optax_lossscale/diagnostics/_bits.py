@@ -54,6 +54,11 @@ def limits_of(dtype: str) -> Limits:
     )
 
 
+def is_wide(x: jax.Array) -> bool:
+    """Whether the magnitudes of `x` are those of float64."""
+    return x.dtype in (jnp.float64, jnp.complex128)
+
+
 def magnitudes(x: Any) -> list[jax.Array]:
     """Returns the bits of |x|, i32 or of float64 i64, of both parts if complex.
 
@@ -62,8 +67,9 @@ def magnitudes(x: Any) -> list[jax.Array]:
     """
     x = jnp.asarray(x)
     parts = (lax.real(x), lax.imag(x)) if jnp.iscomplexobj(x) else (x,)
-    wide = x.dtype in (jnp.float64, jnp.complex128)
-    floating, integer = (jnp.float64, jnp.int64) if wide else (jnp.float32, jnp.int32)
+    floating, integer = jnp.float32, jnp.int32
+    if is_wide(x):
+        floating, integer = jnp.float64, jnp.int64
     bits = (lax.bitcast_convert_type(p.astype(floating), integer) for p in parts)
     return [b & jnp.iinfo(integer).max for b in bits]
 

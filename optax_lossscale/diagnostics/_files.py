@@ -1,15 +1,27 @@
 """Tables of Python numbers in CSV and JSON files, without loss."""
 
+import contextlib
 import csv
+import io
 import json
 import math
 import os
 import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 FORMAT = "optax_lossscale History"
 COUNTS = ("capacity", "stride", "records")
+# JSON has no such numbers.
+NOT_FINITE = {repr(x): x for x in (math.nan, math.inf, -math.inf)}
+
+# Temporary files have short names: that of the file itself may be as long as the file
+# system allows.
+ASIDE, ABANDONED_AFTER = ".optax_lossscale-", 24 * 60 * 60
 
 
 class Table(NamedTuple):
@@ -31,19 +43,33 @@ def write_table(path: str | os.PathLike[str], table: Table) -> None:
     """Writes a file as a whole: there is the old one or the new one, never a part."""
     write = {".csv": _write_csv, ".json": _write_json}[_suffix(path)]
     path = Path(path).resolve()
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    _remove_abandoned(path.parent)
+    # By chance, as threads and containers may have the same process id.
+    aside = path.with_name(f"{ASIDE}{secrets.token_hex(8)}.tmp")
     try:
-        with aside.open("w", encoding="utf-8", newline="") as file:
+        with aside.open("x", encoding="utf-8", newline="") as file:
             write(file, table)
             file.flush()
             os.fsync(file.fileno())
+        # As if the old file had been opened; there may be none.
+        with contextlib.suppress(OSError):
+            shutil.copymode(path, aside)
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
 
 
+def _remove_abandoned(folder: Path) -> None:
+    """Removes the temporary files of processes that were killed while they wrote."""
+    for aside in folder.glob(f"{ASIDE}*.tmp"):
+        # Somebody else may have removed it, or may be the only one who can.
+        with contextlib.suppress(OSError):
+            if time.time() - aside.stat().st_mtime > ABANDONED_AFTER:
+                aside.unlink()
+
+
 def read_table(path: str | os.PathLike[str]) -> Table:
-    """Reads a file; the numbers are not checked."""
+    """Reads a file; whether its numbers agree is not checked."""
     read = {".csv": _read_csv, ".json": _read_json}[_suffix(path)]
     with Path(path).open(encoding="utf-8", newline="") as file:
         return read(file)
@@ -71,30 +97,48 @@ def _write_csv(file: Any, table: Table) -> None:
 
 
 def _read_csv(file: Any) -> Table:
-    pattern = rf"# {FORMAT}: " + " ".join(rf"{name}=(\d+)" for name in COUNTS)
+    pattern = rf"# {FORMAT}: " + " ".join(rf"{name}=([0-9]+)" for name in COUNTS)
     first = re.fullmatch(pattern, file.readline().rstrip())
     if first is None:
         raise ValueError(f"the first line is not that of an {FORMAT}")
     counts = dict[str, int](zip(COUNTS, map(int, first.groups()), strict=True))
-    names, *rows = csv.reader(file)
+    text = file.read()
+    # Without it, 12 may be what is left of 128.0.
+    if not text.endswith("\n"):
+        raise ValueError("the last line has no end")
+    names, *rows = csv.reader(io.StringIO(text, newline=""), strict=True)
+    if names[:1] != ["step"]:
+        raise ValueError('the first column is not "step"')
     rows = [[_read_cell(text) for text in row] for row in rows]
     if any(len(row) != len(names) for row in rows):
         raise ValueError(f"not all rows have {len(names)} cells")
     steps, *columns = (
         map(list, zip(*rows, strict=True)) if rows else [[] for _ in names]
     )
-    return Table(counts, steps, dict(zip(names[1:], columns, strict=True)))
+    return Table(counts, steps, _by_name(zip(names[1:], columns, strict=True)))
 
 
 def _read_cell(text: str) -> bool | int | float | None:
     if text in ("", "True", "False"):
         return {"": None, "True": True, "False": False}[text]
-    return int(text) if re.fullmatch(r"-?[0-9]+", text) else float(text)
+    number = int(text) if re.fullmatch(r"-?[0-9]+", text) else float(text)
+    # float also reads " 1_0", which is not what was written.
+    if repr(number) != text:
+        raise ValueError(f"{text!r} is not a number as History.save writes it")
+    return number
+
+
+def _by_name(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Makes a dictionary, if no name is there twice: one would be lost."""
+    pairs = list(pairs)
+    named = dict(pairs)
+    if len(named) != len(pairs):
+        raise ValueError(f"a name is there twice, among {[name for name, _ in pairs]}")
+    return named
 
 
 def _write_json(file: Any, table: Table) -> None:
     def cell(value):
-        # Strict JSON knows no nan and no infinities: "nan", "inf", "-inf".
         return value if value is None or math.isfinite(value) else repr(value)
 
     columns = {name: list(map(cell, column)) for name, column in table.columns.items()}
@@ -108,10 +152,10 @@ def _write_json(file: Any, table: Table) -> None:
 
 
 def _read_json(file: Any) -> Table:
-    content = json.load(file)
+    content = json.load(file, object_pairs_hook=_by_name)
 
     def cell(value):
-        return float(value) if isinstance(value, str) else value
+        return NOT_FINITE[value] if isinstance(value, str) else value
 
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f'"format" is not "{FORMAT}"')

@@ -1,6 +1,7 @@
 """A record of metrics on the host, bounded in size, which files can hold."""
 
 import bisect
+import itertools
 import os
 from collections.abc import Mapping
 from csv import Error
@@ -70,6 +71,8 @@ class History:
 
         A run that was restored from a checkpoint repeats steps: where `step` is not
         above the last one recorded, all rows from that step on are forgotten first.
+        What is recorded then is kept as densely as the rows that are left, or, where
+        at most one is left, as in a new history.
 
         Args:
           step: The number of the step, an integer.
@@ -93,8 +96,7 @@ class History:
         for name in metrics:
             if not isinstance(name, str):
                 raise TypeError(f"Names of metrics must be strings, got {name!r}.")
-            if name == "step":
-                raise ValueError('A metric must not be named "step", as the steps are.')
+            _check_name(name)
         arrays = [step, *metrics.values()]
         check_host("History.record", arrays)
         step, *scalars = jax.device_get(arrays)
@@ -117,6 +119,8 @@ class History:
         rows = bisect.bisect_left(self._steps, step)
         if rows < len(self):
             del self._steps[rows:], self._values[rows:]
+            # Two rows are a stride apart, and what is between them is lost.
+            self._stride = self._stride if rows > 1 else 1
             self._records = (rows - 1) * self._stride + 1 if rows else 0
 
     def _thin(self) -> None:
@@ -160,9 +164,13 @@ class History:
         """Writes the history to a file, without loss.
 
         The file is written aside and then put into its place: after a crash there
-        is the old one or the new one, never half of one. CSV can be read by
-        `pandas.read_csv(path, comment="#")`; JSON is strict, with nan and infinities
-        as strings, and null where a row lacks a metric.
+        is the old one or the new one, never half of one. If several threads or
+        processes save to one path, the last one wins. A process that is killed while
+        it saves leaves a hidden file, `.optax_lossscale-*.tmp`, in that folder; the
+        first save there a day later removes it.
+
+        CSV can be read by `pandas.read_csv(path, comment="#")`; JSON is strict, with
+        nan and infinities as strings, and null where a row lacks a metric.
 
         Args:
           path: A file, by whose suffix, ".csv" or ".json", the format is chosen.
@@ -206,6 +214,10 @@ class History:
         """
         try:
             counts, steps, columns = read_table(path)
+            if not isinstance(steps, list):
+                raise TypeError("steps must be a list")
+            for name in columns:
+                _check_name(name)
             history = cls(counts["capacity"])
             history._stride = check_count("stride", counts["stride"])
             history._records = check_count("records", counts["records"], at_least=0)
@@ -215,7 +227,14 @@ class History:
                 pairs = zip(columns, row, strict=True)
                 history._values.append({k: v for k, v in pairs if v is not None})
             history._check()
-        except (AttributeError, LookupError, TypeError, ValueError, Error) as error:
+        except (
+            AttributeError,
+            Error,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise ValueError(
                 f"{os.fspath(path)!r} cannot be loaded. It must be a .csv or .json "
                 f"file that History.save has written: {error}"
@@ -230,13 +249,19 @@ class History:
                 f"there are {len(self)} steps and {len(self._values)} rows, not "
                 f"{expected}"
             )
-        if any(type(step) is not int for step in self._steps):
-            raise ValueError("steps must be integers")
-        if np.any(np.diff(self.steps) <= 0):
+        for step in self._steps:
+            if type(_to_python("step", step)) is not int:
+                raise ValueError("steps must be integers")
+        if any(x >= y for x, y in itertools.pairwise(self._steps)):
             raise ValueError("steps must ascend")
         for row in self._values:
             for name, value in row.items():
                 _to_python(name, value)
+
+
+def _check_name(name: str) -> None:
+    if name == "step":
+        raise ValueError('A metric must not be named "step", as the steps are.')
 
 
 def _to_python(name: str, value: Any) -> bool | int | float:

@@ -6,6 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale._state import COUNTERS, find_state, unbox
+from optax_lossscale.diagnostics._bits import (
+    exponents,
+    infinity,
+    log2_mantissas,
+    magnitudes,
+)
 from optax_lossscale.diagnostics._common import check_text
 
 
@@ -25,7 +31,8 @@ def metrics(state: Any, prefix: str = "") -> dict[str, jax.Array]:
       holds, `good_steps` for example, i32[]; `last_step_applied`, bool[];
       `skipped_steps`, `consecutive_skipped_steps`, `nonfinite_loss_steps` and
       `stuck_steps`, i32[]. See `LossScaleOptimizerState` for what they are. Of
-      several losses each has its scale: `loss_scale_0`, `loss_scale_1`.
+      several losses each has its scale: `loss_scale_0`, `loss_scale_1`. Where a
+      scale is damaged, its logarithm is -inf (of 0), inf or nan (also below 0).
 
     Raises:
       ValueError: If `state` holds none or several of these states.
@@ -51,22 +58,35 @@ def metrics(state: Any, prefix: str = "") -> dict[str, jax.Array]:
     check_text("prefix", prefix)
     found = find_state(state)
     scale = jnp.asarray(unbox(found.loss_scale_state.loss_scale), jnp.float32)
-    # Of a power of two the mantissa is 1/2: twice that has the logarithm 0, exactly.
-    mantissa, exponent = jnp.frexp(scale)
-    log2_scale = jnp.log2(2 * mantissa) + (exponent - 1).astype(jnp.float32)
     applied = jnp.asarray(unbox(found.last_step_applied))
-    named = {"loss_scale": scale, "log2_loss_scale": log2_scale}
+    named = {"loss_scale": scale, "log2_loss_scale": _log2(scale)}
     named |= _numbers_of(found.loss_scale_state)
     if scale.ndim > applied.ndim:
         # Several losses, of which each has its own.
         named = {
-            f"{name}_{i}": value[..., i]
+            f"{name}_{i}": column
             for name, value in named.items()
-            for i in range(value.shape[-1])
+            for i, column in enumerate(_columns(value))
         }
     named["last_step_applied"] = applied
     named |= {name: jnp.asarray(unbox(getattr(found, name))) for name in COUNTERS}
     return {prefix + name: value for name, value in named.items()}
+
+
+# Compiled, as constants outside of it would be implicit transfers to the device.
+@jax.jit
+def _log2(scale: jax.Array) -> jax.Array:
+    """Returns the logarithm, exact for powers of two, subnormal ones among them."""
+    (bits,) = magnitudes(scale)
+    log2 = exponents(bits).astype(jnp.float32) + log2_mantissas(bits)
+    log2 = jnp.where(bits == 0, -jnp.inf, log2)
+    log2 = jnp.where(bits < infinity(bits), log2, scale)
+    return jnp.where(jnp.signbit(scale) & (bits > 0), jnp.nan, log2)
+
+
+@jax.jit
+def _columns(value: jax.Array) -> list[jax.Array]:
+    return [value[..., i] for i in range(value.shape[-1])]
 
 
 def _numbers_of(loss_scale_state: Any) -> dict[str, jax.Array]:

@@ -90,8 +90,10 @@ def read_statistics(
     """Copies statistics to the host; without names the leaves have numbers."""
     check_host("nonfinite_leaves", statistics)
     fields = jax.device_get([unbox(field) for field in statistics])
-    # Over the members or devices there may be, the worst.
-    last, inf_steps, nan_steps = (x.max(tuple(range(x.ndim - 1))) for x in fields)
+    # Over the members or devices there may be, the worst; of none, nothing.
+    last, inf_steps, nan_steps = (
+        x.max(tuple(range(x.ndim - 1)), initial=0) for x in fields
+    )
     if names is None:
         names = [f"leaf {i}" for i in range(len(last))]
     if len(names) != len(last):

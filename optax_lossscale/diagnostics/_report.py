@@ -7,7 +7,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_lossscale._health import Health, check_health
+from optax_lossscale._health import (
+    CALL_INSIDE,
+    START_UP,
+    Health,
+    check_health,
+    is_damaged,
+    may_be_frozen,
+)
 from optax_lossscale._state import find_state, unbox
 from optax_lossscale.diagnostics._common import named_leaves
 from optax_lossscale.diagnostics._nonfinite import NonfiniteLeaf, read_statistics
@@ -24,7 +31,8 @@ def report(state: Any, params: Any = None) -> str:
     Args:
       state: The state after a step; a pytree that holds one
         `LossScaleOptimizerState`. Of many members (`jax.vmap`) or devices
-        (`jax.pmap`) it is about the one that is worst off.
+        (`jax.pmap`) it is about the one that is worst off; of several losses it
+        shows the lowest scale.
       params: The parameters, for the names of their leaves. They are only looked
         at where the optimizer was made with `track_leaves=True`.
 
@@ -32,8 +40,8 @@ def report(state: Any, params: Any = None) -> str:
       A few lines, to be printed.
 
     Raises:
-      ValueError: If `state` holds none or several of these states; if `params` has
-        more or fewer leaves than `init` saw.
+      ValueError: If `state` holds none or several of these states, or is that of no
+        members; if `params` has more or fewer leaves than `init` saw.
       TypeError: Under a transformation of JAX, such as `jax.jit`.
 
     Examples:
@@ -55,7 +63,10 @@ def report(state: Any, params: Any = None) -> str:
       What to do: nothing yet. Each skip lowers the scale, and a few in a row are
       usual at the start. If they go on, look at params['w'].
     """
-    health = check_health(state, patience=1, raise_error=False)
+    limit = START_UP + 1
+    health = check_health(
+        state, patience=1, max_consecutive_skipped_steps=limit, raise_error=False
+    )
     found = find_state(state)
     statistics = found.leaf_statistics
     leaves: list[NonfiniteLeaf] = []
@@ -69,8 +80,10 @@ def report(state: Any, params: Any = None) -> str:
 
 
 def _numbers(health: Health) -> list[str]:
-    exponent = math.log2(health.loss_scale)
-    power = f" (2^{exponent:.0f})" if exponent.is_integer() else f" (2^{exponent:.2f})"
+    power = ", which is no loss scale"
+    if not is_damaged(health.loss_scale):
+        exponent = math.log2(health.loss_scale)
+        power = f" (2^{exponent:.{0 if exponent.is_integer() else 2}f})"
     at_minimum = ""
     if health.stuck_steps:
         at_minimum = f", could not go lower for {health.stuck_steps} skipped steps"
@@ -102,24 +115,33 @@ def _judge(
     health: Health, leaves: list[NonfiniteLeaf], never_skipped: bool
 ) -> tuple[str, str]:
     """Returns what is the matter, and what to do about it."""
+    if is_damaged(health.loss_scale):
+        return "The loss scale is damaged.", health.message
     if leaves and never_skipped:
         return (
             "Steps were applied though their gradients were not finite.",
             "go back to parameters that are finite, and take a loss scale that skips: "
             '"dynamic", or a FixedLossScale with skip_nonfinite=True.',
         )
+    skips = health.consecutive_skipped_steps
+    if skips and health.nonfinite_loss_steps == health.skipped_steps:
+        return (
+            "The last step was skipped, because its loss was not finite.",
+            "if it goes on, look for a nan or inf in the data or the parameters, "
+            "and for an overflow in the forward pass.",
+        )
     if not health.healthy:
         headline = "Steps are skipped, one after the other."
         if health.stuck_steps:
             headline = "Steps are skipped, and the loss scale cannot go lower."
-        return headline, _suspect(leaves) or health.message
-    if health.consecutive_skipped_steps:
-        if health.nonfinite_loss_steps == health.skipped_steps:
-            return (
-                "The last step was skipped, because its loss was not finite.",
-                "if it goes on, look for a nan or inf in the data or the parameters, "
-                "and for an overflow in the forward pass.",
-            )
+        # Before the minimum it may be the scale that is too high, not the gradients.
+        suspect = _suspect(leaves) if health.stuck_steps else None
+        if suspect is None:
+            return headline, health.message
+        if may_be_frozen(health):
+            suspect = f"if the loss is finite, {CALL_INSIDE}{suspect}"
+        return headline, suspect
+    if skips:
         last = [leaf for leaf in leaves if leaf.last != "finite"]
         look = f"look at {last[0].name}" if last else "call check_health"
         return (

@@ -10,8 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lossscale._check import check_bits, check_dtype, check_host, check_scale
-from optax_lossscale._loss_scale import power
+from optax_lossscale._check import (
+    SMALLEST_SCALE,
+    check_bits,
+    check_dtype,
+    check_host,
+    check_scale,
+)
+from optax_lossscale._loss_scale import DynamicLossScale, power
 from optax_lossscale._optimizer import LossScaleOptimizer
 from optax_lossscale._tree import all_finite, numbers_of
 from optax_lossscale.diagnostics._bits import (
@@ -24,6 +30,9 @@ from optax_lossscale.diagnostics._bits import (
     mantissas,
     reduce_counts,
 )
+
+# An exponent above all that there are.
+NO_LIMIT = 2**20
 
 
 def suggest_loss_scale(
@@ -73,17 +82,19 @@ def suggest_loss_scale(
 @functools.partial(jax.jit, static_argnames=("dtype", "margin"))
 def _suggest(leaves: list[jax.Array], dtype: str, margin: float) -> jax.Array:
     mantissa, exponent = math.frexp(limits_of(dtype).largest * 2.0**-margin)
-    # Above all that there are.
-    highest = jnp.asarray(2**20, jnp.int32)
-    finite = jnp.asarray(True)
-    for bits in (bits for x in leaves for bits in magnitudes(x)):
-        largest = jnp.max(bits, initial=0)
-        finite = finite & (largest < infinity(bits))
-        limit = int(math.ldexp(mantissa, mantissa_bits(bits) + 1))
+    found = {}
+    for bits in (bits for x in leaves if x.size for bits in magnitudes(x)):
+        found.setdefault(bits.dtype, []).append(jnp.max(bits))
+    finite, highest = jnp.asarray(True), jnp.asarray(NO_LIMIT, jnp.int32)
+    # Of stacked arrays: XLA would repeat a chain of scalars wherever it is used.
+    for largest in map(jnp.stack, found.values()):
+        limit = int(math.ldexp(mantissa, mantissa_bits(largest) + 1))
         above = (mantissas(largest) > limit).astype(jnp.int32)
         fits = exponent - 1 - exponents(largest) - above
-        highest = jnp.minimum(highest, jnp.where(largest > 0, fits, highest))
-    says = finite & (highest < 2**20)
+        fits = jnp.where(largest > 0, fits, NO_LIMIT)
+        finite = finite & jnp.all(largest < infinity(largest))
+        highest = jnp.minimum(highest, jnp.min(fits))
+    says = finite & (highest < NO_LIMIT)
     return jnp.where(says, power(highest.astype(jnp.float32)), 1.0).astype(jnp.float32)
 
 
@@ -194,10 +205,13 @@ def scale_sweep(
     lost = (total - np.asarray(nonzero)) / max(total, 1)
     shares = np.stack([lost, np.asarray(subnormal) / max(total, 1)])
     shares = np.where(finite, shares, np.nan).astype(np.float32)
+    # Here nan is an answer.
+    with jax.debug_nans(False):
+        lost, subnormal = map(jnp.asarray, shares)
     return ScaleSweep(
         scales=jnp.asarray(chosen, jnp.float32),
-        lost=jnp.asarray(shares[0]),
-        subnormal=jnp.asarray(shares[1]),
+        lost=lost,
+        subnormal=subnormal,
         overflows=~jnp.asarray(finite, bool),
         suggested=jnp.asarray(_suggested(chosen, finite), jnp.float32),
     )
@@ -221,24 +235,37 @@ def _check_scales(scales: Any) -> list[float]:
 def _make_step(
     loss_fn: Callable[..., Any], dtype: str, has_aux: bool
 ) -> Callable[..., Any]:
-    optimizer = LossScaleOptimizer(optax.identity(), 1.0)
+    # Of any scale, which is that of the state: one program serves them all.
+    rule = DynamicLossScale(min_scale=SMALLEST_SCALE)
+    optimizer = LossScaleOptimizer(optax.identity(), rule, skip="where")
     transform = functools.partial(jax.value_and_grad, allow_int=True)
+    limit = limits_of(dtype).normal
 
     @jax.jit
     def step(params, batch, scale):
-        state = optax.tree.set(optimizer.init(None), loss_scale=scale)
+        state = optimizer.init(None)
+        at_scale = state.loss_scale_state._replace(loss_scale=scale)
+        state = state._replace(loss_scale_state=at_scale)
         _, grads = optimizer.value_and_grad(
             loss_fn, state, has_aux=has_aux, transform=transform
         )(params, batch)
         parts = [bits for x in numbers_of(grads) for bits in magnitudes(x)]
-        masks = [bits > 0 for bits in parts]
-        counts = [jnp.zeros(2, jnp.float32)]
-        for bits, mask in zip(parts, masks, strict=True):
-            normal = border(limits_of(dtype).normal, scale, bits, inclusive=True)
-            counts.append(reduce_counts([mask, mask & (bits < normal)], bits)[0])
-        return all_finite(grads), masks, jnp.stack(counts)
+        normal = {
+            kind: border(limit, scale, jnp.zeros((), kind), inclusive=True)
+            for kind in {bits.dtype for bits in parts}
+        }
+        found = [_compare(bits, normal[bits.dtype]) for bits in parts]
+        counts = [jnp.zeros(2, jnp.float32), *(counts for _, counts in found)]
+        return all_finite(grads), [mask for mask, _ in found], jnp.stack(counts)
 
     return step
+
+
+@jax.jit
+def _compare(bits: jax.Array, normal: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Tells which numbers are not zero; counts them, and those that are subnormal."""
+    nonzero = bits > 0
+    return nonzero, reduce_counts([nonzero, nonzero & (bits < normal)], bits)[0]
 
 
 @jax.jit

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale._check import check_dtype
 from optax_lossscale._tree import is_inexact, numbers_of
@@ -13,6 +14,7 @@ from optax_lossscale.diagnostics._bits import (
     border,
     exponents,
     infinity,
+    is_wide,
     limits_of,
     log2_mantissas,
     magnitudes,
@@ -133,70 +135,107 @@ def underflow_stats(grads: Any, state: Any, dtype: Any = "float16") -> Underflow
         for name, leaf in named_leaves(grads, "grads").items()
         if is_inexact(leaf)
     }
-    overall, each = _stats(list(leaves.values()), scale_of(state), dtype)
-    return UnderflowStats(overall, dict(zip(leaves, each, strict=True)))
-
-
-@functools.partial(jax.jit, static_argnames="dtype")
-def _stats(
-    leaves: list[jax.Array], scale: jax.Array, dtype: str
-) -> tuple[Underflow, list[Underflow]]:
-    # A leaf of two parts has two counts and two headrooms.
-    measured = [
-        [_measure(bits, scale, dtype) for bits in magnitudes(x)] for x in leaves
+    scale = scale_of(state)
+    arrays = leaves.values()
+    borders = {wide: _borders(scale, wide, dtype) for wide in set(map(is_wide, arrays))}
+    sizes = [x.size * (2 if jnp.iscomplexobj(x) else 1) for x in arrays]
+    # Leaf by leaf: what was compiled serves all leaves of a shape, and what does not
+    # depend on the shape, all leaves.
+    found = [
+        _measure(_count(x, borders[is_wide(x)]), np.float32(size), scale, dtype)
+        for x, size in zip(arrays, sizes, strict=True)
     ]
-    overall = [part for parts in measured for part in parts]
-    return _summary(overall), [_summary(parts) for parts in measured]
+    overall = _together([measured for measured, _ in found])
+    return UnderflowStats(
+        overall=_shares(overall, np.float32(sum(sizes))),
+        leaves={name: stats for name, (_, stats) in zip(leaves, found, strict=True)},
+    )
+
+
+class _Borders(NamedTuple):
+    flushed: jax.Array
+    unscaled: jax.Array
+    normal: jax.Array
+    overflow: jax.Array
 
 
 class _Measured(NamedTuple):
-    size: int
     counts: jax.Array
     headroom: jax.Array
 
 
-def _measure(bits: jax.Array, scale: jax.Array, dtype: str) -> _Measured:
+@functools.partial(jax.jit, static_argnames=("wide", "dtype"))
+def _borders(scale: jax.Array, wide: bool, dtype: str) -> _Borders:
     limits = limits_of(dtype)
+    like = jnp.zeros((), jnp.int64 if wide else jnp.int32)
     one = jnp.ones((), jnp.float32)
-    flushed = border(limits.flushed, scale, bits, inclusive=False)
-    unscaled = border(limits.flushed, one, bits, inclusive=False)
-    normal = border(limits.normal, scale, bits, inclusive=True)
-    overflow = border(limits.overflow, scale, bits, inclusive=limits.tie_overflows)
-    nonzero = bits > 0
-    masks = [
-        bits == 0,
-        (bits >= flushed) & (bits < normal),
-        nonzero & (bits < flushed),
-        nonzero & (bits < unscaled),
-        bits >= overflow,
-    ]
-    finite = jnp.where(bits < infinity(bits), bits, 0)
-    counts, largest = reduce_counts(masks, finite)
-
-    (scale_bits,) = magnitudes(scale)
-    mantissa, exponent = math.frexp(limits.largest)
-    whole = exponent - 1 - exponents(largest) - exponents(scale_bits)
-    fraction = log2_mantissas(largest) + log2_mantissas(scale_bits)
-    headroom = whole.astype(jnp.float32) + (math.log2(2 * mantissa) - fraction)
-    return _Measured(
-        size=bits.size,
-        counts=counts,
-        headroom=jnp.where(largest > 0, headroom, jnp.inf).astype(jnp.float32),
+    return _Borders(
+        flushed=border(limits.flushed, scale, like, inclusive=False),
+        unscaled=border(limits.flushed, one, like, inclusive=False),
+        normal=border(limits.normal, scale, like, inclusive=True),
+        overflow=border(limits.overflow, scale, like, inclusive=limits.tie_overflows),
     )
 
 
-def _summary(parts: list[_Measured]) -> Underflow:
-    """Sums the counts, and makes shares of them."""
-    size = jnp.asarray(float(sum(part.size for part in parts)), jnp.float32)
-    counts = jnp.zeros(5, jnp.float32)
-    headroom = jnp.asarray(jnp.inf, jnp.float32)
-    for part in parts:
-        counts = counts + part.counts
-        headroom = jnp.minimum(headroom, part.headroom)
-    shares = counts / jnp.maximum(size, 1.0)
+@jax.jit
+def _count(x: jax.Array, borders: _Borders) -> list[tuple[jax.Array, jax.Array]]:
+    """Returns of each part the counts of each kind, and the largest finite number."""
+
+    def count(bits):
+        nonzero = bits > 0
+        masks = [
+            bits == 0,
+            (bits >= borders.flushed) & (bits < borders.normal),
+            nonzero & (bits < borders.flushed),
+            nonzero & (bits < borders.unscaled),
+            bits >= borders.overflow,
+        ]
+        return reduce_counts(masks, jnp.where(bits < infinity(bits), bits, 0))
+
+    return [count(bits) for bits in magnitudes(x)]
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _measure(
+    parts: list[tuple[jax.Array, jax.Array]],
+    size: jax.typing.ArrayLike,
+    scale: jax.Array,
+    dtype: str,
+) -> tuple[_Measured, Underflow]:
+    mantissa, exponent = math.frexp(limits_of(dtype).largest)
+    (scale_bits,) = magnitudes(scale)
+
+    def headroom(largest):
+        whole = exponent - 1 - exponents(largest) - exponents(scale_bits)
+        fraction = log2_mantissas(largest) + log2_mantissas(scale_bits)
+        room = whole.astype(jnp.float32) + (math.log2(2 * mantissa) - fraction)
+        return jnp.where(largest > 0, room, jnp.inf).astype(jnp.float32)
+
+    measured = _together([_Measured(counts, headroom(top)) for counts, top in parts])
+    return measured, _shares(measured, size)
+
+
+@jax.jit
+def _together(measured: list[_Measured]) -> _Measured:
+    """Sums the counts; takes the least headroom."""
+    # Stacked: XLA would repeat a chain of scalars wherever its result is used.
+    none = _Measured(jnp.zeros(5, jnp.float32), jnp.full((), jnp.inf, jnp.float32))
+    counts, headrooms = map(jnp.stack, zip(none, *measured, strict=True))
+    return _Measured(jnp.sum(counts, axis=0), jnp.min(headrooms))
+
+
+@jax.jit
+def _shares(measured: _Measured, size: jax.typing.ArrayLike) -> Underflow:
+    shares = measured.counts / jnp.maximum(size, 1.0)
     zero, subnormal, flushed, flushed_unscaled, nonfinite = shares
     return Underflow(
-        size, zero, subnormal, flushed, flushed_unscaled, nonfinite, headroom
+        size=jnp.asarray(size),
+        zero=zero,
+        subnormal=subnormal,
+        flushed=flushed,
+        flushed_unscaled=flushed_unscaled,
+        nonfinite=nonfinite,
+        headroom=measured.headroom,
     )
 
 
@@ -248,17 +287,19 @@ def exponent_histogram(grads: Any) -> ExponentHistogram:
       >>> print(histogram.exponents[seen], histogram.counts[seen], histogram.zeros)
       [0 1] [2. 1.] 1.0
     """
-    return _histogram(numbers_of(grads))
-
-
-@jax.jit
-def _histogram(leaves: list[jax.Array]) -> ExponentHistogram:
-    parts = [bits for x in leaves for bits in magnitudes(x)]
-    wide = any(bits.dtype == jnp.int64 for bits in parts)
-    first, last = (-1074, 1023) if wide else (-149, 127)
+    leaves = numbers_of(grads)
+    first, last = (-1074, 1023) if any(map(is_wide, leaves)) else (-149, 127)
     # All in one: zeros come before the least exponent, inf and nan after the largest.
     bins = jnp.zeros(last - first + 4, jnp.float32)
-    for bits in parts:
+    # Leaf by leaf, so that what was compiled serves all the leaves of a shape.
+    for x in leaves:
+        bins = _count_exponents(bins, x, first)
+    return _histogram(bins, first)
+
+
+@functools.partial(jax.jit, static_argnames="first")
+def _count_exponents(bins: jax.Array, x: jax.Array, first: int) -> jax.Array:
+    for bits in magnitudes(x):
         # inf and nan have one exponent, which in float32 is one of float64's.
         place = jnp.where(bits > 0, exponents(bits) - first + 1, 0)
         place = jnp.where(bits == infinity(bits), bins.size - 2, place)
@@ -268,8 +309,13 @@ def _histogram(leaves: list[jax.Array]) -> ExponentHistogram:
             jnp.zeros(bins.size, jnp.int32).at[place].add(1, mode="promise_in_bounds")
         )
         bins = bins + counts.astype(jnp.float32)
+    return bins
+
+
+@functools.partial(jax.jit, static_argnames="first")
+def _histogram(bins: jax.Array, first: int) -> ExponentHistogram:
     return ExponentHistogram(
-        exponents=jnp.arange(first, last + 1, dtype=jnp.int32),
+        exponents=first + jnp.arange(bins.size - 3, dtype=jnp.int32),
         counts=bins[1:-2],
         zeros=bins[0],
         infs=bins[-2],
