@@ -384,7 +384,12 @@ def at_minimum(rule: Any, scale: jax.Array, new_scale: jax.Array) -> jax.Array:
     min_scale = getattr(rule, "min_scale", None)
     if min_scale is None:
         return new_scale >= scale
-    return scale <= jnp.float32(min_scale)
+    return _at_most(scale, min_scale)
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def _at_most(scale, limit):
+    return scale <= jnp.float32(limit)
 
 
 def overflow_exponent(dtype: str) -> int:

@@ -37,7 +37,7 @@ def choose_skip(skip: Skip, axis_name: Hashable | None) -> Skip:
     named = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     mapped = set(jax.sharding.get_abstract_mesh().manual_axes)
     # In JAX 0.8, jax.pmap may be of the kind that makes no mesh.
-    names = getattr(core, "unsafe_get_axis_names_DO_NOT_USE", tuple)()
+    names = vars(core).get("unsafe_get_axis_names_DO_NOT_USE", tuple)()
     apart = mapped.union(names).difference(named)
     return "where" if skip == "auto" and apart else skip
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._check import check_host
-from optax_lossscale._leaves import LeafStatistics
+from optax_lossscale._leaves import LeafStatistics, differentiated
 from optax_lossscale._state import find_state, unbox
 from optax_lossscale._tree import is_inexact
 from optax_lossscale.diagnostics._common import named_leaves
@@ -81,7 +81,12 @@ def nonfinite_leaves(state: Any, params: Any) -> list[NonfiniteLeaf]:
             "state has no statistics of leaves: make the optimizer with "
             "track_leaves=True. (describe_nonfinite(grads) needs none.)"
         )
-    return read_statistics(statistics, list(named_leaves(params, "params")))
+    return read_statistics(statistics, leaf_names(params))
+
+
+def leaf_names(params: Any) -> list[str]:
+    """Returns the names of the parameters that gradients are taken of."""
+    return list(named_leaves(differentiated(params), "params"))
 
 
 def read_statistics(

@@ -16,8 +16,11 @@ from optax_lossscale._health import (
     may_be_frozen,
 )
 from optax_lossscale._state import find_state, unbox
-from optax_lossscale.diagnostics._common import named_leaves
-from optax_lossscale.diagnostics._nonfinite import NonfiniteLeaf, read_statistics
+from optax_lossscale.diagnostics._nonfinite import (
+    NonfiniteLeaf,
+    leaf_names,
+    read_statistics,
+)
 
 SHOWN = 8
 WIDTH = 79
@@ -71,7 +74,7 @@ def report(state: Any, params: Any = None) -> str:
     statistics = found.leaf_statistics
     leaves: list[NonfiniteLeaf] = []
     if statistics is not None:
-        names = None if params is None else list(named_leaves(params, "params"))
+        names = None if params is None else leaf_names(params)
         leaves = read_statistics(statistics, names)
     never_skipped = not np.any(jax.device_get(unbox(found.skipped_steps)))
     headline, advice = _judge(health, leaves, never_skipped)
