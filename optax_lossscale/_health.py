@@ -85,7 +85,9 @@ def check_health(
 
     Returns:
       A `Health`. Where no step is ever skipped (a `FixedLossScale` without
-      `skip_nonfinite` and `check_loss`) it always looks healthy.
+      `skip_nonfinite` and `check_loss`) it always looks healthy. If more than 24 steps
+      in a row were skipped while the scale fell, and the loss does not explain them,
+      the message also says how a scale that is frozen in a function comes about.
 
     Raises:
       FloatingPointError: If training is not healthy, unless `raise_error=False`.

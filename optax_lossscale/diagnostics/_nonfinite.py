@@ -174,7 +174,8 @@ def describe_nonfinite(grads: Any) -> list[NonfiniteGradient]:
     leaves = named_leaves(grads, "grads")
     named = [(name, jnp.asarray(x)) for name, x in leaves.items() if is_inexact(x)]
     check_host("describe_nonfinite", [x for _, x in named])
-    counts = jax.device_get(_count([x for _, x in named]))
+    # Leaf by leaf: what was compiled serves all leaves of a shape.
+    counts = jax.device_get([_count(x) for _, x in named])
     found = []
     for (name, x), numbers in zip(named, counts, strict=True):
         infs, nans, first = map(int, numbers)
@@ -186,10 +187,7 @@ def describe_nonfinite(grads: Any) -> list[NonfiniteGradient]:
 
 
 @jax.jit
-def _count(arrays: list[jax.Array]) -> list[tuple[jax.Array, ...]]:
-    def count(x):
-        nan, nonfinite = jnp.isnan(x), ~jnp.isfinite(x)
-        first = jnp.argmax(nonfinite) if x.size else jnp.zeros((), jnp.int32)
-        return jnp.sum(nonfinite & ~nan), jnp.sum(nan), first
-
-    return [count(x) for x in arrays]
+def _count(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    nan, nonfinite = jnp.isnan(x), ~jnp.isfinite(x)
+    first = jnp.argmax(nonfinite) if x.size else jnp.zeros((), jnp.int32)
+    return jnp.sum(nonfinite & ~nan), jnp.sum(nan), first

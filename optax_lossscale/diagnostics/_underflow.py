@@ -136,20 +136,17 @@ def underflow_stats(grads: Any, state: Any, dtype: Any = "float16") -> Underflow
         if is_inexact(leaf)
     }
     scale = scale_of(state)
-    arrays = leaves.values()
-    borders = {wide: _borders(scale, wide, dtype) for wide in set(map(is_wide, arrays))}
-    sizes = [x.size * (2 if jnp.iscomplexobj(x) else 1) for x in arrays]
+    is_wides = set(map(is_wide, leaves.values()))
+    borders = {wide: _borders(scale, wide, dtype) for wide in is_wides}
+    size, overall, each = 0, _together([]), {}
     # Leaf by leaf: what was compiled serves all leaves of a shape, and what does not
     # depend on the shape, all leaves.
-    found = [
-        _measure(_count(x, borders[is_wide(x)]), np.float32(size), scale, dtype)
-        for x, size in zip(arrays, sizes, strict=True)
-    ]
-    overall = _together([measured for measured, _ in found])
-    return UnderflowStats(
-        overall=_shares(overall, np.float32(sum(sizes))),
-        leaves={name: stats for name, (_, stats) in zip(leaves, found, strict=True)},
-    )
+    for name, x in leaves.items():
+        numbers = x.size * (2 if jnp.iscomplexobj(x) else 1)
+        counted = _count(x, borders[is_wide(x)])
+        overall, each[name] = _add(overall, counted, np.float32(numbers), scale, dtype)
+        size += numbers
+    return UnderflowStats(_shares(overall, np.float32(size)), each)
 
 
 class _Borders(NamedTuple):
@@ -196,12 +193,14 @@ def _count(x: jax.Array, borders: _Borders) -> list[tuple[jax.Array, jax.Array]]
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
-def _measure(
+def _add(
+    overall: _Measured,
     parts: list[tuple[jax.Array, jax.Array]],
     size: jax.typing.ArrayLike,
     scale: jax.Array,
     dtype: str,
 ) -> tuple[_Measured, Underflow]:
+    """Adds a leaf of one or two parts to those before; returns what is lost of it."""
     mantissa, exponent = math.frexp(limits_of(dtype).largest)
     (scale_bits,) = magnitudes(scale)
 
@@ -211,8 +210,8 @@ def _measure(
         room = whole.astype(jnp.float32) + (math.log2(2 * mantissa) - fraction)
         return jnp.where(largest > 0, room, jnp.inf).astype(jnp.float32)
 
-    measured = _together([_Measured(counts, headroom(top)) for counts, top in parts])
-    return measured, _shares(measured, size)
+    measured = [_Measured(counts, headroom(top)) for counts, top in parts]
+    return _together([overall, *measured]), _shares(_together(measured), size)
 
 
 @jax.jit
