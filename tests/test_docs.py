@@ -37,6 +37,7 @@ LAYERS = [
     "_inner",
     "_leaves",
     "_check",
+    "_inner",
     "_loss_scale",
     "_tolerance",
     "_logmax",
@@ -127,6 +128,7 @@ def test_public_names():
         "all_finite",
         "check_health",
         "get_loss_scale",
+        "has_updated",
         "import_state",
         "select_applied",
     }
