@@ -37,7 +37,6 @@ LAYERS = [
     "_inner",
     "_leaves",
     "_check",
-    "_inner",
     "_loss_scale",
     "_tolerance",
     "_logmax",

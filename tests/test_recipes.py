@@ -1,6 +1,5 @@
 """The pages under docs/recipes are scripts: each runs, and a skip changes nothing."""
 
-import functools
 import importlib.util
 import os
 import subprocess
@@ -13,7 +12,15 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from helpers import INF, RECIPES, assert_same_bits, recipe, to_numpy
+from helpers import (
+    INF,
+    RECIPES,
+    assert_same_bits,
+    plain_step,
+    recipe,
+    scaled_step,
+    to_numpy,
+)
 
 from optax_lossscale import LossScaleOptimizer
 
@@ -198,7 +205,9 @@ def check_batch_norm(page):
             axes = {"in_axes": (0, None), "out_axes": (0, None)}
             apply = jax.vmap(to_float16(model, keep), axis_name="batch", **axes)
             logits = apply(to_float16(images), model_state)[0].astype(jnp.float32)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+            return optax.softmax_cross_entropy_with_integer_labels(
+                logits, labels
+            ).mean()
 
         state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
         state = optax.tree.set(state, loss_scale=jnp.float32(2))
@@ -315,6 +324,7 @@ def check_several_losses(page):
 
 def check_float8(page):
     from flax import nnx
+    from jax.experimental import sparse
 
     labels = page["labels"][:128]
 
@@ -349,12 +359,16 @@ def check_float8(page):
 
     check_training(page, page["nnx_losses"], read_nnx, step_nnx)
 
-    optimizer, grads = page["sparse_optimizer"], page["sparse_grads"]
-    old, new, state = page["matrix"], page["new_matrix"], page["sparse_state"]
+    optimizer, state = page["sparse_optimizer"], page["sparse_state"]
+    old, new = page["matrix"], page["new_matrix"]
     assert_same_bits(new.indices, old.indices)
     np.testing.assert_allclose(new.data, old.data - 0.1 * (old.data != 0), rtol=1e-5)
-    grads.data = grads.data.at[3].set(INF)
-    after, state = optimizer.apply_gradients(grads, new, state)
+    after, state, _ = optimizer.minimize(
+        lambda matrix: INF * matrix.data[3],
+        new,
+        state,
+        transform=sparse.value_and_grad,
+    )
     assert not state.last_step_applied
     assert_same_bits(after, new)
 
@@ -421,6 +435,36 @@ def test_page(name, tmp_path, monkeypatch):
         timeout=120,
     )
     assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("box", ["with_partitioning", "with_logical_partitioning"])
+def test_parameters_in_the_boxes_of_flax(box):
+    """What the page about linen says of `nn.Partitioned` and its like."""
+    from flax import linen as nn
+
+    make = getattr(nn, box)(nn.initializers.lecun_normal(), (None, "model"))
+    model = nn.Dense(2, dtype=jnp.float16, kernel_init=make)
+    x = jnp.arange(12.0).reshape(4, 3) / 12
+
+    def loss_fn(params, x):
+        return jnp.mean((model.apply(params, x) - 1).astype(jnp.float32) ** 2)
+
+    params, inner = model.init(jax.random.key(0), x), optax.adamw(0.1)
+    assert isinstance(params["params"]["kernel"], nn.meta.AxisMetadata)
+    optimizer = LossScaleOptimizer(inner, initial_scale=2.0**8)
+    state, wanted, wanted_state = optimizer.init(params), params, inner.init(params)
+    step = jax.jit(scaled_step(loss_fn, optimizer))
+    for _ in range(2):
+        params, state, _ = step(params, state, x)
+        wanted, wanted_state, _ = plain_step(loss_fn, inner)(wanted, wanted_state, x)
+    assert jax.tree.structure(params) == jax.tree.structure(wanted)
+    for actual, desired in zip(*map(jax.tree.leaves, (params, wanted)), strict=True):
+        np.testing.assert_allclose(actual, desired, rtol=1e-2)
+    kept, after, _ = step(params, state, x * INF)
+    assert not after.last_step_applied
+    assert_same_bits((kept, after.inner_state), (params, state.inner_state))
+    moments = nn.get_partition_spec(after.inner_state[0].mu)
+    assert moments == nn.get_partition_spec(params)
 
 
 if __name__ == "__main__":
