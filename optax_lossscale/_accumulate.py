@@ -51,6 +51,10 @@ def accumulate_gradients(
     with a non-finite gradient is skipped as a whole, and the next starts from zero.
     (`LossScaleOptimizer(optax.MultiSteps(inner, k))` drops the micro-batch alone.)
 
+    `has_updated` tells whether the parameters moved. `select_applied` speaks of the
+    last whole window: use `all_finite` of the gradients of a micro-batch to keep, or
+    not, what it computes besides them, such as batch statistics.
+
     Args:
       inner_optimizer: A `LossScaleOptimizer`, or any optimizer that holds one, without
         `num_losses` and `mask`: gradients are a tree like the parameters, and all of
@@ -164,8 +168,8 @@ def has_updated(state: Any) -> jax.Array:
     or a count of updates. It holds for a `LossScaleOptimizer`, for one around
     `optax.MultiSteps`, and for `accumulate_gradients`.
 
-    `select_applied` answers another question: whether what a micro-batch has computed,
-    batch statistics for example, may be kept.
+    What a micro-batch has computed, batch statistics for example, may be kept where
+    `all_finite` of its gradients is true, whether the parameters moved or not.
 
     Args:
       state: The state after a call of `update`, `apply_gradients` or `minimize`; a

@@ -168,6 +168,10 @@ def select_applied(state: Any, new: Any, old: Any) -> Any:
     For whatever the step computes besides the parameters: batch statistics,
     moving averages of the parameters, random keys, step counts.
 
+    With `accumulate_gradients` the last step is that of the last whole window. There
+    use `all_finite` of the gradients of the micro-batch for what it has computed, and
+    `has_updated`, as also with `optax.MultiSteps`, for what follows the parameters.
+
     Args:
       state: The state after the step; a pytree that holds one
         `LossScaleOptimizerState`.

@@ -267,6 +267,15 @@ def the_rate_is_read_and_set(row):
         np.testing.assert_allclose(updates["b"], -0.1 * 0.25, rtol=1e-6)
 
 
+def the_rate_is_among_the_hyperparameters(row):
+    ends = train(LossScaleOptimizer(row.make()), by_update, row.params(), batches(INF))
+    for i, (_, state) in enumerate(ends):
+        rate = 0.5 ** (i - (i >= BAD))  # that of the last step that was applied
+        assert optax.tree.get(state, "hyperparams") == {"learning_rate": rate}
+        with pytest.raises(KeyError, match="multiple values for 'learning_rate'"):
+            optax.tree.get(state, "learning_rate")
+
+
 def an_inf_becomes_a_one(row):
     _, inside = both(row)
     updates, _ = inside.update(OVERFLOW, inside.init(row.params()), row.params())
@@ -368,7 +377,12 @@ ROWS = [
         the_schedule_waits,
     ),
     Row("optax.chain(inner, optax.scale_by_schedule(schedule))"),
-    Row("optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)"),
+    Row(
+        "optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)",
+        "`optax.tree.get(state, 'hyperparams')` has the rate; the name "
+        "`learning_rate` is also that of the schedule's state",
+        the_rate_is_among_the_hyperparameters,
+    ),
     Row(
         "optax.inject_hyperparams(lambda rate: optax.chain(inner, optax.scale(rate)))"
         "(rate=0.5)",

@@ -20,6 +20,7 @@ from optax_lossscale import (
     accumulate_gradients,
     all_finite,
     check_health,
+    select_applied,
 )
 
 PAGE = Path(__file__).parent.parent / "docs" / "recipes" / "accumulation.md"
@@ -294,7 +295,7 @@ class TestPage:
         assert (scope["params"] != 1).all()
 
     def test_there_are_no_other_blocks(self):
-        assert len(blocks()) == 3
+        assert len(blocks()) == 4
 
     def again(self, scope, batch):
         """Takes all micro-batches of a batch; returns what became of the state."""
@@ -326,10 +327,10 @@ class TestPage:
         assert rest == [2**14, 1]
         assert_same_bits(params, self.again(scope, batch)[0])
 
-    def test_an_inf_skips_the_step_by_hand(self):
+    def test_an_inf_skips_the_one_step(self):
         scope = self.run(blocks()[2])
         batch = scope["batch"]
-        lost = batch.at[1, 0, 0].set(INF)
+        lost = batch.at[1, 0].set(INF)
         params, *rest = self.again(scope, [lost])
         assert rest == [2**14, 1]
         assert_same_bits(params, scope["params"])
@@ -337,7 +338,38 @@ class TestPage:
         params, *_ = self.again(scope, [batch, batch])
         wanted, state = jnp.ones(3), optax.adam(1e-2).init(jnp.ones(3))
         for _ in range(3):
-            grads = jax.grad(scope["loss_fn"])(wanted, batch.reshape(8, 3))
+            grads = jax.grad(scope["loss_fn"])(wanted, batch)
             updates, state = optax.adam(1e-2).update(grads, state)
             wanted += updates
         np.testing.assert_allclose(params, wanted, rtol=1e-6)
+
+    @pytest.mark.parametrize("is_inside", [False, True])
+    def test_averages_and_statistics(self, is_inside):
+        block = blocks()[3]
+        if is_inside:
+            around = "optimizer = accumulate_gradients(scaler, micro_steps=4)\n# Or: "
+            assert around in block
+            block = block.replace(around, "")
+        scope = self.run(block)
+        batch, state = scope["batch"], scope["state"]
+        lost = batch.at[1, 0, 0].set(INF)
+        for i, x in enumerate([*lost, *batch]):
+            *state, _ = scope["train_step"](*state, x)
+            if i == 1:
+                # As the page says, of the last window.
+                applied = select_applied(state[-1], jnp.float32(NAN), jnp.float32(0))
+                assert bool(all_finite(applied)) == is_inside
+
+        left_out = batch[jnp.array([0, 2, 3, 0])]
+        params, inner = jnp.ones(3), optax.adam(1e-2)
+        average, mean, inner_state = params, np.zeros(3), inner.init(params)
+        for window in (batch, left_out if is_inside else batch):
+            grads = jax.grad(lambda p, x: jnp.mean((x @ p) ** 2))(params, window)
+            updates, inner_state = inner.update(grads, inner_state)
+            params += updates
+            average = 0.9 * average + 0.1 * params
+        for x in (*batch, *batch[jnp.array([0, 2, 3])], *batch):
+            mean = 0.9 * mean + 0.1 * np.mean(x, axis=0)
+        for actual, desired in zip(state[:3], (params, average, mean), strict=True):
+            np.testing.assert_allclose(actual, desired, rtol=1e-6)
+        assert (params != average).all()

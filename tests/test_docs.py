@@ -127,6 +127,7 @@ def test_public_names():
         "all_finite",
         "check_health",
         "get_loss_scale",
+        "has_updated",
         "import_state",
         "select_applied",
     }
