@@ -1,7 +1,8 @@
 """Measures what loss scaling costs on the device that is there.
 
 Each system runs next to a plain Optax step, in turns; reported is the median of their
-ratios. Writes JSON, a Markdown table for each workload, and a plot.
+ratios. Writes JSON, a Markdown table for each workload, and a plot. The last workload,
+"compile time", has files of its own.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import jax
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks import report
+from benchmarks import compile_time, report
 from benchmarks.measure import measure
 from benchmarks.workloads import make_workloads
 
@@ -33,7 +34,8 @@ def main() -> None:
         for workload in make_workloads(options.quick, accelerator=platform != "cpu")
         if options.workload in workload.name
     ]
-    if not workloads:
+    compiles = options.workload in compile_time.NAME
+    if not workloads and not compiles:
         parser.error(f"--workload {options.workload!r} is in no workload's name")
     seconds = options.seconds or (0.1 if options.quick else 1.0)
     results = {"machine": report.machine(), "versions": report.versions(), "rows": []}
@@ -46,9 +48,14 @@ def main() -> None:
             )
             results["rows"] += rows
             report.save(stem.with_suffix(".json"), results)
-    report.write(results, stem)
-    print(report.timing_table(results))
-    print(f"Wrote {stem}.json, .md and .png")
+    if workloads:
+        report.write(results, stem)
+        print(report.timing_table(results))
+        print(f"Wrote {stem}.json, .md and .png")
+    if compiles:
+        stem = options.out / f"{platform}_compile_time"
+        print(compile_time.run(stem, quick=options.quick))
+        print(f"Wrote {stem}.json and .md")
 
 
 if __name__ == "__main__":

@@ -75,11 +75,16 @@ def _megabytes(number: float) -> str:
     return f"{number / 1e6:,.1f}"
 
 
-def full_report(results: dict[str, Any]) -> str:
-    """Returns all that was measured, a table for each workload."""
+def heading(title: str, results: dict[str, Any]) -> str:
+    """Returns the head of a page: what was measured, where, and with which versions."""
     machine = results["machine"]
     packages = ", ".join(f"{k} {v}" for k, v in results["versions"].items())
-    text = f"# Benchmarks on {machine['device']} ({machine['system']})\n\n{packages}\n"
+    return f"# {title} on {machine['device']} ({machine['system']})\n\n{packages}\n"
+
+
+def full_report(results: dict[str, Any]) -> str:
+    """Returns all that was measured, a table for each workload."""
+    text = heading("Benchmarks", results)
     header = ["system", "time / plain", "10 % to 90 %", "rounds"]
     header += ["compile / plain", "temporary MB", "kernels"]
     for workload, systems in by_workload(results).items():

@@ -72,7 +72,7 @@ class LogMaxLossScale(LossScale):
     Args:
       initial_scale: The first scale; the second follows from the first gradients.
       dtype: What gradients are computed in: "float16", or "float8_e5m2".
-      mean_decay: The decay of the running mean, at least 0 and below 1.
+      mean_decay: The decay of the running mean, at least 0 and at most 1 - 2**-20.
       variance_decay: The decay of the running variance.
       deviations: Standard deviations between the mean and what may just not
         overflow. With 3.09 one gradient in 1000 is larger, if normally distributed.

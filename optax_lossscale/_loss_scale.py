@@ -62,8 +62,8 @@ class LossScale(abc.ABC):
       ...
       ...     def update(self, grads, state, *, axis_name=None):
       ...         finite = all_finite(grads, axis_name=axis_name)
-      ...         lower = jnp.maximum(state.loss_scale / 2, 1.0)
-      ...         return State(jnp.where(finite, state.loss_scale, lower)), finite
+      ...         lower = jnp.maximum(self(state) / 2, 1.0)
+      ...         return State(jnp.where(finite, self(state), lower)), finite
       >>> scale = BackoffOnly()
       >>> state, should_apply = scale.update(jnp.array(jnp.inf), scale.init())
       >>> float(scale(state)), bool(should_apply)

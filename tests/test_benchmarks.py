@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import hlo, report
+from benchmarks import compile_time, hlo, report
 from benchmarks.measure import measure
 from benchmarks.systems import PLAIN, SKIPS, lower
 from benchmarks.workloads import mlp, optimizer_step, transformer
@@ -148,6 +148,49 @@ def test_a_row_for_every_system_that_is_asked_for():
     assert "| time / plain | 1e3 |" in text
     assert f"| apply_gradients of unscaled | {rows[1]['ratio']:.2f} |" in text
     assert workload.name in report.full_report(results)
+
+
+class TestCompileTime:
+    def test_what_is_compiled_are_steps_with_and_without_loss_scaling(self):
+        programs = {p.name: p for p in compile_time.make_programs(2)}
+        grads, _, state = programs[f"sgd: {PLAIN}"].arguments
+        expected, _ = programs[f"sgd: {PLAIN}"].function(grads, grads, state)
+        np.testing.assert_allclose(expected, [np.full(8, 0.999)] * 2, rtol=1e-6)
+        for rule in compile_time.RULES:
+            _, function, arguments, baseline = programs[f"sgd: apply_gradients, {rule}"]
+            assert baseline in programs
+            np.testing.assert_array_equal(function(*arguments)[0], expected)
+
+    def test_measures_each_in_turns(self, monkeypatch):
+        order = []
+
+        def fake(program):
+            order.append(program.name)
+            return 3.0 - len(order) // 16
+
+        monkeypatch.setattr(compile_time, "compile_time", fake)
+        rows = list(compile_time.measure(2, repeats=2))
+        assert order == [row["program"] for row in rows] * 2
+        assert {row["leaves"] for row in rows} == {2}
+        assert {row["seconds"] for row in rows} == {2.0}
+        assert {row["ratio"] for row in rows} == {1.0, None}
+
+    def test_takes_some_time(self):
+        program = compile_time.make_programs(1)[0]
+        assert compile_time.compile_time(program) > 0
+
+    def test_the_page_shows_what_was_measured(self):
+        for path in report.RESULTS.glob("*_compile_time.json"):
+            results = report.load(path)
+            assert (
+                compile_time.full_report(results) == path.with_suffix(".md").read_text()
+            )
+            assert results["machine"].keys() == report.machine().keys()
+            assert "jaxlib" in results["versions"]
+            names = [p.name for p in compile_time.make_programs(1)]
+            leaves = [100, 200, 400, 800, 1600]
+            measured = [(row["leaves"], row["program"]) for row in results["rows"]]
+            assert measured == [(n, name) for n in leaves for name in names]
 
 
 def test_readme_shows_what_was_measured():
