@@ -136,8 +136,8 @@ def underflow_stats(grads: Any, state: Any, dtype: Any = "float16") -> Underflow
         if is_inexact(leaf)
     }
     scale = scale_of(state)
-    is_wides = set(map(is_wide, leaves.values()))
-    borders = {wide: _borders(scale, wide, dtype) for wide in is_wides}
+    widths = set(map(is_wide, leaves.values()))
+    borders = {wide: _borders(scale, wide, dtype) for wide in widths}
     size, overall, each = 0, _together([]), {}
     # Leaf by leaf: what was compiled serves all leaves of a shape, and what does not
     # depend on the shape, all leaves.
