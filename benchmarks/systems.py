@@ -242,8 +242,9 @@ def make_systems(
             options = {"call": call, "given": given, "skip": skip}
             label = f"{call} of unscaled" if given else call
             found[f"{label}, {skip}"] = make(_in_two, inner, loss_fn, **options)
-    tracked = make(_minimize, inner, loss_fn, track_leaves=True)
-    found["minimize, track_leaves"] = tracked
+    for option in ("track_leaves", "check_updates"):
+        options = {option: True}
+        found[f"minimize, {option}"] = make(_minimize, inner, loss_fn, **options)
     found["minimize, fixed scale"] = make(_minimize, inner, loss_fn, loss_scale=SCALE)
     found["flax DynamicScale"] = make(_flax, inner, loss_fn)
     found["jmp"] = make(_jmp, inner, loss_fn)

@@ -70,8 +70,9 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
         `apply_gradients` need the loss as `value=`; `minimize` has it.
       check_updates: Whether a step is also skipped because the updates of the inner
         optimizer are not finite though the gradients are, as where it takes gradients
-        of its own (`optax.contrib.sam` in opaque mode). The scale then backs off. Such
-        a step is always computed and then selected, whatever `skip` is.
+        of its own (`optax.contrib.sam` in opaque mode). The scale then backs off. Each
+        step is computed and then selected, whatever `skip` is, which moves several
+        times the memory.
       track_leaves: Whether the state records which gradients were inf or nan, in
         `leaf_statistics`. `diagnostics.nonfinite_leaves` names them. Of several losses
         it is about the sum of their gradients.
