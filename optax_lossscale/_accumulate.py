@@ -58,7 +58,8 @@ def accumulate_gradients(
     Args:
       inner_optimizer: A `LossScaleOptimizer`, or any optimizer that holds one, without
         `num_losses` and `mask`: gradients are a tree like the parameters, and all of
-        them are added up. (It is refused where it has one, but not found in a chain.)
+        them are added up. (An optimizer with
+        one of them is refused; inside a chain it goes unnoticed.)
       micro_steps: The micro-batches in a window.
       average: Whether gradients are averaged over the window, or summed, as where
         each loss is divided by the size of the whole batch already.
@@ -205,8 +206,11 @@ def has_updated(state: Any) -> jax.Array:
     """
     found = find_state(state)
     updated = jnp.asarray(unbox(found.last_step_applied))
-    for outer in _nodes(AccumulationState, state):
-        updated &= unbox(outer.micro_step) == 0
+    outer = _nodes(AccumulationState, state)
+    while outer:
+        for node in outer:
+            updated &= unbox(node.micro_step) == 0
+        outer = _nodes(AccumulationState, [node.inner_state for node in outer])
     for inner in _nodes(optax.MultiStepsState, found.inner_state):
         steps, updates = unbox(inner.mini_step), unbox(inner.gradient_step)
         updated &= (steps == 0) & (updates > 0)

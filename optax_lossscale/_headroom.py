@@ -160,7 +160,8 @@ class HeadroomLossScale(LossScale):
         released = _lower(old_peak, (old_peak - x) / self.release_steps)
         sunk = _lower(old_peak, 1 / self.growth_interval)
         peak = jnp.where(seen, jnp.fmax(x, released), jnp.fmax(sunk, -256.0))
-        # A little less: of the scale that it leaves, rounding must not make the half.
+        # Leave 2**-10 bits of slack: otherwise rounding could floor the exponent one
+        # too low and halve a scale that should be kept.
         left = limit - peak - jnp.log2(scale) - 2.0**-10
         shrunk = _lower(old_margin, 1 / self.growth_interval)
         margin = jnp.where(overflowed, jnp.fmax(left, old_margin), shrunk)

@@ -131,7 +131,9 @@ def check_health(
             "parameters, or the forward pass overflows (check_loss=True counts such "
             f"steps apart, and spares the scale). If it is finite, {first}lower the "
             "scale if it is high (min_scale, or the fixed one), compute what overflows "
-            "in float32, clip gradients or lower the learning rate. "
+            "in float32, clip gradients or lower the learning rate. (With "
+            "check_updates=True the inner optimizer may make updates that are not "
+            "finite.) "
             "Parameters are as the last applied step left them."
         )
     elif health.consecutive_skipped_steps >= limit:
@@ -152,7 +154,7 @@ def check_health(
 
 
 def is_damaged(scale: Any) -> Any:
-    """Tells of a scale, or of each, whether it is none: out of bounds, or nan."""
+    """Whether a scale, or each of several, is out of bounds or nan."""
     return np.logical_not((scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE))
 
 

@@ -83,6 +83,19 @@ def in_float32(
     # So that `accepts` sees the arguments of the optimizer itself.
     @functools.wraps(inner.update)
     def update(updates, state, params=None, **extra_args):
+        def narrowed(value):
+            # A function of parameters computes with them in their own dtypes.
+            if not is_function(value):
+                return value
+
+            # Optax looks at the names of its arguments.
+            @functools.wraps(value)
+            def function(proposed, *args, **kwargs):
+                return widen(value(as_parameters(proposed, params), *args, **kwargs))
+
+            return function
+
+        extra_args = {name: narrowed(value) for name, value in extra_args.items()}
         return inner.update(widen(updates), state, widen(params), **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -102,8 +115,8 @@ def widen(tree: Any) -> Any:
 def narrow_like(updates: Any, grads: Any) -> Any:
     """Converts float32 updates to the dtypes of the gradients where these are narrower.
 
-    Optimizers do so by themselves where all is of one dtype. Where the updates are not
-    of the gradients' structure, they are returned as they are.
+    An optimizer returns updates in the dtype of its gradients; ours ran in float32.
+    Updates of another structure (`optax.lookahead`) are returned unchanged.
     """
     if jax.tree.structure(updates) != jax.tree.structure(grads):
         return updates
@@ -116,14 +129,16 @@ def narrow_like(updates: Any, grads: Any) -> Any:
 
 
 def without_constants(params: Any) -> Any:
-    """Returns the tree with None for functions, strings, bools and other constants."""
+    """Returns the tree with None for functions, strings and other constants.
 
-    def is_number(leaf):
-        if hasattr(leaf, "dtype"):
-            return True
-        return isinstance(leaf, int | float | complex) and not isinstance(leaf, bool)
+    Python integers are constants too: JAX does not differentiate by them.
+    """
 
-    return jax.tree.map(lambda leaf: leaf if is_number(leaf) else None, params)
+    def chosen(leaf):
+        is_number = hasattr(leaf, "dtype") or isinstance(leaf, float | complex)
+        return leaf if is_number else None
+
+    return jax.tree.map(chosen, params)
 
 
 def partition(
@@ -180,11 +195,29 @@ def combine(grads: Any, new: Any, old: Any) -> Any:
 
 def as_parameters(proposed: Any, params: Any) -> Any:
     """Converts the parameters that an inner optimizer proposes to their own dtypes."""
+    if jax.tree.structure(proposed) != jax.tree.structure(params):
+        return proposed
 
     def cast(new, old):
         return new.astype(old.dtype) if is_array(old) and is_array(new) else new
 
     return jax.tree.map(cast, proposed, params)
+
+
+def is_function(value: Any) -> bool:
+    """Whether `value` is a function, and not a model that may be called too."""
+    leaves = jax.tree.leaves(value)
+    is_partial = isinstance(value, jax.tree_util.Partial)
+    return callable(value) and (is_partial or all(map(callable, leaves)))
+
+
+def expand_none(grads: Any, params: Any) -> Any:
+    """Returns gradients with None for each parameter that has none."""
+
+    def expand(grad, param):
+        return jax.tree.map(lambda _: None, param) if grad is None else grad
+
+    return _map(expand, grads, params)
 
 
 def _map(function, grads, *trees):

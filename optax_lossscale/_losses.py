@@ -129,7 +129,7 @@ def _nan_unless(finite):
 
 
 def total_loss(num_losses: int | None, losses: Any) -> Any:
-    """Adds up the losses, in float32 those that are narrower: they might overflow."""
+    """Adds up the losses, at least in float32, so that the sum does not overflow."""
     if num_losses is None:
         return losses
     one = jnp.ones((), jnp.float32)

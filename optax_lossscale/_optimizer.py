@@ -1,4 +1,4 @@
-"""The half of the optimizer that changes its state: step or skip."""
+"""The public optimizer: options, init, update, apply_gradients, minimize."""
 
 from collections.abc import Callable, Hashable
 from typing import Any, get_args
@@ -74,8 +74,8 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
         step is computed and then selected, whatever `skip` is, which moves several
         times the memory.
       track_leaves: Whether the state records which gradients were inf or nan, in
-        `leaf_statistics`. `diagnostics.nonfinite_leaves` names them. Of several losses
-        it is about the sum of their gradients.
+        `leaf_statistics`. `diagnostics.nonfinite_leaves` names them. With
+        several losses it describes the sum of their gradients.
       num_losses: Where there are several losses, how many. Each gets a scale of its
         own, by the same rule, and is checked by itself: functions return a tuple of
         losses, and gradients are a list of trees, one for each loss, which the step
@@ -236,7 +236,7 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
         Args:
           updates: Unscaled gradients, as `value_and_grad` and
             `get_unscaled_gradients` return them. None stands for parameters that have
-            none.
+            none; pass `params` then.
           state: The state.
           params: The parameters, where the inner optimizer wants them.
           **extra_args: For the inner optimizer. `check_loss` needs `value`, the loss.
@@ -323,7 +323,8 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
             value.
 
         Warns:
-          UserWarning: Under `jax.jit`, if the scale of `state` is a constant there.
+          UserWarning: If the scale of `state` is a constant in a function that JAX
+            traces (`jax.jit`, `jax.lax.scan`).
 
         Examples:
           >>> import jax

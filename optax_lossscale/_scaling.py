@@ -88,7 +88,10 @@ class LossScaling:
     @property
     def _effective_skip(self) -> Skip | None:
         checks = (self._loss_scale.skip_nonfinite, self._check_loss)
-        if not any((*checks, self._check_updates)):
+        if self._check_updates:
+            # The updates decide, so they have to be there first.
+            return "where"
+        if not any(checks):
             return None
         return choose_skip(self._skip, self._axis_name)
 
@@ -184,10 +187,11 @@ class LossScaling:
         if self.dynamic and not isinstance(number, Tracer) and is_recording():
             # Python shows a warning once for each place, which is here.
             warnings.warn(
-                "The loss scale is a constant in a function that is being compiled, "
-                "so it will never change there. Call value_and_grad and "
-                "get_scaled_loss inside the compiled training step, with the state "
-                "that is an argument of the step; not once, before the loop.",
+                "The loss scale is a constant in a function that JAX traces. If that "
+                "function is compiled once and called in every step, the scale will "
+                "never change there. Make the state an argument of the function, and "
+                "call value_and_grad and get_scaled_loss inside the training step, "
+                "not once, before the loop.",
                 UserWarning,
                 stacklevel=1,
             )
@@ -234,8 +238,8 @@ class LossScaling:
             returns no value.
 
         Warns:
-          UserWarning: When called under `jax.jit`, if the scale of `state` is a
-            constant there.
+          UserWarning: If the scale of `state` is a constant in a function that JAX
+            traces (`jax.jit`, `jax.lax.scan`).
 
         Examples:
           >>> import jax
@@ -305,7 +309,8 @@ class LossScaling:
           TypeError: If the loss is no array or number.
 
         Warns:
-          UserWarning: Under `jax.jit`, if the scale of `state` is a constant there.
+          UserWarning: If the scale of `state` is a constant in a function that JAX
+            traces (`jax.jit`, `jax.lax.scan`).
 
         Examples:
           >>> import jax
@@ -350,7 +355,8 @@ class LossScaling:
             another rule.
 
         Warns:
-          UserWarning: Under `jax.jit`, if the scale of `state` is a constant there.
+          UserWarning: If the scale of `state` is a constant in a function that JAX
+            traces (`jax.jit`, `jax.lax.scan`).
 
         Examples:
           >>> import jax.numpy as jnp

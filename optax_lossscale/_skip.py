@@ -12,6 +12,11 @@ from optax_lossscale._tree import cast_like, is_array, is_inexact, select
 
 Skip = Literal["auto", "where", "cond"]
 
+# What a step that is skipped gets in place of inf and nan. Not 0: a norm has no
+# derivative there. Not 1: where the step sums over devices, it would change the result
+# of those that do not skip.
+SMALL = 2.0**-20
+
 
 def is_recording() -> bool:
     """Tells whether operations are recorded for a compiler, as under `jax.jit`.
@@ -29,7 +34,7 @@ def _constant():
 
 
 def choose_skip(skip: Skip, axis_name: Hashable | None) -> Skip:
-    """Returns "where" for "auto" where devices may decide apart, else `skip`.
+    """Returns "where" for "auto" if devices may decide differently, else `skip`.
 
     Devices along a mapped axis that `axis_name` leaves out need not agree. If they
     branched, those that skip would not join the collectives of those that do not.
@@ -62,7 +67,8 @@ def settle(skip: Skip | None, tree: Any) -> Any:
     if skip in (None, "where") or not is_recording():
         return tree
     arrays, join = _split(tree)
-    # One by one: together they would all vary as the one that varies most does.
+    # One barrier per leaf: a joint one would give every leaf the varying axes of all
+    # (jax.shard_map).
     return join(
         lax.platform_dependent(
             arrays,
@@ -92,9 +98,9 @@ def run_or_skip(
       run: The step. It is traced once.
       keep: Called as `keep(like, *operands)`. `like` is the result of `run`, or its
         shapes and dtypes. The result of `run` is cast to the dtypes of `keep`'s.
-      inputs: A pytree of what may be inf or nan in a step that is skipped. Where `run`
-        runs all the same, it gets small numbers instead: the derivative of what is not
-        selected is zero times its own derivative, which must be finite.
+      inputs: A pytree of what may be inf or nan in a step that is skipped. If `run`
+        is computed although the step is skipped, it gets small numbers instead.
+        Otherwise differentiating the select would compute 0 * inf = nan.
       *operands: Pytrees. Large arrays must come this way: closing over them
         makes XLA copy them at a branch.
 
@@ -116,7 +122,7 @@ def run_or_skip(
 
     def where(should_apply, run, arrays):
         inputs, operands = join(arrays)
-        new = run(_split((_small_unless(should_apply, inputs), operands))[0])
+        new = run(_split((small_unless(should_apply, inputs), operands))[0])
         old = keep_arrays(new, arrays)
         return select(should_apply, cast_like(new, old), old)
 
@@ -151,12 +157,7 @@ def run_or_skip(
     )
 
 
-# Not zero, at which a norm has no derivative; and not one, which would count where the
-# step adds it up over devices that do not skip.
-SMALL = 2.0**-20
-
-
-def _small_unless(should_apply: jax.Array, tree: Any) -> Any:
+def small_unless(should_apply: jax.Array, tree: Any) -> Any:
     """Returns the tree, with small floating-point leaves where a step is skipped."""
 
     def leaf(x):

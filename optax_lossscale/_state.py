@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from optax_lossscale._tree import cast_like, is_array, select, strongly_typed
 
@@ -24,9 +25,9 @@ class LossScaleOptimizerState(NamedTuple):
       nonfinite_loss_steps: i32[], steps skipped so far because the loss itself was
         not finite; zero without `check_loss`. Stays at its maximum.
       stuck_steps: i32[], of the steps skipped since one was applied, those whose
-        gradients were not finite though the scale stood at its minimum already
-        (where a rule names no `min_scale`: though the scale did not fall). Stays
-        at its maximum. See `check_health`.
+        gradients (or updates, with `check_updates`) were not finite though the scale
+        stood at its minimum already (where a rule names no `min_scale`: though the
+        scale did not fall). Stays at its maximum. See `check_health`.
       leaf_statistics: Which gradients were not finite, a `LeafStatistics`; None
         without `track_leaves`.
     """
@@ -75,23 +76,34 @@ def count_step(
     """
     counters = {name: getattr(state, name) for name in COUNTERS}
     counters = _count(counters, should_apply, loss_is_finite, is_stuck)
-    return state._replace(last_step_applied=should_apply, **counters)
+    flag = _flag(state.last_step_applied, should_apply)
+    return state._replace(last_step_applied=flag, **counters)
+
+
+@functools.partial(jax.jit, inline=True)
+def _flag(old, should_apply):
+    # As in _applied.
+    return lax.select(
+        should_apply, *(lax.full_like(old, x, bool) for x in (True, False))
+    )
 
 
 def count_applied(state: LossScaleOptimizerState) -> LossScaleOptimizerState:
     """Records a step of an optimizer that never skips one.
 
-    The state may have been saved, on a skipped step, by an optimizer that does.
+    A restored state may say that its last step was skipped.
     """
-    return state._replace(**_applied())
+    names = ("last_step_applied", "consecutive_skipped_steps", "stuck_steps")
+    return state._replace(**_applied({name: getattr(state, name) for name in names}))
 
 
 @functools.partial(jax.jit, inline=True)
-def _applied():
+def _applied(fields):
+    # Made like the old values, so that they vary over the same axes of jax.shard_map.
+    flag = fields.pop("last_step_applied")
     return {
-        "last_step_applied": jnp.ones((), bool),
-        "consecutive_skipped_steps": jnp.zeros((), jnp.int32),
-        "stuck_steps": jnp.zeros((), jnp.int32),
+        "last_step_applied": lax.full_like(flag, True, bool),
+        **{k: lax.full_like(x, 0, jnp.int32) for k, x in fields.items()},
     }
 
 

@@ -12,6 +12,7 @@ from optax_lossscale._inner import (
     accepts,
     check_gradients,
     combine,
+    expand_none,
     narrow_like,
     partition,
 )
@@ -26,7 +27,7 @@ from optax_lossscale._losses import (
 )
 from optax_lossscale._mask import choose, gradients_of
 from optax_lossscale._scaling import LossScaling
-from optax_lossscale._skip import run_or_skip
+from optax_lossscale._skip import run_or_skip, small_unless
 from optax_lossscale._state import LossScaleOptimizerState, count_applied, count_step
 from optax_lossscale._tree import (
     all_finite,
@@ -121,12 +122,17 @@ class Stepping(LossScaling):
         updates_are_finite = None
         if self._check_updates:
             # The decision needs the updates, so they are computed in any case.
-            skip = "where"
-            updates, new = self._inner.update(inputs, inner_state, seen, **extra)
-            gradients = gradients_of(self._mask, updates)
-            updates_are_finite = all_finite(gradients, axis_name=self._axis_name)
+            usable = all_finite(evidence, axis_name=self._axis_name)
+            if loss_is_finite is not None:
+                usable &= loss_is_finite
+            given, options = small_unless(usable, (inputs, extra))
+            updates, new = self._inner.update(given, inner_state, seen, **options)
+            checked = updates if applies else finish(updates, given, seen)
+            checked = checked if is_whole else combine(grads, checked, None)
+            checked = gradients_of(self._mask, checked)
+            updates_are_finite = all_finite(checked, axis_name=self._axis_name)
             evidence = add_evidence(self._num_losses, evidence, updates_are_finite)
-            finished = finish(updates, inputs, seen), new
+            finished = finish(updates, given, seen), new
 
             def run_before(*_):
                 return finished
@@ -163,7 +169,8 @@ class Stepping(LossScaling):
             stuck = ~decisions & at_minimum(self._loss_scale, *scales)
             state = count_step(state, should_apply, loss_is_finite, jnp.any(stuck))
         if self._track_leaves:
-            gradients = gradients_of(self._mask, grads)
+            gradients = grads if is_whole else expand_none(grads, params)
+            gradients = gradients_of(self._mask, gradients)
             leaves = count_leaves(state.leaf_statistics, gradients, self._axis_name)
             state = state._replace(leaf_statistics=leaves)
         return result, state._replace(

@@ -187,7 +187,8 @@ def largest_magnitude(tree: Any, *, axis_name: Hashable | None = None) -> jax.Ar
     """Returns the largest magnitude in a tree, of those parts that hold no nan.
 
     It does not tell whether the tree is finite: a maximum may or may not keep nan,
-    by the platform. Ask `all_finite`, and of trees that are not ignore this.
+    by the platform. Call `all_finite` too, and ignore this result where the tree is
+    not finite.
 
     Args:
       tree: Any pytree; what `all_finite` ignores is ignored.
@@ -216,7 +217,7 @@ def _filled_like(like, value):
 
 
 def strongly_typed(tree: Any) -> Any:
-    """Makes JAX arrays of other numbers and strong types of weak ones.
+    """Converts Python and NumPy numbers to JAX arrays, and weak types to strong ones.
 
     A weak type is lost by the first update, and the change would cost a second
     trace.

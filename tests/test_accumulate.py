@@ -635,3 +635,31 @@ class TestHasUpdated:
     def test_wants_one_state(self):
         with pytest.raises(ValueError, match="exactly one"):
             has_updated(())
+
+    def test_accumulation_twice(self):
+        inner = accumulate_gradients(LossScaleOptimizer(INNER), 2)
+        optimizer = accumulate_gradients(inner, 2)
+        assert self.follow(optimizer, [1, 2, 3, 4, 5]) == [0, 0, 0, 1, 0]
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+@pytest.mark.parametrize("axis_name", [None, "d"])
+@pytest.mark.parametrize("rule", [8.0, "dynamic"])
+def test_a_scan_in_a_shard_map_with_a_state_for_each_device(rule, axis_name):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    optimizer = LossScaleOptimizer(optax.sgd(0.5), rule, axis_name=axis_name)
+    state = jax.vmap(optimizer.init)(jnp.zeros((8, 1), jnp.float32))
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    def run(params, state, grads):
+        def body(carry, _):
+            return optimizer.apply_gradients(grads, *carry), None
+
+        own = jax.tree.map(lambda x: x[0], state)
+        (params, own), _ = lax.scan(body, (params, own), length=2)
+        return params, jax.tree.map(lambda x: x[None], own)
+
+    params, state = run(jnp.zeros(8), state, jnp.ones(8))
+    assert params.tolist() == [-1] * 8
+    assert state.last_step_applied.all()

@@ -167,3 +167,35 @@ def test_is_part_of_the_configuration():
     assert "check_updates=True" in repr(checked)
     with pytest.raises(TypeError, match="check_updates must be True or False"):
         LossScaleOptimizer(inner, check_updates=1)
+
+
+def test_what_is_thrown_away_is_not_checked():
+    # For integers Adafactor makes nan, which nobody sees.
+    params = {"a": jnp.ones((2, 2), jnp.float32), "n": jnp.arange(3)}
+    optimizer = LossScaleOptimizer(relaxed(optax.adafactor(0.1)), check_updates=True)
+    grads = {"a": jnp.ones((2, 2), jnp.float32), "n": None}
+    moved, state = optimizer.apply_gradients(grads, params, optimizer.init(params))
+    assert state.last_step_applied
+    assert_same_bits(moved["n"], params["n"])
+    assert (moved["a"] < 1).all()
+
+
+def test_updates_that_overflow_in_the_dtype_of_the_gradients():
+    optimizer = LossScaleOptimizer(optax.sgd(1e6), check_updates=True)
+    params = jnp.ones(3, jnp.float16)
+    updates, state = optimizer.update(params, optimizer.init(params), params)
+    assert not state.last_step_applied
+    assert not updates.any()
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_a_skip_is_differentiated_as_a_step_that_changes_nothing(wrap):
+    optimizer = LossScaleOptimizer(relaxed(optax.adam(0.1)), check_updates=True)
+
+    def after(params):
+        state = optimizer.init(params)
+        moved, state = optimizer.apply_gradients(params + INF, params, state)
+        return jnp.sum(moved**2)
+
+    gradient = wrap(jax.grad(after))(jnp.ones(2, jnp.float32))
+    assert gradient.tolist() == [2, 2]

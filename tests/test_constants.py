@@ -186,3 +186,41 @@ def test_python_numbers_with_gradients_are_parameters():
         lambda p: p["a"] ** 2 + p["b"], params, state
     )
     assert (loss, params["a"], params["b"]) == (3, 0.5, 1.75)
+
+
+class WithInteger(eqx.Module):
+    """Has an integer field that is not static, as is common."""
+
+    w: jax.Array
+    heads: int = 4
+
+    def __call__(self, x):
+        return x @ self.w / self.heads
+
+
+def test_an_integer_field_and_clipping_by_the_global_norm():
+    inner = relaxed(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.01)))
+    optimizer = LossScaleOptimizer(inner)
+    model = WithInteger(jnp.ones(3, jnp.float32))
+    state = optimizer.init(model)
+    moved, state, _ = optimizer.minimize(
+        lambda model, x: jnp.sum(model(x) ** 2),
+        model,
+        state,
+        X,
+        transform=eqx.filter_value_and_grad,
+    )
+    assert state.last_step_applied
+    assert moved.heads == 4
+    assert type(moved.heads) is int
+    np.testing.assert_allclose(abs(moved.w - model.w), np.full(3, 0.01), rtol=1e-3)
+
+
+def test_none_for_a_whole_branch_with_tracked_leaves():
+    optimizer = LossScaleOptimizer(optax.sgd(0.5), track_leaves=True)
+    params = {"a": jnp.ones(2), "b": {"x": jnp.ones(1), "y": jnp.ones(1)}}
+    state = optimizer.init(params)
+    grads = {"a": jnp.array([1, NAN], jnp.float32), "b": None}
+    _, state = optimizer.apply_gradients(grads, params, state)
+    (found,) = diagnostics.nonfinite_leaves(state, params)
+    assert found.name == "params['a']"
