@@ -122,11 +122,9 @@ class LossScale(abc.ABC):
 
     @property
     def _bounds(self) -> tuple[float, float]:
-        low, high = (getattr(self, name, None) for name in ("min_scale", "max_scale"))
-        return (
-            SMALLEST_SCALE if low is None else max(float(low), SMALLEST_SCALE),
-            LARGEST_SCALE if high is None else min(float(high), LARGEST_SCALE),
-        )
+        low = getattr(self, "min_scale", None) or SMALLEST_SCALE
+        high = getattr(self, "max_scale", None) or LARGEST_SCALE
+        return max(float(low), SMALLEST_SCALE), min(float(high), LARGEST_SCALE)
 
     def __call__(self, state: Any) -> jax.Array:
         """Returns the current loss scale: the same as `loss_scale(state)`."""
@@ -372,9 +370,11 @@ def bounded(rule: LossScale, scale: jax.Array) -> jax.Array:
     return _clip(scale, *rule._bounds)
 
 
-# Compiled, so that an eager call transfers no constants to the device.
+# Compiled: an eager call transfers no constants to the device.
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _clip(scale: jax.Array, low: float, high: float) -> jax.Array:
+    if low == high:  # of a fixed scale: a constant
+        return jnp.full_like(scale, low)
     # fmax drops nan.
     return jnp.fmin(jnp.fmax(scale, jnp.float32(low)), jnp.float32(high))
 

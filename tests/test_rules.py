@@ -167,6 +167,29 @@ def test_devices_decide_as_one_that_sees_all_gradients(rule, way):
 
 
 @every_rule
+def test_states_that_differ_between_devices_may_be_scanned_over(rule):
+    mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Auto,))
+    batch = P("batch")
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(batch, batch), out_specs=batch
+    )
+    def scales_of(states, grads):
+        def step(state, grad):
+            return rule.update(grad, state)[0], rule(state)
+
+        state = jax.tree.map(lambda x: x[0], states)
+        return jax.lax.scan(step, state, grads)[1]
+
+    states = jax.tree.map(lambda x: jnp.stack([x, x]), rule.init())
+    grads = jnp.array([1.0, jnp.nan, 1.0, 2.0, jnp.inf, jnp.inf], jnp.float32)
+    scales = np.split(np.asarray(jax.jit(scales_of)(states, grads)), 2)
+    for got, own in zip(scales, np.split(grads, 2), strict=True):
+        expected = scan_updates(rule, own)[0].loss_scale[:-1]
+        assert got.tolist() == [2.0**15, *expected.tolist()]
+
+
+@every_rule
 @pytest.mark.parametrize("skip", SKIPS)
 def test_a_skipped_step_changes_nothing(rule, skip):
     optimizer = LossScaleOptimizer(optax.sgd(0.1, momentum=0.9), rule, skip=skip)
