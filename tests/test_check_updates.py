@@ -113,11 +113,11 @@ def test_devices_agree():
             jnp.ones_like(params), params, state, returned=returned
         )
 
-    params = jnp.ones(2)
+    params = jnp.ones(2, jnp.float32)
     state = optimizer.init(params)
-    moved, state = step(params, state, jnp.array([0.5, 0.5]))
+    moved, state = step(params, state, jnp.array([0.5, 0.5], jnp.float32))
     assert moved.tolist() == [0.5, 0.5]
-    kept, state = step(params, state, jnp.array([0.5, INF]))
+    kept, state = step(params, state, jnp.array([0.5, INF], jnp.float32))
     assert kept.tolist() == [1, 1]
     assert not state.last_step_applied
 

@@ -27,7 +27,7 @@ class Model(eqx.Module):
     scale: float = 2.0
 
     def __init__(self):
-        self.mlp = eqx.nn.MLP(3, 2, 8, 1, key=jax.random.key(0))
+        self.mlp = eqx.nn.MLP(3, 2, 8, 1, dtype=jnp.float32, key=jax.random.key(0))
         self.dropout = eqx.nn.Dropout(0.5)
         self.steps = jnp.array([1, 2], jnp.int32)
         self.name = "model"
@@ -167,10 +167,13 @@ class TestEquinox:
 
 
 def test_none_for_a_whole_branch():
-    params = {"w": jnp.ones(2), "frozen": {"a": jnp.ones(3), "b": (jnp.ones(1), "x")}}
+    params = {
+        "w": jnp.ones(2, jnp.float32),
+        "frozen": {"a": jnp.ones(3, jnp.float32), "b": (jnp.ones(1, jnp.float32), "x")},
+    }
     optimizer = LossScaleOptimizer(optax.sgd(0.5, momentum=0.9))
     state = optimizer.init(params)
-    grads = {"w": jnp.ones(2), "frozen": None}
+    grads = {"w": jnp.ones(2, jnp.float32), "frozen": None}
     moved, state = optimizer.apply_gradients(grads, params, state)
     assert moved["w"].tolist() == [0.5, 0.5]
     assert moved["frozen"] is not None
@@ -218,7 +221,10 @@ def test_an_integer_field_and_clipping_by_the_global_norm():
 
 def test_none_for_a_whole_branch_with_tracked_leaves():
     optimizer = LossScaleOptimizer(optax.sgd(0.5), track_leaves=True)
-    params = {"a": jnp.ones(2), "b": {"x": jnp.ones(1), "y": jnp.ones(1)}}
+    params = {
+        "a": jnp.ones(2, jnp.float32),
+        "b": {"x": jnp.ones(1, jnp.float32), "y": jnp.ones(1, jnp.float32)},
+    }
     state = optimizer.init(params)
     grads = {"a": jnp.array([1, NAN], jnp.float32), "b": None}
     _, state = optimizer.apply_gradients(grads, params, state)

@@ -27,7 +27,7 @@ def optimizer():
 
 class Model(nnx.Module):
     def __init__(self):
-        self.w = nnx.Param(jnp.ones(2))
+        self.w = nnx.Param(jnp.ones(2, jnp.float32))
 
 
 def model_loss(model):
@@ -66,7 +66,7 @@ CALLS = {
 
 @pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
 class TestWarning:
-    params = jnp.ones(2)
+    params = jnp.ones(2, jnp.float32)
 
     def test_of_a_scale_that_is_a_constant_under_jit(self, make, optimizer):
         call = make(optimizer, optimizer.init(self.params))
@@ -97,7 +97,7 @@ class TestWarning:
 
 
 def test_reading_a_scale_under_jit_is_no_reason_to_warn(optimizer):
-    state = optimizer.init(jnp.ones(2))
+    state = optimizer.init(jnp.ones(2, jnp.float32))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert jax.jit(lambda x: x * optimizer.current_loss_scale(state))(1.0) == 1024

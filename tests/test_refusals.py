@@ -99,7 +99,7 @@ def test_damaged_statistics_of_leaves(track_leaves):
 
 
 def test_pairs_of_gradients_and_variables():
-    grads, variables = [jnp.ones(2)], [jnp.zeros(2)]
+    grads, variables = [jnp.ones(2, jnp.float32)], [jnp.zeros(2, jnp.float32)]
     for call in (
         lambda: optimizer.apply_gradients(
             zip(grads, variables, strict=True), variables, state
@@ -127,7 +127,7 @@ def test_an_inner_hyperparameter_of_the_same_name(inject):
     with pytest.raises(ValueError, match="hyperparameter named 'loss_scale'"):
         LossScaleOptimizer(optax.chain(inner, optax.sgd(0.1))).init(PARAMS)
     # A parameter may well be named so.
-    named = {"loss_scale": jnp.ones(2)}
+    named = {"loss_scale": jnp.ones(2, jnp.float32)}
     LossScaleOptimizer(relaxed(optax.adam(0.1))).init(named)
 
 
@@ -153,7 +153,7 @@ class TestSelectApplied:
         ("new", "old"),
         [
             (0.5, jnp.int32(0)),
-            (jnp.ones(2), jnp.zeros(2, jnp.int32)),
+            (jnp.ones(2, jnp.float32), jnp.zeros(2, jnp.int32)),
             (1j, jnp.float32(0)),
             (2, jnp.array(False)),
         ],
@@ -176,13 +176,15 @@ class TestSelectApplied:
 def test_lookahead_with_tracked_leaves():
     inner = optax.lookahead(optax.sgd(0.5), sync_period=2, slow_step_size=0.5)
     tracking = LossScaleOptimizer(relaxed(inner), track_leaves=True)
-    params = optax.LookaheadParams.init_synced({"a": jnp.ones(2), "b": jnp.ones(3)})
+    params = optax.LookaheadParams.init_synced(
+        {"a": jnp.ones(2, jnp.float32), "b": jnp.ones(3, jnp.float32)}
+    )
     after = tracking.init(params)
-    grads = {"a": jnp.ones(2), "b": jnp.array([1, INF, 1], jnp.float32)}
+    grads = {"a": jnp.ones(2, jnp.float32), "b": jnp.array([1, INF, 1], jnp.float32)}
     updates, after = tracking.update(grads, after, params)
     params = optax.apply_updates(params, updates)
     assert not after.last_step_applied
-    grads = {"a": jnp.ones(2), "b": jnp.ones(3)}
+    grads = {"a": jnp.ones(2, jnp.float32), "b": jnp.ones(3, jnp.float32)}
     updates, after = tracking.update(grads, after, params)
     assert after.last_step_applied
     (found,) = nonfinite_leaves(after, params)
