@@ -85,13 +85,15 @@ def in_float32(
     def update(updates, state, params=None, **extra_args):
         def narrowed(value):
             # A function of parameters computes with them in their own dtypes.
-            if not is_function(value):
+            if not is_function(value) or not _is_narrow(params):
                 return value
+            if isinstance(value, jax.tree_util.Partial):
+                return jax.tree_util.Partial(_call_narrowed, value, params)
 
             # Optax looks at the names of its arguments.
             @functools.wraps(value)
             def function(proposed, *args, **kwargs):
-                return widen(value(as_parameters(proposed, params), *args, **kwargs))
+                return _call_narrowed(value, params, proposed, *args, **kwargs)
 
             return function
 
@@ -99,6 +101,15 @@ def in_float32(
         return inner.update(widen(updates), state, widen(params), **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _is_narrow(params: Any) -> bool:
+    arrays = [x for x in jax.tree.leaves(params) if is_array(x) and is_inexact(x)]
+    return any(full_precision(x.dtype) != x.dtype for x in arrays)
+
+
+def _call_narrowed(function, params, proposed, *args, **kwargs):
+    return widen(function(as_parameters(proposed, params), *args, **kwargs))
 
 
 def widen(tree: Any) -> Any:
