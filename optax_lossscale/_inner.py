@@ -83,33 +83,9 @@ def in_float32(
     # So that `accepts` sees the arguments of the optimizer itself.
     @functools.wraps(inner.update)
     def update(updates, state, params=None, **extra_args):
-        def narrowed(value):
-            # A function of parameters computes with them in their own dtypes.
-            if not is_function(value) or not _is_narrow(params):
-                return value
-            if isinstance(value, jax.tree_util.Partial):
-                return jax.tree_util.Partial(_call_narrowed, value, params)
-
-            # Optax looks at the names of its arguments.
-            @functools.wraps(value)
-            def function(proposed, *args, **kwargs):
-                return _call_narrowed(value, params, proposed, *args, **kwargs)
-
-            return function
-
-        extra_args = {name: narrowed(value) for name, value in extra_args.items()}
         return inner.update(widen(updates), state, widen(params), **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _is_narrow(params: Any) -> bool:
-    arrays = [x for x in jax.tree.leaves(params) if is_array(x) and is_inexact(x)]
-    return any(full_precision(x.dtype) != x.dtype for x in arrays)
-
-
-def _call_narrowed(function, params, proposed, *args, **kwargs):
-    return widen(function(as_parameters(proposed, params), *args, **kwargs))
 
 
 def widen(tree: Any) -> Any:
@@ -213,13 +189,6 @@ def as_parameters(proposed: Any, params: Any) -> Any:
         return new.astype(old.dtype) if is_array(old) and is_array(new) else new
 
     return jax.tree.map(cast, proposed, params)
-
-
-def is_function(value: Any) -> bool:
-    """Whether `value` is a function, and not a model that may be called too."""
-    leaves = jax.tree.leaves(value)
-    is_partial = isinstance(value, jax.tree_util.Partial)
-    return callable(value) and (is_partial or all(map(callable, leaves)))
 
 
 def expand_none(grads: Any, params: Any) -> Any:

@@ -256,8 +256,6 @@ def in_float32(tree):
 @every_optimizer
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_parameters_take_the_steps_of_float32(name, dtype):
-    if name == "lbfgs" or "linesearch" in name:
-        pytest.skip("evaluates the loss at parameters of half precision")
     inner, params = make_compiled(name), make_params(name, dtype)
     optimizer = LossScaleOptimizer(inner)
     expected, inner_state = params, inner.init(in_float32(params))

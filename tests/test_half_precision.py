@@ -129,23 +129,3 @@ def test_what_a_narrower_state_is_asked_for_is_kept():
     assert state.inner_state[0].mu.dtype == jnp.bfloat16
     _, after = optimizer.update(params, state, params)
     assert signature(after) == signature(state)
-
-
-def test_functions_of_the_parameters_are_given_their_dtype():
-    """SAM in opaque mode evaluates a gradient function of the user."""
-    seen = []
-
-    def grad_fn(params, _):
-        seen.append(params.dtype)
-        return params * 0.5
-
-    inner = optax.contrib.sam(
-        optax.sgd(0.25), optax.sgd(0.1), sync_period=2, opaque_mode=True
-    )
-    optimizer = LossScaleOptimizer(relaxed(inner))
-    params = jnp.ones(2, jnp.float16)
-    updates, _ = optimizer.update(
-        params, optimizer.init(params), params, grad_fn=grad_fn
-    )
-    assert set(seen) == {jnp.dtype("float16")}
-    assert updates.any()
