@@ -9,7 +9,7 @@ import optax
 from optax_lossscale._check import check_bool, check_count, check_loss_value
 from optax_lossscale._inner import check_optimizer
 from optax_lossscale._skip import run_or_skip
-from optax_lossscale._state import find_state, unbox
+from optax_lossscale._state import find_state, nodes_of, unbox
 from optax_lossscale._tree import (
     full_precision,
     is_inexact,
@@ -58,8 +58,8 @@ def accumulate_gradients(
     Args:
       inner_optimizer: A `LossScaleOptimizer`, or any optimizer that holds one, without
         `num_losses` and `mask`: gradients are a tree like the parameters, and all of
-        them are added up. (An optimizer with
-        one of them is refused; inside a chain it goes unnoticed.)
+        them are added up. (An optimizer with one of them is refused; inside a chain it
+        goes unnoticed.)
       micro_steps: The micro-batches in a window.
       average: Whether gradients are averaged over the window, or summed, as where
         each loss is divided by the size of the whole batch already.
@@ -206,22 +206,15 @@ def has_updated(state: Any) -> jax.Array:
     """
     found = find_state(state)
     updated = jnp.asarray(unbox(found.last_step_applied))
-    outer = _nodes(AccumulationState, state)
+    outer = nodes_of(AccumulationState, state)
     while outer:
         for node in outer:
             updated &= unbox(node.micro_step) == 0
-        outer = _nodes(AccumulationState, [node.inner_state for node in outer])
-    for inner in _nodes(optax.MultiStepsState, found.inner_state):
+        outer = nodes_of(AccumulationState, [node.inner_state for node in outer])
+    for inner in nodes_of(optax.MultiStepsState, found.inner_state):
         steps, updates = unbox(inner.mini_step), unbox(inner.gradient_step)
         updated &= (steps == 0) & (updates > 0)
     return updated
-
-
-def _nodes(kind, tree):
-    def found(node):
-        return isinstance(node, kind)
-
-    return [node for node in jax.tree.leaves(tree, is_leaf=found) if found(node)]
 
 
 def _zeros(param):

@@ -182,8 +182,6 @@ def combine(grads: Any, new: Any, old: Any) -> Any:
 
 def as_parameters(proposed: Any, params: Any) -> Any:
     """Converts the parameters that an inner optimizer proposes to their own dtypes."""
-    if jax.tree.structure(proposed) != jax.tree.structure(params):
-        return proposed
 
     def cast(new, old):
         return new.astype(old.dtype) if is_array(old) and is_array(new) else new

@@ -128,11 +128,16 @@ def _count(counters, should_apply, loss_is_finite, is_stuck):
 
 def find_states(state: Any) -> list[LossScaleOptimizerState]:
     """Returns all the states of loss-scaled optimizers in a tree."""
+    return nodes_of(LossScaleOptimizerState, state)
+
+
+def nodes_of(kind: Any, tree: Any) -> list[Any]:
+    """Returns the outermost nodes of a tree that are instances of `kind`."""
 
     def found(node):
-        return isinstance(node, LossScaleOptimizerState)
+        return isinstance(node, kind)
 
-    return [node for node in jax.tree.leaves(state, is_leaf=found) if found(node)]
+    return [node for node in jax.tree.leaves(tree, is_leaf=found) if found(node)]
 
 
 def find_state(state: Any) -> LossScaleOptimizerState:
@@ -149,11 +154,7 @@ def find_state(state: Any) -> LossScaleOptimizerState:
 
 def warn_if_in_multi_steps(state: Any) -> None:
     """Warns of a loss-scaled optimizer inside `optax.MultiSteps`, once a process."""
-
-    def found(node):
-        return isinstance(node, optax.MultiStepsState | LossScaleOptimizerState)
-
-    nodes = jax.tree.leaves(state, is_leaf=found)
+    nodes = nodes_of(optax.MultiStepsState | LossScaleOptimizerState, state)
     multi_steps = [node for node in nodes if isinstance(node, optax.MultiStepsState)]
     if find_states(multi_steps):
         # The place of the warning is here, so that Python shows it once.

@@ -127,15 +127,15 @@ class Stepping(LossScaling):
                 usable &= loss_is_finite
             given, options = small_unless(usable, (inputs, extra))
             updates, new = self._inner.update(given, inner_state, seen, **options)
-            checked = updates if applies else finish(updates, given, seen)
+            finished = finish(updates, given, seen)
+            checked = updates if applies else finished
             checked = checked if is_whole else combine(grads, checked, None)
             checked = gradients_of(self._mask, checked)
             updates_are_finite = all_finite(checked, axis_name=self._axis_name)
             evidence = add_evidence(self._num_losses, evidence, updates_are_finite)
-            finished = finish(updates, given, seen), new
 
             def run_before(*_):
-                return finished
+                return finished, new
 
             run = run_before
 
