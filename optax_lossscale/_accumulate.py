@@ -6,16 +6,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._check import check_bool, check_count, check_loss_value
-from optax_lossscale._inner import check_optimizer
-from optax_lossscale._skip import run_or_skip
-from optax_lossscale._state import find_state, nodes_of, unbox
-from optax_lossscale._tree import (
-    full_precision,
-    is_inexact,
-    strongly_typed,
-    zero_update,
-)
+from optax_lossscale._check import check_bool, check_count
+from optax_lossscale._numerics import at_least_float32
+from optax_lossscale._step.inner import check_optimizer
+from optax_lossscale._step.skip import run_or_skip
+from optax_lossscale._step.state import find_state, nodes_of, unbox
+from optax_lossscale._step.step import check_loss_value
+from optax_lossscale._tree import is_inexact, strongly_typed, zero_update
 
 
 class AccumulationState(NamedTuple):
@@ -220,7 +217,7 @@ def has_updated(state: Any) -> jax.Array:
 def _zeros(param):
     if not is_inexact(param):
         return None
-    return jnp.zeros_like(param, full_precision(jnp.asarray(param).dtype))
+    return jnp.zeros_like(param, at_least_float32(jnp.asarray(param).dtype))
 
 
 def _map(function, grads, total):

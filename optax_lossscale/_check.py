@@ -2,13 +2,10 @@
 
 import math
 import numbers
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 # Within these bounds the scale and its reciprocal are normal float32 numbers.
 # Outside, one of the two is subnormal, which most hardware takes for zero: so would
@@ -133,70 +130,3 @@ def check_dtype(name: str, value: Any) -> str:
             f"gradients are computed in, got {value!r}."
         )
     return dtype.name
-
-
-def check_adaptive(scale: Any, **further: Callable[[str, Any], Any]) -> None:
-    """Checks and normalizes, in place, what every scale that adapts is made of.
-
-    Args:
-      scale: A frozen dataclass with at least the first, least and greatest scale.
-      further: The checks of its other fields, by name.
-    """
-    checks = {
-        "initial_scale": check_scale,
-        "min_scale": check_scale,
-        "max_scale": check_scale,
-        **further,
-    }
-    for name, check in checks.items():
-        object.__setattr__(scale, name, check(name, getattr(scale, name)))
-    if not scale.min_scale <= scale.initial_scale <= scale.max_scale:
-        raise ValueError(
-            "initial_scale must lie between min_scale and max_scale, got "
-            f"min_scale={scale.min_scale!r}, initial_scale={scale.initial_scale!r}, "
-            f"max_scale={scale.max_scale!r}."
-        )
-
-
-def check_dynamics(scale: Any, **further: Callable[[str, Any], Any]) -> None:
-    """Checks, as `check_adaptive`, a scale that also grows and backs off by factors."""
-    check_adaptive(
-        scale,
-        growth_interval=check_count,
-        growth_factor=check_growth_factor,
-        backoff_factor=check_backoff_factor,
-        **further,
-    )
-
-
-def is_number(x: Any) -> bool:
-    """Whether `x` is a real Python number or an array of real numbers."""
-    dtype = getattr(x, "dtype", None)
-    if dtype is None:
-        return isinstance(x, int | float) and not isinstance(x, bool)
-    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-
-
-def check_host(function: str, tree: Any) -> None:
-    """Raises where numbers cannot be waited for."""
-    if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
-        raise TypeError(
-            f"{function} is for the host, where it can wait for numbers: call it "
-            "outside of jit, scan, vmap and the like, with what the step has returned."
-        )
-
-
-def check_loss_value(value: Any) -> None:
-    """Checks that `value` can be the loss of a step."""
-    if value is None:
-        raise TypeError(
-            "With check_loss=True a step needs the loss, and value= is missing. Pass "
-            "the unscaled loss, as value_and_grad returns it: update(grads, state, "
-            "params, value=loss) or apply_gradients(grads, params, state, value=loss). "
-            "minimize passes it by itself, Flax's TrainState.apply_gradients does not."
-        )
-    if not is_number(value) or np.shape(value) != ():
-        raise TypeError(
-            f"value must be the loss, a real scalar, got {value!r}. Reduce the loss to "
-            "a scalar first, and pass it without auxiliary data."
-        )

@@ -7,7 +7,9 @@ import jax
 import optax
 
 from optax_lossscale._check import check_bool
-from optax_lossscale._inner import (
+from optax_lossscale._rules.base import LossScale
+from optax_lossscale._rules.identifiers import get_loss_scale, keras_loss_scale
+from optax_lossscale._step.inner import (
     accepts,
     as_parameters,
     check_no_loss_scale,
@@ -16,10 +18,8 @@ from optax_lossscale._inner import (
     in_float32,
     without_constants,
 )
-from optax_lossscale._leaves import initial_leaves
-from optax_lossscale._loss_scale import LossScale
-from optax_lossscale._losses import check_num_losses, initial_scales, total, total_loss
-from optax_lossscale._mask import (
+from optax_lossscale._step.leaf_statistics import initial_leaves
+from optax_lossscale._step.mask import (
     Mask,
     check_mask,
     check_params,
@@ -27,14 +27,19 @@ from optax_lossscale._mask import (
     expand,
     masked,
 )
-from optax_lossscale._registry import get_loss_scale, keras_loss_scale
-from optax_lossscale._skip import Skip
-from optax_lossscale._state import (
+from optax_lossscale._step.scaler import (
+    check_num_losses,
+    initial_scales,
+    total,
+    total_loss,
+)
+from optax_lossscale._step.skip import Skip
+from optax_lossscale._step.state import (
     LossScaleOptimizerState,
     find_states,
     initial_state,
 )
-from optax_lossscale._stepping import Stepping
+from optax_lossscale._step.step import Stepping
 from optax_lossscale._tree import strongly_typed
 
 

@@ -19,7 +19,7 @@ from helpers import readme_blocks
 
 import optax_lossscale
 from optax_lossscale import diagnostics
-from optax_lossscale._scaling import LossScaling
+from optax_lossscale._step.scaling import LossScaling
 
 PACKAGE = Path(optax_lossscale.__file__).parent
 

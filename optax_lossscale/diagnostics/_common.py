@@ -5,16 +5,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
-from optax_lossscale._check import check_scale, is_number
-from optax_lossscale._state import find_state, unbox
+from optax_lossscale._check import check_scale
+from optax_lossscale._step.state import find_state, unbox
+from optax_lossscale._tree import is_real
 
 
 def scale_of(state: Any) -> jax.Array:
     """Returns the loss scale, f32[], of a state or of a number that is one."""
     if isinstance(state, numbers.Real) and not isinstance(state, bool):
         scale = jnp.asarray(check_scale("state", state), jnp.float32)
-    elif is_number(state):
+    elif is_real(state):
         scale = jnp.asarray(state)
     else:
         scale = unbox(find_state(state).loss_scale_state.loss_scale)
@@ -35,6 +37,15 @@ def named_leaves(tree: Any, name: str = "") -> dict[str, Any]:
     """
     pairs = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None)
     return {name + jax.tree_util.keystr(path): leaf for path, leaf in pairs}
+
+
+def check_host(function: str, tree: Any) -> None:
+    """Raises where numbers cannot be waited for."""
+    if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
+        raise TypeError(
+            f"{function} is for the host, where it can wait for numbers: call it "
+            "outside of jit, scan, vmap and the like, with what the step has returned."
+        )
 
 
 def check_text(name: str, value: Any) -> None:

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._check import check_count, check_host
+from optax_lossscale._check import check_count
+from optax_lossscale.diagnostics._common import check_host
 from optax_lossscale.diagnostics._files import COUNTS, Table, read_table, write_table
 
 

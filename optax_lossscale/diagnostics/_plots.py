@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from optax_lossscale._check import check_dtype, check_host
-from optax_lossscale.diagnostics._common import scale_of
+from optax_lossscale._check import check_dtype
+from optax_lossscale.diagnostics._common import check_host, scale_of
 from optax_lossscale.diagnostics._drawing import (
     as_percent,
     as_power,

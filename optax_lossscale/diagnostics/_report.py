@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_lossscale._health import (
+from optax_lossscale._step.state import find_state, unbox
+from optax_lossscale.diagnostics._health import (
     CALL_INSIDE,
     START_UP,
     Health,
@@ -15,7 +16,6 @@ from optax_lossscale._health import (
     is_damaged,
     may_be_frozen,
 )
-from optax_lossscale._state import find_state, unbox
 from optax_lossscale.diagnostics._nonfinite import (
     NonfiniteLeaf,
     leaf_names,

@@ -10,16 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lossscale._check import (
-    SMALLEST_SCALE,
-    check_bits,
-    check_dtype,
-    check_host,
-    check_scale,
-)
-from optax_lossscale._loss_scale import DynamicLossScale, power
+from optax_lossscale._check import SMALLEST_SCALE, check_bits, check_dtype, check_scale
+from optax_lossscale._numerics import all_finite, exact_exp2
 from optax_lossscale._optimizer import LossScaleOptimizer
-from optax_lossscale._tree import all_finite, numbers_of
+from optax_lossscale._rules.dynamic import DynamicLossScale
+from optax_lossscale._tree import inexact_leaves
 from optax_lossscale.diagnostics._bits import (
     border,
     exponents,
@@ -30,6 +25,7 @@ from optax_lossscale.diagnostics._bits import (
     mantissas,
     reduce_counts,
 )
+from optax_lossscale.diagnostics._common import check_host
 
 # An exponent above all that there are.
 NO_LIMIT = 2**20
@@ -76,7 +72,7 @@ def suggest_loss_scale(
     """
     dtype, margin = check_dtype("dtype", dtype), check_bits("margin", margin)
     limits_of(dtype)
-    return _suggest(numbers_of(grads), dtype, margin)
+    return _suggest(inexact_leaves(grads), dtype, margin)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "margin"))
@@ -95,7 +91,9 @@ def _suggest(leaves: list[jax.Array], dtype: str, margin: float) -> jax.Array:
         finite = finite & jnp.all(largest < infinity(largest))
         highest = jnp.minimum(highest, jnp.min(fits))
     says = finite & (highest < NO_LIMIT)
-    return jnp.where(says, power(highest.astype(jnp.float32)), 1.0).astype(jnp.float32)
+    return jnp.where(says, exact_exp2(highest.astype(jnp.float32)), 1.0).astype(
+        jnp.float32
+    )
 
 
 class ScaleSweep(NamedTuple):
@@ -249,7 +247,7 @@ def _make_step(
         _, grads = optimizer.value_and_grad(
             loss_fn, state, has_aux=has_aux, transform=transform
         )(params, batch)
-        parts = [bits for x in numbers_of(grads) for bits in magnitudes(x)]
+        parts = [bits for x in inexact_leaves(grads) for bits in magnitudes(x)]
         normal = {
             kind: border(limit, scale, jnp.zeros((), kind), inclusive=True)
             for kind in {bits.dtype for bits in parts}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._check import check_dtype
-from optax_lossscale._tree import is_inexact, numbers_of
+from optax_lossscale._tree import inexact_leaves, is_inexact
 from optax_lossscale.diagnostics._bits import (
     border,
     exponents,
@@ -286,7 +286,7 @@ def exponent_histogram(grads: Any) -> ExponentHistogram:
       >>> print(histogram.exponents[seen], histogram.counts[seen], histogram.zeros)
       [0 1] [2. 1.] 1.0
     """
-    leaves = numbers_of(grads)
+    leaves = inexact_leaves(grads)
     first, last = (-1074, 1023) if any(map(is_wide, leaves)) else (-149, 127)
     # All in one: zeros come before the least exponent, inf and nan after the largest.
     bins = jnp.zeros(last - first + 4, jnp.float32)

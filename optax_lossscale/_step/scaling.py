@@ -9,22 +9,24 @@ import jax
 from jax import lax
 from jax.core import Tracer
 
-from optax_lossscale._loss_scale import FixedLossScale, LossScale
-from optax_lossscale._losses import (
+from optax_lossscale._numerics import scale_down, scale_up
+from optax_lossscale._rules.base import LossScale
+from optax_lossscale._rules.fixed import FixedLossScale
+from optax_lossscale._step.mask import Mask, choose, hashable
+from optax_lossscale._step.scaler import (
     check_one_each,
     check_rule_state,
     check_scales,
     initial_scales,
 )
-from optax_lossscale._mask import Mask, choose, hashable
-from optax_lossscale._skip import Skip, choose_skip, is_recording, settle
-from optax_lossscale._state import (
+from optax_lossscale._step.skip import Skip, barrier_on_cpu, choose_skip, is_recording
+from optax_lossscale._step.state import (
     find_state,
     initial_state,
     unbox,
     warn_if_in_multi_steps,
 )
-from optax_lossscale._tree import is_inexact, scale_down, scale_up
+from optax_lossscale._tree import is_inexact
 
 
 class LossScaling:
@@ -372,7 +374,7 @@ class LossScaling:
         return self._unscale(grads, self._scales(state))
 
     def _unscale(self, grads, scales):
-        grads = settle(self._effective_skip, grads)
+        grads = barrier_on_cpu(self._effective_skip, grads)
         if self._num_losses is None:
             return self._unscale_one(grads, scales)
         trees = check_one_each("grads", self._num_losses, grads)

@@ -3,9 +3,11 @@
 import numbers
 
 from optax_lossscale._check import check_bool, check_count, check_scale
-from optax_lossscale._headroom import HeadroomLossScale
-from optax_lossscale._logmax import LogMaxLossScale
-from optax_lossscale._loss_scale import DynamicLossScale, FixedLossScale, LossScale
+from optax_lossscale._rules.base import LossScale
+from optax_lossscale._rules.dynamic import DynamicLossScale
+from optax_lossscale._rules.fixed import FixedLossScale
+from optax_lossscale._rules.headroom import HeadroomLossScale
+from optax_lossscale._rules.logmax import LogMaxLossScale
 
 BY_NAME = {
     "dynamic": DynamicLossScale,

@@ -5,10 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from optax_lossscale._check import check_loss_value
-from optax_lossscale._inner import (
+from optax_lossscale._numerics import all_finite
+from optax_lossscale._step.inner import (
     accepts,
     check_gradients,
     combine,
@@ -16,23 +17,26 @@ from optax_lossscale._inner import (
     narrow_like,
     partition,
 )
-from optax_lossscale._leaves import check_leaves, count_leaves
-from optax_lossscale._loss_scale import at_minimum
-from optax_lossscale._losses import (
+from optax_lossscale._step.leaf_statistics import check_leaves, count_leaves
+from optax_lossscale._step.mask import choose, gradients_of
+from optax_lossscale._step.scaler import (
     add_evidence,
     check_one_each,
     check_state,
     total,
     update_scales,
 )
-from optax_lossscale._mask import choose, gradients_of
-from optax_lossscale._scaling import LossScaling
-from optax_lossscale._skip import run_or_skip, small_unless
-from optax_lossscale._state import LossScaleOptimizerState, count_applied, count_step
+from optax_lossscale._step.scaling import LossScaling
+from optax_lossscale._step.skip import run_or_skip, small_unless
+from optax_lossscale._step.state import (
+    LossScaleOptimizerState,
+    count_applied,
+    count_step,
+)
 from optax_lossscale._tree import (
-    all_finite,
     cast_like,
     is_float0,
+    is_real,
     select,
     strongly_typed,
     zero_update,
@@ -166,7 +170,7 @@ class Stepping(LossScaling):
             state = count_applied(state)
         else:
             scales = map(self._loss_scale, (state.loss_scale_state, loss_scale_state))
-            stuck = ~decisions & at_minimum(self._loss_scale, *scales)
+            stuck = ~decisions & self._loss_scale._is_at_minimum(*scales)
             state = count_step(state, should_apply, loss_is_finite, jnp.any(stuck))
         if self._track_leaves:
             gradients = grads if is_whole else expand_none(grads, params)
@@ -175,4 +179,20 @@ class Stepping(LossScaling):
             state = state._replace(leaf_statistics=leaves)
         return result, state._replace(
             inner_state=inner_state, loss_scale_state=loss_scale_state
+        )
+
+
+def check_loss_value(value: Any) -> None:
+    """Checks that `value` can be the loss of a step."""
+    if value is None:
+        raise TypeError(
+            "With check_loss=True a step needs the loss, and value= is missing. Pass "
+            "the unscaled loss, as value_and_grad returns it: update(grads, state, "
+            "params, value=loss) or apply_gradients(grads, params, state, value=loss). "
+            "minimize passes it by itself, Flax's TrainState.apply_gradients does not."
+        )
+    if not is_real(value) or np.shape(value) != ():
+        raise TypeError(
+            f"value must be the loss, a real scalar, got {value!r}. Reduce the loss to "
+            "a scalar first, and pass it without auxiliary data."
         )

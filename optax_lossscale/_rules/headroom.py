@@ -1,22 +1,15 @@
 """A loss scale that follows the room above the largest gradient."""
 
 import dataclasses
-import functools
 import math
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._check import (
-    check_adaptive,
-    check_bits,
-    check_count,
-    check_dtype,
-)
-from optax_lossscale._loss_scale import LossScale, bounded, overflow_exponent, power
-from optax_lossscale._tree import all_finite, largest_magnitude
+from optax_lossscale._check import check_bits, check_count, check_dtype
+from optax_lossscale._numerics import exact_exp2, overflow_exponent
+from optax_lossscale._rules.base import AdaptiveLossScale
 
 
 class HeadroomLossScaleState(NamedTuple):
@@ -36,7 +29,7 @@ class HeadroomLossScaleState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadroomLossScale(LossScale):
+class HeadroomLossScale(AdaptiveLossScale):
     """A loss scale that leaves room above the largest gradient, and learns how much.
 
     What the dynamic scale does to the scale, this one does to a margin: the bits
@@ -108,9 +101,10 @@ class HeadroomLossScale(LossScale):
     min_scale: float = 1.0
     max_scale: float = 2.0**126
 
+    _needs_largest = True
+
     def __post_init__(self):
-        check_adaptive(
-            self,
+        self._check(
             dtype=check_dtype,
             min_margin=check_bits,
             growth_interval=check_count,
@@ -130,30 +124,13 @@ class HeadroomLossScale(LossScale):
             overflowed=jnp.zeros((), bool),
         )
 
-    def update(
-        self,
-        grads: Any,
-        state: HeadroomLossScaleState,
-        *,
-        axis_name: Hashable | None = None,
-    ) -> tuple[HeadroomLossScaleState, jax.Array]:
-        """Advances the loss scale by one step; see the base class."""
-        finite = all_finite(grads, axis_name=axis_name)
-        largest = largest_magnitude(grads, axis_name=axis_name)
-        return self._advance(state, finite, largest), finite
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def _advance(
-        self, state: HeadroomLossScaleState, finite: jax.Array, largest: jax.Array
-    ) -> HeadroomLossScaleState:
-        scale = self.loss_scale(state)
+    def _advance(self, state, finite, largest):
+        scale, overflowed = state.loss_scale, state.overflowed
         limit = overflow_exponent(self.dtype)
-        old_margin = jnp.asarray(state.margin, jnp.float32)
-        old_margin = _in_range(old_margin, self.min_margin, 256.0, self.min_margin)
-        old_peak = jnp.asarray(state.peak, jnp.float32)
+        # A restored state may be out of range.
+        old_margin = _in_range(state.margin, self.min_margin, 256.0, self.min_margin)
         fresh_peak = limit - old_margin - jnp.log2(scale)
-        old_peak = _in_range(old_peak, -256.0, 256.0, fresh_peak)
-        overflowed = jnp.asarray(state.overflowed, bool)
+        old_peak = _in_range(state.peak, -256.0, 256.0, fresh_peak)
 
         seen = largest > 0
         x = jnp.log2(jnp.where(seen, largest, 1.0))
@@ -169,9 +146,9 @@ class HeadroomLossScale(LossScale):
 
         highest = limit - peak - margin
         lower, upper = jnp.floor(highest - self.hysteresis), jnp.floor(highest)
-        followed = jnp.fmin(jnp.fmax(scale, power(lower)), power(upper))
+        followed = jnp.fmin(jnp.fmax(scale, exact_exp2(lower)), exact_exp2(upper))
         return HeadroomLossScaleState(
-            loss_scale=bounded(self, jnp.where(finite, followed, scale / 2)),
+            loss_scale=jnp.where(finite, followed, scale / 2),
             peak=jnp.where(finite, peak, old_peak),
             margin=jnp.where(finite, margin, old_margin),
             overflowed=~finite,

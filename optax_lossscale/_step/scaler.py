@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lossscale._check import check_count
-from optax_lossscale._loss_scale import LossScale
-from optax_lossscale._tree import is_float0, is_inexact, scale_up, strongly_typed
+from optax_lossscale._numerics import scale_up
+from optax_lossscale._rules.base import LossScale
+from optax_lossscale._tree import is_float0, is_inexact, strongly_typed
 
 
 def check_num_losses(num_losses: Any, mask: Any) -> int | None:

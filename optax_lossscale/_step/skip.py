@@ -58,7 +58,7 @@ def _split(tree: Any) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Any]
     return [x for x in leaves if is_array(x)], join
 
 
-def settle(skip: Skip | None, tree: Any) -> Any:
+def barrier_on_cpu(skip: Skip | None, tree: Any) -> Any:
     """Has gradients computed before they are used, where the step branches on CPU.
 
     There XLA would compute the end of each gradient twice, in the layout that suits

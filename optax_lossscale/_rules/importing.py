@@ -19,9 +19,9 @@ from optax_lossscale._check import (
     check_scale,
     check_share,
 )
-from optax_lossscale._loss_scale import DynamicLossScale
-from optax_lossscale._peers import APEX_ATTRIBUTES, KERAS_POSITIONS, PEERS, Peer
-from optax_lossscale._tolerance import TolerantLossScale
+from optax_lossscale._rules.dynamic import DynamicLossScale
+from optax_lossscale._rules.peers import APEX_ATTRIBUTES, KERAS_POSITIONS, PEERS, Peer
+from optax_lossscale._rules.tolerant import TolerantLossScale
 
 
 def import_state(

@@ -9,12 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._tree import (
-    full_precision,
-    is_array,
-    is_inexact,
-    strongly_typed,
-)
+from optax_lossscale._numerics import at_least_float32
+from optax_lossscale._tree import is_array, is_inexact, strongly_typed
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
@@ -94,7 +90,7 @@ def widen(tree: Any) -> Any:
     def wide(leaf):
         if not is_array(leaf) or not is_inexact(leaf):
             return leaf
-        return leaf.astype(full_precision(leaf.dtype))
+        return leaf.astype(at_least_float32(leaf.dtype))
 
     return jax.tree.map(wide, strongly_typed(tree))
 
@@ -109,7 +105,7 @@ def narrow_like(updates: Any, grads: Any) -> Any:
         return updates
 
     def narrow(update, grad):
-        is_wide = not is_array(grad) or full_precision(grad.dtype) == grad.dtype
+        is_wide = not is_array(grad) or at_least_float32(grad.dtype) == grad.dtype
         return update if is_wide or not is_inexact(grad) else update.astype(grad.dtype)
 
     return jax.tree.map(narrow, updates, grads)

@@ -1,24 +1,21 @@
 """A loss scale from the statistics of the largest gradient."""
 
 import dataclasses
-import functools
-from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_lossscale._check import (
-    check_adaptive,
     check_bits,
     check_bool,
     check_count,
     check_decay,
     check_dtype,
 )
-from optax_lossscale._loss_scale import LossScale, bounded, overflow_exponent, power
-from optax_lossscale._tree import all_finite, largest_magnitude
+from optax_lossscale._numerics import exact_exp2, overflow_exponent
+from optax_lossscale._rules.base import AdaptiveLossScale
 
 
 class LogMaxLossScaleState(NamedTuple):
@@ -46,7 +43,7 @@ class LogMaxLossScaleState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class LogMaxLossScale(LossScale):
+class LogMaxLossScale(AdaptiveLossScale):
     """A loss scale that keeps overflows improbable, by the gradients it has seen.
 
     The logarithm of the largest gradient is taken for normally distributed, and the
@@ -119,9 +116,10 @@ class LogMaxLossScale(LossScale):
     min_scale: float = 1.0
     max_scale: float = 2.0**126
 
+    _needs_largest = True
+
     def __post_init__(self):
-        check_adaptive(
-            self,
+        self._check(
             dtype=check_dtype,
             mean_decay=check_decay,
             variance_decay=check_decay,
@@ -143,28 +141,10 @@ class LogMaxLossScale(LossScale):
             variance=jnp.zeros((), jnp.float32),
         )
 
-    def update(
-        self,
-        grads: Any,
-        state: LogMaxLossScaleState,
-        *,
-        axis_name: Hashable | None = None,
-    ) -> tuple[LogMaxLossScaleState, jax.Array]:
-        """Advances the loss scale by one step; see the base class."""
-        finite = all_finite(grads, axis_name=axis_name)
-        largest = largest_magnitude(grads, axis_name=axis_name)
-        return self._advance(state, finite, largest), finite
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def _advance(
-        self, state: LogMaxLossScaleState, finite: jax.Array, largest: jax.Array
-    ) -> LogMaxLossScaleState:
-        state = LogMaxLossScaleState(
-            *(jnp.asarray(x, t.dtype) for x, t in zip(state, self.init(), strict=True))
-        )
-        scale = self.loss_scale(state)
+    def _advance(self, state, finite, largest):
+        scale = state.loss_scale
         # A restored state may be out of range, and hold nan: then nothing is known.
-        ceiling = bounded(self, jnp.fmin(state.ceiling, self.max_scale))
+        ceiling = self._clip(jnp.fmin(state.ceiling, self.max_scale))
         known = (abs(state.mean) <= 256) & (abs(state.slow_mean) <= 256)
         known &= (state.variance >= 0) & (state.variance <= 2.0**18)
         mean, slow_mean, variance = (
@@ -176,8 +156,8 @@ class LogMaxLossScale(LossScale):
         good_steps = optax.safe_increment(jnp.maximum(state.good_steps, 0))
         good_steps = jnp.where(finite, good_steps, 0)
         grow = good_steps >= self.growth_interval
-        ceiling = bounded(self, jnp.where(grow, ceiling * 2, ceiling))
-        ceiling = jnp.where(finite, ceiling, bounded(self, scale / 2))
+        ceiling = self._clip(jnp.where(grow, ceiling * 2, ceiling))
+        ceiling = jnp.where(finite, ceiling, self._clip(scale / 2))
 
         seen = finite & (largest > 0)
         x = jnp.log2(jnp.where(seen, largest, 1.0))
@@ -193,11 +173,11 @@ class LogMaxLossScale(LossScale):
         deviation = jnp.sqrt(variance)
         room = overflow_exponent(self.dtype) - mean - self.deviations * deviation
         room = jnp.fmin(jnp.fmax(room, -126.0), 126.0)
-        proposed = power(jnp.floor(room)) if self.powers_of_two else jnp.exp2(room)
+        proposed = exact_exp2(jnp.floor(room)) if self.powers_of_two else jnp.exp2(room)
         # Before there is anything to go by, the first scale it is.
         proposed = jnp.where(observations > 0, proposed, scale)
         return LogMaxLossScaleState(
-            loss_scale=bounded(self, jnp.fmin(proposed, ceiling)),
+            loss_scale=jnp.fmin(proposed, ceiling),
             good_steps=jnp.where(grow, 0, good_steps),
             ceiling=ceiling,
             observations=observations,

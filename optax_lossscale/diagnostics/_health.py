@@ -10,9 +10,9 @@ from optax_lossscale._check import (
     SMALLEST_SCALE,
     check_bool,
     check_count,
-    check_host,
 )
-from optax_lossscale._state import find_state, unbox
+from optax_lossscale._step.state import find_state, unbox
+from optax_lossscale.diagnostics._common import check_host
 
 # As many skips in a row may be needed at the start: from 2**24 down to 1 by halves.
 START_UP = 24

@@ -1,17 +1,14 @@
 """A loss scale that tolerates a share of non-finite steps."""
 
 import dataclasses
-import functools
-from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._check import check_dynamics, check_share
-from optax_lossscale._loss_scale import LossScale, rescale
-from optax_lossscale._tree import all_finite
+from optax_lossscale._check import check_share
+from optax_lossscale._rules.base import FactorLossScale
 
 
 class TolerantLossScaleState(NamedTuple):
@@ -34,7 +31,7 @@ class TolerantLossScaleState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class TolerantLossScale(LossScale):
+class TolerantLossScale(FactorLossScale):
     """A dynamic loss scale that puts up with a few non-finite steps.
 
     Every non-finite step is skipped, but the scale backs off only when such steps
@@ -101,7 +98,7 @@ class TolerantLossScale(LossScale):
     max_scale: float = 2.0**126
 
     def __post_init__(self):
-        check_dynamics(self, tolerance=check_share)
+        self._check(tolerance=check_share)
 
     def init(self) -> TolerantLossScaleState:
         """Returns the initial state; see the base class."""
@@ -112,23 +109,10 @@ class TolerantLossScale(LossScale):
             nonfinite_steps=jnp.zeros((), jnp.int32),
         )
 
-    def update(
-        self,
-        grads: Any,
-        state: TolerantLossScaleState,
-        *,
-        axis_name: Hashable | None = None,
-    ) -> tuple[TolerantLossScaleState, jax.Array]:
-        """Advances the loss scale by one step; see the base class."""
-        finite = all_finite(grads, axis_name=axis_name)
-        return self._advance(state, finite), finite
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def _advance(
-        self, state: TolerantLossScaleState, finite: jax.Array
-    ) -> TolerantLossScaleState:
+    def _advance(self, state, finite, largest):
+        # Restored counters may be out of range.
         good_steps, steps, nonfinite_steps = (
-            jnp.maximum(jnp.asarray(count, jnp.int32), 0)
+            jnp.maximum(count, 0)
             for count in (state.good_steps, state.steps, state.nonfinite_steps)
         )
         # Among more steps than these, growth_interval in a row would have been finite,
@@ -148,7 +132,7 @@ class TolerantLossScale(LossScale):
         enough = jnp.float32(self.tolerance * (1 - 1e-6)) * jnp.float32(steps)
         back_off = ~finite & (jnp.float32(nonfinite_steps) >= enough)
         return TolerantLossScaleState(
-            loss_scale=rescale(self, self.loss_scale(state), grow, back_off),
+            loss_scale=self._rescale(state.loss_scale, grow, back_off),
             good_steps=jnp.where(grow, 0, good_steps),
             steps=jnp.where(grow | back_off, 0, steps),
             nonfinite_steps=jnp.where(back_off, 0, nonfinite_steps),

@@ -1,0 +1,190 @@
+"""The numerics: scaling, the check of gradients, exact powers of two."""
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from optax_lossscale._tree import inexact_leaves
+
+
+def at_least_float32(dtype: jax.typing.DTypeLike) -> np.dtype:
+    """Returns float32 for narrower dtypes and integers, else `dtype` itself."""
+    dtype = jnp.dtype(dtype)
+    if jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 32:
+        return dtype
+    return jnp.dtype(jnp.float32)
+
+
+@functools.partial(jax.jit, inline=True)
+def scale_up(x: Any, scale: jax.Array) -> jax.Array:
+    """Returns `x * scale`, in float32 where `x` is narrower."""
+    x = jnp.asarray(x)
+    x = x.astype(at_least_float32(x.dtype))
+    scale = scale.astype(jnp.finfo(x.dtype).dtype)
+    if jnp.iscomplexobj(x):
+        # (inf + bi) * (s + 0i) would be nan: scale the two parts apart.
+        return lax.complex(x.real * scale, x.imag * scale)
+    return x * scale
+
+
+@functools.partial(jax.jit, inline=True)
+def scale_down(x: Any, scale: jax.Array) -> jax.Array:
+    """Returns `x / scale`, in float32 where `x` is narrower.
+
+    Multiplies by the reciprocal, which is exact where `scale` is a power of two.
+    """
+    wide = at_least_float32(jnp.asarray(x).dtype)
+    return scale_up(x, 1 / scale.astype(jnp.finfo(wide).dtype))
+
+
+@jax.jit
+def _nonfinite_sum(x: jax.Array) -> jax.Array:
+    """Returns zero if all of `x` is finite, else inf or nan."""
+    if jnp.finfo(x.dtype).bits <= 8:
+        x = x.astype(jnp.float32)  # float8_e8m0fnu has no zero
+    return lax.platform_dependent(x, cpu=_sum_on_cpu, default=_sum)
+
+
+def _sum(x: jax.Array) -> jax.Array:
+    # A sum keeps inf and nan. So does a max, but across devices it may drop nan.
+    def nonfinite(x):
+        zero = lax.sub(x, x)
+        return lax.select(lax.eq(zero, lax.full_like(zero, 0)), zero, lax.abs(x))
+
+    return _sum_parts(nonfinite, x)
+
+
+def _sum_on_cpu(x: jax.Array) -> jax.Array:
+    # Always nan instead of inf, but several times faster there. And all(isfinite(x))
+    # would write an array of booleans first.
+    return _sum_parts(lambda x: lax.sub(x, x), x)
+
+
+def _sum_parts(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
+    sums = [lax.reduce_sum(function(part), range(x.ndim)) for part in parts]
+    return functools.reduce(lax.add, [x.astype(jnp.float32) for x in sums])
+
+
+def nonfinite_sums(leaves: list[jax.Array]) -> list[jax.Array]:
+    """Returns, for each leaf, zero where it is finite and else inf or nan."""
+    return [_nonfinite_sum(x) for x in leaves]
+
+
+def _stack(scalars: list[jax.Array]) -> jax.Array:
+    # XLA turns the reduction of a stack into a chain of operations. On TPU and GPU this
+    # lets it reduce one scalar over devices. On CPU every kernel that uses the result
+    # would repeat the chain: compile time would grow with the square of its length.
+    stacked = jnp.stack(scalars)
+    return lax.platform_dependent(
+        stacked, cpu=lax.optimization_barrier, default=lambda stacked: stacked
+    )
+
+
+@functools.partial(jax.jit, static_argnames="axis_name")
+def _all_finite(leaves: list[jax.Array], axis_name: Hashable | None) -> jax.Array:
+    finite = jnp.ones((), bool)
+    if leaves:
+        finite = jnp.isfinite(jnp.sum(_stack(nonfinite_sums(leaves))))
+    if axis_name is None:
+        return finite
+    # Adding a zero that varies along the axes: jax.shard_map refuses to reduce over
+    # several of which some are known to agree (as after a sum of gradients).
+    flag = finite.astype(jnp.int32) + 0 * axis_index(axis_name)
+    return lax.pmin(flag, axis_name).astype(bool)
+
+
+def axis_index(axis_name: Hashable) -> jax.Array:
+    """Returns the index of this device, or says how to bind the axis."""
+    try:
+        return lax.axis_index(axis_name)
+    except NameError as error:
+        raise NameError(
+            f"axis_name={axis_name!r} was given to LossScaleOptimizer or all_finite, "
+            "and the call must be inside a jax.pmap, jax.shard_map or jax.vmap that "
+            "binds it. Under jax.jit alone leave axis_name out: there the flag is that "
+            "of the whole arrays."
+        ) from error
+
+
+def all_finite(tree: Any, *, axis_name: Hashable | None = None) -> jax.Array:
+    """Tells whether every number in a tree is finite.
+
+    Args:
+      tree: Any pytree. Leaves that are not floating-point or complex (None,
+        integers, float0, PRNG keys, functions) are ignored.
+      axis_name: A name, or tuple of names, of mapped axes (`jax.pmap`,
+        `jax.vmap`, `jax.shard_map`) to reduce the result over: True where the
+        trees of all devices are finite.
+
+    Returns:
+      bool[], False if there is an inf or a nan anywhere. A tree without numbers
+      is finite.
+
+    Raises:
+      NameError: At trace time, if `axis_name` is not bound.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from optax_lossscale import all_finite
+      >>> bool(all_finite({"w": jnp.ones(3), "b": None}))
+      True
+      >>> bool(all_finite({"w": jnp.array([1.0, jnp.nan]), "b": None}))
+      False
+    """
+    return _all_finite(inexact_leaves(tree), axis_name)
+
+
+@jax.jit
+def _largest_of(x: jax.Array) -> jax.Array:
+    # float8 has no maximum, and what float64 alone holds is as good as inf.
+    parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
+    wide = [lax.abs(part.astype(jnp.float32)) for part in parts]
+    return functools.reduce(jnp.fmax, [jnp.max(part, initial=0.0) for part in wide])
+
+
+@functools.partial(jax.jit, static_argnames="axis_name")
+def _largest(leaves: list[jax.Array], axis_name: Hashable | None) -> jax.Array:
+    largest = jnp.zeros((), jnp.float32)
+    if leaves:
+        each = _stack([_largest_of(x) for x in leaves])
+        each = jnp.fmin(jnp.fmax(each, 0.0), jnp.finfo(jnp.float32).max)
+        largest = jnp.max(each)
+    if axis_name is None:
+        return largest
+    varying = largest + 0 * axis_index(axis_name).astype(jnp.float32)
+    return lax.pmax(varying, axis_name)
+
+
+def largest_magnitude(tree: Any, *, axis_name: Hashable | None = None) -> jax.Array:
+    """Returns the largest magnitude in a tree, of those parts that hold no nan.
+
+    It does not tell whether the tree is finite: a maximum may or may not keep nan,
+    by the platform. Call `all_finite` too, and ignore this result where the tree is
+    not finite.
+
+    Args:
+      tree: Any pytree; what `all_finite` ignores is ignored.
+      axis_name: As that of `all_finite`.
+
+    Returns:
+      f32[], never inf or nan; of a complex number the larger part; 0 without numbers.
+    """
+    return _largest(inexact_leaves(tree), axis_name)
+
+
+def overflow_exponent(dtype: str) -> int:
+    """Returns the exponent of the power of two from which on a dtype overflows."""
+    return int(jnp.finfo(dtype).maxexp)
+
+
+def exact_exp2(exponent: jax.Array) -> jax.Array:
+    """Returns two to a whole exponent, exactly, which exp2 need not; within bounds."""
+    exponent = jnp.fmin(jnp.fmax(exponent, -126.0), 126.0)
+    biased = (exponent.astype(jnp.int32) + 127) << 23
+    return jax.lax.bitcast_convert_type(biased, jnp.float32)

@@ -1,0 +1,1 @@
+"""The rules: how a loss scale changes."""

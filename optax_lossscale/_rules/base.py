@@ -1,0 +1,275 @@
+"""What all rules have in common, and what those that adapt the scale do."""
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+
+from optax_lossscale._check import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    check_backoff_factor,
+    check_count,
+    check_growth_factor,
+    check_scale,
+)
+from optax_lossscale._numerics import all_finite, largest_magnitude
+
+
+class LossScale(abc.ABC):
+    """The base of all loss scales: hyperparameters and a rule, no arrays.
+
+    Loss scaling multiplies the loss by a scale and divides the gradients by it::
+
+      loss = ...
+      loss *= loss_scale
+      grads = gradients(loss, params)
+      grads /= loss_scale
+
+    Mathematically this has no effect. In float16 small gradients underflow without.
+
+    A subclass is a frozen dataclass whose fields are its hyperparameters. It
+    defines `init` and `update`; `get_config`, `from_config`, equality and hash
+    follow from the fields. Everything that changes during training is in the
+    state, a pytree with at least the field `loss_scale: f32[]`. (No hyperparameter
+    may be named `loss_scale`: that is the method which reads the state.) Where it has
+    hyperparameters `min_scale` and `max_scale`, they bound the scale that is read.
+
+    Attributes:
+      skip_nonfinite: False promises that `update` never asks to skip a step, and
+        no check and no branch is compiled then.
+
+    Examples:
+      A scale that only ever backs off:
+
+      >>> import dataclasses
+      >>> import jax.numpy as jnp
+      >>> from optax_lossscale import LossScale, LossScaleOptimizer, all_finite
+      >>> from typing import NamedTuple
+      >>> class State(NamedTuple):
+      ...     loss_scale: jnp.ndarray
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class BackoffOnly(LossScale):
+      ...     initial_scale: float = 2.0**24
+      ...
+      ...     def init(self):
+      ...         return State(jnp.float32(self.initial_scale))
+      ...
+      ...     def update(self, grads, state, *, axis_name=None):
+      ...         finite = all_finite(grads, axis_name=axis_name)
+      ...         lower = jnp.maximum(self(state) / 2, 1.0)
+      ...         return State(jnp.where(finite, self(state), lower)), finite
+      >>> scale = BackoffOnly()
+      >>> state, should_apply = scale.update(jnp.array(jnp.inf), scale.init())
+      >>> float(scale(state)), bool(should_apply)
+      (8388608.0, False)
+      >>> BackoffOnly.from_config(scale.get_config()) == scale
+      True
+
+    References:
+      Micikevicius et al., `Mixed Precision Training
+      <https://arxiv.org/abs/1710.03740>`_, 2018;
+      `tf.mixed_precision.experimental.LossScale`, TensorFlow 2.4.
+    """
+
+    skip_nonfinite = True
+
+    @abc.abstractmethod
+    def init(self) -> Any:
+        """Returns the initial state.
+
+        Returns:
+          A pytree of strongly typed arrays, one of them `loss_scale: f32[]`.
+        """
+
+    @abc.abstractmethod
+    def update(
+        self, grads: Any, state: Any, *, axis_name: Hashable | None = None
+    ) -> tuple[Any, jax.Array]:
+        """Advances the loss scale by one step.
+
+        Args:
+          grads: Unscaled gradients, any pytree. None and integer leaves are
+            ignored; without any leaves the gradients count as finite.
+          state: What `init` or `update` returned.
+          axis_name: A name, or tuple of names, of mapped axes. The finiteness
+            flag is reduced over them, so that all devices decide the same.
+
+        Returns:
+          The new state, of the same structure, shapes and dtypes; and
+          `should_apply_gradients: bool[]`, False if this step is to be skipped.
+        """
+
+    def loss_scale(self, state: Any) -> jax.Array:
+        """Returns the current loss scale, from which `update` starts too.
+
+        Args:
+          state: What `init` or `update` returned. Its scale may be out of bounds, if it
+            was restored or set by hand.
+
+        Returns:
+          f32[], the number that the loss is multiplied by: at least `min_scale` (of
+          nan too) and at most `max_scale`, or 2**-126 and 2**126 without such bounds.
+        """
+        # One leaf, even where a framework (Flax nnx) has boxed the array.
+        (loss_scale,) = jax.tree.leaves(state.loss_scale)
+        return self._clip(jnp.asarray(loss_scale, jnp.float32))
+
+    @property
+    def _bounds(self) -> tuple[float, float]:
+        low = getattr(self, "min_scale", None) or SMALLEST_SCALE
+        high = getattr(self, "max_scale", None) or LARGEST_SCALE
+        return max(float(low), SMALLEST_SCALE), min(float(high), LARGEST_SCALE)
+
+    def _clip(self, scale: jax.Array) -> jax.Array:
+        """Returns the scale within the bounds of the rule; the lower one if nan."""
+        return _clip(scale, *self._bounds)
+
+    def _is_at_minimum(self, scale: jax.Array, new_scale: jax.Array) -> jax.Array:
+        """Tells whether a step that was skipped could not have had a lower scale."""
+        min_scale = getattr(self, "min_scale", None)
+        return new_scale >= scale if min_scale is None else _at_most(scale, min_scale)
+
+    def __call__(self, state: Any) -> jax.Array:
+        """Returns the current loss scale: the same as `loss_scale(state)`."""
+        return self.loss_scale(state)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the hyperparameters as a dictionary of plain Python values.
+
+        Returns:
+          A dictionary that `from_config` takes, and JSON can store.
+
+        Raises:
+          TypeError: If a subclass is not a dataclass: its fields are not known.
+        """
+        if "__dataclass_fields__" not in type(self).__dict__:
+            raise TypeError(
+                f"{type(self).__name__} must be decorated with "
+                f"@dataclasses.dataclass(frozen=True), or define get_config itself."
+            )
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """Makes a loss scale from its configuration.
+
+        Args:
+          config: What `get_config` returned.
+
+        Returns:
+          A loss scale equal to the one that `config` came from.
+
+        Raises:
+          TypeError: If `config` has a key that is no hyperparameter.
+          ValueError: If a hyperparameter is out of its range.
+        """
+        return cls(**config)
+
+
+class AdaptiveLossScale(LossScale):
+    """The base of the rules of this package that adapt the scale.
+
+    A subclass has the fields below among its hyperparameters, calls `_check` with
+    the checks of the others, and defines `init` and `_advance`.
+    """
+
+    initial_scale: float
+    min_scale: float
+    max_scale: float
+    _needs_largest: ClassVar[bool] = False
+
+    def _check(self, **checks: Callable[[str, Any], Any]) -> None:
+        """Checks the hyperparameters, and converts them to plain Python values.
+
+        Args:
+          **checks: The check of each field but those of this class, by its name.
+        """
+        scales = dict.fromkeys(("initial_scale", "min_scale", "max_scale"), check_scale)
+        for name, check in {**scales, **checks}.items():
+            # The dataclass is frozen.
+            object.__setattr__(self, name, check(name, getattr(self, name)))
+        if not self.min_scale <= self.initial_scale <= self.max_scale:
+            raise ValueError(
+                "initial_scale must lie between min_scale and max_scale, got "
+                f"min_scale={self.min_scale!r}, initial_scale={self.initial_scale!r}, "
+                f"max_scale={self.max_scale!r}."
+            )
+
+    @abc.abstractmethod
+    def _advance(self, state: Any, finite: jax.Array, largest: jax.Array | None) -> Any:
+        """Returns the state after a step.
+
+        Args:
+          state: The state before it, in the dtypes of `init`. Its scale is within the
+            bounds; other numbers may be out of range if the state was restored.
+          finite: bool[], whether the gradients of the step are finite.
+          largest: f32[], their largest magnitude, which means nothing unless `finite`;
+            None unless `_needs_largest`.
+
+        Returns:
+          A state like `state`. Its scale may be out of bounds.
+        """
+
+    def update(
+        self, grads: Any, state: Any, *, axis_name: Hashable | None = None
+    ) -> tuple[Any, jax.Array]:
+        """Advances the loss scale by one step; see the base class."""
+        finite = all_finite(grads, axis_name=axis_name)
+        largest = None
+        if self._needs_largest:
+            largest = largest_magnitude(grads, axis_name=axis_name)
+        return self._advance_within_bounds(state, finite, largest), finite
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def _advance_within_bounds(self, state, finite, largest):
+        # A restored state may be of other dtypes, and hold any numbers.
+        like = jax.eval_shape(self.init)
+        cast = {
+            name: jnp.asarray(getattr(state, name), field.dtype)
+            for name, field in like._asdict().items()
+        }
+        cast["loss_scale"] = self.loss_scale(state)
+        new = self._advance(like._replace(**cast), finite, largest)
+        return new._replace(loss_scale=self._clip(new.loss_scale))
+
+
+class FactorLossScale(AdaptiveLossScale):
+    """The base of the rules that grow and back off by constant factors."""
+
+    growth_interval: int
+    growth_factor: float
+    backoff_factor: float
+
+    def _check(self, **checks: Callable[[str, Any], Any]) -> None:
+        super()._check(
+            growth_interval=check_count,
+            growth_factor=check_growth_factor,
+            backoff_factor=check_backoff_factor,
+            **checks,
+        )
+
+    def _rescale(self, scale, grow, back_off):
+        scale = jnp.where(grow, scale * jnp.float32(self.growth_factor), scale)
+        return jnp.where(back_off, scale * jnp.float32(self.backoff_factor), scale)
+
+
+# Compiled: an eager call transfers no constants to the device.
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _clip(scale: jax.Array, low: float, high: float) -> jax.Array:
+    if low == high:  # of a fixed scale: a constant
+        return jnp.full_like(scale, low)
+    # fmax drops nan.
+    return jnp.fmin(jnp.fmax(scale, jnp.float32(low)), jnp.float32(high))
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def _at_most(scale, limit):
+    return scale <= jnp.float32(limit)

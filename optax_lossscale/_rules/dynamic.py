@@ -1,0 +1,124 @@
+"""A loss scale that grows after finite steps and backs off after others."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lossscale._check import check_bool, check_count
+from optax_lossscale._rules.base import FactorLossScale
+
+
+class LossScaleState(NamedTuple):
+    """The state of a dynamic loss scale.
+
+    Attributes:
+      loss_scale: f32[], the current loss scale.
+      good_steps: i32[], consecutive finite steps since the scale last changed or
+        a step was last skipped.
+      hysteresis_left: i32[], non-finite steps until the scale backs off.
+    """
+
+    loss_scale: jax.Array
+    good_steps: jax.Array
+    hysteresis_left: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale(FactorLossScale):
+    """A loss scale that looks for the largest safe value by itself.
+
+    It grows after `growth_interval` consecutive finite steps and backs off after
+    a non-finite one, which is skipped. Per step::
+
+      finite:     good_steps += 1
+                  if good_steps >= growth_interval:
+                      loss_scale = min(loss_scale * growth_factor, max_scale)
+                      good_steps = 0
+                  if it grew (or consecutive_hysteresis):
+                      hysteresis_left = hysteresis
+      non-finite: good_steps = 0
+                  hysteresis_left = max(hysteresis_left - 1, 0)
+                  if hysteresis_left == 0:
+                      loss_scale = max(loss_scale * backoff_factor, min_scale)
+
+    The scale is always a finite number in [min_scale, max_scale]. With
+    `hysteresis=1` this is the rule of TensorFlow, Keras, PyTorch and jmp; Flax's
+    is the same with `growth_interval + 1`; with more, Megatron's and DeepSpeed's.
+
+    Args:
+      initial_scale: The first scale. Too high costs a few skipped steps at the
+        start; too low costs many steps of lost gradients.
+      growth_interval: Consecutive finite steps before the scale grows.
+      growth_factor: What the scale is multiplied by then; above 1. Powers of two
+        keep scaling exact.
+      backoff_factor: What the scale is multiplied by after a non-finite step;
+        between 0 and 1.
+      min_scale: The scale never falls below this.
+      max_scale: The scale never rises above this. The default is the largest
+        power of two whose reciprocal is a normal float32 number.
+      hysteresis: Non-finite steps before the scale backs off.
+      consecutive_hysteresis: Whether every finite step restores the hysteresis,
+        so that only consecutive non-finite steps count. By default only growth
+        restores it.
+
+    Raises:
+      ValueError: If an argument is out of its range.
+      TypeError: If an argument is of the wrong type, an array for example.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from optax_lossscale import DynamicLossScale
+      >>> scale = DynamicLossScale(initial_scale=8.0, growth_interval=2)
+      >>> state = scale.init()
+      >>> for gradient in [1.0, 1.0, jnp.inf, 1.0]:
+      ...     state, should_apply = scale.update(gradient, state)
+      ...     print(scale(state), bool(should_apply))
+      8.0 True
+      16.0 True
+      8.0 False
+      8.0 True
+
+    References:
+      Micikevicius et al., `Mixed Precision Training
+      <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.2;
+      `tf.mixed_precision.experimental.DynamicLossScale`, TensorFlow 2.4;
+      `DynamicGradScaler`, Megatron-LM, for the hysteresis.
+    """
+
+    initial_scale: float = 2.0**15
+    growth_interval: int = 2000
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    min_scale: float = 1.0
+    max_scale: float = 2.0**126
+    hysteresis: int = 1
+    consecutive_hysteresis: bool = False
+
+    def __post_init__(self):
+        self._check(hysteresis=check_count, consecutive_hysteresis=check_bool)
+
+    def init(self) -> LossScaleState:
+        """Returns the initial state; see the base class."""
+        return LossScaleState(
+            loss_scale=jnp.asarray(self.initial_scale, jnp.float32),
+            good_steps=jnp.zeros((), jnp.int32),
+            hysteresis_left=jnp.asarray(self.hysteresis, jnp.int32),
+        )
+
+    def _advance(self, state, finite, largest):
+        # Restored counters may be out of range.
+        good_steps = jnp.maximum(state.good_steps, 0)
+        left = jnp.clip(state.hysteresis_left, 0, self.hysteresis)
+        good_steps = jnp.where(finite, optax.safe_increment(good_steps), 0)
+        grow = good_steps >= self.growth_interval
+        restore = finite if self.consecutive_hysteresis else grow
+        left = jnp.where(finite, left, jnp.maximum(left - 1, 0))
+        back_off = ~finite & (left == 0)
+        return LossScaleState(
+            loss_scale=self._rescale(state.loss_scale, grow, back_off),
+            good_steps=jnp.where(grow, 0, good_steps),
+            hysteresis_left=jnp.where(restore, self.hysteresis, left),
+        )

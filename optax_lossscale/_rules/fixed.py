@@ -1,0 +1,80 @@
+"""A loss scale that never changes."""
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_lossscale._check import check_bool, check_scale
+from optax_lossscale._numerics import all_finite
+from optax_lossscale._rules.base import LossScale
+
+
+class FixedLossScaleState(NamedTuple):
+    """The state of a fixed loss scale.
+
+    Attributes:
+      loss_scale: f32[], the loss scale: always the hyperparameter.
+    """
+
+    loss_scale: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedLossScale(LossScale):
+    """A loss scale that never changes.
+
+    The scale is `loss_scale_value`, whatever the state holds: setting it by
+    `optax.tree.set(state, loss_scale=...)`, or restoring another, has no effect.
+
+    Args:
+      loss_scale_value: The scale, at least 1.
+      skip_nonfinite: Whether steps with non-finite gradients are skipped. If
+        False, as in TensorFlow, gradients are not even checked, and a non-finite
+        one reaches the parameters.
+
+    Raises:
+      ValueError: If `loss_scale_value` is below 1, above 2**126 or not finite.
+      TypeError: If an argument is of the wrong type.
+
+    Examples:
+      >>> from optax_lossscale import FixedLossScale
+      >>> scale = FixedLossScale(1024)
+      >>> state, should_apply = scale.update({"w": float("nan")}, scale.init())
+      >>> float(scale(state)), bool(should_apply)
+      (1024.0, True)
+
+    References:
+      `tf.mixed_precision.experimental.FixedLossScale`, TensorFlow 2.4.
+    """
+
+    loss_scale_value: float
+    skip_nonfinite: bool = False
+
+    def __post_init__(self):
+        value = check_scale("loss_scale_value", self.loss_scale_value, at_least=1.0)
+        object.__setattr__(self, "loss_scale_value", value)
+        check_bool("skip_nonfinite", self.skip_nonfinite)
+
+    @property
+    def _bounds(self) -> tuple[float, float]:
+        return self.loss_scale_value, self.loss_scale_value
+
+    def init(self) -> FixedLossScaleState:
+        """Returns the initial state; see the base class."""
+        return FixedLossScaleState(jnp.asarray(self.loss_scale_value, jnp.float32))
+
+    def update(
+        self,
+        grads: Any,
+        state: FixedLossScaleState,
+        *,
+        axis_name: Hashable | None = None,
+    ) -> tuple[FixedLossScaleState, jax.Array]:
+        """Returns the state of `init`, in the shape of `state`; see the base class."""
+        state = FixedLossScaleState(self.loss_scale(state))
+        if not self.skip_nonfinite:
+            return state, all_finite(None)
+        return state, all_finite(grads, axis_name=axis_name)

@@ -1,0 +1,1 @@
+"""The training step: scale, unscale, check, run or skip."""
