@@ -8,10 +8,10 @@ import optax
 
 from optax_lossscale._check import check_bool, check_count
 from optax_lossscale._numerics import at_least_float32
-from optax_lossscale._step.inner import check_optimizer
+from optax_lossscale._optimizer import LossScaleOptimizer
+from optax_lossscale._step.inner import check_loss_value, check_optimizer
 from optax_lossscale._step.skip import run_or_skip
 from optax_lossscale._step.state import find_state, nodes_of, unbox
-from optax_lossscale._step.step import check_loss_value
 from optax_lossscale._tree import is_inexact, strongly_typed, zero_update
 
 
@@ -97,7 +97,9 @@ def accumulate_gradients(
       -0.0 32768.0
       -0.0 16384.0
     """
-    if _is_special(inner_optimizer):
+    if isinstance(inner_optimizer, LossScaleOptimizer) and (
+        inner_optimizer.num_losses is not None or inner_optimizer.mask is not None
+    ):
         raise TypeError(
             "inner_optimizer must be without num_losses and mask, got "
             f"{inner_optimizer!r}: gradients of one loss are added up, all of them."
@@ -226,8 +228,3 @@ def _map(function, grads, total):
 
 def _keep(like, total, value, inner_state, _params):
     return jax.tree.map(zero_update, like[0]), inner_state, total, value
-
-
-def _is_special(optimizer):
-    options = ("_num_losses", "_mask")
-    return any(getattr(optimizer, name, None) is not None for name in options)

@@ -1,5 +1,7 @@
-"""The public optimizer: options, init, update, apply_gradients, minimize."""
+"""The public optimizer: its options, and methods that call the step."""
 
+import dataclasses
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any, get_args
 
@@ -8,42 +10,69 @@ import optax
 
 from optax_lossscale._check import check_bool
 from optax_lossscale._rules.base import LossScale
+from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._rules.identifiers import get_loss_scale, keras_loss_scale
-from optax_lossscale._step.inner import (
-    accepts,
-    as_parameters,
-    check_no_loss_scale,
-    check_optimizer,
-    combine,
-    in_float32,
-    without_constants,
-)
-from optax_lossscale._step.leaf_statistics import initial_leaves
-from optax_lossscale._step.mask import (
-    Mask,
-    check_mask,
-    check_params,
-    complete,
-    expand,
-    masked,
-)
-from optax_lossscale._step.scaler import (
-    check_num_losses,
-    initial_scales,
-    total,
-    total_loss,
-)
+from optax_lossscale._step.inner import check_optimizer, in_float32
+from optax_lossscale._step.mask import Mask, MaskLike
+from optax_lossscale._step.outcome import Parameters, Updates
+from optax_lossscale._step.scaler import make_scaler
 from optax_lossscale._step.skip import Skip
-from optax_lossscale._step.state import (
-    LossScaleOptimizerState,
-    find_states,
-    initial_state,
-)
-from optax_lossscale._step.step import Stepping
-from optax_lossscale._tree import strongly_typed
+from optax_lossscale._step.state import LossScaleOptimizerState, find_state, unbox
+from optax_lossscale._step.step import Step
 
 
-class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The arguments of a `LossScaleOptimizer`, checked."""
+
+    inner_optimizer: Any
+    loss_scale: LossScale
+    axis_name: Hashable | None
+    skip: Skip
+    check_loss: bool
+    check_updates: bool
+    track_leaves: bool
+    num_losses: int | None
+    mask: Mask
+
+    def __post_init__(self):
+        if isinstance(self.inner_optimizer, LossScaleOptimizer):
+            raise TypeError(
+                "inner_optimizer is a LossScaleOptimizer already, and scaling twice is "
+                "a bug. Pass its inner_optimizer."
+            )
+        if self.skip not in get_args(Skip):
+            raise ValueError(
+                f'skip must be "auto", "where" or "cond", got {self.skip!r}.'
+            )
+        if not isinstance(self.axis_name, Hashable):
+            raise TypeError(
+                f"axis_name must be a name or a tuple of names, got {self.axis_name!r}."
+            )
+        for name in ("check_loss", "check_updates", "track_leaves"):
+            check_bool(name, getattr(self, name))
+        if self.num_losses is not None and self.mask.spec is not None:
+            raise ValueError(
+                "num_losses and mask cannot be combined: each loss would deliver its "
+                "own new value of a parameter that has no gradient."
+            )
+
+    def make_step(self) -> Step:
+        """Returns what the optimizer does."""
+        inner = in_float32(check_optimizer("inner_optimizer", self.inner_optimizer))
+        return Step(
+            inner=self.mask.wrap(inner),
+            scaler=make_scaler(self.loss_scale, self.num_losses),
+            mask=self.mask,
+            axis_name=self.axis_name,
+            skip=self.skip,
+            check_loss=self.check_loss,
+            check_updates=self.check_updates,
+            track_leaves=self.track_leaves,
+        )
+
+
+class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     """Wraps an optimizer with loss scaling.
 
     The loss is multiplied by a scale, so that float16 gradients neither underflow
@@ -133,6 +162,9 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
       `tf.keras.mixed_precision.LossScaleOptimizer`, TensorFlow 2.4.
     """
 
+    _options: Options
+    _step: Step
+
     def __new__(
         cls,
         inner_optimizer: optax.GradientTransformation | Any,
@@ -147,7 +179,7 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
         check_updates: bool = False,
         track_leaves: bool = False,
         num_losses: int | None = None,
-        mask: Mask = None,
+        mask: MaskLike = None,
     ):
         keras = (dynamic, initial_scale, dynamic_growth_steps)
         if loss_scale is None:
@@ -159,18 +191,6 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
                 "Give either loss_scale or dynamic, initial_scale and "
                 f"dynamic_growth_steps, not both: got {loss_scale!r}, and {keras!r}."
             )
-        if isinstance(inner_optimizer, LossScaleOptimizer):
-            raise TypeError(
-                "inner_optimizer is a LossScaleOptimizer already, and scaling twice is "
-                "a bug. Pass its inner_optimizer."
-            )
-        if skip not in get_args(Skip):
-            raise ValueError(f'skip must be "auto", "where" or "cond", got {skip!r}.')
-        if not isinstance(axis_name, Hashable):
-            raise TypeError(
-                f"axis_name must be a name or a tuple of names, got {axis_name!r}."
-            )
-        inner = in_float32(check_optimizer("inner_optimizer", inner_optimizer))
         # The tuple that Optax unpacks holds plain functions: methods cannot be
         # bound before there is an object to bind them to.
         self = super().__new__(
@@ -178,17 +198,97 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
             lambda params: self.init(params),
             lambda *args, **kwargs: self.update(*args, **kwargs),
         )
-        self._inner_optimizer = inner_optimizer
-        self._inner = masked(inner, mask)
-        self._loss_scale = chosen
-        self._axis_name = axis_name
-        self._skip = skip
-        self._check_loss = check_bool("check_loss", check_loss)
-        self._check_updates = check_bool("check_updates", check_updates)
-        self._track_leaves = check_bool("track_leaves", track_leaves)
-        self._num_losses = check_num_losses(num_losses, mask)
-        self._mask = check_mask(mask)
+        self._options = Options(
+            inner_optimizer=inner_optimizer,
+            loss_scale=chosen,
+            axis_name=axis_name,
+            skip=skip,
+            check_loss=check_loss,
+            check_updates=check_updates,
+            track_leaves=track_leaves,
+            num_losses=num_losses,
+            mask=mask if isinstance(mask, Mask) else Mask(mask),
+        )
+        self._step = self._options.make_step()
         return self
+
+    def __eq__(self, other):
+        return isinstance(other, LossScaleOptimizer) and self._options == other._options
+
+    def __ne__(self, other):
+        return not self == other
+
+    def __hash__(self):
+        return hash(self._options)
+
+    def __repr__(self):
+        options = vars(self._options).items()
+        shown = ", ".join(f"{name}={value!r}" for name, value in options)
+        return f"{type(self).__name__}({shown})"
+
+    def __reduce__(self):
+        # Copies of the tuple's functions would still call the original.
+        return functools.partial(type(self), **vars(self._options)), ()
+
+    @property
+    def inner_optimizer(self) -> Any:
+        """The optimizer that this one wraps."""
+        return self._options.inner_optimizer
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The loss scale: hyperparameters and rule, not the current number."""
+        return self._options.loss_scale
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale adapts by itself."""
+        return not isinstance(self.loss_scale, FixedLossScale)
+
+    @property
+    def initial_scale(self) -> float | None:
+        """The first scale, or the only one; None if a custom rule names none."""
+        if isinstance(self.loss_scale, FixedLossScale):
+            return self.loss_scale.loss_scale_value
+        return getattr(self.loss_scale, "initial_scale", None)
+
+    @property
+    def dynamic_growth_steps(self) -> int | None:
+        """Finite steps before the scale grows; None where it does not."""
+        return getattr(self.loss_scale, "growth_interval", None)
+
+    def dynamic_counter(self, state: Any) -> jax.Array | None:
+        """Returns the finite steps since the scale changed or a step was skipped.
+
+        Args:
+          state: A pytree that holds one `LossScaleOptimizerState`.
+
+        Returns:
+          i32[], or None where the scale is fixed, or the rule counts no steps.
+
+        Raises:
+          ValueError: If `state` holds none or several.
+
+        Examples:
+          >>> import jax.numpy as jnp
+          >>> import optax
+          >>> from optax_lossscale import LossScaleOptimizer
+          >>> optimizer = LossScaleOptimizer(optax.sgd(0.1))
+          >>> int(optimizer.dynamic_counter(optimizer.init(jnp.ones(3))))
+          0
+        """
+        good_steps = getattr(find_state(state).loss_scale_state, "good_steps", None)
+        return None if good_steps is None else unbox(good_steps)
+
+    @property
+    def num_losses(self) -> int | None:
+        """How many losses there are; None where functions return one, not a tuple."""
+        return self._options.num_losses
+
+    @property
+    def mask(self) -> MaskLike:
+        """Which leaves are gradients, as it was given; None where all are."""
+        return self._options.mask.spec
 
     def init(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, params: Any
@@ -209,22 +309,168 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
           ValueError: If the mask is no prefix of `params`; if a hyperparameter of the
             inner optimizer (`optax.inject_hyperparams`) is named `loss_scale`.
         """
-        params = without_constants(params)
-        if jax.tree.leaves(params):
-            # optax.tree_map_params passes what has none, and fits no mask.
-            expand(self._mask, params)
-        inner_state = strongly_typed(self._inner.init(params))
-        check_no_loss_scale(inner_state)
-        if find_states(inner_state):
-            raise TypeError(
-                "inner_optimizer holds a LossScaleOptimizer, and scaling twice is a "
-                "bug. Keep the outermost one."
-            )
-        loss_scale_state = initial_scales(self._loss_scale, self._num_losses)
-        state = initial_state(inner_state, loss_scale_state)
-        if not self._track_leaves:
-            return state
-        return state._replace(leaf_statistics=initial_leaves(params))
+        return self._step.init(params)
+
+    def current_loss_scale(self, state: Any) -> jax.Array:
+        """Returns the current loss scale.
+
+        Args:
+          state: A pytree that holds one `LossScaleOptimizerState`.
+
+        Returns:
+          f32[].
+
+        Raises:
+          ValueError: If `state` holds none or several.
+
+        Examples:
+          >>> import jax.numpy as jnp
+          >>> import optax
+          >>> from optax_lossscale import LossScaleOptimizer
+          >>> optimizer = LossScaleOptimizer(optax.sgd(0.1))
+          >>> float(optimizer.current_loss_scale(optimizer.init(jnp.ones(3))))
+          32768.0
+        """
+        return self._step.current_scales(state)
+
+    def value_and_grad(
+        self,
+        fun: Callable[..., Any],
+        state: Any,
+        argnums: int | tuple[int, ...] = 0,
+        has_aux: bool = False,
+        *,
+        transform: Callable[..., Any] = jax.value_and_grad,
+    ) -> Callable[..., Any]:
+        """Makes a function of the value and the unscaled gradients of `fun`.
+
+        Call this inside the training step, with the current state: a function made
+        once before the loop keeps the scale of the state it was given, and a lower
+        scale never reaches the gradients. (A state that changes in place, as that of
+        `nnx.Optimizer` does, is read at each call.)
+
+        Args:
+          fun: Returns a real scalar loss, or the loss and auxiliary data where
+            `has_aux`. With `num_losses` it is called once for each loss, and must
+            change nothing (as a model of Flax nnx would its batch statistics).
+          state: A pytree that holds one `LossScaleOptimizerState`.
+          argnums: Which positional arguments to differentiate with respect to.
+          has_aux: Whether `fun` returns auxiliary data as well.
+          transform: What differentiates: `jax.value_and_grad`,
+            `eqx.filter_value_and_grad` or `nnx.value_and_grad`. It must return the
+            value with the gradients, so `jax.grad` does not serve.
+
+        Returns:
+          A function that is called as `fun` is, and returns what
+          `jax.value_and_grad(fun)` would: the value is what `fun` returned, exact
+          even when the scaled loss overflows; float16 and bfloat16 gradients
+          come back as float32.
+
+        Raises:
+          ValueError: If `state` holds none or several of these states, or that of
+            another rule.
+          TypeError: When called, if the loss is not a real scalar, or if `transform`
+            returns no value.
+
+        Warns:
+          UserWarning: If the scale of `state` is a constant in a function that JAX
+            traces (`jax.jit`, `jax.lax.scan`).
+
+        Examples:
+          >>> import jax
+          >>> import jax.numpy as jnp
+          >>> import optax
+          >>> from optax_lossscale import LossScaleOptimizer
+          >>> optimizer = LossScaleOptimizer(optax.sgd(0.1))
+          >>> state = optimizer.init(jnp.float16(0.0))
+          >>> tiny = lambda x: x * jnp.float16(1e-4) * jnp.float16(1e-4)
+          >>> print(jax.grad(tiny)(jnp.float16(1.0)))
+          0.0
+          >>> value, grad = optimizer.value_and_grad(tiny, state)(jnp.float16(1.0))
+          >>> print(f"{grad:.2g}")
+          1e-08
+        """
+        # eqx.filter_value_and_grad has no argnums, and is about the first alone.
+        options = {} if argnums == 0 else {"argnums": argnums}
+        transform = functools.partial(transform, **options)
+        return self._step.value_and_grad(fun, state, has_aux, transform)
+
+    def get_scaled_loss(self, loss: Any, state: Any) -> Any:
+        """Multiplies a loss by the current scale.
+
+        You need it only where you compute gradients by hand, together with
+        `get_unscaled_gradients`. Call both inside the training step, with the same,
+        current state: a function made once before the loop keeps the first scale.
+
+        Args:
+          loss: An array or Python number, or a function that returns one alone.
+          state: A pytree that holds one `LossScaleOptimizerState`.
+
+        Returns:
+          The scaled loss, or a function that returns it. float16 and bfloat16
+          losses come back as float32, so that the scaled value itself cannot
+          overflow; float64 stays float64. (Reduce the loss in float32: the
+          gradient with respect to a float16 loss is the scale in float16, which is
+          inf from 2**16 on.)
+
+        Raises:
+          ValueError: If `state` holds none or several of these states, or that of
+            another rule.
+          TypeError: If the loss is no array or number.
+
+        Warns:
+          UserWarning: If the scale of `state` is a constant in a function that JAX
+            traces (`jax.jit`, `jax.lax.scan`).
+
+        Examples:
+          >>> import jax
+          >>> import jax.numpy as jnp
+          >>> import optax
+          >>> from optax_lossscale import LossScaleOptimizer
+          >>> optimizer = LossScaleOptimizer(optax.sgd(0.25))
+          >>> params = jnp.array(0.5)
+          >>> state = optimizer.init(params)
+          >>> loss_fn = lambda params: params**2
+          >>> print(optimizer.get_scaled_loss(loss_fn(params), state))
+          8192.0
+          >>> scaled = jax.grad(optimizer.get_scaled_loss(loss_fn, state))(params)
+          >>> print(scaled, optimizer.get_unscaled_gradients(scaled, state))
+          32768.0 1.0
+        """
+        return self._step.scale(loss, state)
+
+    def get_unscaled_gradients(self, grads: Any, state: Any) -> Any:
+        """Divides gradients by the current scale.
+
+        Args:
+          grads: Gradients of a scaled loss, any pytree.
+          state: A pytree that holds one `LossScaleOptimizerState`.
+
+        Returns:
+          The unscaled gradients. float16 and bfloat16 leaves come back as float32,
+          as in half precision they would underflow again; float32, float64 and
+          complex leaves keep their dtype; None, integer and float0 leaves are
+          untouched. Division is by the reciprocal, exact for powers of two.
+
+        Raises:
+          ValueError: If `state` holds none or several of these states, or that of
+            another rule.
+
+        Warns:
+          UserWarning: If the scale of `state` is a constant in a function that JAX
+            traces (`jax.jit`, `jax.lax.scan`).
+
+        Examples:
+          >>> import jax.numpy as jnp
+          >>> import optax
+          >>> from optax_lossscale import LossScaleOptimizer
+          >>> optimizer = LossScaleOptimizer(optax.sgd(0.1), loss_scale=2)
+          >>> state = optimizer.init(jnp.ones(3))
+          >>> grads = [jnp.float16(4), None, jnp.float16(-8)]
+          >>> optimizer.get_unscaled_gradients(grads, state)
+          [Array(2., dtype=float32), None, Array(-4., dtype=float32)]
+        """
+        return self._step.unscale(grads, state)
 
     def update(  # pyright: ignore[reportIncompatibleVariableOverride]
         self,
@@ -257,8 +503,9 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
           ValueError: If `state` is not a `LossScaleOptimizerState`.
           TypeError: If `value`, with `check_loss`, is missing or no real scalar.
         """
-        check_params(self._mask, params)
-        return self._step(updates, state, params, extra_args, applies=False)
+        self._options.mask.check_params(params)
+        outcome = Updates(self._options.mask)
+        return self._step(updates, state, params, extra_args, outcome)
 
     def apply_gradients(
         self,
@@ -286,7 +533,8 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
           ValueError: If `state` is not a `LossScaleOptimizerState`.
           TypeError: If `value`, with `check_loss`, is missing or no real scalar.
         """
-        return self._step(grads, state, params, extra_args, applies=True)
+        outcome = Parameters(self._options.mask)
+        return self._step(grads, state, params, extra_args, outcome)
 
     def minimize(
         self,
@@ -346,25 +594,9 @@ class LossScaleOptimizer(Stepping, optax.GradientTransformationExtraArgs):
           >>> print(params, loss)
           [0.5   0.875] 1.25
         """
-        # Unscaled once, for check and step: the unscaling is fused with the end of the
-        # gradient. Unscaling again in the step was slower (CPU).
-        value, grads = self.value_and_grad(
-            loss_fn, state, has_aux=has_aux, transform=transform
-        )(params, *args, **kwargs)
-        grad = total(self._num_losses, grads)
-
-        def value_fn(proposed):
-            proposed = complete(self._mask, proposed, params)
-            proposed = combine(grad, proposed, params)
-            value = loss_fn(as_parameters(proposed, params), *args, **kwargs)
-            return total_loss(self._num_losses, value[0] if has_aux else value)
-
-        loss = total_loss(self._num_losses, value[0] if has_aux else value)
-        extra = {"value": loss, "grad": grad, "value_fn": value_fn}
-        taken = {k: v for k, v in extra.items() if accepts(self._inner.update, k)}
-        if self._check_loss:
-            taken["value"] = loss
-        return *self.apply_gradients(grads, params, state, **taken), value
+        return self._step.minimize(
+            loss_fn, params, state, has_aux, transform, args, kwargs
+        )
 
 
 # Without leaves, so that jit, eqx.filter_jit and tree functions take an optimizer

@@ -204,7 +204,7 @@ class AdaptiveLossScale(LossScale):
             )
 
     @abc.abstractmethod
-    def _advance(self, state: Any, finite: jax.Array, largest: jax.Array | None) -> Any:
+    def _advance(self, state: Any, finite: jax.Array, largest: Any) -> Any:
         """Returns the state after a step.
 
         Args:

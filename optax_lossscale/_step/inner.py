@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_lossscale._numerics import at_least_float32
-from optax_lossscale._tree import is_array, is_inexact, strongly_typed
+from optax_lossscale._tree import is_array, is_inexact, is_real, strongly_typed
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
@@ -46,6 +47,22 @@ def check_gradients(grads: Any) -> None:
             f"{type(grads).__name__}. "
             "Keras's apply_gradients(zip(grads, variables)) is "
             "apply_gradients(grads, params, state) here."
+        )
+
+
+def check_loss_value(value: Any) -> None:
+    """Checks that `value` can be the loss of a step."""
+    if value is None:
+        raise TypeError(
+            "With check_loss=True a step needs the loss, and value= is missing. Pass "
+            "the unscaled loss, as value_and_grad returns it: update(grads, state, "
+            "params, value=loss) or apply_gradients(grads, params, state, value=loss). "
+            "minimize passes it by itself, Flax's TrainState.apply_gradients does not."
+        )
+    if not is_real(value) or np.shape(value) != ():
+        raise TypeError(
+            f"value must be the loss, a real scalar, got {value!r}. Reduce the loss to "
+            "a scalar first, and pass it without auxiliary data."
         )
 
 
@@ -124,7 +141,7 @@ def without_constants(params: Any) -> Any:
     return jax.tree.map(chosen, params)
 
 
-def partition(
+def leave_out_none(
     inner: optax.GradientTransformationExtraArgs,
     grads: Any,
     inner_state: Any,
@@ -160,12 +177,12 @@ def partition(
     return _map(zeros, grads, params), params
 
 
-def combine(grads: Any, new: Any, old: Any) -> Any:
-    """Puts back what `partition` has left out.
+def put_back_none(grads: Any, new: Any, old: Any) -> Any:
+    """Puts back what `leave_out_none` has left out.
 
     Args:
-      grads: The gradients that `partition` was given.
-      new: Updates or parameters, by what `partition` returned.
+      grads: The gradients that `leave_out_none` was given.
+      new: Updates or parameters, by what `leave_out_none` returned.
       old: All parameters; None where `new` are updates.
 
     Returns:

@@ -1,102 +1,136 @@
 """Which leaves are gradients, and which are new values of the parameters."""
 
+import dataclasses
 from collections.abc import Callable, Hashable
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
 import optax
 
-Mask = Any | Callable[[Any], Any] | None
+MaskLike = Any | Callable[[Any], Any] | None
 
 
-def check_mask(mask: Mask) -> Mask:
-    """Returns a mask whose leaves, unless it is a function, are True and False."""
-    wrong = [x for x in jax.tree.leaves(mask) if not isinstance(x, bool)]
-    if wrong and not _is_function(mask):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mask:
+    """A tree of bools, a prefix of one, a function that makes one, or None: all True.
+
+    Attributes:
+      spec: The mask as the user gives it, in the form that `optax.masked` takes.
+    """
+
+    spec: MaskLike = None
+
+    def __post_init__(self):
+        if not self._is_function:
+            _check_bools(self.spec)
+
+    @property
+    def _is_function(self) -> bool:
+        # A model of Equinox may be callable and is a tree: a mask, if of bools.
+        leaves = jax.tree.leaves(self.spec)
+        return callable(self.spec) and bool(leaves) and all(map(callable, leaves))
+
+    @property
+    def _key(self) -> Hashable:
+        if callable(self.spec) and self._is_function:
+            return self.spec
+        leaves, treedef = jax.tree.flatten(self.spec)
+        return *leaves, treedef
+
+    def __eq__(self, other):
+        return isinstance(other, Mask) and self._key == other._key
+
+    def __hash__(self):
+        return hash(self._key)
+
+    def __repr__(self):
+        return repr(self.spec)
+
+    def _prefix(self, tree):
+        if callable(self.spec) and self._is_function:
+            return _check_bools(self.spec(tree))
+        return self.spec
+
+    def expand(self, tree: Any) -> Any:
+        """Returns the mask with a leaf for each leaf of the tree.
+
+        Raises:
+          ValueError: If the mask is not a prefix of the tree.
+        """
+        if self.spec is None:
+            return jax.tree.map(lambda _: True, tree)
+        prefix = self._prefix(tree)
+        try:
+            return jax.tree.map(
+                lambda keep, part: jax.tree.map(lambda _: keep, part), prefix, tree
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"mask must be a prefix of the tree that it is for, and {prefix!r} is "
+                f"not a prefix of {jax.tree.structure(tree)}. A function of the tree "
+                "fits several."
+            ) from error
+
+    def partition(self, tree: Any) -> Any:
+        """Returns the tree with None for the leaves that are not gradients."""
+        if self.spec is None:
+            return tree
+        keep = self.expand(tree)
+        return jax.tree.map(lambda keep, x: x if keep else None, keep, tree)
+
+    def combine(self, gradients: Any, values: Any) -> Any:
+        """Takes the leaves that are gradients from one tree, the others from another.
+
+        Args:
+          gradients: A whole tree.
+          values: Another of the same structure.
+        """
+        if self.spec is None:
+            return gradients
+        keep = self.expand(gradients)
+        return jax.tree.map(lambda k, g, v: g if k else v, keep, gradients, values)
+
+    def complete(self, proposed: Any, params: Any) -> Any:
+        """Returns all parameters, those proposed by the inner optimizer among them.
+
+        Args:
+          proposed: Parameters as the inner optimizer sees them: with
+            `optax.MaskedNode`.
+          params: All the parameters.
+        """
+        if self.spec is None:
+            return proposed
+        # Not expanded: a subtree that is masked as a whole has a single MaskedNode.
+        return jax.tree.map(
+            lambda k, new, old: new if k else old,
+            self._prefix(params),
+            proposed,
+            params,
+        )
+
+    def wrap(
+        self, inner: optax.GradientTransformationExtraArgs
+    ) -> optax.GradientTransformationExtraArgs:
+        """Returns an optimizer that sees only the gradients."""
+        if self.spec is None:
+            return inner
+        return optax.masked(inner, self.spec, mask_compatible_extra_args=True)
+
+    def check_params(self, params: Any) -> None:
+        """Raises if `update` could not return what a skip has to keep."""
+        if self.spec is not None and params is None:
+            raise ValueError(
+                "With a mask update needs params: where a step is skipped it returns "
+                "the old values of the parameters that have no gradients."
+            )
+
+
+def _check_bools(tree: Any) -> Any:
+    """Returns a tree whose leaves are True and False."""
+    wrong = [x for x in jax.tree.leaves(tree) if not isinstance(x, bool)]
+    if wrong:
         raise TypeError(
             "mask must be a tree of True and False, a prefix of the parameters, or a "
             f"function that makes one of them, got a leaf {wrong[0]!r}."
         )
-    return mask
-
-
-def _is_function(mask: Mask) -> TypeGuard[Callable[[Any], Any]]:
-    # A model of Equinox may be called too, and is a tree: a mask, if of bools.
-    leaves = jax.tree.leaves(mask)
-    return callable(mask) and bool(leaves) and all(map(callable, leaves))
-
-
-def hashable(mask: Mask) -> Hashable:
-    """Returns what tells masks apart."""
-    if _is_function(mask):
-        return mask
-    leaves, treedef = jax.tree.flatten(mask)
-    return *leaves, treedef
-
-
-def _prefix(mask: Mask, tree: Any) -> Any:
-    return check_mask(mask(tree)) if _is_function(mask) else mask
-
-
-def expand(mask: Mask, tree: Any) -> Any:
-    """Returns the mask with a leaf for each of the tree's."""
-    if mask is None:
-        return jax.tree.map(lambda _: True, tree)
-    prefix = _prefix(mask, tree)
-    try:
-        return jax.tree.map(
-            lambda keep, subtree: jax.tree.map(lambda _: keep, subtree), prefix, tree
-        )
-    except ValueError as error:
-        raise ValueError(
-            f"mask must be a prefix of the tree that it is for, {prefix!r} is none of "
-            f"{jax.tree.structure(tree)}. A function of the tree fits several."
-        ) from error
-
-
-def gradients_of(mask: Mask, tree: Any) -> Any:
-    """Returns the tree with None for the leaves that are no gradients."""
-    if mask is None:
-        return tree
-    return jax.tree.map(lambda keep, x: x if keep else None, expand(mask, tree), tree)
-
-
-def choose(mask: Mask, gradients: Any, values: Any) -> Any:
-    """Takes the leaves that are gradients from one tree, and others from another."""
-    if mask is None:
-        return gradients
-    keep = expand(mask, gradients)
-    return jax.tree.map(lambda k, g, v: g if k else v, keep, gradients, values)
-
-
-def complete(mask: Mask, tree: Any, params: Any) -> Any:
-    """Returns the parameters that the inner optimizer proposes, and those it has not.
-
-    Args:
-      mask: The mask.
-      tree: As the inner optimizer sees parameters: with `optax.MaskedNode`.
-      params: All the parameters.
-    """
-    if mask is None:
-        return tree
-    # Not expanded: of several leaves that are masked as one there is one MaskedNode.
-    prefix = _prefix(mask, params)
-    return jax.tree.map(lambda k, new, old: new if k else old, prefix, tree, params)
-
-
-def masked(
-    inner: optax.GradientTransformationExtraArgs, mask: Mask
-) -> optax.GradientTransformationExtraArgs:
-    """Returns the optimizer, or one that only sees the gradients."""
-    if mask is None:
-        return inner
-    return optax.masked(inner, mask, mask_compatible_extra_args=True)
-
-
-def check_params(mask: Mask, params: Any) -> None:
-    """Raises if a skipped update could not return what it has to keep."""
-    if mask is not None and params is None:
-        raise ValueError(
-            "With a mask update needs params: where a step is skipped it returns the "
-            "old values of the parameters that have no gradients."
-        )
+    return tree

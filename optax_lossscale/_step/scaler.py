@@ -1,8 +1,14 @@
-"""Several losses, one update: a scale for each loss, by the same rule."""
+"""How losses are scaled: one loss, or several, each with a scale of its own.
 
+A scaler is a rule and the number of losses. `OneLoss` and `PerLoss` have the same
+methods. The scales that they take are f32[] for one loss and f32[n] for n losses, and
+gradients are a tree for one loss and a sequence of n trees for n losses.
+"""
+
+import dataclasses
 import functools
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -10,118 +16,224 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lossscale._check import check_count
-from optax_lossscale._numerics import scale_up
+from optax_lossscale._numerics import all_finite, scale_down, scale_up
 from optax_lossscale._rules.base import LossScale
+from optax_lossscale._step.differentiate import scaled_value_and_grad
 from optax_lossscale._tree import is_float0, is_inexact, strongly_typed
 
 
-def check_num_losses(num_losses: Any, mask: Any) -> int | None:
-    """Returns the number of losses, or None where there is one loss, not a tuple."""
-    if num_losses is None:
-        return None
-    if mask is not None:
-        raise ValueError(
-            "num_losses and mask cannot be combined: each loss would deliver its own "
-            "new value of a parameter that has no gradient."
-        )
-    return check_count("num_losses", num_losses)
+@dataclasses.dataclass(frozen=True)
+class OneLoss:
+    """Scales one loss by a rule."""
 
+    rule: LossScale
 
-def initial_scales(rule: LossScale, num_losses: int | None) -> Any:
-    """Returns the state of a rule; each of its arrays [n] where there are n losses."""
-    state = strongly_typed(rule.init())
-    if num_losses is None:
-        return state
-    return jax.tree.map(lambda x: jnp.stack([x] * num_losses), state)
+    def init(self) -> Any:
+        """Returns the state of the rule before the first step."""
+        return strongly_typed(self.rule.init())
 
+    def check_scales(self, scales: jax.Array) -> None:
+        """Raises if the scales are not one for each loss."""
+        _check_shape(scales, None, ())
 
-def check_state(state: Any, expected: Any) -> None:
-    """Raises if a state, restored perhaps, is of another rule or of other shapes.
+    def losses(self, loss: Any) -> Sequence[Any]:
+        """Returns what a loss function returned as a sequence of losses."""
+        return [loss]
 
-    Args:
-      state: A `LossScaleOptimizerState`.
-      expected: The shapes of one.
-    """
-    rule, wanted = state.loss_scale_state, expected.loss_scale_state
-    check_rule_state(rule, wanted)
-    if jax.tree.structure(rule) != jax.tree.structure(wanted):
-        raise ValueError(_other_rule(rule, wanted))
-    # What belongs to the inner optimizer and to the leaves is for them to check.
-    state = state._replace(inner_state=None, leaf_statistics=None)
-    for (path, got), (_, shape) in zip(*map(_shapes, (state, expected)), strict=True):
-        if got != shape:
-            raise ValueError(
-                f"state{jax.tree_util.keystr(path)} must be of shape {shape}, got "
-                f"{got}. Where the state is that of many members or devices, call "
-                "inside the vmap or pmap that made it."
+    def check_gradients(self, grads: Any) -> None:
+        """Raises if the gradients are not those of each loss."""
+
+    def scale(self, loss: Any, scales: jax.Array) -> Any:
+        """Multiplies the loss by its scale, in at least float32."""
+        if isinstance(loss, tuple | list | dict) or loss is None:
+            raise TypeError(
+                "The loss must be an array or a number, got "
+                f"{_types(loss)}. For auxiliary data use value_and_grad."
             )
+        return scale_up(loss, scales)
 
+    def unscale(self, grads: Any, scales: jax.Array) -> Any:
+        """Divides gradients by their scale, in at least float32."""
 
-def check_rule_state(state: Any, expected: Any) -> None:
-    """Raises if no scale can be read from the state of a rule."""
-    if len(jax.tree.leaves(getattr(state, "loss_scale", None))) != 1:
-        raise ValueError(_other_rule(state, expected))
+        def unscaled(x):
+            return scale_down(x, scales) if is_inexact(x) else x
 
+        return jax.tree.map(unscaled, grads)
 
-def _other_rule(state: Any, expected: Any) -> str:
-    return (
-        f"state.loss_scale_state must be a {_describe(expected)}, as the loss "
-        f"scale has it, got a {_describe(state)}. Restore a state with the loss "
-        "scale that it was saved with, or begin a new one: state._replace("
-        "loss_scale_state=optimizer.init(params).loss_scale_state)."
-    )
+    def value_and_grad(
+        self, fun: Callable[..., Any], scales: jax.Array, has_aux: bool, transform: Any
+    ) -> Callable[..., tuple[Any, Any]]:
+        """Returns a function of what `fun` returns and its scaled gradients."""
+        loss_of = functools.partial(_loss_of, self, has_aux=has_aux, index=0)
+        return scaled_value_and_grad(fun, loss_of, scales, transform)
 
+    def sum_losses(self, losses: Any) -> Any:
+        """Adds up the losses."""
+        return losses
 
-def _shapes(tree: Any) -> list[tuple[Any, Any]]:
-    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None)
-    return [(path, None if x is None else jnp.shape(x)) for path, x in leaves]
+    def sum_gradients(self, grads: Any) -> Any:
+        """Adds up the gradients of the losses."""
+        return grads
 
+    def add_evidence(self, grads: Any, finite: jax.Array) -> Any:
+        """Adds a leaf to the gradients of each loss, which is nan unless `finite`."""
+        return grads, _nan_unless(finite)
 
-def _describe(state: Any) -> str:
-    fields = ", ".join(getattr(state, "_fields", ()))
-    return f"{type(state).__name__}({fields})" if fields else type(state).__name__
+    def update(
+        self, evidence: Any, state: Any, axis_name: Hashable | None
+    ) -> tuple[Any, jax.Array]:
+        """Advances each scale on the evidence of the gradients of its own loss.
 
-
-def update_scales(
-    rule: LossScale,
-    num_losses: int | None,
-    grads: Any,
-    state: Any,
-    axis_name: Hashable | None,
-) -> tuple[Any, jax.Array]:
-    """Advances the scale of each loss on the evidence of its own gradients.
-
-    Returns:
-      The new state; and whether the step is to be applied, bool[], or as far as each
-      loss is concerned, bool[n].
-    """
-    if num_losses is None:
-        state, decision = rule.update(_constant(grads), state, axis_name=axis_name)
+        Returns:
+          The new state; and whether the step is to be applied as far as each loss is
+          concerned, of the shape of the scales.
+        """
+        grads = jax.tree.map(_without_derivative, evidence)
+        state, decision = self.rule.update(grads, state, axis_name=axis_name)
         return strongly_typed(state), jnp.asarray(decision, bool)
 
-    def update_one(index):
-        own = jax.tree.map(lambda x: x[index], state)
-        return update_scales(rule, None, grads[index], own, axis_name)
+    def should_apply(
+        self, decisions: jax.Array, grads: Any, axis_name: Hashable | None
+    ) -> jax.Array:
+        """Returns whether to apply the step, bool[].
 
-    pairs = map(update_one, range(num_losses))
-    return jax.tree.map(lambda *x: jnp.stack(x), *pairs)
-
-
-def _constant(grads: Any) -> Any:
-    """Returns gradients without derivatives: a scale and a decision have none."""
-
-    def stop(x):
-        return lax.stop_gradient(x) if is_inexact(x) else x
-
-    return jax.tree.map(stop, grads)
+        Args:
+          decisions: What `update` returned.
+          grads: The sum of the gradients.
+          axis_name: The axes over which devices agree.
+        """
+        return jnp.all(decisions)
 
 
-def add_evidence(num_losses: int | None, grads: Any, finite: jax.Array) -> Any:
-    """Adds a leaf to the gradients of each loss, which is nan unless `finite`."""
-    leaf = _nan_unless(finite)
+@dataclasses.dataclass(frozen=True)
+class PerLoss:
+    """Scales each of several losses by a rule, with a state for each."""
+
+    rule: LossScale
+    num_losses: int
+
+    @property
+    def _one(self) -> OneLoss:
+        return OneLoss(self.rule)
+
+    def init(self) -> Any:
+        """Returns the states before the first step, stacked."""
+        state = self._one.init()
+        return jax.tree.map(lambda x: jnp.stack([x] * self.num_losses), state)
+
+    def check_scales(self, scales: jax.Array) -> None:
+        """See `OneLoss`."""
+        _check_shape(scales, self.num_losses, (self.num_losses,))
+
+    def losses(self, loss: Any) -> Sequence[Any]:
+        """See `OneLoss`."""
+        return self._one_each("the loss", loss)
+
+    def check_gradients(self, grads: Any) -> None:
+        """See `OneLoss`."""
+        self._one_each("grads", grads)
+
+    def scale(self, loss: Any, scales: jax.Array) -> Any:
+        """See `OneLoss`."""
+        losses = enumerate(self.losses(loss))
+        return [self._one.scale(loss, scales[i]) for i, loss in losses]
+
+    def unscale(self, grads: Any, scales: jax.Array) -> Any:
+        """See `OneLoss`."""
+        trees = enumerate(self._one_each("grads", grads))
+        return [self._one.unscale(tree, scales[i]) for i, tree in trees]
+
+    def value_and_grad(
+        self, fun: Callable[..., Any], scales: jax.Array, has_aux: bool, transform: Any
+    ) -> Callable[..., tuple[Any, Any]]:
+        """See `OneLoss`."""
+
+        def of_one(index, *args, **kwargs):
+            loss_of = functools.partial(_loss_of, self, has_aux=has_aux, index=index)
+            function = scaled_value_and_grad(fun, loss_of, scales[index], transform)
+            return function(*args, **kwargs)
+
+        def value_and_grad(*args, **kwargs):
+            # A forward pass for each loss; they are the same, and jit runs one for all.
+            pairs = [of_one(i, *args, **kwargs) for i in range(self.num_losses)]
+            values, grads = zip(*pairs, strict=True)
+            return values[0], list(grads)
+
+        return value_and_grad
+
+    def sum_losses(self, losses: Any) -> Any:
+        """Adds up the losses, in at least float32: the sum must not overflow."""
+        one = jnp.ones((), jnp.float32)
+        return functools.reduce(operator.add, [scale_up(x, one) for x in losses])
+
+    def sum_gradients(self, grads: Any) -> Any:
+        """See `OneLoss`."""
+
+        def add(*leaves):
+            is_empty = is_float0(leaves[0])
+            return leaves[0] if is_empty else functools.reduce(operator.add, leaves)
+
+        return jax.tree.map(add, *grads)
+
+    def add_evidence(self, grads: Any, finite: jax.Array) -> Any:
+        """See `OneLoss`."""
+        leaf = _nan_unless(finite)
+        return [(tree, leaf) for tree in grads]
+
+    def update(
+        self, evidence: Any, state: Any, axis_name: Hashable | None
+    ) -> tuple[Any, jax.Array]:
+        """See `OneLoss`."""
+
+        def update_one(index):
+            own = jax.tree.map(lambda x: x[index], state)
+            return self._one.update(evidence[index], own, axis_name)
+
+        pairs = map(update_one, range(self.num_losses))
+        return jax.tree.map(lambda *x: jnp.stack(x), *pairs)
+
+    def should_apply(
+        self, decisions: jax.Array, grads: Any, axis_name: Hashable | None
+    ) -> jax.Array:
+        """See `OneLoss`. The sum of finite gradients may overflow at any scale."""
+        applied = jnp.all(decisions)
+        if self.rule.skip_nonfinite:
+            applied &= all_finite(grads, axis_name=axis_name)
+        return applied
+
+    def _one_each(self, name: str, value: Any) -> Sequence[Any]:
+        n = self.num_losses
+        if isinstance(value, tuple | list) and len(value) == n:
+            return value
+        got = f"{len(value)} in a " if isinstance(value, tuple | list) else ""
+        raise TypeError(
+            f"With num_losses={n} {name} must be a tuple or list of {n}, one for each "
+            f"loss, got {got}{type(value).__name__}."
+        )
+
+
+Scaler = OneLoss | PerLoss
+
+
+def make_scaler(rule: LossScale, num_losses: Any) -> Scaler:
+    """Returns the scaler for one loss (None) or for a number of losses."""
     if num_losses is None:
-        return grads, leaf
-    return [(tree, leaf) for tree in grads]
+        return OneLoss(rule)
+    return PerLoss(rule, check_count("num_losses", num_losses))
+
+
+def _check_shape(scales, num_losses, wanted):
+    if jnp.shape(scales) != wanted:
+        raise ValueError(
+            f"With num_losses={num_losses} the loss scale in the state must be of "
+            f"shape {wanted}, got {jnp.shape(scales)}. Where the state is that of many "
+            "members or devices, call inside the vmap or pmap that made it."
+        )
+
+
+def _without_derivative(x):
+    # A scale and a decision have none.
+    return lax.stop_gradient(x) if is_inexact(x) else x
 
 
 @functools.partial(jax.jit, inline=True)
@@ -129,47 +241,23 @@ def _nan_unless(finite):
     return jnp.where(finite, jnp.float32(0), jnp.float32(jnp.nan))
 
 
-def total_loss(num_losses: int | None, losses: Any) -> Any:
-    """Adds up the losses, at least in float32, so that the sum does not overflow."""
-    if num_losses is None:
-        return losses
-    one = jnp.ones((), jnp.float32)
-    return total(num_losses, [scale_up(loss, one) for loss in losses])
-
-
-def total(num_losses: int | None, terms: Any) -> Any:
-    """Adds up the gradients of each loss."""
-    if num_losses is None:
-        return terms
-
-    def add(*leaves):
-        return (
-            leaves[0]
-            if is_float0(leaves[0])
-            else functools.reduce(operator.add, leaves)
+def _loss_of(scaler: Scaler, out: Any, has_aux: bool, index: int) -> Any:
+    """Returns one of the losses in what a loss function returned."""
+    is_pair = isinstance(out, tuple | list) and len(out) == 2
+    losses = scaler.losses(out[0] if has_aux and is_pair else out)
+    if (has_aux and not is_pair) or not all(map(is_inexact, losses)):
+        wanted = "a loss and auxiliary data" if has_aux else "a loss alone"
+        raise TypeError(
+            f"With has_aux={has_aux} the function must return {wanted}, the "
+            f"loss a floating-point scalar, got {_types(out)}."
         )
-
-    return jax.tree.map(add, *terms)
-
-
-def check_scales(num_losses: int | None, scales: jax.Array) -> jax.Array:
-    """Returns the scales, if there is one for each loss."""
-    wanted = () if num_losses is None else (num_losses,)
-    if jnp.shape(scales) != wanted:
-        raise ValueError(
-            f"With num_losses={num_losses} the loss scale in the state must be of "
-            f"shape {wanted}, got {jnp.shape(scales)}. Where the state is that of many "
-            "members or devices, call inside the vmap or pmap that made it."
-        )
-    return scales
+    return losses[index]
 
 
-def check_one_each(name: str, num_losses: int, value: Any) -> Sequence[Any]:
-    """Returns `value`, if it is a sequence with one element for each loss."""
-    if isinstance(value, tuple | list) and len(value) == num_losses:
-        return value
-    got = f"{len(value)} in a " if isinstance(value, tuple | list) else ""
-    raise TypeError(
-        f"With num_losses={num_losses} {name} must be a tuple or list of "
-        f"{num_losses}, one for each loss, got {got}{type(value).__name__}."
-    )
+def _types(tree: Any) -> Any:
+    """Returns a tree with the types of its leaves, for messages."""
+
+    def describe(leaf):
+        return jax.typeof(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__
+
+    return jax.tree.map(describe, tree)

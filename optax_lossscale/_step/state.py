@@ -152,6 +152,53 @@ def find_state(state: Any) -> LossScaleOptimizerState:
     )
 
 
+def check_state(state: Any, expected: Any) -> None:
+    """Raises if a state, restored perhaps, is of another rule or of other shapes.
+
+    Args:
+      state: A `LossScaleOptimizerState`.
+      expected: The shapes of one.
+    """
+    rule, wanted = state.loss_scale_state, expected.loss_scale_state
+    check_rule_state(rule, wanted)
+    if jax.tree.structure(rule) != jax.tree.structure(wanted):
+        raise ValueError(_other_rule(rule, wanted))
+    # What belongs to the inner optimizer and to the leaves is for them to check.
+    state = state._replace(inner_state=None, leaf_statistics=None)
+    for (path, got), (_, shape) in zip(*map(_shapes, (state, expected)), strict=True):
+        if got != shape:
+            raise ValueError(
+                f"state{jax.tree_util.keystr(path)} must be of shape {shape}, got "
+                f"{got}. Where the state is that of many members or devices, call "
+                "inside the vmap or pmap that made it."
+            )
+
+
+def check_rule_state(state: Any, expected: Any) -> None:
+    """Raises if no scale can be read from the state of a rule."""
+    if len(jax.tree.leaves(getattr(state, "loss_scale", None))) != 1:
+        raise ValueError(_other_rule(state, expected))
+
+
+def _other_rule(state: Any, expected: Any) -> str:
+    return (
+        f"state.loss_scale_state must be a {_describe(expected)}, as the loss "
+        f"scale has it, got a {_describe(state)}. Restore a state with the loss "
+        "scale that it was saved with, or begin a new one: state._replace("
+        "loss_scale_state=optimizer.init(params).loss_scale_state)."
+    )
+
+
+def _shapes(tree: Any) -> list[tuple[Any, Any]]:
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None)
+    return [(path, None if x is None else jnp.shape(x)) for path, x in leaves]
+
+
+def _describe(state: Any) -> str:
+    fields = ", ".join(getattr(state, "_fields", ()))
+    return f"{type(state).__name__}({fields})" if fields else type(state).__name__
+
+
 def warn_if_in_multi_steps(state: Any) -> None:
     """Warns of a loss-scaled optimizer inside `optax.MultiSteps`, once a process."""
     nodes = nodes_of(optax.MultiStepsState | LossScaleOptimizerState, state)
