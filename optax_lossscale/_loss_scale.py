@@ -24,12 +24,12 @@ from optax_lossscale._tree import all_finite
 class LossScale(abc.ABC):
     """The base of all loss scales: hyperparameters and a rule, no arrays.
 
-    Loss scaling multiplies the loss by a scale and divides the gradients by it::
+    Loss scaling multiplies the loss by a scale and divides the gradients by it:
 
-      loss = ...
-      loss *= loss_scale
-      grads = gradients(loss, params)
-      grads /= loss_scale
+        loss = ...
+        loss *= loss_scale
+        grads = gradients(loss, params)
+        grads /= loss_scale
 
     Mathematically this has no effect. In float16 small gradients underflow without.
 
@@ -72,9 +72,8 @@ class LossScale(abc.ABC):
       True
 
     References:
-      Micikevicius et al., `Mixed Precision Training
-      <https://arxiv.org/abs/1710.03740>`_, 2018;
-      `tf.mixed_precision.experimental.LossScale`, TensorFlow 2.4.
+      Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740),
+      2018; `tf.mixed_precision.experimental.LossScale`, TensorFlow 2.4.
     """
 
     skip_nonfinite = True
@@ -254,18 +253,18 @@ class DynamicLossScale(LossScale):
     """A loss scale that looks for the largest safe value by itself.
 
     It grows after `growth_interval` consecutive finite steps and backs off after
-    a non-finite one, which is skipped. Per step::
+    a non-finite one, which is skipped. Per step:
 
-      finite:     good_steps += 1
-                  if good_steps >= growth_interval:
-                      loss_scale = min(loss_scale * growth_factor, max_scale)
-                      good_steps = 0
-                  if it grew (or consecutive_hysteresis):
-                      hysteresis_left = hysteresis
-      non-finite: good_steps = 0
-                  hysteresis_left = max(hysteresis_left - 1, 0)
-                  if hysteresis_left == 0:
-                      loss_scale = max(loss_scale * backoff_factor, min_scale)
+        finite:     good_steps += 1
+                    if good_steps >= growth_interval:
+                        loss_scale = min(loss_scale * growth_factor, max_scale)
+                        good_steps = 0
+                    if it grew (or consecutive_hysteresis):
+                        hysteresis_left = hysteresis
+        non-finite: good_steps = 0
+                    hysteresis_left = max(hysteresis_left - 1, 0)
+                    if hysteresis_left == 0:
+                        loss_scale = max(loss_scale * backoff_factor, min_scale)
 
     The scale is always a finite number in [min_scale, max_scale]. With
     `hysteresis=1` this is the rule of TensorFlow, Keras, PyTorch and jmp; Flax's
@@ -305,8 +304,8 @@ class DynamicLossScale(LossScale):
       8.0 True
 
     References:
-      Micikevicius et al., `Mixed Precision Training
-      <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.2;
+      Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740),
+      2018, section 3.2;
       `tf.mixed_precision.experimental.DynamicLossScale`, TensorFlow 2.4;
       `DynamicGradScaler`, Megatron-LM, for the hysteresis.
     """

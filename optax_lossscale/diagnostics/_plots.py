@@ -66,8 +66,8 @@ def plot_exponents(
       'magnitude, and the range of float16'
 
     References:
-      Micikevicius et al., `Mixed Precision Training
-      <https://arxiv.org/abs/1710.03740>`_, 2018, Figure 3.
+      Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740),
+      2018, Figure 3.
     """
     check_host("plot_exponents", (histogram, state))
     dtype = check_dtype("dtype", dtype)
