@@ -291,18 +291,18 @@ class TestReport:
         text = report(run(BAD, BAD, track_leaves=True), PARAMS)
         name = "params['block']['ln']['scale']"
         assert text.splitlines()[:-2] == [
-            "The last step was skipped, and the loss scale is looking for its level.",
+            "The last step was skipped, and the loss scale is still adjusting.",
             "  loss scale           8192 (2^13)",
             "  skipped steps        2, of which 2 in a row",
-            "Gradients that were not finite, in steps:",
-            "     inf     nan  at last",
+            "Steps with non-finite gradients:",
+            "     inf     nan  last",
             f"       2       0  inf      {name}",
         ]
         assert advice(text).startswith("nothing yet.")
-        assert advice(text).endswith(f"If they go on, look at {name}.")
+        assert advice(text).endswith(f"If they continue, look at {name}.")
         without = report(run(BAD, BAD))
-        assert "Gradients" not in without
-        assert advice(without).endswith("If they go on, call check_health.")
+        assert "gradients" not in without
+        assert advice(without).endswith("If they continue, call check_health.")
 
     def test_stuck_names_the_leaf(self):
         state = run(*[BAD] * 5, loss_scale=DynamicLossScale(4.0), track_leaves=True)
@@ -318,7 +318,7 @@ class TestReport:
     def test_stuck_at_nan(self):
         bad = jax.tree.map(lambda x: jnp.where(jnp.isinf(x), NAN, x), BAD)
         state = run(bad, loss_scale=DynamicLossScale(1.0), track_leaves=True)
-        assert "nan rather than inf comes of 0/0" in advice(report(state, PARAMS))
+        assert "nan rather than inf comes from 0/0" in advice(report(state, PARAMS))
 
     def test_stuck_everywhere(self):
         params = {f"w{i}": jnp.ones(2) for i in range(20)}
@@ -346,13 +346,15 @@ class TestReport:
 
         state = jax.lax.scan(step, optimizer.init(PARAMS), length=1000)[0]
         text = report(state)
-        assert text.startswith("Steps are skipped, one after the other.")
+        assert text.startswith("Many steps in a row were skipped.")
         assert "1000 steps in a row" in advice(text)
         assert "(2^98.56)" in text
 
     def test_a_scale_that_does_nothing(self):
         text = report(run(BAD, BAD, GOOD, loss_scale=DynamicLossScale(2.0)))
-        assert text.startswith("The last step was applied, at a loss scale that lifts")
+        assert text.startswith(
+            "The last step was applied, but its loss scale is too low"
+        )
         assert "underflow_stats" in advice(text)
 
     def test_losses_that_were_not_finite(self):

@@ -178,7 +178,7 @@ def test_a_sum_that_overflows_is_skipped_at_the_same_scales(skip, dtype):
     assert scales(optimizer, state) == [2**15, 2**15]
     assert state.loss_scale_state.good_steps.tolist() == [1, 1]
     assert [str(leaf) for leaf in nonfinite_leaves(state, params)] == [
-        "params['b']: inf in 1 steps, nan in 0, at last inf"
+        "params['b']: inf in 1 steps, nan in 0, most recently inf"
     ]
     # As with one loss, a fixed scale that checks nothing applies it.
     fixed = two(FixedLossScale(2.0), skip=skip)

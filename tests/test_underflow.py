@@ -272,7 +272,7 @@ class TestUnderflowStats:
             (INF, "float16", ValueError, "state must be finite, got inf"),
             ({}, "float16", ValueError, "exactly one LossScaleOptimizerState, got 0"),
             (True, "float16", ValueError, "exactly one"),
-            (states, "float16", ValueError, "of many members"),
+            (states, "float16", ValueError, "belongs to many members"),
         ]:
             with pytest.raises(error, match=message):
                 underflow_stats(self.grads, state, dtype)

@@ -23,12 +23,12 @@ from optax_lossscale._numerics import all_finite, largest_magnitude
 class LossScale(abc.ABC):
     """The base of all loss scales: hyperparameters and a rule, no arrays.
 
-    Loss scaling multiplies the loss by a scale and divides the gradients by it::
+    Loss scaling multiplies the loss by a scale and divides the gradients by it:
 
-      loss = ...
-      loss *= loss_scale
-      grads = gradients(loss, params)
-      grads /= loss_scale
+        loss = ...
+        loss *= loss_scale
+        grads = gradients(loss, params)
+        grads /= loss_scale
 
     Mathematically this has no effect. In float16 small gradients underflow without.
 
@@ -71,9 +71,8 @@ class LossScale(abc.ABC):
       True
 
     References:
-      Micikevicius et al., `Mixed Precision Training
-      <https://arxiv.org/abs/1710.03740>`_, 2018;
-      `tf.mixed_precision.experimental.LossScale`, TensorFlow 2.4.
+      Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740),
+      2018; `tf.mixed_precision.experimental.LossScale`, TensorFlow 2.4.
     """
 
     skip_nonfinite = True

@@ -31,18 +31,18 @@ class DynamicLossScale(FactorLossScale):
     """A loss scale that looks for the largest safe value by itself.
 
     It grows after `growth_interval` consecutive finite steps and backs off after
-    a non-finite one, which is skipped. Per step::
+    a non-finite one, which is skipped. Per step:
 
-      finite:     good_steps += 1
-                  if good_steps >= growth_interval:
-                      loss_scale = min(loss_scale * growth_factor, max_scale)
-                      good_steps = 0
-                  if it grew (or consecutive_hysteresis):
-                      hysteresis_left = hysteresis
-      non-finite: good_steps = 0
-                  hysteresis_left = max(hysteresis_left - 1, 0)
-                  if hysteresis_left == 0:
-                      loss_scale = max(loss_scale * backoff_factor, min_scale)
+        finite:     good_steps += 1
+                    if good_steps >= growth_interval:
+                        loss_scale = min(loss_scale * growth_factor, max_scale)
+                        good_steps = 0
+                    if it grew (or consecutive_hysteresis):
+                        hysteresis_left = hysteresis
+        non-finite: good_steps = 0
+                    hysteresis_left = max(hysteresis_left - 1, 0)
+                    if hysteresis_left == 0:
+                        loss_scale = max(loss_scale * backoff_factor, min_scale)
 
     The scale is always a finite number in [min_scale, max_scale]. With
     `hysteresis=1` this is the rule of TensorFlow, Keras, PyTorch and jmp; Flax's
@@ -82,8 +82,8 @@ class DynamicLossScale(FactorLossScale):
       8.0 True
 
     References:
-      Micikevicius et al., `Mixed Precision Training
-      <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.2;
+      Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740),
+      2018, section 3.2;
       `tf.mixed_precision.experimental.DynamicLossScale`, TensorFlow 2.4;
       `DynamicGradScaler`, Megatron-LM, for the hysteresis.
     """

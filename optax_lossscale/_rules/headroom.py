@@ -37,18 +37,18 @@ class HeadroomLossScale(AdaptiveLossScale):
     from the margin and the gradients at once, up and down, mostly before they
     overflow. A margin is needed for what the gradients do not show: the next batch,
     and the gradients of activations. An overflow proves that it was too small.
-    Per step::
+    Per step:
 
-      finite:     x = log2(largest gradient)
-                  peak = max(x, peak - (peak - x) / release_steps)
-                  if the last step was finite:
-                      margin = max(margin - 1 / growth_interval, min_margin)
-                  else:
-                      margin = max(margin, limit - peak - log2(loss_scale))
-                  highest = limit - peak - margin
-                  loss_scale = 2**clip(log2(loss_scale),
-                                       floor(highest - hysteresis), floor(highest))
-      non-finite: loss_scale = loss_scale / 2
+        finite:     x = log2(largest gradient)
+                    peak = max(x, peak - (peak - x) / release_steps)
+                    if the last step was finite:
+                        margin = max(margin - 1 / growth_interval, min_margin)
+                    else:
+                        margin = max(margin, limit - peak - log2(loss_scale))
+                    highest = limit - peak - margin
+                    loss_scale = 2**clip(log2(loss_scale),
+                                         floor(highest - hysteresis), floor(highest))
+        non-finite: loss_scale = loss_scale / 2
 
     where `limit` is the exponent at which `dtype` overflows. After overflows the
     first scale that does not overflow is kept: the margin is what it leaves. If it was
@@ -87,9 +87,9 @@ class HeadroomLossScale(AdaptiveLossScale):
       65536 True
 
     References:
-      Micikevicius et al., `Mixed Precision Training
-      <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.2, which would choose a
-      constant scale by the largest gradient, where that is known. The rule is ours.
+      Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740),
+      2018, section 3.2, which would choose a constant scale by the largest gradient,
+      where that is known. The rule is ours.
     """
 
     initial_scale: float = 2.0**15

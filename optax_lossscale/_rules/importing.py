@@ -68,11 +68,11 @@ def import_state(
     Returns:
       A loss scale, whose initial scale is the current one, and its state:
       `TolerantLossScale` for fairseq, `DynamicLossScale` for the others. To go on with
-      them::
+      them:
 
-        optimizer = LossScaleOptimizer(inner_optimizer, loss_scale)
-        opt_state = optimizer.init(params)
-        opt_state = opt_state._replace(loss_scale_state=loss_scale_state)
+          optimizer = LossScaleOptimizer(inner_optimizer, loss_scale)
+          opt_state = optimizer.init(params)
+          opt_state = opt_state._replace(loss_scale_state=loss_scale_state)
 
     Raises:
       ValueError: If `saved` is of none of these libraries, or holds several loss

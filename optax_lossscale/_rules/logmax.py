@@ -47,17 +47,17 @@ class LogMaxLossScale(AdaptiveLossScale):
     """A loss scale that keeps overflows improbable, by the gradients it has seen.
 
     The logarithm of the largest gradient is taken for normally distributed, and the
-    scale put where the gradients overflow with a given probability. Per step::
+    scale put where the gradients overflow with a given probability. Per step:
 
-      finite:     x = log2(largest gradient)          (not if all are zero)
-                  mean = running mean of x, with decay mean_decay
-                  deviation = running standard deviation of x, with variance_decay
-                  good_steps += 1
-                  if good_steps >= growth_interval:
-                      ceiling = min(ceiling * 2, max_scale); good_steps = 0
-      non-finite: ceiling = loss_scale / 2; good_steps = 0
-      both:       room = limit - mean - deviations * deviation
-                  loss_scale = min(2**floor(room), ceiling), within the bounds
+        finite:     x = log2(largest gradient)          (not if all are zero)
+                    mean = running mean of x, with decay mean_decay
+                    deviation = running standard deviation of x, with variance_decay
+                    good_steps += 1
+                    if good_steps >= growth_interval:
+                        ceiling = min(ceiling * 2, max_scale); good_steps = 0
+        non-finite: ceiling = loss_scale / 2; good_steps = 0
+        both:       room = limit - mean - deviations * deviation
+                    loss_scale = min(2**floor(room), ceiling), within the bounds
 
     where `limit` is the exponent at which `dtype` overflows.
 
@@ -100,8 +100,8 @@ class LogMaxLossScale(AdaptiveLossScale):
       512 True
 
     References:
-      Kuchaiev et al., `Mixed-Precision Training for NLP and Speech Recognition with
-      OpenSeq2Seq <https://arxiv.org/abs/1805.10387>`_, 2018;
+      Kuchaiev et al., [Mixed-Precision Training for NLP and Speech Recognition with
+      OpenSeq2Seq](https://arxiv.org/abs/1805.10387), 2018;
       `LogMaxScaler`, OpenSeq2Seq,
       `open_seq2seq/optimizers/automatic_loss_scaler.py`.
     """

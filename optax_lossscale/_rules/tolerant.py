@@ -37,16 +37,16 @@ class TolerantLossScale(FactorLossScale):
     Every non-finite step is skipped, but the scale backs off only when such steps
     since it last backed off are a share of `tolerance` of the steps since it last
     changed: an overflow now and then, from an odd batch, does not cost the scale a
-    whole growth interval. Per step::
+    whole growth interval. Per step:
 
-      finite:     good_steps += 1; steps += 1
-                  if good_steps >= growth_interval:
-                      loss_scale = min(loss_scale * growth_factor, max_scale)
-                      good_steps = steps = 0
-      non-finite: good_steps = 0; steps += 1; nonfinite_steps += 1
-                  if nonfinite_steps / steps >= tolerance:
-                      loss_scale = max(loss_scale * backoff_factor, min_scale)
-                      steps = nonfinite_steps = 0
+        finite:     good_steps += 1; steps += 1
+                    if good_steps >= growth_interval:
+                        loss_scale = min(loss_scale * growth_factor, max_scale)
+                        good_steps = steps = 0
+        non-finite: good_steps = 0; steps += 1; nonfinite_steps += 1
+                    if nonfinite_steps / steps >= tolerance:
+                        loss_scale = max(loss_scale * backoff_factor, min_scale)
+                        steps = nonfinite_steps = 0
 
     This is fairseq's rule, in which growth forgets the steps, but not those of
     them that were not finite. At the minimum fairseq raises; this scale stays

@@ -1,7 +1,7 @@
 """What happened during training, and why.
 
-Functions that are pure and may be called under `jax.jit`, unless they say that they are
-for the host.
+The functions are pure, and you may call them under `jax.jit`, unless their
+documentation says that they run on the host.
 """
 
 from optax_lossscale.diagnostics._history import History as History

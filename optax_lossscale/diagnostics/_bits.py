@@ -1,8 +1,8 @@
 """Magnitudes as integers: exact where floating-point arithmetic is not.
 
-XLA takes float32 subnormals for zero on some platforms, even in comparisons, and its
-log2 is not exact. The bits of a float without its sign are an integer of the same
-order, of which neither is true.
+XLA treats float32 subnormals as zero on some platforms, even in comparisons, and its
+log2 is not exact. The bits of a float without the sign bit are an integer, and larger
+magnitudes are larger integers: comparing them is exact.
 """
 
 import functools
@@ -14,18 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# So many numbers int32 can count.
+# Fewer numbers than this fit into an int32 count.
 COUNTABLE = 2**31
 
 
 class Limits(NamedTuple):
-    """Where a dtype ends. What is not of full precision is exact in float64."""
+    """The limits of a dtype of at most 16 bits, exact in float64."""
 
-    flushed: float  # The largest that rounds to zero.
+    flushed: float  # The largest magnitude that rounds to zero.
     normal: float  # The smallest normal number.
     largest: float  # The largest finite number.
-    overflow: float  # Between the largest that rounds to it and what does not.
-    tie_overflows: bool  # Which of both the number in between is.
+    overflow: float  # Magnitudes below this boundary round to `largest`.
+    tie_overflows: bool  # Whether the boundary itself overflows.
 
 
 @functools.lru_cache
@@ -49,21 +49,22 @@ def limits_of(dtype: str) -> Limits:
         normal=float(info.tiny),
         largest=largest,
         overflow=largest + half_ulp,
-        # Or saturates, where there is neither inf nor nan (float4_e2m1fn).
+        # A dtype without inf and nan saturates instead (float4_e2m1fn).
         tie_overflows=not float(tie) <= largest,
     )
 
 
 def is_wide(x: jax.Array) -> bool:
-    """Whether the magnitudes of `x` are those of float64."""
+    """Whether the magnitudes of `x` are float64 numbers."""
     return x.dtype in (jnp.float64, jnp.complex128)
 
 
 def magnitudes(x: Any) -> list[jax.Array]:
-    """Returns the bits of |x|, i32 or of float64 i64, of both parts if complex.
+    """Returns the bits of |x| as integers: i32, or i64 for float64.
 
-    They are those of float32, which holds all narrower numbers, or of float64.
-    Infinity is `infinity(bits)`, and nan is above.
+    A complex array gives two results, one for each part. Narrower dtypes are converted
+    to float32, which holds all their numbers. Infinity is `infinity(bits)`; nan is
+    larger.
     """
     x = jnp.asarray(x)
     parts = (lax.real(x), lax.imag(x)) if jnp.iscomplexobj(x) else (x,)
@@ -75,7 +76,7 @@ def magnitudes(x: Any) -> list[jax.Array]:
 
 
 def mantissa_bits(bits: jax.Array) -> int:
-    """Returns how many bits the mantissa has, without the leading one."""
+    """Returns the number of mantissa bits, without the implicit leading one."""
     return 23 if bits.dtype == jnp.int32 else 52
 
 
@@ -86,7 +87,7 @@ def infinity(bits: jax.Array) -> int:
 
 
 def exponents(bits: jax.Array) -> jax.Array:
-    """Returns e where 2**e <= |x| < 2**(e+1), i32; for zero one less than the least."""
+    """Returns e with 2**e <= |x| < 2**(e+1), i32; for zero, the smallest e minus 1."""
     n = mantissa_bits(bits)
     bias = infinity(bits) >> n + 1
     width = jnp.iinfo(bits.dtype).bits
@@ -96,7 +97,7 @@ def exponents(bits: jax.Array) -> jax.Array:
 
 
 def mantissas(bits: jax.Array) -> jax.Array:
-    """Returns |x| / 2**e, in [1, 2), times 2**mantissa_bits: an integer, as bits."""
+    """Returns |x| / 2**e, in [1, 2), times 2**mantissa_bits, as an integer."""
     n = mantissa_bits(bits)
     leading = jnp.iinfo(bits.dtype).bits - 1 - n
     shift = jnp.maximum(lax.clz(bits) - leading, 0)
@@ -112,33 +113,33 @@ def log2_mantissas(bits: jax.Array) -> jax.Array:
 def border(
     limit: float, scale: jax.Array, bits: jax.Array, *, inclusive: bool
 ) -> jax.Array:
-    """Returns the bits of the least number that times the scale is at the limit.
+    """Returns the bits of the smallest number that reaches the limit when scaled.
 
-    It is rounded to the precision of the numbers, which is exact where the scale is a
-    power of two.
+    The number is rounded to its own precision; it is exact if the scale is a power of
+    two.
 
     Args:
       limit: A positive number.
       scale: f32[], a normal number.
-      bits: Of the kind that is wanted.
-      inclusive: Whether the product is to be at least the limit; else, above it.
+      bits: Any array of the integer dtype to return.
+      inclusive: Whether a product equal to the limit reaches it.
     """
     n = mantissa_bits(bits)
     mantissa, exponent = math.frexp(limit)
     if not inclusive:
-        mantissa += 2.0 ** -(n + 1)  # The next number.
+        mantissa += 2.0 ** -(n + 1)  # The next larger number.
     if bits.dtype == jnp.int64:
         limit = math.ldexp(mantissa, exponent)
         quotient = jnp.float64(limit) / scale.astype(jnp.float64)
         return lax.bitcast_convert_type(quotient, jnp.int64)
-    # The quotient may be subnormal in float32, or beyond it.
+    # The quotient may be subnormal in float32, or outside its range.
     (scale_bits,) = magnitudes(scale)
     unit = scale_bits & (1 << n) - 1 | 127 << n  # In [1, 2).
     unit = lax.bitcast_convert_type(unit, jnp.float32)
     quotient = lax.bitcast_convert_type(jnp.float32(2 * mantissa) / unit, jnp.int32)
     biased = (quotient >> n) + (exponent - 1 - exponents(scale_bits))
     fraction = quotient & (1 << n) - 1
-    # Rounded up: minus, since shifts round down.
+    # Shifts round down; the two minus signs make it round up.
     subnormal = -(-(fraction | 1 << n) >> jnp.clip(1 - biased, 0, 31))
     normal = jnp.clip(biased, 1, 255) << n | fraction
     return jnp.where(biased > 0, jnp.minimum(normal, infinity(bits)), subnormal).astype(
@@ -151,16 +152,18 @@ def reduce_counts(
 ) -> tuple[jax.Array, jax.Array]:
     """Counts several masks and finds a maximum, in one pass.
 
-    One reduction of all is 40 times faster on CPU than one for each.
+    On CPU this is 40 times faster than one reduction for each.
 
     Args:
-      masks: bool[...], all of one shape.
-      largest: i32 or i64[...], of that shape too; not negative.
+      masks: bool[...], all of the same shape.
+      largest: The numbers to find the maximum of: i32[...] or i64[...], of the same
+        shape, not negative.
 
     Returns:
-      f32[len(masks)], exact up to 2**24, and the maximum, 0 where there is none.
+      The counts, f32[len(masks)], exact up to 2**24; and the maximum, 0 if there are
+      no numbers.
     """
-    # Of a larger array the rows are counted, and their counts summed.
+    # Larger arrays are counted row by row, so that no int32 count overflows.
     axes = range(largest.ndim) if largest.size < COUNTABLE else range(1, largest.ndim)
     ones = [mask.astype(jnp.int32) for mask in masks]
 

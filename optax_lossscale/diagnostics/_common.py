@@ -1,4 +1,4 @@
-"""What the diagnostics share: the scale of a state, names of leaves."""
+"""Helpers that the diagnostics share: the scale of a state and the names of leaves."""
 
 import numbers
 from typing import Any
@@ -13,7 +13,7 @@ from optax_lossscale._tree import is_real
 
 
 def scale_of(state: Any) -> jax.Array:
-    """Returns the loss scale, f32[], of a state or of a number that is one."""
+    """Returns the loss scale of a state, f32[]; a number is the scale itself."""
     if isinstance(state, numbers.Real) and not isinstance(state, bool):
         scale = jnp.asarray(check_scale("state", state), jnp.float32)
     elif is_real(state):
@@ -22,18 +22,18 @@ def scale_of(state: Any) -> jax.Array:
         scale = unbox(find_state(state).loss_scale_state.loss_scale)
     if scale.shape:
         raise ValueError(
-            "state is that of many members, devices or losses: its loss scale is of "
-            f"shape {scale.shape}. Pass one of its scales, as a number."
+            "state belongs to many members, devices or losses: its loss scale has "
+            f"shape {scale.shape}. Pass one of these scales, as a number."
         )
     return scale.astype(jnp.float32)
 
 
 def named_leaves(tree: Any, name: str = "") -> dict[str, Any]:
-    """Returns the leaves of a tree, None among them, by their key paths.
+    """Returns the leaves of a tree, including None, by their key paths.
 
     Args:
       tree: Any pytree.
-      name: What the tree is called; it comes before the path: `params['w']`.
+      name: The name of the tree, written before each path: `params['w']`.
     """
     pairs = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None)
     return {name + jax.tree_util.keystr(path): leaf for path, leaf in pairs}

@@ -1,4 +1,4 @@
-"""What the figures share: ranges of dtypes, legends with room, and matplotlib."""
+"""Helpers that the figures share: ranges of dtypes, legends, and matplotlib."""
 
 import math
 from typing import Any
@@ -9,7 +9,7 @@ from optax_lossscale.diagnostics._bits import limits_of
 
 
 def shade_ranges(ax: Any, dtype: str, low: float, high: float) -> None:
-    """Shades what becomes of a number in `dtype`, over the log2 of its magnitude.
+    """Shades where numbers are zero, subnormal or infinite in `dtype`.
 
     Args:
       ax: The matplotlib Axes; x is the log2 of the magnitude.
@@ -28,14 +28,14 @@ def shade_ranges(ax: Any, dtype: str, low: float, high: float) -> None:
     for start, stop, (_, color, hatch) in zip(edges, edges[1:], areas, strict=False):
         style = {"facecolor": color, "edgecolor": "#D8C8B8", "hatch": hatch}
         ax.axvspan(start, stop, zorder=0, linewidth=0, **style)
-    # The names stand above, where no bar hides them, and those of narrow areas higher.
+    # The names are above the bars; that of a narrow area is higher than the others.
     top = ax.secondary_xaxis("top")
     names = [f"{name}\n" if name == "subnormal" else name for name, *_ in areas]
     top.set_xticks((edges[1:] + edges[:-1]) / 2, names, fontsize="small")
     top.tick_params(length=0, pad=2)
     top.spines["top"].set_visible(False)
     ax.spines[["top", "right"]].set_visible(False)
-    # Ticks first where areas meet, then at tens, as far as there is room.
+    # Ticks where areas meet come first, then multiples of ten where there is room.
     ticks: list[float] = []
     wanted = [meet[2], meet[1], meet[0], 0.0, *range(-200, 200, 10)]
     for tick in np.round(wanted):
@@ -48,20 +48,20 @@ def shade_ranges(ax: Any, dtype: str, low: float, high: float) -> None:
 
 
 def boundaries(dtype: str) -> tuple[float, float, float]:
-    """Log2 of where numbers round to zero, are normal, and round to infinity."""
+    """Returns log2 of where zero ends, normal numbers begin, and overflow begins."""
     limits = limits_of(dtype)
     flushed, normal, overflow = limits.flushed, limits.normal, limits.overflow
     return math.log2(flushed), math.log2(normal), math.log2(overflow)
 
 
 def as_power(scale: float) -> str:
-    """Writes a scale, as a power of two if it is one."""
+    """Formats a scale, as a power of two if it is one."""
     mantissa, exponent = np.frexp(scale)
     return f"$2^{{{exponent - 1}}}$" if mantissa == 0.5 else f"{scale:.4g}"
 
 
 def as_percent(share: float) -> str:
-    """Writes a share that is above zero."""
+    """Formats a share that is above zero."""
     return "<0.01 %" if share < 1e-4 else f"{100 * share:.3g} %"
 
 
@@ -78,8 +78,8 @@ def get_axes(ax: Any) -> Any:
         _, ax = plt.subplots(figsize=(7, 3.6), layout="constrained")
     if not isinstance(ax, matplotlib.axes.Axes):
         raise TypeError(
-            f"ax must be a matplotlib Axes, got {type(ax).__name__}. Of many, as "
-            "plt.subplots makes them, pass one."
+            f"ax must be a matplotlib Axes, got {type(ax).__name__}. If plt.subplots "
+            "returned several, pass one of them."
         )
     return ax
 
@@ -93,13 +93,13 @@ def set_top(
     title: Any = "",
     log: bool = False,
 ) -> None:
-    """Sets the limits of y, log2 or percent, and leaves room above for a legend.
+    """Sets the limits of the y axis, and leaves room above for a legend.
 
     Args:
       ax: The Axes.
-      low: The lowest value to be seen; its log2 on a logarithmic axis.
-      high: The highest one.
-      entries: As many entries the legend will have.
+      low: The lowest value to show; its log2 on a logarithmic axis.
+      high: The highest one, likewise.
+      entries: The number of entries that the legend will have.
       title: The title of the legend.
       log: Whether the axis is logarithmic.
     """
@@ -114,7 +114,7 @@ def set_top(
 
 
 def legend(ax: Any, handles: Any = None, *, title: Any = "") -> None:
-    """Adds a legend, in the room that `set_top` has left, of what has a label."""
+    """Adds a legend in the room that `set_top` left, of `handles` or of all labels."""
     made = ax.legend(
         handles=ax.get_legend_handles_labels()[0] if handles is None else handles,
         title=title or None,
@@ -127,7 +127,7 @@ def legend(ax: Any, handles: Any = None, *, title: Any = "") -> None:
         borderaxespad=0.2,
         columnspacing=1.2,
     )
-    # It stands inside: wider than a small axis, it would squeeze it to nothing.
+    # If the layout made room for it, a wide legend would shrink a small plot away.
     made.set_in_layout(False)
 
 

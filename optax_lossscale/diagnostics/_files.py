@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 FORMAT = "optax_lossscale History"
 COUNTS = ("capacity", "stride", "records")
-# JSON has no such numbers.
+# JSON has no such numbers: they are written as strings.
 NOT_FINITE = {repr(x): x for x in (math.nan, math.inf, -math.inf)}
 
-# Temporary files have short names: that of the file itself may be as long as the file
-# system allows.
+# The names of temporary files are short: the file's own name may already be as long as
+# the file system allows.
 ASIDE, ABANDONED_AFTER = ".optax_lossscale-", 24 * 60 * 60
 
 
@@ -28,10 +28,10 @@ class Table(NamedTuple):
     """What a file holds.
 
     Attributes:
-      counts: The numbers of COUNTS, by name.
+      counts: A number for each name in `COUNTS`.
       steps: A list of integers.
-      columns: By name, lists of as many bools, integers and floats, and None where
-        there is nothing.
+      columns: By name, lists of as many bools, integers and floats; None where a step
+        lacks the metric.
     """
 
     counts: dict[str, int]
@@ -40,18 +40,18 @@ class Table(NamedTuple):
 
 
 def write_table(path: str | os.PathLike[str], table: Table) -> None:
-    """Writes a file as a whole: there is the old one or the new one, never a part."""
+    """Writes a file atomically: a crash leaves the old file or the new one."""
     write = {".csv": _write_csv, ".json": _write_json}[_suffix(path)]
     path = Path(path).resolve()
     _remove_abandoned(path.parent)
-    # By chance, as threads and containers may have the same process id.
+    # Random: threads and containers may share a process id.
     aside = path.with_name(f"{ASIDE}{secrets.token_hex(8)}.tmp")
     try:
         with aside.open("x", encoding="utf-8", newline="") as file:
             write(file, table)
             file.flush()
             os.fsync(file.fileno())
-        # As if the old file had been opened; there may be none.
+        # Keep the permissions of the old file, if there is one.
         with contextlib.suppress(OSError):
             shutil.copymode(path, aside)
         aside.replace(path)
@@ -60,16 +60,16 @@ def write_table(path: str | os.PathLike[str], table: Table) -> None:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Removes the temporary files of processes that were killed while they wrote."""
+    """Removes the temporary files of processes that were killed while writing."""
     for aside in folder.glob(f"{ASIDE}*.tmp"):
-        # Somebody else may have removed it, or may be the only one who can.
+        # Another process may have removed it, or only another user may.
         with contextlib.suppress(OSError):
             if time.time() - aside.stat().st_mtime > ABANDONED_AFTER:
                 aside.unlink()
 
 
 def read_table(path: str | os.PathLike[str]) -> Table:
-    """Reads a file; whether its numbers agree is not checked."""
+    """Reads a file, without checking whether its numbers are consistent."""
     read = {".csv": _read_csv, ".json": _read_json}[_suffix(path)]
     with Path(path).open(encoding="utf-8", newline="") as file:
         return read(file)
@@ -79,7 +79,7 @@ def _suffix(path: str | os.PathLike[str]) -> str:
     suffix = Path(path).suffix.lower()
     if suffix not in (".csv", ".json"):
         raise ValueError(
-            "path must end in .csv or .json, which chooses the format, got "
+            "path must end in .csv or .json, which selects the format, got "
             f"{os.fspath(path)!r}."
         )
     return suffix
@@ -88,10 +88,10 @@ def _suffix(path: str | os.PathLike[str]) -> str:
 def _write_csv(file: Any, table: Table) -> None:
     counts = " ".join(f"{name}={table.counts[name]}" for name in COUNTS)
     file.write(f"# {FORMAT}: {counts}\n")
-    # Quoted, as a name may hold anything.
+    # Quoted: a name may contain any character.
     header = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_ALL)
     header.writerow(["step", *table.columns])
-    # What is written tells its type: True, 1 or 1.0.
+    # repr keeps the type: True, 1 or 1.0.
     for row in zip(table.steps, *table.columns.values(), strict=True):
         file.write(",".join("" if x is None else repr(x) for x in row) + "\n")
 
@@ -100,12 +100,12 @@ def _read_csv(file: Any) -> Table:
     pattern = rf"# {FORMAT}: " + " ".join(rf"{name}=([0-9]+)" for name in COUNTS)
     first = re.fullmatch(pattern, file.readline().rstrip())
     if first is None:
-        raise ValueError(f"the first line is not that of an {FORMAT}")
+        raise ValueError(f"the first line is not the header of an {FORMAT}")
     counts = dict[str, int](zip(COUNTS, map(int, first.groups()), strict=True))
     text = file.read()
-    # Without it, 12 may be what is left of 128.0.
+    # Otherwise a 12 at the end may be a 128.0 that was cut.
     if not text.endswith("\n"):
-        raise ValueError("the last line has no end")
+        raise ValueError("the last line is incomplete")
     names, *rows = csv.reader(io.StringIO(text, newline=""), strict=True)
     if names[:1] != ["step"]:
         raise ValueError('the first column is not "step"')
@@ -122,18 +122,18 @@ def _read_cell(text: str) -> bool | int | float | None:
     if text in ("", "True", "False"):
         return {"": None, "True": True, "False": False}[text]
     number = int(text) if re.fullmatch(r"-?[0-9]+", text) else float(text)
-    # float also reads " 1_0", which is not what was written.
+    # float also reads " 1_0", which `History.save` never writes.
     if repr(number) != text:
         raise ValueError(f"{text!r} is not a number as History.save writes it")
     return number
 
 
 def _by_name(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Makes a dictionary, if no name is there twice: one would be lost."""
+    """Makes a dictionary; raises if a name occurs twice, as one would be lost."""
     pairs = list(pairs)
     named = dict(pairs)
     if len(named) != len(pairs):
-        raise ValueError(f"a name is there twice, among {[name for name, _ in pairs]}")
+        raise ValueError(f"a name occurs twice in {[name for name, _ in pairs]}")
     return named
 
 

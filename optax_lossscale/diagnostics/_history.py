@@ -1,4 +1,4 @@
-"""A record of metrics on the host, bounded in size, which files can hold."""
+"""A record of metrics on the host: bounded in size, and saved to files."""
 
 import bisect
 import itertools
@@ -19,15 +19,14 @@ from optax_lossscale.diagnostics._files import COUNTS, Table, read_table, write_
 class History:
     """Records metrics over a training run, for plots and files.
 
-    It lives on the host, next to the training loop. It is bounded: when more than
-    `capacity` rows have come together, every second one is dropped, and from then on
-    only every second step that is recorded is kept; later every fourth, and so on. So
-    the whole run stays visible, at a lower resolution. The first and the last step
-    recorded are always there. What is counted over the run, as `skipped_steps` is,
-    loses nothing by that.
+    It lives on the host, next to the training loop, and its size is bounded. When it
+    exceeds `capacity` rows, it drops every second one, and from then on keeps only
+    every second recorded step; later every fourth, and so on. The whole run stays
+    visible, at a lower resolution. The first and the last recorded step are always
+    kept. Counts over the whole run, such as `skipped_steps`, stay exact.
 
     Args:
-      capacity: The most rows to keep, at least 2.
+      capacity: The largest number of rows to keep, at least 2.
 
     Raises:
       TypeError: If `capacity` is not a number.
@@ -49,15 +48,15 @@ class History:
         self._capacity = check_count("capacity", capacity, at_least=2)
         self._steps: list[int] = []
         self._values: list[dict[str, bool | int | float]] = []
-        # Records are numbered from zero. Row k is number k * stride, but for the last,
-        # which is number records - 1: unless that is a multiple of the stride too,
-        # the next one takes its place.
+        # Records are numbered from zero. Row k holds record k * stride, except for the
+        # last row, which holds record records - 1. The next record replaces it unless
+        # it too is at a multiple of the stride.
         self._stride = 1
         self._records = 0
 
     @property
     def capacity(self) -> int:
-        """The most rows to keep."""
+        """The largest number of rows to keep."""
         return self._capacity
 
     def __len__(self) -> int:
@@ -66,19 +65,19 @@ class History:
     def record(self, step: Any, metrics: Mapping[str, Any]) -> None:
         """Records the metrics of a step.
 
-        Numbers are copied to the host at once, as the step that comes next may reuse
-        the memory of a donated state. That waits for the step to end: call this
-        where you log, not at every step of a fast loop.
+        Numbers are copied to the host immediately, because the next step may reuse the
+        memory of a donated state. The copy waits for the step to end: call this where
+        you log, not in every step of a fast loop.
 
-        A run that was restored from a checkpoint repeats steps: where `step` is not
-        above the last one recorded, all rows from that step on are forgotten first.
-        What is recorded then is kept as densely as the rows that are left, or, where
-        at most one is left, as in a new history.
+        A run that is restored from a checkpoint repeats steps: if `step` is not above
+        the last recorded one, all rows from that step on are removed first. New rows
+        are then as dense as the remaining ones, or, if at most one remains, as dense as
+        in a new history.
 
         Args:
           step: The number of the step, an integer.
           metrics: Scalars by name, as `metrics` returns them: arrays or Python
-            numbers, real or bool. Names may come and go.
+            numbers, real or bool. The names may differ between steps.
 
         Returns:
           None.
@@ -92,7 +91,7 @@ class History:
         if not isinstance(metrics, Mapping):
             raise TypeError(
                 f"metrics must be a dictionary of scalars, got {type(metrics).__name__}"
-                ". Of a state, metrics(state) makes one."
+                ". diagnostics.metrics(state) returns one."
             )
         for name in metrics:
             if not isinstance(name, str):
@@ -116,16 +115,16 @@ class History:
             self._thin()
 
     def _truncate(self, step: int) -> None:
-        """Forgets the rows from `step` on."""
+        """Removes the rows from `step` on."""
         rows = bisect.bisect_left(self._steps, step)
         if rows < len(self):
             del self._steps[rows:], self._values[rows:]
-            # Two rows are a stride apart, and what is between them is lost.
+            # Rows are a stride apart: the records between them are lost.
             self._stride = self._stride if rows > 1 else 1
             self._records = (rows - 1) * self._stride + 1 if rows else 0
 
     def _thin(self) -> None:
-        """Drops every second row, but for the last."""
+        """Drops every second row, except for the last."""
         self._stride *= 2
         self._steps = [*self._steps[:-1:2], self._steps[-1]]
         self._values = [*self._values[:-1:2], self._values[-1]]
@@ -137,10 +136,10 @@ class History:
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
-        """The metrics, by name: arrays of shape [rows], one for each.
+        """The metrics by name, each an array of shape [rows].
 
-        They are bool, int64 or float64, whichever holds all values of a column. Where
-        some rows lack the metric, it is a masked array (`numpy.ma`).
+        Its dtype is bool, int64 or float64, whichever holds all values of the metric.
+        If some rows lack the metric, it is a masked array (`numpy.ma`).
         """
         names = dict.fromkeys(name for row in self._values for name in row)
         return {name: self._column(name) for name in names}
@@ -157,24 +156,24 @@ class History:
 
     @property
     def rows(self) -> list[dict[str, bool | int | float]]:
-        """The rows, each a dictionary of "step" and the metrics that it has."""
+        """The rows, each a dictionary of "step" and its metrics."""
         pairs = zip(self._steps, self._values, strict=True)
         return [{"step": step, **values} for step, values in pairs]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the history to a file, without loss.
 
-        The file is written aside and then put into its place: after a crash there
-        is the old one or the new one, never half of one. If several threads or
-        processes save to one path, the last one wins. A process that is killed while
-        it saves leaves a hidden file, `.optax_lossscale-*.tmp`, in that folder; the
-        first save there a day later removes it.
+        The file is written under another name and then renamed, so that a crash leaves
+        the old file or the new one, never a part. If several threads or processes save
+        to one path, the last one wins. A process that is killed while it saves leaves a
+        hidden file, `.optax_lossscale-*.tmp`, in that folder; the first save there
+        after a day removes it.
 
-        CSV can be read by `pandas.read_csv(path, comment="#")`; JSON is strict, with
-        nan and infinities as strings, and null where a row lacks a metric.
+        You can read CSV with `pandas.read_csv(path, comment="#")`. JSON is strict: nan
+        and infinities are strings, and a metric that a row lacks is null.
 
         Args:
-          path: A file, by whose suffix, ".csv" or ".json", the format is chosen.
+          path: The file. Its suffix, ".csv" or ".json", selects the format.
 
         Returns:
           None.
@@ -196,11 +195,11 @@ class History:
           path: The file, ".csv" or ".json".
 
         Returns:
-          A `History` that goes on as the one that was saved would have.
+          A `History` that continues as the saved one would have.
 
         Raises:
-          ValueError: If the suffix is another one, or the file is damaged or not of
-            a `History`.
+          ValueError: If the suffix is another one, or the file is damaged or was not
+            written by `save`.
 
         Examples:
           >>> import tempfile
@@ -243,7 +242,7 @@ class History:
         return history
 
     def _check(self) -> None:
-        """Raises if what was read contradicts itself."""
+        """Raises if the numbers that were read are inconsistent."""
         expected = -(-(self._records - 1) // self._stride) + 1 if self._records else 0
         if not len(self) == len(self._values) == expected <= self._capacity:
             raise ValueError(
@@ -262,16 +261,16 @@ class History:
 
 def _check_name(name: str) -> None:
     if name == "step":
-        raise ValueError('A metric must not be named "step", as the steps are.')
+        raise ValueError('A metric must not be named "step", the column of steps.')
 
 
 def _to_python(name: str, value: Any) -> bool | int | float:
-    """Returns a scalar of the host as a Python number."""
+    """Returns a scalar on the host as a Python number."""
     if np.shape(value) != ():
         raise ValueError(
-            f"{name} must be a scalar, got shape {np.shape(value)}. Where a state is "
-            "that of many members, devices or losses, record one of them, or each by "
-            "a name of its own."
+            f"{name} must be a scalar, got shape {np.shape(value)}. If the state "
+            "belongs to many members or devices, record one of them, or each under its "
+            "own name."
         )
     dtype = getattr(value, "dtype", None)
     kinds = (bool, jnp.bool_), (int, jnp.integer), (float, jnp.floating)

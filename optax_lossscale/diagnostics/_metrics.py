@@ -1,4 +1,4 @@
-"""The state as flat numbers, for logs."""
+"""The state as scalars with flat names, for logs."""
 
 from typing import Any
 
@@ -16,26 +16,26 @@ from optax_lossscale.diagnostics._common import check_text
 
 
 def metrics(state: Any, prefix: str = "") -> dict[str, jax.Array]:
-    """Returns what there is to log about loss scaling, by flat names.
+    """Returns the scalars to log about loss scaling, by flat names.
 
-    A few scalars, ready for TensorBoard, Weights & Biases, a CSV file or a `History`.
-    It may be called inside the compiled step, and then waits for nothing.
+    You can pass them to TensorBoard, Weights & Biases, a CSV file or a `History`. You
+    may call this inside the compiled step, where it does not wait for the device.
 
     Args:
       state: A pytree that holds one `LossScaleOptimizerState`.
-      prefix: Comes before each name, "loss_scaling/" for example.
+      prefix: Put before each name, "loss_scaling/" for example.
 
     Returns:
-      A dictionary of scalars (of arrays [n] where the state is that of n members):
-      `loss_scale` and `log2_loss_scale`, f32[]; what else the state of the rule
-      holds, `good_steps` for example, i32[]; `last_step_applied`, bool[];
-      `skipped_steps`, `consecutive_skipped_steps`, `nonfinite_loss_steps` and
-      `stuck_steps`, i32[]. See `LossScaleOptimizerState` for what they are. Of
-      several losses each has its scale: `loss_scale_0`, `loss_scale_1`. Where a
-      scale is damaged, its logarithm is -inf (of 0), inf or nan (also below 0).
+      A dictionary of scalars, or of arrays [n] if the state belongs to n members:
+      `loss_scale` and `log2_loss_scale`, f32[]; the other fields of the rule's state,
+      `good_steps` for example, i32[]; `last_step_applied`, bool[]; `skipped_steps`,
+      `consecutive_skipped_steps`, `nonfinite_loss_steps` and `stuck_steps`, i32[].
+      `LossScaleOptimizerState` describes them. With several losses, each has its own
+      scale: `loss_scale_0`, `loss_scale_1`. The logarithm of a damaged scale is -inf
+      (for 0), inf, or nan (for a negative number too).
 
     Raises:
-      ValueError: If `state` holds none or several of these states.
+      ValueError: If `state` holds no such state, or several.
       TypeError: If `prefix` is not a string.
 
     Examples:
@@ -62,7 +62,7 @@ def metrics(state: Any, prefix: str = "") -> dict[str, jax.Array]:
     named = {"loss_scale": scale, "log2_loss_scale": _log2(scale)}
     named |= _numbers_of(found.loss_scale_state)
     if scale.ndim > applied.ndim:
-        # Several losses, of which each has its own.
+        # Several losses: each has its own scale.
         named = {
             f"{name}_{i}": column
             for name, value in named.items()
@@ -73,10 +73,10 @@ def metrics(state: Any, prefix: str = "") -> dict[str, jax.Array]:
     return {prefix + name: value for name, value in named.items()}
 
 
-# Compiled, as constants outside of it would be implicit transfers to the device.
+# Compiled: otherwise its constants would be implicit transfers to the device.
 @jax.jit
 def _log2(scale: jax.Array) -> jax.Array:
-    """Returns the logarithm, exact for powers of two, subnormal ones among them."""
+    """Returns the logarithm, exact for powers of two, including subnormal ones."""
     (bits,) = magnitudes(scale)
     log2 = exponents(bits).astype(jnp.float32) + log2_mantissas(bits)
     log2 = jnp.where(bits == 0, -jnp.inf, log2)
@@ -90,7 +90,7 @@ def _columns(value: jax.Array) -> list[jax.Array]:
 
 
 def _numbers_of(loss_scale_state: Any) -> dict[str, jax.Array]:
-    """Returns the fields, besides the scale, of the state of any rule."""
+    """Returns the fields of any rule's state, except the scale."""
     fields = getattr(loss_scale_state, "_asdict", lambda: vars(loss_scale_state))()
     leaves = {name: jax.tree.leaves(field) for name, field in fields.items()}
     return {

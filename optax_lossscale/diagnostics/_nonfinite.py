@@ -19,15 +19,15 @@ class NonfiniteLeaf(NamedTuple):
 
     Attributes:
       name: Its key path, `params['block_3']['attn']['kernel']` for example.
-      last: What its gradient was at the last step that was not finite: "inf",
-        "nan" (or both), or "finite" if it was others that were not.
-      inf_steps: The steps in which it was inf, so far.
-      nan_steps: The steps in which it was nan, or inf and nan, so far.
+      last: What its gradient held in the last non-finite step: "inf", "nan" (perhaps
+        with inf), or "finite" if only other gradients were not finite.
+      inf_steps: The number of steps so far in which it held inf, but no nan.
+      nan_steps: The number of steps so far in which it held nan.
 
     Examples:
       >>> from optax_lossscale.diagnostics import NonfiniteLeaf
       >>> print(NonfiniteLeaf("params['w']", "inf", inf_steps=3, nan_steps=1))
-      params['w']: inf in 3 steps, nan in 1, at last inf
+      params['w']: inf in 3 steps, nan in 1, most recently inf
     """
 
     name: str
@@ -37,28 +37,28 @@ class NonfiniteLeaf(NamedTuple):
 
     def __str__(self):
         counts = f"inf in {self.inf_steps} steps, nan in {self.nan_steps}"
-        return f"{self.name}: {counts}, at last {self.last}"
+        return f"{self.name}: {counts}, most recently {self.last}"
 
 
 def nonfinite_leaves(state: Any, params: Any) -> list[NonfiniteLeaf]:
-    """Names the parameters whose gradients were not finite so far.
+    """Names the parameters that have had non-finite gradients so far.
 
-    It needs `LossScaleOptimizer(..., track_leaves=True)`, and is called on the host,
+    It needs `LossScaleOptimizer(..., track_leaves=True)`. Call it on the host, and only
     now and then: it waits for the state.
 
     Args:
       state: The state after a step; a pytree that holds one
-        `LossScaleOptimizerState`. Of many members (`jax.vmap`) or devices
-        (`jax.pmap`) the worst counts, leaf by leaf.
-      params: The parameters, for their names; a tree like that which `init` saw.
+        `LossScaleOptimizerState`. If it belongs to many members (`jax.vmap`) or
+        devices (`jax.pmap`), each leaf is reported as in the worst of them.
+      params: The parameters, for their names: a tree like the one that `init` got.
 
     Returns:
-      A `NonfiniteLeaf` each, those that were not finite most often first. Those that
-      were not at the last step that failed have a `last` other than "finite".
+      A `NonfiniteLeaf` for each of them, the most frequent first. Its `last` is
+      "finite" unless its gradient was among the non-finite ones of the last such step.
 
     Raises:
-      ValueError: If `state` holds none or several of these states, or one without
-        statistics; if `params` has more or fewer leaves than they have.
+      ValueError: If `state` holds no such state, several, or one without statistics;
+        if `params` has more or fewer leaves than `init` got.
       TypeError: Under a transformation of JAX, such as `jax.jit`.
 
     Examples:
@@ -72,29 +72,29 @@ def nonfinite_leaves(state: Any, params: Any) -> list[NonfiniteLeaf]:
       >>> _, state = optimizer.update(grads, state, params)
       >>> for leaf in diagnostics.nonfinite_leaves(state, params):
       ...     print(leaf)
-      params['dense']['w']: inf in 1 steps, nan in 0, at last inf
+      params['dense']['w']: inf in 1 steps, nan in 0, most recently inf
     """
     statistics = find_state(state).leaf_statistics
     if statistics is None:
         raise ValueError(
-            "state has no statistics of leaves: make the optimizer with "
-            "track_leaves=True. (describe_nonfinite(grads) needs none.)"
+            "state has no statistics of leaves: create the optimizer with "
+            "track_leaves=True. (describe_nonfinite(grads) works without them.)"
         )
     return read_statistics(statistics, leaf_names(params))
 
 
 def leaf_names(params: Any) -> list[str]:
-    """Returns the names of the parameters that gradients are taken of."""
+    """Returns the names of the parameters that are differentiated."""
     return list(named_leaves(differentiated(params), "params"))
 
 
 def read_statistics(
     statistics: LeafStatistics, names: list[str] | None
 ) -> list[NonfiniteLeaf]:
-    """Copies statistics to the host; without names the leaves have numbers."""
+    """Copies statistics to the host; without names, the leaves are numbered."""
     check_host("nonfinite_leaves", statistics)
     fields = jax.device_get([unbox(field) for field in statistics])
-    # Over the members or devices there may be, the worst; of none, nothing.
+    # The worst of the members or devices, if there are any; zero if there are none.
     last, inf_steps, nan_steps = (
         x.max(tuple(range(x.ndim - 1)), initial=0) for x in fields
     )
@@ -102,9 +102,9 @@ def read_statistics(
         names = [f"leaf {i}" for i in range(len(last))]
     if len(names) != len(last):
         raise ValueError(
-            f"params must have the {len(last)} leaves that the optimizer's init saw, "
-            f"got {len(names)}. Inside optax.masked and optax.partition it saw "
-            "optax.MaskedNode() in place of the others."
+            f"params must have the {len(last)} leaves that the optimizer's init got, "
+            f"but has {len(names)}. Inside optax.masked and optax.partition, init got "
+            "optax.MaskedNode() in place of the other leaves."
         )
     kinds = (KINDS[kind] for kind in last)
     counts = (inf_steps.tolist(), nan_steps.tolist())
@@ -122,7 +122,7 @@ class NonfiniteGradient(NamedTuple):
       dtype: The name of its dtype.
       infs: How many of its numbers are inf or -inf.
       nans: How many are nan.
-      first: The index of the first of them.
+      first: The index of the first number that is not finite.
 
     Examples:
       >>> from optax_lossscale.diagnostics import NonfiniteGradient
@@ -148,7 +148,7 @@ class NonfiniteGradient(NamedTuple):
 def describe_nonfinite(grads: Any) -> list[NonfiniteGradient]:
     """Names the gradients of a tree that are not finite, and counts inf and nan.
 
-    For any tree, on the host; it needs no optimizer and no state.
+    Call it on the host, with any tree. It needs no optimizer and no state.
 
     Args:
       grads: Gradients, scaled or not; any pytree. Leaves that are not floating-point
@@ -173,7 +173,7 @@ def describe_nonfinite(grads: Any) -> list[NonfiniteGradient]:
     leaves = named_leaves(grads, "grads")
     named = [(name, jnp.asarray(x)) for name, x in leaves.items() if is_inexact(x)]
     check_host("describe_nonfinite", [x for _, x in named])
-    # Leaf by leaf: what was compiled serves all leaves of a shape.
+    # Leaf by leaf: leaves of the same shape share one compiled program.
     counts = jax.device_get([_count(x) for _, x in named])
     found = []
     for (name, x), numbers in zip(named, counts, strict=True):

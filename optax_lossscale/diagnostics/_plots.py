@@ -1,4 +1,4 @@
-"""Figures of what happened during training; matplotlib is needed for these alone."""
+"""Figures of what happened during training. Only these need matplotlib."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,8 @@ from optax_lossscale.diagnostics._underflow import exponent_histogram
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Color-blind readers tell these apart (Okabe and Ito). On gray paper dashes, markers
-# and hatches do.
+# Color-blind readers can tell these apart (Okabe and Ito). Dashes, markers and hatches
+# help where there is no color.
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
 
 # The first of these columns that a history has is drawn as the share that underflows.
@@ -32,19 +32,19 @@ SHARES = ("underflow", "flushed", "zero")
 def plot_exponents(
     histogram: Any, state: Any, *, dtype: Any = "float16", ax: "Axes | None" = None
 ) -> "Axes":
-    """Draws how large gradients are, before and after scaling, and what a dtype holds.
+    """Draws a histogram of the gradients' magnitudes, before and after scaling.
 
-    Over the log2 of the magnitude it shows the share of all numbers, those that are
-    exactly zero or not finite among them; the legend tells how many these are. Areas
-    mark where a number becomes zero in `dtype`, where it is subnormal and where it
-    overflows, by rounding to nearest even. With a good scale the filled histogram
-    stands in the white, with some room to the right.
+    Shares are relative to all numbers, including those that are exactly zero or not
+    finite; the legend lists these. Shaded areas mark where a number becomes zero in
+    `dtype`, where it is subnormal and where it overflows, rounding to nearest even.
+    With a good scale, the filled histogram lies in the white area, with some room to
+    its right.
 
     Args:
       histogram: An `ExponentHistogram`, as `exponent_histogram` returns it, or the
         gradients themselves, unscaled, any pytree.
       state: A pytree that holds one `LossScaleOptimizerState`, or the scale itself.
-      dtype: That of the backward pass, a floating-point dtype of at most 16 bits.
+      dtype: The dtype of the backward pass, floating-point, of at most 16 bits.
       ax: The matplotlib Axes to draw on; a new figure if None.
 
     Returns:
@@ -52,10 +52,10 @@ def plot_exponents(
 
     Raises:
       ImportError: If matplotlib is not installed.
-      TypeError: Under `jax.jit` and the like; if `ax` is not an Axes, or `dtype` not
-        a dtype.
-      ValueError: If the scale is not positive and finite; if `state` holds none or
-        several states; if `dtype` has more than 16 bits.
+      TypeError: Under a transformation of JAX, such as `jax.jit`; if `ax` is not an
+        Axes, or `dtype` is not a dtype.
+      ValueError: If the scale is not positive and finite; if `state` holds no such
+        state or several; if `dtype` has more than 16 bits.
 
     Examples:
       >>> import numpy as np
@@ -66,8 +66,8 @@ def plot_exponents(
       'magnitude, and the range of float16'
 
     References:
-      Micikevicius et al., `Mixed Precision Training
-      <https://arxiv.org/abs/1710.03740>`_, 2018, Figure 3.
+      Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740),
+      2018, Figure 3.
     """
     check_host("plot_exponents", (histogram, state))
     dtype = check_dtype("dtype", dtype)
@@ -112,16 +112,16 @@ def plot_history(
 ) -> "Axes":
     """Draws the loss scale over the steps, and marks the skipped ones.
 
-    Crosses mark steps that were skipped, by `last_step_applied`, and by how much
-    `skipped_steps` has risen since the row before: there the cross stands for all
-    that were skipped in between. It stands at the scale of the row before, which
-    overflowed. If there is a column `underflow`, `flushed` or `zero`, the first of
-    these, a share between 0 and 1, is drawn on a second axis.
+    A cross marks a row if its step was skipped, by `last_step_applied`, or if other
+    steps were skipped since the row before, by `skipped_steps`. It then stands for all
+    of them. It is drawn at the scale of the row before, which overflowed. If there is a
+    column `underflow`, `flushed` or `zero`, with shares between 0 and 1, the first of
+    these is drawn on a second axis.
 
     Args:
       history: A `History` of what `metrics` returns, at least of `loss_scale` or
         `log2_loss_scale`.
-      prefix: The prefix of all these names, as `metrics` was given it.
+      prefix: The prefix of all these names, as passed to `metrics`.
       ax: The matplotlib Axes to draw on; a new figure if None.
 
     Returns:
@@ -145,7 +145,7 @@ def plot_history(
     if not isinstance(history, History):
         raise TypeError(
             f"history must be a History, got {type(history).__name__}. "
-            "History().record(step, metrics(state)) makes one."
+            "Make one with History(), and fill it with record(step, metrics(state))."
         )
     columns = {name: _floats(column) for name, column in history.columns.items()}
     scales = columns.get(f"{prefix}loss_scale")
@@ -154,9 +154,9 @@ def plot_history(
     kept = np.flatnonzero(np.isfinite(scales) & (scales > 0))
     if not kept.size:
         raise ValueError(
-            f"history has no row with {prefix + 'loss_scale'!r}, which is to be drawn. "
-            f"It has {len(history)} rows and the columns {list(columns)}; where all "
-            "names have a prefix, pass it as prefix=."
+            f"history has no row with {prefix + 'loss_scale'!r} to draw. It has "
+            f"{len(history)} rows and the columns {list(columns)}. If all names have a "
+            "prefix, pass it as prefix=."
         )
     missing = np.full(len(history), np.nan)
     applied, counts = (
@@ -172,7 +172,7 @@ def plot_history(
     style = {"color": BLUE, "linewidth": 1.5, "marker": marker, "label": "loss scale"}
     axes.step(steps, scales, where="post", **style)
     if skipped := np.flatnonzero(skips).tolist():
-        # A row has the scale after its step: the one before it was that of the step.
+        # A row has the scale after its step; the step used that of the row before.
         before = scales[np.maximum(np.subtract(skipped, 1), 0)]
         style = {"color": "black", "markersize": 6, "linestyle": "none", "marker": "x"}
         label = f"skipped steps: {skips.sum():.0f}"
@@ -197,7 +197,7 @@ def plot_history(
         set_top(twin, 0, percent[known].max(initial=0), entries)
         twin.set_ylabel(f"{share}, %")
         twin.spines["top"].set_visible(False)
-        # The scale and the legend go on top.
+        # The scale and the legend are drawn on top.
         axes.set_zorder(twin.get_zorder() + 1)
         axes.patch.set_visible(False)
     legend(axes, handles)
@@ -205,20 +205,20 @@ def plot_history(
 
 
 def plot_sweep(sweep: Any, *, ax: "Axes | None" = None) -> "Axes":
-    """Draws what is lost at every loss scale, and the scale that is suggested.
+    """Draws what each loss scale loses, and the suggested scale.
 
     Args:
       sweep: A `ScaleSweep`, as `scale_sweep` returns it.
       ax: The matplotlib Axes to draw on; a new figure if None.
 
     Returns:
-      The Axes. x is the scale, logarithmic, y is in percent. Scales at which
-      something overflows are shaded, up to halfway to the next one.
+      The Axes. x is the scale, logarithmic, y is in percent. Scales that overflow are
+      shaded, up to halfway to the next scale.
 
     Raises:
       ImportError: If matplotlib is not installed.
-      TypeError: Under `jax.jit` and the like; if `sweep` is not a `ScaleSweep`, or
-        `ax` not an Axes.
+      TypeError: Under a transformation of JAX, such as `jax.jit`; if `sweep` is not a
+        `ScaleSweep`, or `ax` is not an Axes.
       ValueError: If `sweep` has no scales, or they are not positive and finite.
 
     Examples:
@@ -242,7 +242,7 @@ def plot_sweep(sweep: Any, *, ax: "Axes | None" = None) -> "Axes":
     suggested = float(suggested)
     if not scales.size or not np.all((scales > 0) & (scales < np.inf)):
         raise ValueError(
-            f"The scales must be positive and finite, one at least, got {scales}."
+            f"The scales must be positive and finite, and at least one, got {scales}."
         )
     order = np.argsort(scales)
     scales, lost, subnormal = scales[order], lost[order], subnormal[order]
@@ -282,7 +282,7 @@ def plot_sweep(sweep: Any, *, ax: "Axes | None" = None) -> "Axes":
 
 
 def _skips_by_row(applied: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Returns how many steps were skipped since the row before; nan is unknown."""
+    """Returns how many steps were skipped since the row before; nan means unknown."""
     skips = np.where(applied == 0, 1.0, 0.0)
     known = np.flatnonzero(np.isfinite(counts))
     skips[known[1:]] = np.maximum(skips[known[1:]], np.diff(counts[known]))

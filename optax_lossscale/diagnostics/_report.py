@@ -29,22 +29,22 @@ WIDTH = 79
 def report(state: Any, params: Any = None) -> str:
     """Says how loss scaling is doing, and what to do next.
 
-    On the host, between steps: it waits for the state.
+    Call it on the host, between steps: it waits for the state.
 
     Args:
       state: The state after a step; a pytree that holds one
-        `LossScaleOptimizerState`. Of many members (`jax.vmap`) or devices
-        (`jax.pmap`) it is about the one that is worst off; of several losses it
-        shows the lowest scale.
-      params: The parameters, for the names of their leaves. They are only looked
-        at where the optimizer was made with `track_leaves=True`.
+        `LossScaleOptimizerState`. If it belongs to many members (`jax.vmap`) or
+        devices (`jax.pmap`), the report is about the worst of them; with several
+        losses it shows the lowest scale.
+      params: The parameters, for the names of their leaves. They are only used if the
+        optimizer was created with `track_leaves=True`.
 
     Returns:
-      A few lines, to be printed.
+      A few lines of text, to print.
 
     Raises:
-      ValueError: If `state` holds none or several of these states, or is that of no
-        members; if `params` has more or fewer leaves than `init` saw.
+      ValueError: If `state` holds no such state or several, or has no members; if
+        `params` has more or fewer leaves than `init` got.
       TypeError: Under a transformation of JAX, such as `jax.jit`.
 
     Examples:
@@ -57,14 +57,14 @@ def report(state: Any, params: Any = None) -> str:
       >>> grads = {"b": jnp.ones(2), "w": jnp.array([1.0, jnp.inf])}
       >>> _, state = optimizer.update(grads, state, params)
       >>> print(diagnostics.report(state, params))
-      The last step was skipped, and the loss scale is looking for its level.
+      The last step was skipped, and the loss scale is still adjusting.
         loss scale           16384 (2^14)
         skipped steps        1, of which 1 in a row
-      Gradients that were not finite, in steps:
-           inf     nan  at last
+      Steps with non-finite gradients:
+           inf     nan  last
              1       0  inf      params['w']
       What to do: nothing yet. Each skip lowers the scale, and a few in a row are
-      usual at the start. If they go on, look at params['w'].
+      usual at the start. If they continue, look at params['w'].
     """
     limit = START_UP + 1
     health = check_health(
@@ -83,7 +83,7 @@ def report(state: Any, params: Any = None) -> str:
 
 
 def _numbers(health: Health) -> list[str]:
-    power = ", which is no loss scale"
+    power = ", which is not a valid loss scale"
     if not is_damaged(health.loss_scale):
         exponent = math.log2(health.loss_scale)
         power = f" (2^{exponent:.{0 if exponent.is_integer() else 2}f})"
@@ -105,7 +105,7 @@ def _numbers(health: Health) -> list[str]:
 def _table(leaves: list[NonfiniteLeaf]) -> list[str]:
     if not leaves:
         return []
-    lines = ["Gradients that were not finite, in steps:", "     inf     nan  at last"]
+    lines = ["Steps with non-finite gradients:", "     inf     nan  last"]
     for leaf in leaves[:SHOWN]:
         counts = f"{leaf.inf_steps:8} {leaf.nan_steps:7}"
         lines.append(f"{counts}  {leaf.last:8} {leaf.name}")
@@ -117,27 +117,27 @@ def _table(leaves: list[NonfiniteLeaf]) -> list[str]:
 def _judge(
     health: Health, leaves: list[NonfiniteLeaf], never_skipped: bool
 ) -> tuple[str, str]:
-    """Returns what is the matter, and what to do about it."""
+    """Returns what is wrong, if anything, and what to do about it."""
     if is_damaged(health.loss_scale):
         return "The loss scale is damaged.", health.message
     if leaves and never_skipped:
         return (
             "Steps were applied though their gradients were not finite.",
-            "go back to parameters that are finite, and take a loss scale that skips: "
-            '"dynamic", or a FixedLossScale with skip_nonfinite=True.',
+            "restore parameters that are finite, and use a loss scale that skips such "
+            'steps: "dynamic", or a FixedLossScale with skip_nonfinite=True.',
         )
     skips = health.consecutive_skipped_steps
     if skips and health.nonfinite_loss_steps == health.skipped_steps:
         return (
             "The last step was skipped, because its loss was not finite.",
-            "if it goes on, look for a nan or inf in the data or the parameters, "
+            "if this continues, look for a nan or inf in the data or the parameters, "
             "and for an overflow in the forward pass.",
         )
     if not health.healthy:
-        headline = "Steps are skipped, one after the other."
+        headline = "Many steps in a row were skipped."
         if health.stuck_steps:
             headline = "Steps are skipped, and the loss scale cannot go lower."
-        # Before the minimum it may be the scale that is too high, not the gradients.
+        # Above its minimum the scale itself may be too high: blame no gradient yet.
         suspect = _suspect(leaves) if health.stuck_steps else None
         if suspect is None:
             return headline, health.message
@@ -148,34 +148,35 @@ def _judge(
         last = [leaf for leaf in leaves if leaf.last != "finite"]
         look = f"look at {last[0].name}" if last else "call check_health"
         return (
-            "The last step was skipped, and the loss scale is looking for its level.",
+            "The last step was skipped, and the loss scale is still adjusting.",
             "nothing yet. Each skip lowers the scale, and a few in a row are usual at "
-            f"the start. If they go on, {look}.",
+            f"the start. If they continue, {look}.",
         )
     if health.loss_scale <= 1:
         return (
-            "The last step was applied, at a loss scale that lifts no gradient.",
-            "find out what keeps the scale down, and by underflow_stats whether "
+            "The last step was applied, but its loss scale is too low to help.",
+            "find out what keeps the scale low, and check with underflow_stats whether "
             "gradients are lost.",
         )
     return "The last step was applied.", "nothing."
 
 
 def _suspect(leaves: list[NonfiniteLeaf]) -> str | None:
-    """Says which leaves keep the steps from being finite, and what that means."""
+    """Advises on the gradients that were not finite in the last non-finite step."""
     last = [leaf for leaf in leaves if leaf.last != "finite"]
     if not last:
         return None
     if len(last) > SHOWN:
         return (
-            f"{len(last)} gradients were not finite at once, so look at what they "
-            "share: is the loss finite (check_loss=True counts where it is not), are "
-            "the data and the parameters, does the forward pass overflow?"
+            f"{len(last)} gradients were not finite at once, so look for a common "
+            "cause: is the loss finite (check_loss=True counts the steps where it is "
+            "not)? Are the data and the parameters? Does the forward pass overflow?"
         )
     names = ", ".join(f"{leaf.name} ({leaf.last})" for leaf in last)
     if all(leaf.last == "nan" for leaf in last):
         return (
-            f"look at {names}: nan rather than inf comes of 0/0, inf-inf, log or sqrt "
-            "at 0, or of an overflow right after. Mend that, or compute it in float32."
+            f"look at {names}: nan rather than inf comes from 0/0, inf - inf, log or "
+            "sqrt at 0, or from an overflow in the layer after it. Fix that, or "
+            "compute it in float32."
         )
     return f"compute {names} in float32, lower the learning rate or clip gradients."

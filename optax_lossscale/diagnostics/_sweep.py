@@ -1,4 +1,4 @@
-"""Which loss scale: by the largest gradient, and by trying a range of them."""
+"""How to choose a loss scale: from the largest gradient, or by trying several."""
 
 import functools
 import math
@@ -27,37 +27,38 @@ from optax_lossscale.diagnostics._bits import (
 )
 from optax_lossscale.diagnostics._common import check_host
 
-# An exponent above all that there are.
+# Larger than any exponent.
 NO_LIMIT = 2**20
 
 
 def suggest_loss_scale(
     grads: Any, dtype: Any = "float16", margin: float = 2.0
 ) -> jax.Array:
-    """Suggests a loss scale by the largest gradient.
+    """Suggests a loss scale from the largest gradient.
 
-    It is the largest power of two for which `largest * scale` is at most
-    `largest number of dtype / 2**margin`, exactly, and within 2**-126 and 2**126. The
-    margin is for what gradients of the parameters do not show: the next batch, and
-    gradients of activations, which may be larger. `scale_sweep` tries instead.
+    It is the largest power of two from 2**-126 to 2**126 for which `largest * scale` is
+    at most `largest number of dtype / 2**margin`, computed exactly. The margin leaves
+    room for larger gradients that `grads` does not show: those of the next batch and of
+    activations. `scale_sweep` tries scales instead.
 
-    It may be called inside `jax.jit`, `jax.lax.scan` and `jax.vmap`, on sharded arrays
-    too.
+    You may call it inside `jax.jit`, `jax.lax.scan` and `jax.vmap`, and on sharded
+    arrays.
 
     Args:
       grads: Unscaled gradients, any pytree, as `value_and_grad` returns them. None
         and integer leaves are ignored.
-      dtype: What gradients are computed in: "float16", "bfloat16", or a float8.
+      dtype: The dtype that gradients are computed in: "float16", "bfloat16", or a
+        float8.
       margin: How many bits to leave free above the largest gradient.
 
     Returns:
-      f32[]. 1.0 where gradients say nothing: all are zero, or one is inf or nan. It
-      may be below 1, which `FixedLossScale` refuses; `DynamicLossScale` takes it as
-      its `initial_scale`, if `min_scale` is as small.
+      The scale, f32[]; 1.0 if all gradients are zero, or one is inf or nan. It may be
+      below 1, which `FixedLossScale` rejects; `DynamicLossScale` accepts it as
+      `initial_scale` if `min_scale` is no larger.
 
     Raises:
       ValueError: If `margin` is not from 0 to 128, or `dtype` is none of those.
-      TypeError: If `margin` is no Python number, or `dtype` no dtype.
+      TypeError: If `margin` is not a Python number, or `dtype` is not a dtype.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -65,7 +66,7 @@ def suggest_loss_scale(
       >>> from optax_lossscale.diagnostics import suggest_loss_scale
       >>> grads = {"w": jnp.array([1e-3, -1e-9])}
       >>> scale = suggest_loss_scale(grads)
-      >>> float(scale)  # 2**23: twice as much would make 16777 of 0.001, not 65504 / 4
+      >>> float(scale)  # 2**23: twice that would scale 0.001 to 16777, above 65504 / 4
       8388608.0
       >>> DynamicLossScale(initial_scale=float(scale)).initial_scale
       8388608.0
@@ -82,7 +83,7 @@ def _suggest(leaves: list[jax.Array], dtype: str, margin: float) -> jax.Array:
     for bits in (bits for x in leaves if x.size for bits in magnitudes(x)):
         found.setdefault(bits.dtype, []).append(jnp.max(bits))
     finite, highest = jnp.asarray(True), jnp.asarray(NO_LIMIT, jnp.int32)
-    # Of stacked arrays: XLA would repeat a chain of scalars wherever it is used.
+    # Stacked: XLA would recompute a chain of scalars wherever its result is used.
     for largest in map(jnp.stack, found.values()):
         limit = int(math.ldexp(mantissa, mantissa_bits(largest) + 1))
         above = (mantissas(largest) > limit).astype(jnp.int32)
@@ -97,18 +98,18 @@ def _suggest(leaves: list[jax.Array], dtype: str, margin: float) -> jax.Array:
 
 
 class ScaleSweep(NamedTuple):
-    """What `scale_sweep` returns, of n scales in the order they were given.
+    """What `scale_sweep` returns, for n scales in the order given.
 
     Attributes:
       scales: f32[n], the loss scales.
-      lost: f32[n], of the gradients that are not zero at some scale, the share that is
-        zero at this one. nan where it overflows.
-      subnormal: f32[n], of the same, the share that is not zero, but times the scale
-        below the smallest normal number of the dtype. nan where it overflows.
-      overflows: bool[n], whether a gradient is inf or nan.
-      suggested: f32[], the largest scale that is a factor of 4 or more below the
-        smallest that overflows. If none is, the smallest below that one; if there is
-        none either, 1. If no scale overflows, the largest.
+      lost: f32[n], the share of gradients that are zero at this scale, of those that
+        are nonzero at some scale. nan if the scale overflows.
+      subnormal: f32[n], the share, of the same, that is nonzero at this scale, but
+        subnormal in the dtype before it is unscaled. nan if the scale overflows.
+      overflows: bool[n], whether a gradient is inf or nan at this scale.
+      suggested: f32[], the largest scale that is at least a factor of 4 below the
+        smallest one that overflows; if there is none, the smallest scale below that
+        one; if there is none either, 1. If no scale overflows, the largest.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -136,33 +137,34 @@ def scale_sweep(
 ) -> ScaleSweep:
     """Computes the gradients of a batch at several loss scales, and what each loses.
 
-    The loss is scaled and gradients are unscaled as `LossScaleOptimizer` does it, so
-    that overflows of activations show, which `suggest_loss_scale` cannot see. One
-    batch says little about the next: take a typical one, of trained parameters too.
+    It scales the loss and unscales the gradients as `LossScaleOptimizer` does. So it
+    finds overflows of activations too, which `suggest_loss_scale` cannot see. One batch
+    says little about the next: use a typical one, and repeat this with trained
+    parameters.
 
-    It runs on the host, one gradient after the other, of one compiled function, and
-    needs two more booleans for each parameter. Arrays may be sharded.
+    Call it on the host. It compiles one function and calls it for one scale after the
+    other. It needs memory for two booleans per parameter. Arrays may be sharded.
 
     Args:
-      loss_fn: Called as `loss_fn(params, batch)`, returns a real scalar loss, or the
-        loss and auxiliary data where `has_aux`. It computes in `dtype` by itself.
+      loss_fn: Called as `loss_fn(params, batch)`; returns a real scalar loss, or the
+        loss and auxiliary data if `has_aux`. It has to compute in `dtype` itself.
       params: The parameters, any pytree of arrays. Integer ones are not
         differentiated.
-      batch: A pytree of arrays: one argument. Of several make a tuple.
+      batch: A pytree of arrays, passed as one argument. Pass several as a tuple.
       scales: Loss scales, each from 2**-126 to 2**126, in any order. The default is
         the powers of two from 1 to 2**31.
-      dtype: What gradients are computed in, whose subnormal numbers are counted:
+      dtype: The dtype that gradients are computed in, which decides what is subnormal:
         "float16", "bfloat16", or a float8.
       has_aux: Whether `loss_fn` returns auxiliary data as well.
 
     Returns:
-      `ScaleSweep`. Shares are 0 where all gradients are zero at every scale.
+      `ScaleSweep`. Shares are 0 if all gradients are zero at every scale.
 
     Raises:
-      ValueError: If `scales` is empty, or one of them out of its range; if `dtype` is
+      ValueError: If `scales` is empty, or one of them is out of range; if `dtype` is
         none of those.
-      TypeError: If `scales` is no sequence of numbers; if the loss is not a real
-        scalar; inside of `jax.jit` and the like.
+      TypeError: If `scales` is not a sequence of numbers; if the loss is not a real
+        scalar; under a transformation of JAX, such as `jax.jit`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -190,7 +192,7 @@ def scale_sweep(
     seen, finite, nonzero, subnormal = None, [], [], []
     for scale in chosen:
         is_finite, masks, counts = step(params, batch, jnp.float32(scale))
-        # Waiting keeps the gradients of one scale alone in memory.
+        # bool() waits, so that only one scale's gradients are in memory.
         finite.append(bool(is_finite))
         if finite[-1]:
             seen = masks if seen is None else _either(seen, masks)
@@ -199,11 +201,11 @@ def scale_sweep(
         subnormal.append(sums[1])
 
     total = sum(float(_count(mask)) for mask in seen or [])
-    # What is not zero at one scale was seen at some.
+    # Zero at this scale, but nonzero at another.
     lost = (total - np.asarray(nonzero)) / max(total, 1)
     shares = np.stack([lost, np.asarray(subnormal) / max(total, 1)])
     shares = np.where(finite, shares, np.nan).astype(np.float32)
-    # Here nan is an answer.
+    # nan is a valid result here.
     with jax.debug_nans(False):
         lost, subnormal = map(jnp.asarray, shares)
     return ScaleSweep(
@@ -224,7 +226,7 @@ def _check_scales(scales: Any) -> list[float]:
         )
     if not array.size:
         raise ValueError(
-            "scales must hold at least one loss scale, got none. Leave it out for the "
+            "scales must hold at least one loss scale, got none. Omit it to try the "
             "powers of two from 1 to 2**31."
         )
     return [check_scale(f"scales[{i}]", x) for i, x in enumerate(array.tolist())]
@@ -233,7 +235,7 @@ def _check_scales(scales: Any) -> list[float]:
 def _make_step(
     loss_fn: Callable[..., Any], dtype: str, has_aux: bool
 ) -> Callable[..., Any]:
-    # Of any scale, which is that of the state: one program serves them all.
+    # The step reads the scale from the state, so one program serves all scales.
     rule = DynamicLossScale(min_scale=SMALLEST_SCALE)
     optimizer = LossScaleOptimizer(optax.identity(), rule, skip="where")
     transform = functools.partial(jax.value_and_grad, allow_int=True)
@@ -261,7 +263,7 @@ def _make_step(
 
 @jax.jit
 def _compare(bits: jax.Array, normal: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Tells which numbers are not zero; counts them, and those that are subnormal."""
+    """Returns which numbers are not zero; counts these, and the subnormal ones."""
     nonzero = bits > 0
     return nonzero, reduce_counts([nonzero, nonzero & (bits < normal)], bits)[0]
 

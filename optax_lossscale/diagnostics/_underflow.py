@@ -1,4 +1,4 @@
-"""How many gradients underflow, and where they lie: exactly, by their bits."""
+"""Exact counts of the gradients that underflow, and of gradients by exponent."""
 
 import functools
 import math
@@ -24,24 +24,24 @@ from optax_lossscale.diagnostics._common import named_leaves, scale_of
 
 
 class Underflow(NamedTuple):
-    """What a dtype does to numbers that are multiplied by the loss scale.
+    """What becomes of gradients in a dtype, with the loss scale and without.
 
-    Of one leaf, or of several together. Shares are those of all numbers, zeros among
-    them, and 0 where there are none.
+    The gradients are those of one leaf or of all leaves. A share is relative to all
+    their numbers, including zeros; it is 0 if there are none.
 
     Attributes:
       size: f32[], how many numbers there are. A complex number counts as two.
       zero: f32[], the share that is exactly zero.
-      subnormal: f32[], the share that times the scale is below the smallest normal
-        number of the dtype, where precision is lost, but does not round to zero.
-      flushed: f32[], the share that is not zero, but times the scale rounds to it.
-      flushed_unscaled: f32[], the share that is not zero, but would round to it
+      subnormal: f32[], the share that loses precision after scaling: it does not round
+        to zero, but is below the smallest normal number of the dtype.
+      flushed: f32[], the share that is not zero, but rounds to zero after scaling.
+      flushed_unscaled: f32[], the share that is not zero, but would round to zero
         without scaling.
-      nonfinite: f32[], the share that is inf or nan, or times the scale rounds to it
-        (saturates, where a dtype has neither).
+      nonfinite: f32[], the share that is inf or nan, before or after scaling (or that
+        saturates, if the dtype has neither).
       headroom: f32[], how many bits the scale could rise: log2(largest number of the
-        dtype / (largest finite magnitude * scale)). Negative where a finite number
-        overflows; inf where all finite numbers are zero.
+        dtype / (largest finite magnitude * scale)). Negative if a finite number
+        overflows; inf if all finite numbers are zero.
 
     Examples:
       >>> from optax_lossscale.diagnostics import underflow_stats
@@ -70,8 +70,8 @@ class UnderflowStats(NamedTuple):
     """What `underflow_stats` returns.
 
     Attributes:
-      overall: All gradients together, an `Underflow`.
-      leaves: Each leaf that holds numbers, an `Underflow`, by its key path:
+      overall: An `Underflow` of all gradients.
+      leaves: An `Underflow` of each floating-point or complex leaf, by its key path:
         `"grads['w']"`.
 
     Examples:
@@ -88,34 +88,35 @@ class UnderflowStats(NamedTuple):
 
 
 def underflow_stats(grads: Any, state: Any, dtype: Any = "float16") -> UnderflowStats:
-    """Tells what share of the gradients a dtype loses, with the scale and without.
+    """Computes what share of the gradients a dtype loses, with scaling and without.
 
-    The borders are those of a conversion to `dtype`, rounding to nearest even. Numbers
-    are compared by their bits: float32 subnormals count as what they are, on hardware
-    too that computes with them as zero. With a scale that is a power of two all is
-    exact; else borders are rounded to float32. Where `dtype` is bfloat16, its
-    subnormals are float32's, and count as subnormal, though such hardware would have
-    flushed them in the computation.
+    A number counts as what a conversion to `dtype` makes of it, rounding to nearest
+    even. Numbers are compared by their bits, so float32 subnormals count correctly,
+    also on hardware that treats them as zero. With a scale that is a power of two
+    everything is exact; otherwise the thresholds are rounded to float32. bfloat16 is
+    subnormal where float32 is: such numbers count as subnormal, although such hardware
+    would have flushed them during the computation.
 
-    It may be called inside `jax.jit`, `jax.lax.scan` and `jax.vmap`, on sharded arrays
-    too, and reads each gradient once.
+    You may call it inside `jax.jit`, `jax.lax.scan` and `jax.vmap`, and on sharded
+    arrays. It reads each gradient once.
 
     Args:
-      grads: Unscaled gradients, any pytree, as `value_and_grad` returns them. What
-        was flushed while they were computed is zero in them, and counts as such. None
-        and integer leaves are ignored.
+      grads: Unscaled gradients, any pytree, as `value_and_grad` returns them. A number
+        that was flushed to zero while it was computed counts as zero. None and integer
+        leaves are ignored.
       state: A pytree that holds one `LossScaleOptimizerState`, or the scale itself, a
-        positive number from 2**-126 to 2**126.
-      dtype: What gradients are computed in: "float16", "bfloat16", or a float8.
+        number from 2**-126 to 2**126.
+      dtype: The dtype that gradients are computed in: "float16", "bfloat16", or a
+        float8.
 
     Returns:
-      `UnderflowStats` of f32[] alone. Counts are exact up to 2**24, and float32
-      beyond.
+      `UnderflowStats`, whose numbers are all f32[]. Counts are exact up to 2**24, and
+      rounded to float32 beyond.
 
     Raises:
-      ValueError: If `state` holds no or several states, is that of many members, or is
-        a Python number that is no scale; if `dtype` is none of those.
-      TypeError: If `dtype` is no dtype.
+      ValueError: If `state` holds no such state or several, belongs to many members,
+        or is a Python number outside that range; if `dtype` is none of those.
+      TypeError: If `dtype` is not a dtype.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -139,8 +140,8 @@ def underflow_stats(grads: Any, state: Any, dtype: Any = "float16") -> Underflow
     widths = set(map(is_wide, leaves.values()))
     borders = {wide: _borders(scale, wide, dtype) for wide in widths}
     size, overall, each = 0, _together([]), {}
-    # Leaf by leaf: what was compiled serves all leaves of a shape, and what does not
-    # depend on the shape, all leaves.
+    # Leaf by leaf: leaves of the same shape share one compiled program, and all leaves
+    # share what does not depend on the shape.
     for name, x in leaves.items():
         numbers = x.size * (2 if jnp.iscomplexobj(x) else 1)
         counted = _count(x, borders[is_wide(x)])
@@ -176,7 +177,7 @@ def _borders(scale: jax.Array, wide: bool, dtype: str) -> _Borders:
 
 @jax.jit
 def _count(x: jax.Array, borders: _Borders) -> list[tuple[jax.Array, jax.Array]]:
-    """Returns of each part the counts of each kind, and the largest finite number."""
+    """Returns the counts of each kind and the largest finite number, for each part."""
 
     def count(bits):
         nonzero = bits > 0
@@ -200,7 +201,7 @@ def _add(
     scale: jax.Array,
     dtype: str,
 ) -> tuple[_Measured, Underflow]:
-    """Adds a leaf of one or two parts to those before; returns what is lost of it."""
+    """Adds a leaf, of one or two parts, to the total; also returns its `Underflow`."""
     mantissa, exponent = math.frexp(limits_of(dtype).largest)
     (scale_bits,) = magnitudes(scale)
 
@@ -216,8 +217,8 @@ def _add(
 
 @jax.jit
 def _together(measured: list[_Measured]) -> _Measured:
-    """Sums the counts; takes the least headroom."""
-    # Stacked: XLA would repeat a chain of scalars wherever its result is used.
+    """Adds up the counts; takes the smallest headroom."""
+    # Stacked: XLA would recompute a chain of scalars wherever its result is used.
     none = _Measured(jnp.zeros(5, jnp.float32), jnp.full((), jnp.inf, jnp.float32))
     counts, headrooms = map(jnp.stack, zip(none, *measured, strict=True))
     return _Measured(jnp.sum(counts, axis=0), jnp.min(headrooms))
@@ -239,11 +240,11 @@ def _shares(measured: _Measured, size: jax.typing.ArrayLike) -> Underflow:
 
 
 class ExponentHistogram(NamedTuple):
-    """How many numbers there are of each exponent.
+    """How many numbers have each exponent.
 
     Attributes:
-      exponents: i32[n], all there are, from small to large: -149 to 127; where
-        there is a float64 leaf, -1074 to 1023.
+      exponents: i32[n], all possible exponents, ascending: -149 to 127, or -1074 to
+        1023 if there is a float64 leaf.
       counts: f32[n], how many numbers have 2**e <= |x| < 2**(e+1).
       zeros: f32[], how many are zero.
       infs: f32[], how many are infinite.
@@ -264,19 +265,20 @@ class ExponentHistogram(NamedTuple):
 
 
 def exponent_histogram(grads: Any) -> ExponentHistogram:
-    """Counts numbers by their exponents, exactly, subnormals too.
+    """Counts numbers by their exponents, exactly, including subnormals.
 
-    It may be called inside `jax.jit`, `jax.lax.scan` and `jax.vmap`, on sharded arrays
-    too (where mesh axes are explicit, inside `jax.sharding.auto_axes`). Histograms of
-    several steps are summed by `jax.tree.map`, but for `exponents`.
+    You may call it inside `jax.jit`, `jax.lax.scan` and `jax.vmap`, and on sharded
+    arrays (with explicit mesh axes, inside `jax.sharding.auto_axes`). To combine the
+    histograms of several steps, add up every field but `exponents`.
 
     Args:
-      grads: Gradients, any pytree; unscaled ones, if `plot_exponents` is to show
-        them. None and integer leaves are ignored, and a complex number counts as two.
+      grads: Gradients, any pytree; unscaled ones for `plot_exponents`. None and integer
+        leaves are ignored, and a complex number counts as two.
 
     Returns:
-      `ExponentHistogram`, of the same size whatever the gradients are. Counts are
-      exact up to 2**24, and float32 beyond; of one leaf, to below 2**31 of a kind.
+      `ExponentHistogram`; its size does not depend on the gradients' values or shapes.
+      Counts are exact up to 2**24, and rounded to float32 beyond. In one leaf, fewer
+      than 2**31 numbers can have the same exponent.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -288,9 +290,9 @@ def exponent_histogram(grads: Any) -> ExponentHistogram:
     """
     leaves = inexact_leaves(grads)
     first, last = (-1074, 1023) if any(map(is_wide, leaves)) else (-149, 127)
-    # All in one: zeros come before the least exponent, inf and nan after the largest.
+    # One array: zeros come before the smallest exponent, inf and nan after the largest.
     bins = jnp.zeros(last - first + 4, jnp.float32)
-    # Leaf by leaf, so that what was compiled serves all the leaves of a shape.
+    # Leaf by leaf: leaves of the same shape share one compiled program.
     for x in leaves:
         bins = _count_exponents(bins, x, first)
     return _histogram(bins, first)
@@ -299,11 +301,11 @@ def exponent_histogram(grads: Any) -> ExponentHistogram:
 @functools.partial(jax.jit, static_argnames="first")
 def _count_exponents(bins: jax.Array, x: jax.Array, first: int) -> jax.Array:
     for bits in magnitudes(x):
-        # inf and nan have one exponent, which in float32 is one of float64's.
+        # inf and nan share an exponent, and float32's is an ordinary one in float64.
         place = jnp.where(bits > 0, exponents(bits) - first + 1, 0)
         place = jnp.where(bits == infinity(bits), bins.size - 2, place)
         place = jnp.where(bits > infinity(bits), bins.size - 1, place)
-        # Faster on CPU than comparing or sorting, and of constant memory.
+        # Faster on CPU than comparing or sorting, and needs constant memory.
         counts = (
             jnp.zeros(bins.size, jnp.int32).at[place].add(1, mode="promise_in_bounds")
         )
