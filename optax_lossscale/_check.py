@@ -31,6 +31,13 @@ def check_number(name: str, value: Any) -> float:
     return number
 
 
+def _check_range(name, value, low, high, wanted, why=""):
+    number = check_number(name, value)
+    if not low <= number <= high:
+        raise ValueError(f"{name} must be {wanted}, got {value!r}{why}.")
+    return number
+
+
 def check_scale(name: str, value: Any, *, at_least: float = SMALLEST_SCALE) -> float:
     """Returns `value` as a float, if it can serve as a loss scale."""
     dtype = getattr(value, "dtype", np.dtype(float))
@@ -39,13 +46,9 @@ def check_scale(name: str, value: Any, *, at_least: float = SMALLEST_SCALE) -> f
             f"{name} must not be of half precision ({dtype}), in which a scale soon "
             f"overflows or rounds, got {value!r}. Pass a Python float."
         )
-    number = check_number(name, value)
-    if not at_least <= number <= LARGEST_SCALE:
-        raise ValueError(
-            f"{name} must be at least {at_least:.2g} and at most 2**126 (8.5e37), got "
-            f"{value!r}: the scale and its reciprocal must be normal float32 numbers."
-        )
-    return number
+    wanted = f"at least {at_least:.2g} and at most 2**126 (8.5e37)"
+    why = ": the scale and its reciprocal must be normal float32 numbers"
+    return _check_range(name, value, at_least, LARGEST_SCALE, wanted, why)
 
 
 def check_count(name: str, value: Any, *, at_least: int = 1) -> int:
@@ -61,32 +64,22 @@ def check_count(name: str, value: Any, *, at_least: int = 1) -> int:
 
 def check_growth_factor(name: str, value: Any) -> float:
     """Returns `value` as a float, if a scale can grow by it."""
-    number = check_number(name, value)
-    if not 1 + 2.0**-23 <= number <= LARGEST_SCALE:
-        raise ValueError(
-            f"{name} must be above 1 in float32 (2 is usual): at least 1 + 2**-23, and "
-            f"at most 2**126, got {value!r}."
-        )
-    return number
+    wanted = "above 1 in float32 (2 is usual): at least 1 + 2**-23, and at most 2**126"
+    return _check_range(name, value, 1 + 2.0**-23, LARGEST_SCALE, wanted)
 
 
 def check_backoff_factor(name: str, value: Any) -> float:
     """Returns `value` as a float, if a scale can back off by it."""
-    number = check_number(name, value)
-    if not SMALLEST_SCALE <= number <= 1 - 2.0**-24:
-        raise ValueError(
-            f"{name} must be above 0 and below 1 in float32 (0.5 is usual): at least "
-            f"2**-126 and at most 1 - 2**-24, got {value!r}."
-        )
-    return number
+    wanted = (
+        "above 0 and below 1 in float32 (0.5 is usual): at least 2**-126 and at most "
+        "1 - 2**-24"
+    )
+    return _check_range(name, value, SMALLEST_SCALE, 1 - 2.0**-24, wanted)
 
 
 def check_share(name: str, value: Any) -> float:
     """Returns `value` as a float, if it is a share of a whole."""
-    number = check_number(name, value)
-    if not 0 <= number <= 1:
-        raise ValueError(f"{name} must be at least 0 and at most 1, got {value!r}.")
-    return number
+    return _check_range(name, value, 0, 1, "at least 0 and at most 1")
 
 
 def check_bool(name: str, value: Any) -> bool:
@@ -98,22 +91,14 @@ def check_bool(name: str, value: Any) -> bool:
 
 def check_bits(name: str, value: Any) -> float:
     """Returns `value` as a float, if it is a distance in powers of two."""
-    number = check_number(name, value)
-    if not 0 <= number <= 128:
-        raise ValueError(f"{name} must be at least 0 and at most 128, got {value!r}.")
-    return number
+    return _check_range(name, value, 0, 128, "at least 0 and at most 128")
 
 
 def check_decay(name: str, value: Any) -> float:
     """Returns `value` as a float, if it can be the decay of a running mean."""
-    number = check_number(name, value)
     # Nearer to 1, rounding keeps a float32 mean of logarithms from moving by a bit.
-    if not 0 <= number <= 1 - 2.0**-20:
-        raise ValueError(
-            f"{name} must be at least 0 and below 1 (0.99 is usual): at most "
-            f"1 - 2**-20, got {value!r}."
-        )
-    return number
+    wanted = "at least 0 and below 1 (0.99 is usual): at most 1 - 2**-20"
+    return _check_range(name, value, 0, 1 - 2.0**-20, wanted)
 
 
 def check_dtype(name: str, value: Any) -> str:

@@ -76,7 +76,7 @@ def _fp16_optimizer(
     return rule, {"good_steps": steps % scale_window}
 
 
-def _deepspeed(
+def _zero(
     cur_iter,
     last_overflow_iter,
     cur_hysteresis,
@@ -142,6 +142,9 @@ def _steps_since(**steps: int) -> int:
     return now - last - 1
 
 
+_fused = functools.partial(_fp16_optimizer, late_growth=True)
+
+
 class Peer(NamedTuple):
     """Another loss scaler.
 
@@ -175,41 +178,39 @@ class Peer(NamedTuple):
         return {k: v for k, v in defaults.items() if v is not inspect.Parameter.empty}
 
 
-PEERS = (
-    Peer("PyTorch's GradScaler", "scale", ("_growth_tracker",), _torch),
-    Peer("Flax's DynamicScale", "scale", ("fin_steps",), _flax),
-    Peer("jmp's DynamicLossScale", "loss_scale", ("counter",), _jmp),
-    Peer("Keras's LossScaleOptimizer", "dynamic_scale", ("step_counter",), _keras),
-    Peer(
-        "tf_keras's LossScaleOptimizer", "loss_scale", ("dynamic_counter",), _tf_keras
-    ),
-    Peer("apex's amp", "loss_scale", ("unskipped",), _apex_amp),
-    Peer(
+_UNFUSED = "apex's FP16_Optimizer or DeepSpeed's FP16_UnfusedOptimizer"
+_PEERS = (
+    ("PyTorch's GradScaler", "scale", "_growth_tracker", _torch),
+    ("Flax's DynamicScale", "scale", "fin_steps", _flax),
+    ("jmp's DynamicLossScale", "loss_scale", "counter", _jmp),
+    ("Keras's LossScaleOptimizer", "dynamic_scale", "step_counter", _keras),
+    ("tf_keras's LossScaleOptimizer", "loss_scale", "dynamic_counter", _tf_keras),
+    ("apex's amp", "loss_scale", "unskipped", _apex_amp),
+    (
         "apex's FP16_Optimizer or DeepSpeed's FP16_UnfusedOptimizer",
         "cur_scale",
-        ("cur_iter",),
+        "cur_iter",
         _fp16_optimizer,
     ),
-    Peer(
+    (
         "DeepSpeed's FP16_Optimizer",
         "cur_scale",
-        ("cur_iter", "fp32_groups_flat"),
+        "cur_iter fp32_groups_flat",
         functools.partial(_fp16_optimizer, late_growth=True),
     ),
-    Peer(
+    (
         "DeepSpeed's DynamicLossScaler",
         "cur_scale",
-        ("cur_iter", "cur_hysteresis"),
+        "cur_iter cur_hysteresis",
         _deepspeed,
     ),
-    Peer("Megatron's DynamicGradScaler", "scale", ("hysteresis_tracker",), _megatron),
-    Peer(
-        "fairseq's DynamicLossScaler",
-        "loss_scale",
-        ("loss_scale", "tolerance"),
-        _fairseq,
-    ),
+    ("Megatron's DynamicGradScaler", "scale", "hysteresis_tracker", _megatron),
+    ("fairseq's DynamicLossScaler", "loss_scale", "loss_scale tolerance", _fairseq),
 )
+PEERS = [
+    Peer(name, scale, tuple(marks.split()), convert)
+    for name, scale, marks, convert in _PEERS
+]
 # Where Keras's save_own_variables puts the two, after an iteration and a learning rate.
 KERAS_POSITIONS = {"2": "step_counter", "3": "dynamic_scale"}
 # apex's fp16_utils pickles the LossScaler of amp, whose attributes these are.

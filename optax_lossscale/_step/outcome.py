@@ -8,7 +8,7 @@ import optax
 
 from optax_lossscale._step.inner import narrow_like, put_back_none
 from optax_lossscale._step.mask import Mask
-from optax_lossscale._tree import is_float0, strongly_typed, zero_update
+from optax_lossscale._tree import is_float0, zero_update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,10 +16,6 @@ class Updates:
     """`LossScaleOptimizer.update`: updates, which are -0.0 where a step is skipped."""
 
     mask: Mask
-
-    def given(self, params: Any) -> Any:
-        """Returns the parameters that go into the step."""
-        return params
 
     def narrow(self, updates: Any, grads: Any) -> Any:
         """Returns the updates in the dtypes in which they leave the step."""
@@ -35,7 +31,7 @@ class Updates:
         Args:
           like: The result of an applied step, or its shapes and dtypes.
           inner_state: The state before the step.
-          params: What `given` returned.
+          params: The parameters that go into the step.
         """
         zeros = jax.tree.map(zero_update, like[0])
         return self.mask.combine(zeros, params), inner_state
@@ -50,10 +46,6 @@ class Parameters:
     """`apply_gradients` and `minimize`: new parameters, or on a skip the old ones."""
 
     mask: Mask
-
-    def given(self, params: Any) -> Any:
-        """See `Updates`."""
-        return strongly_typed(params)
 
     def narrow(self, updates: Any, grads: Any) -> Any:
         """See `Updates`: the parameters are rounded, the updates are not."""

@@ -8,7 +8,7 @@ gradients are a tree for one loss and a sequence of n trees for n losses.
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,16 +32,14 @@ class OneLoss:
         """Returns the state of the rule before the first step."""
         return strongly_typed(self.rule.init())
 
-    def check_scales(self, scales: jax.Array) -> None:
-        """Raises if the scales are not one for each loss."""
-        _check_shape(scales, None, ())
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the scales."""
+        return ()
 
     def losses(self, loss: Any) -> Sequence[Any]:
         """Returns what a loss function returned as a sequence of losses."""
         return [loss]
-
-    def check_gradients(self, grads: Any) -> None:
-        """Raises if the gradients are not those of each loss."""
 
     def scale(self, loss: Any, scales: jax.Array) -> Any:
         """Multiplies the loss by its scale, in at least float32."""
@@ -75,25 +73,29 @@ class OneLoss:
         """Adds up the gradients of the losses."""
         return grads
 
-    def add_evidence(self, grads: Any, finite: jax.Array) -> Any:
-        """Adds a leaf to the gradients of each loss, which is nan unless `finite`."""
-        return grads, _nan_unless(finite)
-
     def update(
-        self, evidence: Any, state: Any, axis_name: Hashable | None
+        self, grads: Any, finite: jax.Array | None, state: Any, axis_name: Any
     ) -> tuple[Any, jax.Array]:
-        """Advances each scale on the evidence of the gradients of its own loss.
+        """Advances each scale by the gradients of its own loss.
+
+        Args:
+          grads: Unscaled gradients.
+          finite: bool[], False if the gradients are to count as not finite; or None.
+          state: What `init` or `update` returned.
+          axis_name: The axes over which devices agree.
 
         Returns:
           The new state; and whether the step is to be applied as far as each loss is
           concerned, of the shape of the scales.
         """
-        grads = jax.tree.map(_without_derivative, evidence)
+        if finite is not None:
+            grads = (grads, _nan_unless(finite))
+        grads = jax.tree.map(_without_derivative, grads)
         state, decision = self.rule.update(grads, state, axis_name=axis_name)
         return strongly_typed(state), jnp.asarray(decision, bool)
 
     def should_apply(
-        self, decisions: jax.Array, grads: Any, axis_name: Hashable | None
+        self, decisions: jax.Array, grads: Any, axis_name: Any
     ) -> jax.Array:
         """Returns whether to apply the step, bool[].
 
@@ -121,17 +123,14 @@ class PerLoss:
         state = self._one.init()
         return jax.tree.map(lambda x: jnp.stack([x] * self.num_losses), state)
 
-    def check_scales(self, scales: jax.Array) -> None:
+    @property
+    def shape(self) -> tuple[int, ...]:
         """See `OneLoss`."""
-        _check_shape(scales, self.num_losses, (self.num_losses,))
+        return (self.num_losses,)
 
     def losses(self, loss: Any) -> Sequence[Any]:
         """See `OneLoss`."""
         return self._one_each("the loss", loss)
-
-    def check_gradients(self, grads: Any) -> None:
-        """See `OneLoss`."""
-        self._one_each("grads", grads)
 
     def scale(self, loss: Any, scales: jax.Array) -> Any:
         """See `OneLoss`."""
@@ -173,27 +172,22 @@ class PerLoss:
             is_empty = is_float0(leaves[0])
             return leaves[0] if is_empty else functools.reduce(operator.add, leaves)
 
-        return jax.tree.map(add, *grads)
-
-    def add_evidence(self, grads: Any, finite: jax.Array) -> Any:
-        """See `OneLoss`."""
-        leaf = _nan_unless(finite)
-        return [(tree, leaf) for tree in grads]
+        return jax.tree.map(add, *self._one_each("grads", grads))
 
     def update(
-        self, evidence: Any, state: Any, axis_name: Hashable | None
+        self, grads: Any, finite: jax.Array | None, state: Any, axis_name: Any
     ) -> tuple[Any, jax.Array]:
         """See `OneLoss`."""
 
         def update_one(index):
             own = jax.tree.map(lambda x: x[index], state)
-            return self._one.update(evidence[index], own, axis_name)
+            return self._one.update(grads[index], finite, own, axis_name)
 
         pairs = map(update_one, range(self.num_losses))
         return jax.tree.map(lambda *x: jnp.stack(x), *pairs)
 
     def should_apply(
-        self, decisions: jax.Array, grads: Any, axis_name: Hashable | None
+        self, decisions: jax.Array, grads: Any, axis_name: Any
     ) -> jax.Array:
         """See `OneLoss`. The sum of finite gradients may overflow at any scale."""
         applied = jnp.all(decisions)
@@ -220,15 +214,6 @@ def make_scaler(rule: LossScale, num_losses: Any) -> Scaler:
     if num_losses is None:
         return OneLoss(rule)
     return PerLoss(rule, check_count("num_losses", num_losses))
-
-
-def _check_shape(scales, num_losses, wanted):
-    if jnp.shape(scales) != wanted:
-        raise ValueError(
-            f"With num_losses={num_losses} the loss scale in the state must be of "
-            f"shape {wanted}, got {jnp.shape(scales)}. Where the state is that of many "
-            "members or devices, call inside the vmap or pmap that made it."
-        )
 
 
 def _without_derivative(x):

@@ -119,8 +119,13 @@ class Step:
 
     def _held_scales(self, state):
         """Returns the scales as the state holds them, if there is one for each loss."""
-        scales = unbox(self._rule_state(state).loss_scale)
-        self.scaler.check_scales(scales)
+        scales, wanted = unbox(self._rule_state(state).loss_scale), self.scaler.shape
+        if jnp.shape(scales) != wanted:
+            raise ValueError(
+                "There must be one loss scale for each loss: that in the state must be "
+                f"of shape {wanted}, got {jnp.shape(scales)}. Where the state is that "
+                "of many members or devices, call inside the vmap or pmap that made it."
+            )
         return scales
 
     def _scales(self, state: Any) -> jax.Array:
@@ -233,13 +238,12 @@ class Step:
         """
         self._check(grads, state)
         loss_is_finite, extra = self._check_value(extra)
-        evidence = self.mask.partition(grads)
-        grads = self.scaler.sum_gradients(grads)
+        evidence, grads = self.mask.partition(grads), self.scaler.sum_gradients(grads)
         # A restored or hand-set state may hold Python numbers.
         inner_state = strongly_typed(state.inner_state)
         inputs, seen = self._leave_out_none(grads, extra, inner_state, params)
         is_whole = seen is params
-        seen = outcome.given(seen)
+        seen = strongly_typed(seen)
 
         def make_updates(inputs, inner_state, params):
             grads, extra = inputs
@@ -257,14 +261,15 @@ class Step:
             updates_are_finite = all_finite(
                 self.mask.partition(updates), axis_name=self.axis_name
             )
-            evidence = self.scaler.add_evidence(evidence, updates_are_finite)
 
         def run(inputs, inner_state, params):
             updates, new = made or make_updates(inputs, inner_state, params)
             return outcome.finish(updates, params), new
 
         before = state.loss_scale_state
-        after, decisions = self.scaler.update(evidence, before, self.axis_name)
+        after, decisions = self.scaler.update(
+            evidence, updates_are_finite, before, self.axis_name
+        )
         should_apply = self.scaler.should_apply(decisions, grads, self.axis_name)
         if updates_are_finite is not None:
             should_apply &= updates_are_finite
@@ -303,7 +308,6 @@ class Step:
         check_state(state, self._expected_state)
         check_leaves(state.leaf_statistics, self.track_leaves)
         check_gradients(grads)
-        self.scaler.check_gradients(grads)
 
     def _check_value(self, extra):
         """Returns whether the loss is finite (None: not checked), and the arguments."""
