@@ -170,7 +170,7 @@ def train(
                 params, opt_state, images[batch], labels[batch]
             )
             history.record(step, record)
-            histograms.append(histogram)
+            histograms.append(jax.device_get(histogram))
             advance()
         seconds = time.perf_counter() - started
         guesses = np.argmax(network.apply(params, test_images), axis=-1)
