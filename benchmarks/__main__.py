@@ -30,8 +30,13 @@ def main() -> None:
     parser.add_argument(
         "--system", default="", help="only systems whose name contains this"
     )
-    parser.add_argument("--seconds", type=float, help="how long each pair runs")
-    parser.add_argument("--out", type=Path, default=Path("benchmark_results"))
+    parser.add_argument("--seconds", type=float, help="the seconds that each pair runs")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("benchmark_results"),
+        help="the directory to write to",
+    )
     options = parser.parse_args()
     workloads = [
         workload

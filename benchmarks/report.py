@@ -193,8 +193,8 @@ def plot(results: dict[str, Any], path: Path) -> None:
     bars.axvline(1, color="black", linewidth=1)
     bars.legend(loc="lower right")
     lines.set_title("Step of Adam alone, by size")
-    narrow = {"columnspacing": 0.5, "handlelength": 1.3}
-    lines.legend(fontsize="small", ncols=2, loc="upper left", **narrow)
+    style = {"fontsize": "small", "columnspacing": 0.5, "handlelength": 1.3}
+    lines.legend(handles=lines.lines, ncols=2, loc="upper left", **style)
     lines.set_ylim(top=1.6 * lines.get_ylim()[1])
     figure.savefig(path, dpi=120)
 
