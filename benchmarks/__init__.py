@@ -1,1 +1,1 @@
-"""What loss scaling costs, here and elsewhere: `python -m benchmarks`."""
+"""What loss scaling costs, in this package and its peers: `python -m benchmarks`."""

@@ -1,8 +1,8 @@
-"""Measures what loss scaling costs on the device that is there.
+"""Measures what loss scaling costs on the available device.
 
-Each system runs next to a plain Optax step, in turns; reported is the median of their
-ratios. Writes JSON, a Markdown table for each workload, and a plot. The last workload,
-"compile time", has files of its own.
+Each system runs in turns with a plain Optax step. The result is the median of the
+ratios of their times. Writes JSON, a Markdown table per workload, and a plot. The last
+workload, "compile time", has its own files.
 """
 
 import argparse
@@ -22,12 +22,21 @@ def main() -> None:
     platform = jax.default_backend()
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
-        "--quick", action="store_true", help="small, in under 2 minutes"
+        "--quick", action="store_true", help="only small workloads, in under 2 minutes"
     )
-    parser.add_argument("--workload", default="", help="those whose name contains this")
-    parser.add_argument("--system", default="", help="those whose name contains this")
-    parser.add_argument("--seconds", type=float, help="for how long each pair runs")
-    parser.add_argument("--out", type=Path, default=Path("benchmark_results"))
+    parser.add_argument(
+        "--workload", default="", help="only workloads whose name contains this"
+    )
+    parser.add_argument(
+        "--system", default="", help="only systems whose name contains this"
+    )
+    parser.add_argument("--seconds", type=float, help="the seconds that each pair runs")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("benchmark_results"),
+        help="the directory to write to",
+    )
     options = parser.parse_args()
     workloads = [
         workload
@@ -36,7 +45,7 @@ def main() -> None:
     ]
     compiles = options.workload in compile_time.NAME
     if not workloads and not compiles:
-        parser.error(f"--workload {options.workload!r} is in no workload's name")
+        parser.error(f"no workload has a name that contains {options.workload!r}")
     seconds = options.seconds or (0.1 if options.quick else 1.0)
     results = {"machine": report.machine(), "versions": report.versions(), "rows": []}
     stem = options.out / platform

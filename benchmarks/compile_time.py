@@ -1,4 +1,4 @@
-"""Measures how long steps take to trace and compile, by the number of leaves."""
+"""Measures the time to trace and compile a step, by the number of leaves."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -31,12 +31,12 @@ RULES = {
 
 
 class Program(NamedTuple):
-    """What is compiled.
+    """A program to compile.
 
     Attributes:
-      name: What it is called in tables.
-      function: What is compiled.
-      arguments: What it is called with.
+      name: Its name in tables.
+      function: The function to compile.
+      arguments: Its arguments.
       baseline: The name of the program without loss scaling, if it has one.
     """
 
@@ -47,7 +47,7 @@ class Program(NamedTuple):
 
 
 def make_programs(leaves: int) -> list[Program]:
-    """Returns Optax's steps, the same with loss scaling, and the parts of these."""
+    """Returns steps of Optax, the same steps with loss scaling, and their parts."""
     grads = [jnp.ones(SHAPE, jnp.float32)] * leaves
     programs = []
     for optimizer in ("sgd", "adam"):
@@ -73,10 +73,9 @@ def make_programs(leaves: int) -> list[Program]:
 
 
 def compile_time(program: Program) -> float:
-    """Returns the seconds that tracing and compiling take, with empty caches.
+    """Returns the CPU seconds, summed over threads, to trace and compile.
 
-    They are of the processor, all threads together, and depend little on what else the
-    machine does.
+    Caches are emptied first. CPU time depends little on what else the machine does.
     """
     jax.clear_caches()
     start = time.process_time()
@@ -85,7 +84,7 @@ def compile_time(program: Program) -> float:
 
 
 def measure(leaves: int, repeats: int) -> Iterator[dict[str, Any]]:
-    """Yields a row for each program: its least time of some, measured in turns."""
+    """Yields a row per program: the minimum of its times, measured in turns."""
     programs = make_programs(leaves)
     rounds = [[compile_time(program) for program in programs] for _ in range(repeats)]
     names = [program.name for program in programs]
@@ -97,7 +96,7 @@ def measure(leaves: int, repeats: int) -> Iterator[dict[str, Any]]:
 
 
 def full_report(results: dict[str, Any]) -> str:
-    """Returns all that was measured, as a page."""
+    """Returns a Markdown page with all results."""
     by_program = {}
     for row in results["rows"]:
         by_program.setdefault(row["program"], []).append(row)
@@ -112,23 +111,23 @@ def full_report(results: dict[str, Any]) -> str:
         lambda row: f"{row['ratio']:.2f}" if row["ratio"] else "",
     )
     milliseconds = table(
-        "ms for each leaf, by leaves",
+        "ms per leaf, by leaves",
         lambda row: f"{1e3 * row['seconds'] / row['leaves']:.2f}",
     )
     return (
         report.heading("Time to trace and compile", results)
-        + "\nSteps, and parts of them, on leaves of 8 numbers. It is the time of the "
-        "processor, all\nthreads together. Where the time for each leaf does not rise, "
-        f"compiling is linear.\n\n{ratios}\n{milliseconds}"
+        + "\nSteps and their parts, on leaves of 8 numbers. Times are CPU times,\n"
+        "summed over threads. Where the time per leaf does not rise, compile time\n"
+        f"is linear in the number of leaves.\n\n{ratios}\n{milliseconds}"
     )
 
 
 def run(path: Path, *, quick: bool) -> str:
-    """Measures, writes JSON and a page with the tables, and returns the page.
+    """Measures, writes JSON and a Markdown page, and returns the page.
 
     Args:
-      path: Where to, without a suffix.
-      quick: Whether to measure a small part.
+      path: The path of both files, without a suffix.
+      quick: Whether to measure only with few leaves.
     """
     results = {"machine": report.machine(), "versions": report.versions(), "rows": []}
     for leaves in (10, 20) if quick else (100, 200, 400, 800, 1600):

@@ -1,8 +1,8 @@
-"""The same steps compiled for accelerators that need not be there.
+"""Compiles the same steps for accelerators that need not be present.
 
-`python -m benchmarks.compiled` compiles for a TPU v5e where libtpu is installed
-(`pip install 'jax[tpu]'`), and for an H100 where JAX's CUDA plugin is
-(`pip install 'jax[cuda12]'`), and adds what it finds to `results/compiled.json`.
+`python -m benchmarks.compiled` compiles for a TPU v5e if libtpu is installed
+(`pip install 'jax[tpu]'`), and for an H100 if JAX's CUDA plugin is installed
+(`pip install 'jax[cuda12]'`). It adds the results to `results/compiled.json`.
 """
 
 import argparse
@@ -24,9 +24,9 @@ TPU, H100 = "TPU v5e", "H100"
 
 
 def device(target: str) -> jax.Device | None:
-    """Returns a device to compile for, or None where its compiler is missing."""
+    """Returns a device to compile for, or None if its compiler is not installed."""
     if target == TPU and importlib.util.find_spec("libtpu"):
-        # No TPU is used, so that several processes may compile.
+        # No TPU is used, so several processes may compile at once.
         os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
         os.environ["TPU_SKIP_MDS_QUERY"] = "1"
         options = {"platform": "tpu", "topology_name": "v5e:2x2"}
@@ -43,7 +43,7 @@ def device(target: str) -> jax.Device | None:
 def compile_step(
     workload: Workload, system: System, device: jax.Device
 ) -> jax.stages.Compiled:
-    """Compiles a step, its parameters and state donated, for a device."""
+    """Compiles a step for a device, with donated parameters and state."""
     sharding = SingleDeviceSharding(device)
 
     def shape(x):
@@ -55,9 +55,9 @@ def compile_step(
 
 
 def describe(compiled: jax.stages.Compiled) -> dict[str, Any]:
-    """Returns what a step moves, keeps, copies and launches."""
+    """Returns bytes moved, held and copied, and numbers of conditionals and kernels."""
     module = hlo.parse(compiled.as_text())
-    # The CUDA compiler gives no costs; there all kernels' operands and results count.
+    # The CUDA compiler reports no costs: count the operands and results of all kernels.
     costs = compiled.cost_analysis() or {}
     return {
         "bytes": costs.get("bytes accessed", module.bytes_moved()),
@@ -71,7 +71,7 @@ def describe(compiled: jax.stages.Compiled) -> dict[str, Any]:
 def measure(
     target: str, workload: Workload, names: Iterable[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Returns a row for each system, or each of those named; the plain one first."""
+    """Returns a row per system, or per system in `names`; the plain one comes first."""
     rows = []
     for name, make in workload.systems().items():
         if names is None or name == PLAIN or name in names:
@@ -82,14 +82,14 @@ def measure(
 
 
 def main() -> None:
-    """Compiles for all targets there are and writes the results."""
+    """Compiles for all targets whose compiler is installed, and writes the results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compiled")
     parser.add_argument("--out", type=Path, default=report.RESULTS)
     path = parser.parse_args().out / "compiled.json"
     workload = optimizer_step(20_000_000, 20)._replace(skips=SKIPS)
     for target in (TPU, H100):
         if device(target) is None:
-            print(f"{target}: its compiler is not installed, left out")
+            print(f"{target}: skipped, as its compiler is not installed")
             continue
         rows = measure(target, workload)
         found = {"versions": report.versions(), "rows": rows}

@@ -1,4 +1,4 @@
-"""Reads the text of a compiled XLA program: what runs, and how much it moves."""
+"""Parses the text of a compiled XLA program, and counts kernels and bytes."""
 
 import re
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _NO_KERNEL = {
 
 
 class Instruction(NamedTuple):
-    """An instruction: its name, type and opcode, and what it uses and calls."""
+    """An instruction, the names of its operands, and of the computations it calls."""
 
     name: str
     type: str
@@ -27,7 +27,7 @@ class Instruction(NamedTuple):
 
 
 def type_bytes(text: str) -> int:
-    """Returns the bytes of a type, tuples included: `f32[2,3]` has 24."""
+    """Returns the size of a type or tuple in bytes: 24 for `f32[2,3]`."""
     total = 0
     for dtype, dims in _SHAPE.findall(text):
         digits = re.search(r"\d+", dtype)
@@ -63,15 +63,15 @@ class Module(NamedTuple):
     """A compiled program.
 
     Attributes:
-      computations: Instructions by the name of their computation.
-      entry: The name of the one that runs.
+      computations: The instructions of every computation, by its name.
+      entry: The name of the entry computation.
     """
 
     computations: dict[str, list[Instruction]]
     entry: str
 
     def running(self, computation: str = "") -> Iterator[Instruction]:
-        """Yields all instructions that run; of branches, those of the longest."""
+        """Yields the instructions that run; of a conditional, its longest branch."""
         for instruction in self.computations[computation or self.entry]:
             yield instruction
             if instruction.opcode == "conditional":
@@ -82,18 +82,18 @@ class Module(NamedTuple):
                     yield from self.running(called)
 
     def kernels(self) -> int:
-        """Returns how many instructions do something."""
+        """Returns the number of instructions that run as a kernel."""
         return sum(
             i.opcode not in _NO_KERNEL and not i.opcode.endswith("-done")
             for i in self.running()
         )
 
     def count(self, opcode: str) -> int:
-        """Returns how often an operation runs."""
+        """Returns how often an opcode runs."""
         return sum(i.opcode == opcode for i in self.running())
 
     def bytes_of(self, opcode: str) -> int:
-        """Returns the bytes of all results of an operation."""
+        """Returns the bytes of all results of an opcode."""
         return sum(type_bytes(i.type) for i in self.running() if i.opcode == opcode)
 
     def bytes_moved(self) -> int:
@@ -103,7 +103,7 @@ class Module(NamedTuple):
             types[instruction.name] = instruction.type
             if instruction.opcode in _NO_KERNEL:
                 continue
-            # What is started here, and done there, reads here and writes there.
+            # Asynchronous operations read at their start and write when they are done.
             if not instruction.opcode.endswith("-start"):
                 total += type_bytes(instruction.type)
             if not instruction.opcode.endswith("-done"):
@@ -112,7 +112,7 @@ class Module(NamedTuple):
 
 
 def parse(text: str) -> Module:
-    """Parses what `jax.stages.Compiled.as_text` returns."""
+    """Parses the text that `jax.stages.Compiled.as_text` returns."""
     computations, entry, current = {}, "", ""
     for line in text.splitlines():
         if line.endswith("{") and (

@@ -1,4 +1,4 @@
-"""Measures one system next to the plain one, in turns."""
+"""Measures the time of a system relative to that of the plain step, in turns."""
 
 import statistics
 import time
@@ -15,7 +15,8 @@ from benchmarks.workloads import Workload
 class Running:
     """A compiled step, its parameters and its state.
 
-    Compiling is timed twice, or once if it takes very long, with empty caches.
+    It is compiled twice with empty caches, or once if that takes very long, and the
+    shorter time counts.
     """
 
     def __init__(self, system: System, params: Any, batches: list, seconds: float):
@@ -32,7 +33,7 @@ class Running:
         self.carry = (params, jax.tree.leaves(state))
 
     def round(self) -> float:
-        """Runs over all batches once; returns the seconds it took."""
+        """Runs a step on every batch, and returns the time in seconds."""
         start = time.perf_counter()
         for batch in self.batches:
             *self.carry, _ = self.compiled(*self.carry, *batch)
@@ -41,13 +42,13 @@ class Running:
 
 
 def compare(plain: Running, scaled: Running, seconds: float) -> dict[str, Any]:
-    """Runs both in turns for that many seconds, and ten rounds at least.
+    """Runs both in turns for `seconds`, and for at least ten rounds each.
 
     Returns:
-      `ratio` is the median of the ratios of neighboring rounds, `spread` their 10th
-      and 90th percentile; the others describe the compiled step.
+      A dictionary. `ratio` is the median of the ratios of neighboring rounds, `spread`
+      their 10th and 90th percentiles. Other entries describe the compiled step.
     """
-    for _ in range(5):  # the first steps may overflow
+    for _ in range(5):  # The first steps may overflow.
         scaled.round()
     plain.round()
     theirs, ours = [], []
@@ -72,7 +73,7 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Yields a row for each system whose name contains `only`, the plain one first.
 
-    The plain step next to another of its kind shows how noisy the machine is.
+    The plain step is also compared with itself, which shows how noisy the machine is.
     """
     params, batches = jax.device_get(workload.init()), workload.batches()
     systems = workload.systems()

@@ -1,4 +1,4 @@
-"""JSON, tables and the plot of what was measured."""
+"""Results as JSON, as Markdown tables and as a plot."""
 
 import json
 import os
@@ -24,7 +24,7 @@ _PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of what was measured."""
+    """Returns the versions of Python and the packages."""
     found = {"python": platform.python_version()}
     for package in (*_PACKAGES, "libtpu", "jax-cuda12-plugin"):
         try:
@@ -35,7 +35,7 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Returns where it was measured."""
+    """Returns a description of the machine."""
     device = jax.devices()[0]
     kind = device.device_kind
     if device.platform == "cpu":
@@ -47,7 +47,7 @@ def machine() -> dict[str, Any]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Reads results; none are an empty dictionary."""
+    """Reads results; returns an empty dictionary if there is no file."""
     return json.loads(path.read_text()) if path.exists() else {}
 
 
@@ -76,14 +76,14 @@ def _megabytes(number: float) -> str:
 
 
 def heading(title: str, results: dict[str, Any]) -> str:
-    """Returns the head of a page: what was measured, where, and with which versions."""
+    """Returns the head of a page: title, device and versions."""
     machine = results["machine"]
     packages = ", ".join(f"{k} {v}" for k, v in results["versions"].items())
     return f"# {title} on {machine['device']} ({machine['system']})\n\n{packages}\n"
 
 
 def full_report(results: dict[str, Any]) -> str:
-    """Returns all that was measured, a table for each workload."""
+    """Returns a Markdown page with all results, a table per workload."""
     text = heading("Benchmarks", results)
     header = ["system", "time / plain", "10 % to 90 %", "rounds"]
     header += ["compile / plain", "temporary MB", "kernels"]
@@ -112,7 +112,7 @@ def _is_size(row: dict[str, Any]) -> bool:
 
 
 def _columns(results: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Returns the rows of the workloads that have a column, by column and system."""
+    """Returns the rows of workloads that have a column, by column and system."""
     found = {}
     for systems in by_workload(results).values():
         found[systems[PLAIN]["column"]] = {
@@ -126,9 +126,9 @@ def _columns(results: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def timing_table(results: dict[str, Any]) -> str:
-    """Returns the ratios of all systems, with a column for each main workload.
+    """Returns a table of the ratios of all systems, with a column per main workload.
 
-    The last is of the compile times, with 200 leaves, where they were measured.
+    The last column is the ratio of compile times with 200 leaves, if it was measured.
     """
     ratios = _columns(results)
     names = dict.fromkeys(name for rows in ratios.values() for name in rows)
@@ -147,12 +147,12 @@ def timing_table(results: dict[str, Any]) -> str:
 
 
 def compiled_table(results: dict[str, Any]) -> str:
-    """Returns what the compilers made of the steps; three columns for each target."""
+    """Returns a table of the compiled steps, with three columns per target."""
     header, cells = ["compiled step"], {}
     for target, found in results.items():
         header += [f"{target}: bytes / plain", "temporary MB", "copied MB"]
         for row in found["rows"]:
-            if row["system"].endswith(", where"):  # "auto" is the same there
+            if row["system"].endswith(", where"):  # the same as "auto" here
                 continue
             name = row["system"].removesuffix(", auto")
             cells.setdefault(name, [name]).append(f"{row['ratio']:.3f}")
@@ -161,7 +161,7 @@ def compiled_table(results: dict[str, Any]) -> str:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Draws the ratios of all systems, and how they depend on the size."""
+    """Draws the ratios of all systems, and their dependence on the size."""
     from matplotlib import ticker
     from matplotlib.figure import Figure
 
@@ -189,23 +189,24 @@ def plot(results: dict[str, Any], path: Path) -> None:
         axis.set_minor_locator(ticker.NullLocator())
         axes.grid(axis=axis.axis_name, alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    bars.set_title("Time of a step; without loss scaling it is 1")
+    bars.set_title("Time of a step, relative to plain Optax")
     bars.axvline(1, color="black", linewidth=1)
     bars.legend(loc="lower right")
-    lines.set_title("Adam's step alone, by size")
-    lines.legend(fontsize="small", ncols=2, loc="upper left")
+    lines.set_title("Step of Adam alone, by size")
+    style = {"fontsize": "small", "columnspacing": 0.5, "handlelength": 1.3}
+    lines.legend(handles=lines.lines, ncols=2, loc="upper left", **style)
     lines.set_ylim(top=1.6 * lines.get_ylim()[1])
     figure.savefig(path, dpi=120)
 
 
 def write(results: dict[str, Any], stem: Path) -> None:
-    """Writes the table and the plot of results next to their JSON."""
+    """Writes the tables and the plot next to the JSON file."""
     stem.with_suffix(".md").write_text(full_report(results))
     plot(results, stem.with_suffix(".png"))
 
 
 def refresh(readme: str) -> str:
-    """Returns the README with its tables made anew from the committed results."""
+    """Returns the README with its tables regenerated from the committed results."""
     results = load(RESULTS / "cpu.json"), load(RESULTS / "compiled.json")
     for new in (timing_table(results[0]), compiled_table(results[1])):
         head = new[: new.index(" |")]

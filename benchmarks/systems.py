@@ -1,6 +1,6 @@
-"""The training steps that are compared: plain Optax, this package and its peers.
+"""The training steps to compare: plain Optax, this package and its peers.
 
-A step takes and returns what changes, `(params, state)`, so that it can be donated.
+A step maps `(params, state)` to their new values, so that both can be donated.
 """
 
 import functools
@@ -28,9 +28,9 @@ class System(NamedTuple):
     """One way to train.
 
     Attributes:
-      init: Makes the state of parameters.
+      init: Maps parameters to the initial state.
       step: Maps `params, state, *batch` to new `params, state` and the loss.
-      baseline: The name of what it is compared to: the same without loss scaling.
+      baseline: The name of the same system without loss scaling, to compare with.
     """
 
     init: Callable[..., Any]
@@ -39,9 +39,10 @@ class System(NamedTuple):
 
 
 def lower(system: System, params: Any, state: Any, *batch: Any) -> jax.stages.Lowered:
-    """Lowers a step, parameters and state donated, that keeps its state as leaves.
+    """Lowers a step with donated parameters and state.
 
-    (jmp's state cannot be lowered as it is.)
+    It takes and returns the leaves of the state, as the state of jmp itself cannot be
+    lowered.
     """
     leaves, treedef = jax.tree.flatten(state)
 
@@ -76,7 +77,7 @@ def _in_two(inner, loss_fn, *, call, given, **options):
 
     def step(params, state, *batch):
         value_and_grad = optimizer.value_and_grad(loss_fn, state)
-        if given:  # the gradients of the loss are unscaled already
+        if given:  # The gradients of this loss are not scaled.
             value_and_grad = jax.value_and_grad(loss_fn)
         loss, grads = value_and_grad(params, *batch)
         if call == "apply_gradients":
@@ -137,7 +138,7 @@ def _mpx(inner, loss_fn):
 
     def init(params):
         scale, least = jnp.float32(SCALE), jnp.float32(1)
-        # Its hyperparameters are leaves: as arrays, they may be donated.
+        # Its hyperparameters are leaves. Only arrays can be donated.
         scaling = mpx.DynamicLossScaling(scale, least)
         return inner.init(params), jax.tree.map(jnp.asarray, scaling)
 
@@ -154,7 +155,7 @@ def _mpx(inner, loss_fn):
 
 
 def _apply_if_finite(inner, loss_fn):
-    """`optax.apply_if_finite`, and the scale held and adapted by hand."""
+    """Combines `optax.apply_if_finite` with a scale that is adapted by hand."""
     optimizer = optax.apply_if_finite(inner, max_consecutive_errors=1_000_000)
 
     def init(params):
@@ -180,7 +181,7 @@ def _apply_if_finite(inner, loss_fn):
 
 
 def _keras(name, loss_fn, *, scaled):
-    """Keras 3 on JAX: its own optimizer of that name, scaled or not."""
+    """Uses the optimizer of Keras 3 with this name, with or without loss scaling."""
     os.environ.setdefault("KERAS_BACKEND", "jax")
     import keras
 
@@ -221,14 +222,15 @@ def make_systems(
     given: bool = False,
     skips: tuple[str, ...] = SKIPS,
 ) -> dict[str, Callable[[], System]]:
-    """Returns what is compared, each behind a function that makes it.
+    """Returns functions that make the systems, by name.
 
     Args:
       optimizer: A name in `OPTIMIZERS`.
       loss_fn: Maps `params, *batch` to a loss.
-      given: Whether the gradients of `loss_fn` ignore the scale: they stand for
-        gradients that are there already, and may be taken for unscaled ones.
-      skips: The ways to skip that are compared.
+      given: Whether the gradients of `loss_fn` do not depend on the scale. They stand
+        for gradients that were computed before, and count as unscaled where a system
+        takes unscaled gradients.
+      skips: The values of `skip` to compare.
 
     Returns:
       A dictionary that starts with the plain step.

@@ -1,33 +1,30 @@
-"""What is trained: given gradients of many sizes, and whole float16 steps."""
+"""The workloads: optimizer steps on given gradients, and float16 training steps."""
 
 import math
-import sysconfig
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 
+from benchmarks import language_model
 from benchmarks.systems import SKIPS, System, make_systems
 
 
 class Workload(NamedTuple):
-    """One thing to train.
+    """A training step on which systems are compared.
 
     Attributes:
-      name: What it is called in tables.
+      name: Its name in tables.
       optimizer: A name in `systems.OPTIMIZERS`.
-      init: Makes the parameters.
+      init: Returns the initial parameters.
       loss_fn: Maps `params, *batch` to a loss.
-      batches: Makes the batches, which are taken in turn.
-      parameters: Number of parameters.
+      batches: Returns the batches, which the steps use in turn.
+      parameters: The number of parameters.
       given: Whether the gradients are given: see `systems.make_systems`.
-      skips: The ways to skip that are compared.
-      column: The head of its column in the README, if it has one.
-      without: The names of systems that are left out.
+      skips: The values of `skip` to compare.
+      column: The title of its column in the README; empty if it has none.
+      without: The names of systems to leave out.
     """
 
     name: str
@@ -42,7 +39,7 @@ class Workload(NamedTuple):
     without: tuple[str, ...] = ()
 
     def systems(self) -> dict[str, Callable[[], System]]:
-        """Returns what is compared on it; the first is the plain step."""
+        """Returns functions that make the systems; the first makes the plain step."""
         systems = make_systems(
             self.optimizer, self.loss_fn, given=self.given, skips=self.skips
         )
@@ -51,7 +48,7 @@ class Workload(NamedTuple):
 
 @jax.custom_vjp
 def given_gradients(params: Any, grads: Any) -> jax.Array:
-    """A loss of no cost whose gradients are `grads`, whatever it is scaled by."""
+    """Returns a loss whose gradients are `grads`, even if the loss is scaled."""
     return jnp.float32(0)
 
 
@@ -60,7 +57,7 @@ def _given_backward(grads, _cotangent):
 
 
 def _given_forward(params, grads):
-    # mpx casts the parameters first, and then wants gradients of their dtype.
+    # mpx casts the parameters first, and then requires gradients of that dtype.
     return jnp.float32(0), jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
 
 
@@ -75,7 +72,7 @@ def _shape(parameters, leaves):
 def optimizer_step(
     parameters: int, leaves: int, optimizer: str = "adam", *, overflow: bool = False
 ) -> Workload:
-    """The optimizer's step alone, on gradients that are there already."""
+    """The step of the optimizer alone, on given gradients."""
     shape = _shape(parameters, leaves)
 
     def full(value):
@@ -118,20 +115,13 @@ def mlp(layers: int = 20, width: int = 1000, batch: int = 16) -> Workload:
         return jnp.mean(jnp.square(hidden - y), dtype=jnp.float32)
 
     def batches():
-        # Noise, of which there is nothing to learn: gradients stay as they are, and
-        # Adam's moments do not become denormal numbers, which are slow on CPU.
+        # There is nothing to learn from noise, so gradients keep their size. Otherwise
+        # Adam's moments could become subnormal numbers, which are slow on CPU.
         shape = (4, 2, batch, width)
         return [*jax.random.normal(jax.random.key(1), shape, jnp.float16)]
 
     name = f"float16 MLP, {layers} layers of {width} x {width}, batch {batch}"
     return Workload(name, "adam", init, loss_fn, batches, layers * width**2)
-
-
-def text(length: int) -> np.ndarray:
-    """The first characters of the standard library's own source, as bytes."""
-    paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    source = b"".join(path.read_bytes() for path in paths)
-    return np.frombuffer(source[:length], np.uint8) % 128
 
 
 def transformer(
@@ -140,49 +130,15 @@ def transformer(
     """A character-level language model in float16, on Python source."""
 
     def init():
-        keys = iter(jax.random.split(jax.random.key(0), 6 * layers + 2))
-
-        def matrix(rows, columns):
-            shape = (rows, columns)
-            return rows**-0.5 * jax.random.normal(next(keys), shape, jnp.float32)
-
-        shapes = {"qkv": (width, 3 * width), "out": (width, width)}
-        shapes |= {"up": (width, 4 * width), "down": (4 * width, width)}
-        blocks = [{k: matrix(*s) for k, s in shapes.items()} for _ in range(layers)]
-        return {
-            "embed": matrix(128, width),
-            "blocks": blocks,
-            "head": matrix(width, 128),
-        }
-
-    def normalized(x):
-        x = x.astype(jnp.float32)
-        x = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(
-            x.var(-1, keepdims=True) + 1e-5
-        )
-        return x.astype(jnp.float16)
+        return language_model.init(jax.random.key(0), layers, width)
 
     def loss_fn(params, tokens):
-        params = jax.tree.map(lambda p: p.astype(jnp.float16), params)
-        x = params["embed"][tokens[:, :-1]]
-        for block in params["blocks"]:
-            q, k, v = jnp.split(normalized(x) @ block["qkv"], 3, axis=-1)
-            heads = (*x.shape[:2], 4, width // 4)
-            q, k, v = (t.reshape(heads) for t in (q, k, v))
-            scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * (width // 4) ** -0.5
-            causal = jnp.tri(x.shape[1], dtype=bool)
-            scores = jnp.where(causal, scores.astype(jnp.float32), -jnp.inf)
-            weights = jax.nn.softmax(scores).astype(jnp.float16)
-            mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
-            x = x + mixed.reshape(x.shape) @ block["out"]
-            x = x + jax.nn.gelu(normalized(x) @ block["up"]) @ block["down"]
-        logits = (normalized(x) @ params["head"]).astype(jnp.float32)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-        return losses.mean()
+        return language_model.loss(params, tokens, heads=4)
 
     def batches():
         shape = (4, 1, batch, context + 1)
-        return [*jnp.asarray(text(math.prod(shape)).reshape(shape), jnp.int32)]
+        text = language_model.source_text("*.py")[: math.prod(shape)]
+        return [*jnp.asarray(text.reshape(shape), jnp.int32)]
 
     parameters = sum(x.size for x in jax.tree.leaves(jax.eval_shape(init)))
     name = f"float16 transformer on text, {parameters:.1e} parameters, batch {batch}"
@@ -190,9 +146,12 @@ def transformer(
 
 
 def make_workloads(quick: bool, *, accelerator: bool) -> list[Workload]:
-    """Returns what is trained, the smaller part of it where `quick`.
+    """Returns the workloads.
 
-    The largest, of a billion parameters, is for accelerators.
+    Args:
+      quick: Whether to return only a few small ones.
+      accelerator: Whether they run on an accelerator. On CPU, the largest workload,
+        with a billion parameters, and some systems are left out.
     """
     if quick:
         return [
@@ -202,8 +161,8 @@ def make_workloads(quick: bool, *, accelerator: bool) -> list[Workload]:
             transformer(1, 64, context=32, batch=4)._replace(column="transformer"),
         ]
     every_skip = {"skips": SKIPS}
-    # On CPU what selects takes XLA a time that grows with the square of the leaves: a
-    # minute for 200, and 1000 did not compile in 4 minutes and 12 GB.
+    # On CPU, the compile time of systems that select is quadratic in the number of
+    # leaves: a minute for 200; 1000 did not compile within 4 minutes and 12 GB.
     endless = () if accelerator else ("flax DynamicScale", "jmp", "mpx")
     workloads = [
         optimizer_step(10**5, 20)._replace(column="1e5"),

@@ -1,1 +1,1 @@
-"""Experiments behind the choices that the package makes, and their results."""
+"""Experiments that justify choices of the package, and their results."""

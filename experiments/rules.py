@@ -1,10 +1,10 @@
-"""Compares the rules by which a loss scale changes: `python -m experiments.rules`.
+"""Compares the rules for the loss scale: `python -m experiments.rules`.
 
-Trains three small networks in float16 with each rule, and measures at every tenth step
-how far the scale is from the oracle, the largest power of two with which that step does
-not overflow, found by taking the gradients again. Then it replays a whole training's
-gradients with other arguments of the headroom rule. Writes `results/rules.json` and
-`docs/rules.png`.
+Trains three small networks in float16 with each rule. At every tenth step it measures
+how far the scale is from the oracle: the largest power of two with which that step does
+not overflow, found by computing the gradients with other scales. It then replays the
+gradients of whole runs with other arguments of the headroom rule. Writes
+`results/rules.json` and `docs/rules.png`.
 """
 
 import argparse
@@ -44,29 +44,29 @@ RULES: dict[str, LossScale] = {
 }
 COLORS = dict(zip(RULES, ["#56B4E9", "#0072B2", "#D55E00", "#009E73"], strict=True))
 
-# One argument of the headroom rule at a time, around its defaults.
+# Arguments of the headroom rule, varied one at a time around their defaults.
 SWEEP = {
     "min_margin": [0.0, 0.5, 1.0, 2.0],
     "hysteresis": [0.0, 0.5, 1.0, 2.0],
     "release_steps": [3, 10, 30, 100, 300],
     "growth_interval": [50, 200, 2000, 5000],
 }
-# With so many seeds: it takes the oracle of every step.
+# The number of seeds of the sweep, which needs the oracle of every step.
 SWEEP_SEEDS = 2
-# How many bits below the oracle of the replayed gradients the rules are tried as well,
-# as if activations had gradients so much larger.
+# The rules are also replayed with an oracle that is lower by so many bits, as if the
+# gradients of activations, which the rules do not see, were so much larger.
 UNSEEN = 4
-# No scale here is above two to this power.
+# No scale is above 2**HIGHEST.
 HIGHEST = 64
 
 
 def gradients(task: Task, params: Any, batch: Any, scale: jax.Array, dtype: Any) -> Any:
-    """Returns scaled gradients of a batch."""
+    """Returns the scaled gradients of a batch."""
     return jax.grad(lambda p: task.loss_fn(p, batch, dtype) * scale)(params)
 
 
 def find_oracle(task: Task, params: Any, batch: Any) -> jax.Array:
-    """Bisects for the exponent of the largest scale that does not overflow."""
+    """Returns log2 of the largest scale that does not overflow, found by bisection."""
 
     def halve(_, bounds):
         low, high = bounds
@@ -80,7 +80,7 @@ def find_oracle(task: Task, params: Any, batch: Any) -> jax.Array:
 
 
 def underflowed(task: Task, params: Any, batch: Any, scale: jax.Array) -> jax.Array:
-    """Returns the share of gradients that are zero in float16 and not in float32."""
+    """Returns the share of nonzero float32 gradients that are zero in float16."""
     exact = gradients(task, params, batch, jnp.float32(1), jnp.float32)
     scaled = gradients(task, params, batch, scale, jnp.float16)
     leaves = zip(*map(jax.tree.leaves, (exact, scaled)), strict=True)
@@ -94,17 +94,18 @@ def underflowed(task: Task, params: Any, batch: Any, scale: jax.Array) -> jax.Ar
 @functools.partial(jax.jit, static_argnums=(0, 1, 3))
 @functools.partial(jax.vmap, in_axes=(None, None, 0, None))
 def train(task: Task, rule: LossScale, seed: jax.Array, every: int) -> dict[str, Any]:
-    """Trains once.
+    """Trains once per seed.
 
     Args:
-      task: What to train.
-      rule: The loss scale.
-      seed: Of parameters and batches; many train side by side.
-      every: After how many steps to measure what takes several gradients.
+      task: The task.
+      rule: The rule for the loss scale.
+      seed: The seeds of parameters and batches, which train in parallel.
+      every: The number of steps between measurements of `oracle` and `underflow`, which
+        need several gradients.
 
     Returns:
-      Arrays of all steps: loss, log2 of the scale, whether the step was skipped, log2
-      of the largest gradient; and, of the measured steps, `oracle` and `underflow`.
+      For every step, `loss`, `scale` (its log2), `skipped` and `largest` (log2 of the
+      largest gradient). For every measured step, `oracle` and `underflow`.
     """
     optimizer = LossScaleOptimizer(task.optimizer, rule)
     first, rest = jax.random.split(jax.random.key(seed))
@@ -147,7 +148,7 @@ def train(task: Task, rule: LossScale, seed: jax.Array, every: int) -> dict[str,
 
 
 def summarize(run: dict[str, np.ndarray], every: int) -> dict[str, list[float]]:
-    """Returns the numbers that the rules are compared by, each for every seed."""
+    """Returns the numbers by which rules are compared, one per seed."""
     above = run["oracle"] - run["scale"][:, ::every]
     tail = run["loss"][:, -len(run["loss"][0]) // 10 :]
     return {
@@ -162,7 +163,7 @@ def summarize(run: dict[str, np.ndarray], every: int) -> dict[str, list[float]]:
 @functools.partial(jax.jit, static_argnums=0)
 @functools.partial(jax.vmap, in_axes=(None, 0, 0))
 def replay(rule: LossScale, largest: jax.Array, oracle: jax.Array) -> Any:
-    """Runs a rule on recorded gradients, which overflow above the recorded oracle."""
+    """Runs a rule on recorded gradients, which overflow at scales above the oracle."""
 
     def step(state, recorded):
         largest, oracle = recorded
@@ -175,7 +176,7 @@ def replay(rule: LossScale, largest: jax.Array, oracle: jax.Array) -> Any:
 
 
 def summarize_replay(rule: LossScale, run: dict[str, np.ndarray]) -> dict[str, float]:
-    """Returns what replayed gradients tell of a rule, as means over the seeds."""
+    """Returns the numbers by which replays are compared, as means over the seeds."""
     scale, skipped = map(np.asarray, replay(rule, run["largest"], run["oracle"]))
     return {
         "skipped": float(skipped.sum(1).mean()),
@@ -185,7 +186,7 @@ def summarize_replay(rule: LossScale, run: dict[str, np.ndarray]) -> dict[str, f
 
 
 def sweep(run: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Replays gradients with every argument of the sweep."""
+    """Replays recorded gradients with every argument in `SWEEP`."""
     return {
         name: {
             str(value): summarize_replay(HeadroomLossScale(**{name: value}), run)
@@ -196,7 +197,7 @@ def sweep(run: dict[str, np.ndarray]) -> dict[str, Any]:
 
 
 def compare(steps: int, seeds: int, every: int) -> dict[str, Any]:
-    """Runs the whole experiment, and shows a progress bar on a terminal."""
+    """Runs the whole experiment, with a progress bar if run in a terminal."""
     numbers = jnp.arange(seeds)
     report: dict[str, Any] = {"steps": steps, "seeds": seeds, "tasks": {}}
     console, hidden = Console(stderr=True), not sys.stderr.isatty()
@@ -219,7 +220,7 @@ def compare(steps: int, seeds: int, every: int) -> dict[str, Any]:
             some = numbers[:SWEEP_SEEDS]
             run = jax.tree.map(np.asarray, train(task, RULES["dynamic"], some, 1))
             progress.advance(bar)
-            # A skipped step tells no largest gradient: that of the step before it.
+            # The largest gradient of a skipped step is unknown: take the previous one.
             run["largest"] = carry_forward(run["largest"])
             entry["range"] = (run["largest"].max(1) - run["largest"].min(1)).tolist()
             entry["replayed"] = {k: summarize_replay(r, run) for k, r in RULES.items()}
@@ -231,7 +232,7 @@ def compare(steps: int, seeds: int, every: int) -> dict[str, Any]:
 
 
 def carry_forward(x: np.ndarray) -> np.ndarray:
-    """Replaces what is not finite by what stood before it, or by zero."""
+    """Replaces each non-finite number by the one before it, or by 0 if it is first."""
     x = x.copy()
     for row in x:
         for i in np.flatnonzero(~np.isfinite(row)):
@@ -240,7 +241,7 @@ def carry_forward(x: np.ndarray) -> np.ndarray:
 
 
 def table(report: dict[str, Any]) -> Table:
-    """Makes a table of the means over the seeds."""
+    """Returns a table of means over the seeds."""
     columns = ["skipped", "underflow", "distance", "final_loss", "changes"]
     made = Table("training", "rule", *columns)
     for task, entry in report["tasks"].items():
@@ -251,7 +252,7 @@ def table(report: dict[str, Any]) -> Table:
 
 
 def plot(report: dict[str, Any]) -> Figure:
-    """Plots scales and oracles of the first seed, and the distance between them."""
+    """Plots the scales and oracles of the first seed, and distances of all seeds."""
     tasks = report["tasks"]
     figure = Figure(figsize=(4 * len(tasks), 6.4), layout="constrained")
     axes = figure.subplots(2, len(tasks))
@@ -274,10 +275,12 @@ def plot(report: dict[str, Any]) -> Figure:
 
 
 def main() -> None:
-    """Reads the arguments, runs the experiment and writes its results."""
+    """Parses the arguments, runs the experiment and writes its results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="200 steps, one seed")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where to write")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="the JSON file to write"
+    )
     options = parser.parse_args()
     steps, seeds = (200, 1) if options.quick else (1000, 5)
     report = compare(steps, seeds, every=10)

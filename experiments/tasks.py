@@ -1,29 +1,28 @@
-"""Three small float16 trainings: a perceptron, a transformer, a recurrent network."""
+"""Three small tasks for float16: a perceptron, a transformer, a recurrent network."""
 
-import sysconfig
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from sklearn.datasets import load_digits
 
-CONTEXT, WIDTH, HEADS = 32, 32, 2
+from benchmarks import language_model
+
+CORPUS = ("argparse.py", "ast.py", "dataclasses.py", "inspect.py", "pathlib.py")
 
 
 class Task(NamedTuple):
-    """A training.
+    """A network, its data and its optimizer.
 
     Attributes:
-      name: What the figures call it.
-      init: Makes float32 parameters of a random key.
-      loss_fn: The loss of parameters and a batch, computed in a given dtype.
-      batch: Draws a batch with a random key.
+      name: Its name in figures.
+      init: Returns float32 parameters, given a random key.
+      loss_fn: Maps parameters, a batch and the dtype of the computation to the loss.
+      batch: Returns a random batch, given a random key.
       optimizer: The inner optimizer.
-      steps: How many steps a run takes.
+      steps: The number of steps per run.
     """
 
     name: str
@@ -35,7 +34,7 @@ class Task(NamedTuple):
 
 
 def dense(key, inputs, outputs, gain=1.0):
-    """Returns random weights, of variance gain**2 / inputs."""
+    """Returns random weights with variance gain**2 / inputs."""
     return gain * jax.random.normal(key, (inputs, outputs)) / inputs**0.5
 
 
@@ -46,7 +45,7 @@ def mean_loss(logits, labels):
 
 
 def digits():
-    """Returns scikit-learn's images of digits, and a function that draws of them."""
+    """Returns a function that draws random batches of scikit-learn's digits."""
     pixels, labels = load_digits(return_X_y=True)
     images = jnp.asarray(pixels / 8 - 1, jnp.float32)
     labels = jnp.asarray(labels, jnp.int32)
@@ -59,7 +58,7 @@ def digits():
 
 
 def perceptron(steps: int) -> Task:
-    """A perceptron of four layers on images of digits."""
+    """A four-layer perceptron that classifies images of digits."""
 
     def init(key):
         keys = jax.random.split(key, 4)
@@ -78,69 +77,20 @@ def perceptron(steps: int) -> Task:
     return Task("perceptron, digits", init, loss_fn, digits(), optimizer, steps)
 
 
-def source_text() -> np.ndarray:
-    """Returns some hundred kilobytes of the standard library's source, in ASCII."""
-    library = Path(sysconfig.get_path("stdlib"))
-    names = ["argparse.py", "ast.py", "dataclasses.py", "inspect.py", "pathlib.py"]
-    text = b"".join(
-        (library / name).read_bytes() for name in names if (library / name).exists()
-    )
-    codes = np.frombuffer(text, np.uint8)
-    return np.where(codes < 128, codes, ord("?")).astype(np.int32)
-
-
-def normalize(x):
-    """Returns `x` with mean 0 and variance 1, computed in float32."""
-    wide = x.astype(jnp.float32)
-    wide = wide - wide.mean(-1, keepdims=True)
-    wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-5)
-    return wide.astype(x.dtype)
-
-
-def attend(x, block):
-    """Returns causal self-attention of `x`, of [batch, time, channel]."""
-    heads = (*x.shape[:2], HEADS, -1)
-    q, k, v = (y.reshape(heads) for y in jnp.split(x @ block["qkv"], 3, axis=-1))
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32)
-    mask = jnp.tril(jnp.ones((x.shape[1],) * 2, bool))
-    scores = jnp.where(mask, scores / (WIDTH / HEADS) ** 0.5, -1e9)
-    weights = jax.nn.softmax(scores).astype(x.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape) @ block["out"]
-
-
 def transformer(steps: int) -> Task:
-    """A transformer of two blocks that predicts characters of Python's source."""
-    text = jnp.asarray(source_text())
+    """A two-block transformer that predicts characters of Python source code."""
+    context, width, heads = 32, 32, 2
+    text = jnp.asarray(language_model.source_text(*CORPUS), jnp.int32)
 
     def init(key):
-        keys = iter(jax.random.split(key, 16))
-        blocks = [
-            {
-                "qkv": dense(next(keys), WIDTH, 3 * WIDTH),
-                "out": dense(next(keys), WIDTH, WIDTH),
-                "up": dense(next(keys), WIDTH, 4 * WIDTH),
-                "down": dense(next(keys), 4 * WIDTH, WIDTH),
-            }
-            for _ in range(2)
-        ]
-        return {
-            "tokens": jax.random.normal(next(keys), (128, WIDTH)),
-            "positions": jax.random.normal(next(keys), (CONTEXT, WIDTH)),
-            "blocks": blocks,
-            "logits": dense(next(keys), WIDTH, 128),
-        }
+        return language_model.init(key, 2, width, positions=context, embedding_std=1.0)
 
     def loss_fn(params, batch, dtype):
-        params = jax.tree.map(lambda a: a.astype(dtype), params)
-        x = params["tokens"][batch[:, :-1]] + params["positions"]
-        for block in params["blocks"]:
-            x = x + attend(normalize(x), block)
-            x = x + jax.nn.gelu(normalize(x) @ block["up"]) @ block["down"]
-        return mean_loss(normalize(x) @ params["logits"], batch[:, 1:])
+        return language_model.loss(params, batch, heads=heads, dtype=dtype)
 
     def batch(key):
-        starts = jax.random.randint(key, (8,), 0, len(text) - CONTEXT - 1)
-        return text[starts[:, None] + jnp.arange(CONTEXT + 1)]
+        starts = jax.random.randint(key, (8,), 0, len(text) - context - 1)
+        return text[starts[:, None] + jnp.arange(context + 1)]
 
     return Task(
         "transformer, source text", init, loss_fn, batch, optax.adam(3e-3), steps
@@ -148,7 +98,7 @@ def transformer(steps: int) -> Task:
 
 
 def recurrent(steps: int) -> Task:
-    """A plain recurrent network that reads digits row by row until it knows them."""
+    """A plain recurrent network that classifies digits, reading them row by row."""
 
     def init(key):
         keys = jax.random.split(key, 3)

@@ -14,15 +14,15 @@ from typing import NoReturn
 
 PROGRAM = "python -m optax_lossscale"
 DESCRIPTION = """
-Trains a network of 8 layers on the handwritten digits of scikit-learn in four ways:
-in float32, and in float16 without loss scaling, with a fixed and with a dynamic loss
-scale. The loss has a small weight, as an auxiliary loss has, so that its gradients
-are too small for float16.
+Trains an 8-layer network on scikit-learn's handwritten digits in four ways: in float32,
+and in float16 without loss scaling, with a fixed loss scale and with a dynamic one. The
+loss has a small weight, as auxiliary losses often have. Most gradients are therefore
+below 2^-25, and become zero in float16 without loss scaling.
 """
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, without the usage."""
+    """An argument parser that prints errors on one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         """Prints the message and exits with status 2."""
@@ -33,11 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the demonstration.
 
     Args:
-      arguments: Those of the command line, without the program's name.
+      arguments: The command-line arguments, without the program's name. If None,
+        they are taken from `sys.argv`.
 
     Raises:
-      SystemExit: With status 2, after one line on stderr, if an argument is bad or
-        a package is missing.
+      SystemExit: With status 2, after one line on stderr, if an argument is invalid
+        or a package is missing.
     """
     parser = make_parser()
     options = vars(parser.parse_args(arguments))
@@ -56,18 +57,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> OneLineParser:
-    """Makes the parser of the command line."""
+    """Returns the command-line parser."""
     parser = OneLineParser(
         prog=PROGRAM,
         description=DESCRIPTION,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    # Far outside its bounds, Adam's squared gradients would not fit into float32.
+    # Far outside these bounds, Adam's squared gradients leave the range of float32.
     weight = number(float, 1e-12, 1e12)
     for name, kind, default, text in (
-        ("steps", number(int, 1, 10_000), 500, "training steps of every run"),
+        ("steps", number(int, 1, 10_000), 500, "training steps per run"),
         ("seed", number(int, 0, 100_000), 0, "the first of three seeds"),
-        ("loss-weight", weight, "1e-5", "the factor of the loss; 1 needs no scaling"),
+        (
+            "loss-weight",
+            weight,
+            "1e-5",
+            "weight of the loss; with 1, no scaling is needed",
+        ),
     ):
         parser.add_argument(f"--{name}", type=kind, default=default, help=text)
     parser.add_argument(
@@ -82,13 +88,13 @@ def make_parser() -> OneLineParser:
         type=png_path,
         metavar="FILE.png",
         default=argparse.SUPPRESS,
-        help="also draw loss curves, loss scales and gradients' exponents",
+        help="also draw loss curves, the loss scale and gradient exponents",
     )
     return parser
 
 
 def number(kind: type, least: float, most: float) -> Callable[[str], float]:
-    """Returns a function that reads a number within bounds."""
+    """Returns a function that parses a number and checks its bounds."""
 
     def read(text: str) -> float:
         with contextlib.suppress(ValueError):
@@ -104,7 +110,7 @@ def number(kind: type, least: float, most: float) -> Callable[[str], float]:
 
 
 def png_path(text: str) -> Path:
-    """Reads the path of the figure."""
+    """Parses the path of the figure."""
     path = Path(text)
     if path.suffix == ".png" and path.parent.is_dir() and not path.is_dir():
         return path
@@ -114,10 +120,10 @@ def png_path(text: str) -> Path:
 
 
 def exit_when_interrupted(*_: object) -> None:
-    """Ends the process; serves as the handler of Ctrl-C.
+    """Handles Ctrl-C by exiting at once.
 
-    An exception in its place may strike inside an import or a compilation, and the
-    interpreter may crash when these are unwound.
+    Raising KeyboardInterrupt instead could interrupt an import or a compilation, and
+    unwinding these may crash the interpreter.
     """
     show_cursor = "\x1b[?25h\n" if sys.stderr.isatty() else ""
     os.write(2, f"{show_cursor}{PROGRAM}: interrupted\n".encode())

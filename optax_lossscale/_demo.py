@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
-from jax.flatten_util import ravel_pytree
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
@@ -27,78 +26,75 @@ from optax_lossscale import (
     LossScale,
     LossScaleOptimizer,
 )
+from optax_lossscale.diagnostics import (
+    ExponentHistogram,
+    History,
+    exponent_histogram,
+    metrics,
+    plot_exponents,
+    plot_history,
+)
 
 SEEDS = 3
 BATCH_SIZE = 449  # a third of the training set
-TOLERANCE = 0.015  # of accuracy, within which two ways count as equal
+TOLERANCE = 0.015  # Accuracies that differ by at most this much count as equal.
 
-# Gradients are proportional to the loss weight. So are the steps of SGD, unless the
-# learning rate makes up for it; Adam divides the weight out, if eps is small enough.
+# Gradients are proportional to the loss weight. Dividing the learning rate of SGD by
+# the weight, or multiplying the eps of Adam by it, makes updates independent of it.
 OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {
     "sgd": lambda weight: optax.sgd(0.2 / weight),
     "momentum": lambda weight: optax.sgd(0.05 / weight, momentum=0.9),
     "adam": lambda weight: optax.adam(2e-3, eps=1e-8 * weight),
 }
 
-# The histogram of gradient exponents: bin 0 counts the zeros, the last bin what is
-# not finite, and bin k the magnitudes from 2**(k - BIAS) to below twice that.
-BINS, BIAS = 160, 80
-
 
 class Way(NamedTuple):
-    """A way to train: the dtype of the computation, the loss scale, and a color."""
+    """A way to train.
+
+    Attributes:
+      name: Its name in the report and the figure.
+      dtype: The dtype of the computation.
+      rule: The rule for the loss scale.
+      color: Its color in the figure.
+    """
 
     name: str
     dtype: Any
-    loss_scale: LossScale
+    rule: LossScale
     color: str
 
 
-# A scale of one is no scaling. The first dynamic scale is far too high on purpose:
-# one that is too high is lowered every step, one that is too low waits to be raised.
-# Color-blind readers tell the colors apart.
+# A scale of 1 means no scaling. The dynamic scale starts far too high on purpose: a
+# scale that is too high halves at every step, but one that is too low doubles only
+# every `growth_interval` steps. Color-blind readers can tell the colors apart.
 FLOAT32 = Way("float32", jnp.float32, FixedLossScale(1.0), "#B8B8B8")
 UNSCALED = Way("float16, unscaled", jnp.float16, FixedLossScale(1.0), "#D55E00")
-FIXED = Way("float16, fixed", jnp.float16, FixedLossScale(2.0**15), "#0072B2")
-DYNAMIC_SCALE = DynamicLossScale(initial_scale=2.0**48, growth_interval=25)
-DYNAMIC = Way("float16, dynamic", jnp.float16, DYNAMIC_SCALE, "#009E73")
+FIXED = Way("float16, fixed", jnp.float16, FixedLossScale(2.0**15), "#CC79A7")
+DYNAMIC_RULE = DynamicLossScale(initial_scale=2.0**48, growth_interval=25)
+DYNAMIC = Way("float16, dynamic", jnp.float16, DYNAMIC_RULE, "#0072B2")
 WAYS = (FLOAT32, UNSCALED, FIXED, DYNAMIC)
 
 
-class Runs(NamedTuple):
-    """What came of training in one way, with every seed and at every step.
+class Run(NamedTuple):
+    """The results of one training run.
 
     Attributes:
-      accuracy: float[SEEDS], on the test set.
-      seconds: float[SEEDS], without compilation.
-      final_scale: f32[SEEDS].
-      losses: f32[SEEDS, steps], without the loss weight.
-      scales: f32[SEEDS, steps], the loss scale that the step used.
-      applied: bool[SEEDS, steps], False if the step was skipped.
-      exponents: int[SEEDS, steps, BINS], the histogram of the scaled gradients.
+      accuracy: The accuracy on the test set.
+      seconds: The duration of the run, without compilation.
+      history: The metrics of the initial state (step 0) and of every step. Every step
+        also has `loss`, without the loss weight, and `zeros`, the share of the
+        gradients that are exactly zero.
+      histograms: The exponents of the unscaled gradients of every step.
     """
 
-    accuracy: np.ndarray
-    seconds: np.ndarray
-    final_scale: np.ndarray
-    losses: np.ndarray
-    scales: np.ndarray
-    applied: np.ndarray
-    exponents: np.ndarray
-
-    @property
-    def skipped_steps(self) -> float:
-        """How many steps were skipped, on average over the seeds."""
-        return np.sum(~self.applied, axis=1).mean()
-
-    @property
-    def zero_share(self) -> float:
-        """The share of exactly-zero entries in the gradients of all steps."""
-        return self.exponents[..., 0].sum() / self.exponents.sum()
+    accuracy: float
+    seconds: float
+    history: History
+    histograms: list[ExponentHistogram]
 
 
-def train_all_ways(steps: int, **options: Any) -> dict[Way, Runs]:
-    """Trains the network in every way, and shows a progress bar on a terminal."""
+def train_all_ways(steps: int, **options: Any) -> dict[Way, list[Run]]:
+    """Trains the network in every way, with a progress bar if run in a terminal."""
     pixels, labels = load_digits(return_X_y=True)
     images = (pixels / 8 - 1).astype(np.float32)
     data = train_test_split(images, labels, stratify=labels, random_state=0)
@@ -121,27 +117,27 @@ def train(
     seed: int,
     loss_weight: float,
     inner_optimizer: str,
-) -> Runs:
-    """Trains a network of 8 layers in one way, with every seed.
+) -> list[Run]:
+    """Trains an 8-layer network in one way, once per seed.
 
-    A seed gives the same initial parameters and the same batches in all ways.
+    The initial parameters and the batches depend on the seed, but not on the way.
 
     Args:
-      way: The way.
-      data: Images to train on and to test on, f32[n, 64] in [-1, 1], and their labels.
+      way: The way to train.
+      data: Training images and test images, f32[n, 64] in [-1, 1], then their labels.
       advance: Called after every step.
-      steps: The steps of every run.
+      steps: The number of steps per run.
       seed: The first seed.
-      loss_weight: The factor of the loss.
-      inner_optimizer: Its name.
+      loss_weight: The weight of the loss.
+      inner_optimizer: A name in `OPTIMIZERS`.
     """
     images, test_images, labels, test_labels = data
-    # The parameters are float32, and cast to this dtype where they are used.
+    # Parameters are float32. Layers cast them to this dtype when they use them.
     dense = functools.partial(nn.Dense, dtype=way.dtype)
     hidden = [layer for _ in range(7) for layer in (dense(80), nn.tanh)]
     network: Any = nn.Sequential([*hidden, dense(10)])
     inner = OPTIMIZERS[inner_optimizer](loss_weight)
-    optimizer = LossScaleOptimizer(inner, way.loss_scale)
+    optimizer = LossScaleOptimizer(inner, way.rule)
 
     def loss_fn(params, images, labels):
         logits = network.apply(params, images).astype(jnp.float32)
@@ -150,75 +146,82 @@ def train(
 
     @jax.jit
     def train_step(params, opt_state, images, labels):
-        scale = optimizer.current_loss_scale(opt_state)
         grad_fn = optimizer.value_and_grad(loss_fn, opt_state)
         loss, grads = grad_fn(params, images, labels)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        exponents = count_exponents(scale * ravel_pytree(grads)[0])
-        record = loss / loss_weight, scale, opt_state.last_step_applied, exponents
-        return params, opt_state, record
+        params, opt_state = optimizer.apply_gradients(grads, params, opt_state)
+        histogram = exponent_histogram(grads)
+        zeros = histogram.zeros / sum(leaf.size for leaf in jax.tree.leaves(grads))
+        record = metrics(opt_state) | {"loss": loss / loss_weight, "zeros": zeros}
+        return params, opt_state, record, histogram
 
     runs = []
     for run_seed in range(seed, seed + SEEDS):
         params = network.init(jax.random.key(run_seed), images[:1])
         opt_state = optimizer.init(params)
         rng = np.random.default_rng(run_seed)
-        # The first call compiles, which is not to be timed.
+        # The first call compiles. That is not timed.
         train_step(params, opt_state, images[:BATCH_SIZE], labels[:BATCH_SIZE])
-        records = []
+        histograms, history = [], History(capacity=steps + 1)
+        history.record(0, metrics(opt_state))
         started = time.perf_counter()
-        for _ in range(steps):
+        for step in range(1, steps + 1):
             batch = rng.choice(len(labels), BATCH_SIZE, replace=False)
-            params, opt_state, record = train_step(
+            params, opt_state, record, histogram = train_step(
                 params, opt_state, images[batch], labels[batch]
             )
-            records.append(jax.device_get(record))
+            history.record(step, record)
+            histograms.append(jax.device_get(histogram))
             advance()
         seconds = time.perf_counter() - started
         guesses = np.argmax(network.apply(params, test_images), axis=-1)
         accuracy = np.mean(guesses == test_labels)
-        history = map(np.stack, zip(*records, strict=True))
-        runs.append(
-            (accuracy, seconds, optimizer.current_loss_scale(opt_state), *history)
-        )
-    return Runs(*map(np.stack, zip(*runs, strict=True)))
+        runs.append(Run(accuracy, seconds, history, histograms))
+    return runs
 
 
-def count_exponents(entries: jax.Array) -> jax.Array:
-    """Counts the entries of every exponent: int[BINS]."""
-    exponents = jnp.clip(jnp.frexp(entries)[1] - 1 + BIAS, 1, BINS - 2)
-    bins = jnp.where(jnp.isfinite(entries), exponents, BINS - 1)
-    return jnp.bincount(jnp.where(entries == 0, 0, bins), length=BINS)
+def column(runs: list[Run], name: str) -> np.ndarray:
+    """Returns a metric of every run and step, [runs, steps]."""
+    return np.stack([run.history.columns[name] for run in runs])[:, 1:]
 
 
-def print_report(runs: dict[Way, Runs]) -> None:
-    """Prints a table, one row for every way, and what it shows in words."""
+def mean_accuracy(runs: list[Run]) -> float:
+    """Returns the accuracy, averaged over the seeds."""
+    return float(np.mean([run.accuracy for run in runs]))
+
+
+def mean_skips(runs: list[Run]) -> float:
+    """Returns the number of skipped steps, averaged over the seeds."""
+    return column(runs, "skipped_steps")[:, -1].mean()
+
+
+def print_report(runs: dict[Way, list[Run]]) -> None:
+    """Prints a table with a row for every way, then a summary in words."""
     titles = ("accuracy, %", "skipped", "scale", "zeros, %", "seconds")
     columns = [Column(title, justify="right") for title in titles]
     table = Table("training", *columns, box=box.SIMPLE_HEAD)
     for way, some in runs.items():
-        percent = 100 * some.accuracy
+        percent = [100 * run.accuracy for run in some]
         table.add_row(
             way.name,
-            f"{percent.mean():.1f} ({percent.min():.1f}-{percent.max():.1f})",
-            f"{some.skipped_steps:.0f}",
-            f"2^{np.log2(np.median(some.final_scale)):g}",
-            f"{100 * some.zero_share:.1f}",
-            f"{some.seconds.mean():.1f}",
+            f"{np.mean(percent):.1f} ({min(percent):.1f}-{max(percent):.1f})",
+            f"{mean_skips(some):.0f}",
+            f"2^{np.median(column(some, 'log2_loss_scale')[:, -1]):g}",
+            f"{100 * column(some, 'zeros').mean():.1f}",
+            f"{np.mean([run.seconds for run in some]):.1f}",
         )
     Console().print(table)
     print(
-        f"Means of {SEEDS} seeds (lowest-highest). accuracy: on the test set.\n"
-        "skipped: steps. scale: the final loss scale, median. zeros: exactly-zero\n"
-        "gradients. seconds: of one run, without compilation.\n"
+        f"Means over {SEEDS} seeds. accuracy: on the test set (lowest-highest).\n"
+        "skipped: number of skipped steps. scale: median of the final loss scales.\n"
+        "zeros: gradients that are exactly zero. seconds: time of one run, without\n"
+        "compilation.\n"
     )
     print(describe(runs))
 
 
-def describe(runs: dict[Way, Runs]) -> str:
-    """Says in words what the runs have shown."""
-    accuracy = {way: some.accuracy.mean() for way, some in runs.items()}
+def describe(runs: dict[Way, list[Run]]) -> str:
+    """Returns a summary of the runs in words."""
+    accuracy = {way: mean_accuracy(some) for way, some in runs.items()}
 
     def verdict(way: Way) -> str:
         if accuracy[way] < 0.2:
@@ -233,69 +236,38 @@ def describe(runs: dict[Way, Runs]) -> str:
         )
     return (
         f"float32 reaches {accuracy[FLOAT32]:.1%}. Without loss scaling float16 "
-        f"{verdict(UNSCALED)}: {runs[UNSCALED].zero_share:.1%} of its gradients are "
-        f"zero. With a fixed scale it {verdict(FIXED)}. With the dynamic scale it "
-        f"{verdict(DYNAMIC)}, and skips {runs[DYNAMIC].skipped_steps:.0f} of "
-        f"{runs[DYNAMIC].applied.shape[1]} steps."
+        f"{verdict(UNSCALED)}: {column(runs[UNSCALED], 'zeros').mean():.1%} of its "
+        f"gradients are zero. With a fixed scale it {verdict(FIXED)}. With the dynamic "
+        f"scale it {verdict(DYNAMIC)}, and skips {mean_skips(runs[DYNAMIC]):.0f} of "
+        f"{len(runs[DYNAMIC][0].histograms)} steps."
     )
 
 
-def draw_figure(runs: dict[Way, Runs], path: Path) -> None:
-    """Draws losses, the loss scales of the first seed, and gradients' exponents."""
+def draw_figure(runs: dict[Way, list[Run]], path: Path) -> None:
+    """Draws all losses, and the scale and gradients of the first dynamic run."""
     figure = Figure(figsize=(9, 6.4), dpi=140, layout="constrained")
     axes = figure.subplot_mosaic("ls;gg", height_ratios=[1, 0.85])
-    for name, title, xlabel in (
-        ("l", "Training loss", "step"),
-        ("s", "Loss scale", "step"),
-        ("g", "Gradients and the range of float16", "magnitude"),
-    ):
-        axes[name].set_title(title, loc="left", fontweight="bold")
-        axes[name].set_xlabel(xlabel)
-        axes[name].spines[["top", "right"]].set_visible(False)
 
     for way, some in runs.items():
         width, dashes = 5 if way == FLOAT32 else 2, "--" if way == DYNAMIC else "-"
         style = {"color": way.color, "label": way.name, "linestyle": dashes}
-        axes["l"].semilogy(some.losses.mean(axis=0), linewidth=width, **style)
+        losses = column(some, "loss").mean(axis=0)
+        axes["l"].semilogy(losses, linewidth=width, **style)
+    axes["l"].set(xlabel="step", ylabel="loss")
+    axes["l"].spines[["top", "right"]].set_visible(False)
     axes["l"].legend(frameon=False)
 
-    for way in (DYNAMIC, FIXED):
-        scales = runs[way].scales[0]
-        style = {"color": way.color, "label": way.name, "drawstyle": "steps"}
-        axes["s"].semilogy(scales, base=2, linewidth=2, **style)
-    skipped = np.flatnonzero(~runs[DYNAMIC].applied[0])
-    label = f"skipped step ({len(skipped)})"
-    axes["s"].plot(skipped, runs[DYNAMIC].scales[0, skipped], "kx", label=label)
-    axes["s"].legend(frameon=False)
+    first = runs[DYNAMIC][0]
+    plot_history(first.history, ax=axes["s"])
+    # Draw the last step that was applied, or the last one if every step was skipped.
+    applied = column([first], "last_step_applied")[0]
+    last = len(applied) - 1 - np.argmax(applied[::-1])
+    # The history starts with the initial state, so row `last` is before that step.
+    scale = first.history.columns["loss_scale"][last]
+    plot_exponents(first.histograms[last], scale, ax=axes["g"])
 
-    draw_exponents(axes["g"], runs)
+    axes["l"].set_title("Training loss", loc="left", fontweight="bold")
+    axes["s"].set_title("Dynamic loss scale", loc="left", fontweight="bold")
+    title = f"Gradients of step {last + 1}"
+    axes["g"].set_title(title, loc="left", fontweight="bold")
     figure.savefig(path)
-
-
-def draw_exponents(axis: Any, runs: dict[Way, Runs]) -> None:
-    """Draws the magnitudes of the gradients of applied steps, against float16."""
-    low, high = -32, 23
-    for way, color, label in (
-        (FLOAT32, UNSCALED.color, "before scaling"),
-        (DYNAMIC, DYNAMIC.color, "after dynamic scaling"),
-    ):
-        counts = runs[way].exponents[runs[way].applied].sum(axis=0)[1:-1]
-        percent = 100 * counts / max(1, counts.sum())
-        exponents = np.arange(1, BINS - 1) - BIAS
-        axis.bar(exponents + 0.5, percent, 0.9, color=color, label=label)
-        seen = exponents[percent > 0.1]
-        low, high = min([low, *seen - 2]), max([high, *seen + 3])
-    for start, stop, name, shade in (
-        (low, -24, "becomes zero", "#F3D9C9"),
-        (-24, -14, "subnormal", "#FBF3D0"),
-        (-14, 16, "normal float16", "#DDF0E8"),
-        (16, high, "infinite", "#F3D9C9"),
-    ):
-        axis.axvspan(start, stop, color=shade, zorder=0, linewidth=0)
-        top = {"transform": axis.get_xaxis_transform(), "ha": "center", "va": "top"}
-        axis.text((start + stop) / 2, 0.97, name, **top)
-    axis.set_xticks([*range(-24, low, -10), -14, 0, 16])
-    axis.xaxis.set_major_formatter("$2^{{{x:.0f}}}$")
-    axis.set(xlim=(low, high), ylabel="% of parameter gradients")
-    axis.margins(y=0.2)
-    axis.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 0.98), ncols=2)

@@ -1,4 +1,4 @@
-"""The benchmarks measure what they say, and the README says what they measured."""
+"""The benchmarks compare equal steps, and the README shows their results."""
 
 import functools
 from pathlib import Path
@@ -77,7 +77,7 @@ class TestHlo:
 
 @functools.cache
 def steps(workload, name, count=3):
-    """Runs a system for some steps; returns the parameters."""
+    """Runs a system for some steps, and returns the parameters."""
     make = workload._replace(skips=SKIPS).systems()[name]
     with jax.numpy_dtype_promotion("standard"):
         system = make()
@@ -116,10 +116,10 @@ def test_every_system_trains_as_the_plain_one(name, workload):
     pytest.importorskip(MODULES.get(name, "jax"))
     chosen = WORKLOADS[workload]
     if (workload, name) == ("given", "Keras 3"):
-        pytest.skip("next to gradients divided by the scale, its epsilon is large")
+        pytest.skip("its epsilon is large relative to gradients divided by the scale")
     if workload == "given":
-        # These gradients are what they are, whatever the scale: scaled and unscaled
-        # ones differ. Adam's step is nearly the same for both.
+        # These gradients do not depend on the scale, so systems that unscale them use
+        # smaller gradients. The step of Adam is nearly the same for both.
         tolerance = {"rtol": 1e-2, "atol": 2e-3}
     else:
         tolerance = {"rtol": 2e-2, "atol": 5e-3}
@@ -135,7 +135,7 @@ def test_overflows_are_skipped():
     assert not all(np.isfinite(p).all() for p in steps(workload, PLAIN, 20))
 
 
-def test_a_row_for_every_system_that_is_asked_for():
+def test_measures_every_requested_system():
     workload = optimizer_step(1000, 2)._replace(column="1e3")
     with jax.numpy_dtype_promotion("standard"):
         rows = list(measure(workload, 0.01, "apply_gradients"))
@@ -151,7 +151,7 @@ def test_a_row_for_every_system_that_is_asked_for():
 
 
 class TestCompileTime:
-    def test_what_is_compiled_are_steps_with_and_without_loss_scaling(self):
+    def test_programs_are_steps_with_and_without_loss_scaling(self):
         programs = {p.name: p for p in compile_time.make_programs(2)}
         grads, _, state = programs[f"sgd: {PLAIN}"].arguments
         expected, _ = programs[f"sgd: {PLAIN}"].function(grads, grads, state)
@@ -161,7 +161,7 @@ class TestCompileTime:
             assert baseline in programs
             np.testing.assert_array_equal(function(*arguments)[0], expected)
 
-    def test_measures_each_in_turns(self, monkeypatch):
+    def test_measures_programs_in_turns(self, monkeypatch):
         order = []
 
         def fake(program):
@@ -175,11 +175,11 @@ class TestCompileTime:
         assert {row["seconds"] for row in rows} == {2.0}
         assert {row["ratio"] for row in rows} == {1.0, None}
 
-    def test_takes_some_time(self):
+    def test_compile_time_is_positive(self):
         program = compile_time.make_programs(1)[0]
         assert compile_time.compile_time(program) > 0
 
-    def test_the_page_shows_what_was_measured(self):
+    def test_page_shows_the_results(self):
         for path in report.RESULTS.glob("*_compile_time.json"):
             results = report.load(path)
             assert (
@@ -193,7 +193,7 @@ class TestCompileTime:
             assert measured == [(n, name) for n in leaves for name in names]
 
 
-def test_readme_shows_what_was_measured():
+def test_readme_shows_the_results():
     readme = (ROOT / "README.md").read_text()
     assert report.refresh(readme) == readme
     assert report.refresh(readme.replace("| 1.143 |", "| 1.000 |")) == readme

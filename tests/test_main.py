@@ -1,20 +1,18 @@
-"""The demonstration: what it shows, what it says, and what it refuses."""
+"""The demonstration: its experiment, report, figure and command line."""
 
-import collections
 import itertools
-import math
 import re
 import signal
 import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import optax_lossscale
 from optax_lossscale import __main__ as demonstration, _demo
+from optax_lossscale.diagnostics import History, exponent_histogram
 
 DEFAULTS = {
     "steps": 500,
@@ -26,27 +24,33 @@ DEFAULTS = {
 
 @pytest.fixture(autouse=True)
 def standard_dtype_promotion(strict_dtype_promotion):
-    """Gives Flax and Optax leave to promote dtypes."""
+    """Lets Flax and Optax promote dtypes."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
 
-def fake_runs(accuracies, *, steps=6, skipped=2, zeros=0.25, loss=1.0):
-    """Makes runs with these accuracies in the four ways."""
-    seeds = np.ones(_demo.SEEDS)
-    exponents = np.zeros((_demo.SEEDS, steps, _demo.BINS), int)
-    exponents[..., 0], exponents[..., 60] = 100 * zeros, 100 * (1 - zeros)
-    shape = _demo.SEEDS, steps
-    return {
-        way: _demo.Runs(
-            accuracy=accuracy * seeds,
-            seconds=seeds.copy(),
-            final_scale=2.0**10 * seeds,
-            losses=np.full(shape, loss, np.float32),
-            scales=np.full(shape, 2.0**10, np.float32),
-            applied=np.broadcast_to(np.arange(steps) >= skipped, shape),
-            exponents=exponents,
+def fake_run(accuracy, *, steps=6, skipped=2, zeros=0.25, loss=1.0, log2_scale=10.0):
+    """Makes a run that skips its first steps."""
+    history = History()
+    for step in range(steps + 1):
+        record = {
+            "loss_scale": 2.0**log2_scale,
+            "log2_loss_scale": log2_scale,
+            "last_step_applied": step == 0 or step > skipped,
+            "skipped_steps": min(step, skipped),
+        }
+        history.record(
+            step, record | {"loss": loss, "zeros": zeros} if step else record
         )
+    counts = int(100 * zeros), int(100 * (1 - zeros))
+    grads = np.repeat(np.float32([0, 2**-20]), counts)
+    return _demo.Run(accuracy, 1.0, history, [exponent_histogram(grads)] * steps)
+
+
+def fake_runs(accuracies, **options):
+    """Makes runs with these accuracies in the four ways."""
+    return {
+        way: [fake_run(accuracy, **options)] * _demo.SEEDS
         for way, accuracy in zip(_demo.WAYS, accuracies, strict=True)
     }
 
@@ -64,24 +68,27 @@ def test_scaling_makes_float16_as_accurate_as_float32(capsys, monkeypatch, tmp_p
     demonstration.main(["--steps", "120", "--plot", str(path)])
 
     assert list(kept) == list(_demo.WAYS)
-    accuracy = {way: some.accuracy.mean() for way, some in kept.items()}
+    accuracy = {way: _demo.mean_accuracy(some) for way, some in kept.items()}
     assert accuracy[_demo.FLOAT32] > 0.95
     assert accuracy[_demo.UNSCALED] < 0.15
     for way in (_demo.FIXED, _demo.DYNAMIC):
         assert abs(accuracy[way] - accuracy[_demo.FLOAT32]) <= 0.015
 
+    first_losses = _demo.column(kept[_demo.FLOAT32], "loss")[:, 0]
     for way, some in kept.items():
-        check_runs(way, some)
-        # The same initial parameters and the same first batch, of every seed its own.
-        first = some.losses[:, 0]
-        np.testing.assert_allclose(first, kept[_demo.FLOAT32].losses[:, 0], rtol=1e-2)
-        assert len(set(first)) == _demo.SEEDS
+        losses, zeros = _demo.column(some, "loss"), _demo.column(some, "zeros")
+        assert losses.shape == zeros.shape == (_demo.SEEDS, 120)
+        # Initial parameters and batches depend on the seed, not on the way.
+        np.testing.assert_allclose(losses[:, 0], first_losses, rtol=1e-2)
+        assert len(set(losses[:, 0])) == _demo.SEEDS
         if way == _demo.UNSCALED:
-            assert some.zero_share == 1
-            assert np.all(some.losses[:, -1] > 2)
+            assert np.all(zeros == 1)
+            assert np.all(losses[:, -1] > 2)
         else:
-            assert some.zero_share < 0.01
-            assert np.all(some.losses[:, -1] < 0.1)
+            assert zeros.mean() < 0.01
+            assert np.all(losses[:, -1] < 0.1)
+        for run in some:
+            check_run(way, run)
 
     out, err = capsys.readouterr()
     lines = out.splitlines()
@@ -94,36 +101,29 @@ def test_scaling_makes_float16_as_accurate_as_float32(capsys, monkeypatch, tmp_p
     check_figure(path)
 
 
-def check_runs(way, some):
-    """Checks that the scales and skips of runs follow the rule of their loss scale."""
-    assert some.losses.shape == some.scales.shape == (_demo.SEEDS, 120)
-    assert some.seconds.shape == (_demo.SEEDS,)
-    every_scale = np.column_stack([some.scales, some.final_scale])
+def check_run(way, run):
+    """Checks that the scale follows its rule, and that only overflows are skipped."""
+    columns = run.history.columns
+    assert run.history.steps.tolist() == list(range(121))
+    assert len(run.histograms) == 120
+    assert run.seconds > 0
+    scales, applied = columns["loss_scale"], columns["last_step_applied"][1:]
     if way != _demo.DYNAMIC:
-        assert np.all(every_scale == way.loss_scale.loss_scale_value)
-        assert some.skipped_steps == 0
+        assert np.all(scales == way.rule.loss_scale_value)
+        assert np.all(applied)
         return
-    for scales, applied, exponents in zip(
-        every_scale.tolist(), some.applied, some.exponents, strict=True
-    ):
-        fell = [new < old for old, new in itertools.pairwise(scales)]
-        assert fell == (~applied).tolist()
-        assert scales[0] == 2.0**48
-        assert sum(fell) > 5
-        assert any(new > old for old, new in itertools.pairwise(scales))
-        # It is what had to be skipped, and nothing else, that was not finite.
-        assert (exponents[:, -1] > 0).tolist() == fell
-        # What was applied had been scaled into float16's range, of up to 2**16.
-        assert not np.any(exponents[applied, _demo.BIAS + 16 :])
-        assert np.all(np.argmax(exponents[applied], axis=-1) > _demo.BIAS - 14)
-
-
-def test_count_exponents():
-    entries = [0.0, -0.0, 1.0, -1.99, 2.0, 2.0**-24, 3e-9, 65504.0, math.inf, math.nan]
-    expected = collections.Counter({0: 2, _demo.BINS - 1: 2})
-    expected.update(math.frexp(x)[1] - 1 + _demo.BIAS for x in entries[2:-2])
-    counts = np.asarray(_demo.count_exponents(jnp.array(entries)))
-    assert {bin_: counts[bin_] for bin_ in np.flatnonzero(counts)} == expected
+    fell = [new < old for old, new in itertools.pairwise(scales)]
+    assert fell == (~applied).tolist()
+    assert scales[0] == 2.0**48
+    assert sum(fell) > 5
+    assert any(new > old for old, new in itertools.pairwise(scales))
+    for scale, histogram, skipped in zip(scales, run.histograms, fell, strict=False):
+        assert (histogram.infs + histogram.nans > 0) == skipped
+        if not skipped:
+            # After scaling, gradients are in the range of float16, which ends at 2**16.
+            scaled = histogram.exponents + np.log2(scale)
+            assert max(scaled[histogram.counts > 0]) < 16
+            assert scaled[np.argmax(histogram.counts)] > -14
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
@@ -131,7 +131,7 @@ def test_float16_needs_no_scaling_where_gradients_are_large(optimizer, monkeypat
     monkeypatch.setattr(_demo, "WAYS", [_demo.UNSCALED])
     monkeypatch.setattr(_demo, "SEEDS", 1)
     runs = _demo.train_all_ways(60, seed=3, loss_weight=1.0, inner_optimizer=optimizer)
-    assert runs[_demo.UNSCALED].accuracy > 0.9
+    assert _demo.mean_accuracy(runs[_demo.UNSCALED]) > 0.9
 
 
 @pytest.mark.parametrize(
@@ -166,8 +166,11 @@ def test_report(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     runs = fake_runs((0.97, 0.09, 0.97, 0.97))
-    last = runs[_demo.DYNAMIC]
-    last.accuracy[0], last.final_scale[1], last.seconds[2] = 0.94, 2.0**11, 4.0
+    runs[_demo.DYNAMIC] = [
+        fake_run(0.94)._replace(seconds=4.0),
+        fake_run(0.97, log2_scale=11.0),
+        fake_run(0.97, skipped=5),
+    ]
     _demo.print_report(runs)
     lines = capsys.readouterr().out.splitlines()
     rows = [" ".join(line.split()) for line in lines if line.startswith("  float")]
@@ -175,7 +178,7 @@ def test_report(capsys, monkeypatch):
         "float32 97.0 (97.0-97.0) 2 2^10 25.0 1.0",
         "float16, unscaled 9.0 (9.0-9.0) 2 2^10 25.0 1.0",
         "float16, fixed 97.0 (97.0-97.0) 2 2^10 25.0 1.0",
-        "float16, dynamic 96.0 (94.0-97.0) 2 2^10 25.0 2.0",
+        "float16, dynamic 96.0 (94.0-97.0) 3 2^10 25.0 2.0",
     ]
     assert max(map(len, lines[:-1])) <= 80
     assert lines[-1] == _demo.describe(runs)
@@ -302,17 +305,17 @@ def test_interrupt_ends_it_with_status_130():
 
 
 @pytest.mark.parametrize(
-    "runs",
+    "options",
     [
-        fake_runs((0.9, 0.1, 0.9, 0.9)),
-        fake_runs((0.9, 0.1, 0.9, 0.9), steps=1, skipped=0, zeros=0),
-        fake_runs((0.9, 0.1, 0.9, 0.9), skipped=6, zeros=1, loss=np.nan),
+        {},
+        {"steps": 1, "skipped": 0, "zeros": 0},
+        {"skipped": 6, "zeros": 1, "loss": np.nan},
     ],
     ids=["usual", "one step", "nothing but skips"],
 )
-def test_figure_has_content(runs, tmp_path):
+def test_figure_has_content(options, tmp_path):
     path = tmp_path / "figure.png"
-    _demo.draw_figure(runs, path)
+    _demo.draw_figure(fake_runs((0.9, 0.1, 0.9, 0.9), **options), path)
     check_figure(path)
 
 
