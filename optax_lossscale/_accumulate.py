@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._check import check_bool, check_count
+from optax_lossscale import _check as check
 from optax_lossscale._numerics import at_least_float32
 from optax_lossscale._optimizer import LossScaleOptimizer
 from optax_lossscale._step.inner import check_loss_value, check_optimizer
@@ -105,8 +105,8 @@ def accumulate_gradients(
             f"{inner_optimizer!r}: gradients of one loss are added up, all of them."
         )
     inner = check_optimizer("inner_optimizer", inner_optimizer)
-    micro_steps = check_count("micro_steps", micro_steps)
-    parts = micro_steps if check_bool("average", average) else 1
+    micro_steps = check.count("micro_steps", micro_steps)
+    parts = micro_steps if check.boolean("average", average) else 1
 
     def init(params):
         return AccumulationState(

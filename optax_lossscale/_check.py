@@ -14,7 +14,7 @@ SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 
 
-def check_number(name: str, value: Any) -> float:
+def number(name: str, value: Any) -> float:
     """Returns `value` as a float, if it is a finite real number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(
@@ -23,22 +23,22 @@ def check_number(name: str, value: Any) -> float:
             f"is built: what changes during training belongs in the state."
         )
     try:
-        number = float(value)
+        checked = float(value)
     except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
+        checked = math.inf
+    if not math.isfinite(checked):
         raise ValueError(f"{name} must be finite, got {value!r}.")
-    return number
+    return checked
 
 
-def _check_range(name, value, low, high, wanted, why=""):
-    number = check_number(name, value)
-    if not low <= number <= high:
+def _in_range(name, value, low, high, wanted, why=""):
+    checked = number(name, value)
+    if not low <= checked <= high:
         raise ValueError(f"{name} must be {wanted}, got {value!r}{why}.")
-    return number
+    return checked
 
 
-def check_scale(name: str, value: Any, *, at_least: float = SMALLEST_SCALE) -> float:
+def scale(name: str, value: Any, *, at_least: float = SMALLEST_SCALE) -> float:
     """Returns `value` as a float, if it can serve as a loss scale."""
     dtype = getattr(value, "dtype", np.dtype(float))
     if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
@@ -48,60 +48,60 @@ def check_scale(name: str, value: Any, *, at_least: float = SMALLEST_SCALE) -> f
         )
     wanted = f"at least {at_least:.2g} and at most 2**126 (8.5e37)"
     why = ": the scale and its reciprocal must be normal float32 numbers"
-    return _check_range(name, value, at_least, LARGEST_SCALE, wanted, why)
+    return _in_range(name, value, at_least, LARGEST_SCALE, wanted, why)
 
 
-def check_count(name: str, value: Any, *, at_least: int = 1) -> int:
+def count(name: str, value: Any, *, at_least: int = 1) -> int:
     """Returns `value` as an int, if it is a whole number of at least `at_least`."""
-    number = check_number(name, value)
-    if number != int(number) or not at_least <= number < 2**31:
+    checked = number(name, value)
+    if checked != int(checked) or not at_least <= checked < 2**31:
         raise ValueError(
             f"{name} must be a whole number, at least {at_least} and below 2**31, "
             f"got {value!r}."
         )
-    return int(number)
+    return int(checked)
 
 
-def check_growth_factor(name: str, value: Any) -> float:
+def growth_factor(name: str, value: Any) -> float:
     """Returns `value` as a float, if a scale can grow by it."""
     wanted = "above 1 in float32 (2 is usual): at least 1 + 2**-23, and at most 2**126"
-    return _check_range(name, value, 1 + 2.0**-23, LARGEST_SCALE, wanted)
+    return _in_range(name, value, 1 + 2.0**-23, LARGEST_SCALE, wanted)
 
 
-def check_backoff_factor(name: str, value: Any) -> float:
+def backoff_factor(name: str, value: Any) -> float:
     """Returns `value` as a float, if a scale can back off by it."""
     wanted = (
         "above 0 and below 1 in float32 (0.5 is usual): at least 2**-126 and at most "
         "1 - 2**-24"
     )
-    return _check_range(name, value, SMALLEST_SCALE, 1 - 2.0**-24, wanted)
+    return _in_range(name, value, SMALLEST_SCALE, 1 - 2.0**-24, wanted)
 
 
-def check_share(name: str, value: Any) -> float:
+def share(name: str, value: Any) -> float:
     """Returns `value` as a float, if it is a share of a whole."""
-    return _check_range(name, value, 0, 1, "at least 0 and at most 1")
+    return _in_range(name, value, 0, 1, "at least 0 and at most 1")
 
 
-def check_bool(name: str, value: Any) -> bool:
+def boolean(name: str, value: Any) -> bool:
     """Returns `value`, if it is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}.")
     return value
 
 
-def check_bits(name: str, value: Any) -> float:
+def bits(name: str, value: Any) -> float:
     """Returns `value` as a float, if it is a distance in powers of two."""
-    return _check_range(name, value, 0, 128, "at least 0 and at most 128")
+    return _in_range(name, value, 0, 128, "at least 0 and at most 128")
 
 
-def check_decay(name: str, value: Any) -> float:
+def decay(name: str, value: Any) -> float:
     """Returns `value` as a float, if it can be the decay of a running mean."""
     # Nearer to 1, rounding keeps a float32 mean of logarithms from moving by a bit.
     wanted = "at least 0 and below 1 (0.99 is usual): at most 1 - 2**-20"
-    return _check_range(name, value, 0, 1 - 2.0**-20, wanted)
+    return _in_range(name, value, 0, 1 - 2.0**-20, wanted)
 
 
-def check_dtype(name: str, value: Any) -> str:
+def dtype(name: str, value: Any) -> str:
     """Returns the name of a dtype, if it is one that gradients can overflow."""
     try:
         dtype = jnp.dtype(value)

@@ -1,75 +1,21 @@
-"""The public optimizer: its options, and methods that call the step."""
+"""The public optimizer: its methods are documented here and call the step."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import optax
 
-from optax_lossscale._check import check_bool
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._rules.identifiers import get_loss_scale, keras_loss_scale
-from optax_lossscale._step.inner import check_optimizer, in_float32
 from optax_lossscale._step.mask import Mask, MaskLike
+from optax_lossscale._step.options import Options
 from optax_lossscale._step.outcome import Parameters, Updates
-from optax_lossscale._step.scaler import make_scaler
 from optax_lossscale._step.skip import Skip
 from optax_lossscale._step.state import LossScaleOptimizerState, find_state, unbox
 from optax_lossscale._step.step import Step
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The arguments of a `LossScaleOptimizer`, checked."""
-
-    inner_optimizer: Any
-    loss_scale: LossScale
-    axis_name: Hashable | None
-    skip: Skip
-    check_loss: bool
-    check_updates: bool
-    track_leaves: bool
-    num_losses: int | None
-    mask: Mask
-
-    def __post_init__(self):
-        if isinstance(self.inner_optimizer, LossScaleOptimizer):
-            raise TypeError(
-                "inner_optimizer is a LossScaleOptimizer already, and scaling twice is "
-                "a bug. Pass its inner_optimizer."
-            )
-        if self.skip not in get_args(Skip):
-            raise ValueError(
-                f'skip must be "auto", "where" or "cond", got {self.skip!r}.'
-            )
-        if not isinstance(self.axis_name, Hashable):
-            raise TypeError(
-                f"axis_name must be a name or a tuple of names, got {self.axis_name!r}."
-            )
-        for name in ("check_loss", "check_updates", "track_leaves"):
-            check_bool(name, getattr(self, name))
-        if self.num_losses is not None and self.mask.spec is not None:
-            raise ValueError(
-                "num_losses and mask cannot be combined: each loss would deliver its "
-                "own new value of a parameter that has no gradient."
-            )
-
-    def make_step(self) -> Step:
-        """Returns what the optimizer does."""
-        inner = in_float32(check_optimizer("inner_optimizer", self.inner_optimizer))
-        return Step(
-            inner=self.mask.wrap(inner),
-            scaler=make_scaler(self.loss_scale, self.num_losses),
-            mask=self.mask,
-            axis_name=self.axis_name,
-            skip=self.skip,
-            check_loss=self.check_loss,
-            check_updates=self.check_updates,
-            track_leaves=self.track_leaves,
-        )
 
 
 class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
@@ -181,6 +127,11 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         num_losses: int | None = None,
         mask: MaskLike = None,
     ):
+        if isinstance(inner_optimizer, LossScaleOptimizer):
+            raise TypeError(
+                "inner_optimizer is a LossScaleOptimizer already, and scaling twice is "
+                "a bug. Pass its inner_optimizer."
+            )
         keras = (dynamic, initial_scale, dynamic_growth_steps)
         if loss_scale is None:
             chosen = keras_loss_scale(*keras)
@@ -198,6 +149,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             lambda params: self.init(params),
             lambda *args, **kwargs: self.update(*args, **kwargs),
         )
+        mask = mask if isinstance(mask, Mask) else Mask(mask)
         self._options = Options(
             inner_optimizer=inner_optimizer,
             loss_scale=chosen,
@@ -207,9 +159,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             check_updates=check_updates,
             track_leaves=track_leaves,
             num_losses=num_losses,
-            mask=mask if isinstance(mask, Mask) else Mask(mask),
+            mask=mask,
         )
-        self._step = self._options.make_step()
+        self._step = Step(self._options)
         return self
 
     def __eq__(self, other):
@@ -508,11 +460,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         return self._step(updates, state, params, extra_args, outcome)
 
     def apply_gradients(
-        self,
-        grads: Any,
-        params: Any,
-        state: LossScaleOptimizerState,
-        **extra_args: Any,
+        self, grads: Any, params: Any, state: LossScaleOptimizerState, **extra_args: Any
     ) -> tuple[Any, LossScaleOptimizerState]:
         """Updates parameters with unscaled gradients, or skips the step.
 

@@ -9,14 +9,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._check import (
-    LARGEST_SCALE,
-    SMALLEST_SCALE,
-    check_backoff_factor,
-    check_count,
-    check_growth_factor,
-    check_scale,
-)
+from optax_lossscale import _check as check
 from optax_lossscale._numerics import all_finite, largest_magnitude
 
 
@@ -120,9 +113,10 @@ class LossScale(abc.ABC):
 
     @property
     def _bounds(self) -> tuple[float, float]:
-        low = getattr(self, "min_scale", None) or SMALLEST_SCALE
-        high = getattr(self, "max_scale", None) or LARGEST_SCALE
-        return max(float(low), SMALLEST_SCALE), min(float(high), LARGEST_SCALE)
+        least, greatest = check.SMALLEST_SCALE, check.LARGEST_SCALE
+        low = getattr(self, "min_scale", None) or least
+        high = getattr(self, "max_scale", None) or greatest
+        return max(float(low), least), min(float(high), greatest)
 
     def _clip(self, scale: jax.Array) -> jax.Array:
         """Returns the scale within the bounds of the rule; the lower one if nan."""
@@ -191,10 +185,10 @@ class AdaptiveLossScale(LossScale):
         Args:
           **checks: The check of each field but those of this class, by its name.
         """
-        scales = dict.fromkeys(("initial_scale", "min_scale", "max_scale"), check_scale)
-        for name, check in {**scales, **checks}.items():
+        scales = dict.fromkeys(("initial_scale", "min_scale", "max_scale"), check.scale)
+        for name, convert in {**scales, **checks}.items():
             # The dataclass is frozen.
-            object.__setattr__(self, name, check(name, getattr(self, name)))
+            object.__setattr__(self, name, convert(name, getattr(self, name)))
         if not self.min_scale <= self.initial_scale <= self.max_scale:
             raise ValueError(
                 "initial_scale must lie between min_scale and max_scale, got "
@@ -249,9 +243,9 @@ class FactorLossScale(AdaptiveLossScale):
 
     def _check(self, **checks: Callable[[str, Any], Any]) -> None:
         super()._check(
-            growth_interval=check_count,
-            growth_factor=check_growth_factor,
-            backoff_factor=check_backoff_factor,
+            growth_interval=check.count,
+            growth_factor=check.growth_factor,
+            backoff_factor=check.backoff_factor,
             **checks,
         )
 

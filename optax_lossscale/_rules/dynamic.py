@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._check import check_bool, check_count
+from optax_lossscale import _check as check
 from optax_lossscale._rules.base import FactorLossScale
 
 
@@ -98,7 +98,7 @@ class DynamicLossScale(FactorLossScale):
     consecutive_hysteresis: bool = False
 
     def __post_init__(self):
-        self._check(hysteresis=check_count, consecutive_hysteresis=check_bool)
+        self._check(hysteresis=check.count, consecutive_hysteresis=check.boolean)
 
     def init(self) -> LossScaleState:
         """Returns the initial state; see the base class."""

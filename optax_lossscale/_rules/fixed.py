@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._check import check_bool, check_scale
+from optax_lossscale import _check as check
 from optax_lossscale._numerics import all_finite
 from optax_lossscale._rules.base import LossScale
 
@@ -54,9 +54,9 @@ class FixedLossScale(LossScale):
     skip_nonfinite: bool = False
 
     def __post_init__(self):
-        value = check_scale("loss_scale_value", self.loss_scale_value, at_least=1.0)
+        value = check.scale("loss_scale_value", self.loss_scale_value, at_least=1.0)
         object.__setattr__(self, "loss_scale_value", value)
-        check_bool("skip_nonfinite", self.skip_nonfinite)
+        check.boolean("skip_nonfinite", self.skip_nonfinite)
 
     @property
     def _bounds(self) -> tuple[float, float]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._check import check_bits, check_count, check_dtype
+from optax_lossscale import _check as check
 from optax_lossscale._numerics import exact_exp2, overflow_exponent
 from optax_lossscale._rules.base import AdaptiveLossScale
 
@@ -105,11 +105,11 @@ class HeadroomLossScale(AdaptiveLossScale):
 
     def __post_init__(self):
         self._check(
-            dtype=check_dtype,
-            min_margin=check_bits,
-            growth_interval=check_count,
-            release_steps=check_count,
-            hysteresis=check_bits,
+            dtype=check.dtype,
+            min_margin=check.bits,
+            growth_interval=check.count,
+            release_steps=check.count,
+            hysteresis=check.bits,
         )
 
     def init(self) -> HeadroomLossScaleState:

@@ -8,17 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._check import (
-    LARGEST_SCALE,
-    SMALLEST_SCALE,
-    check_backoff_factor,
-    check_bool,
-    check_count,
-    check_growth_factor,
-    check_number,
-    check_scale,
-    check_share,
-)
+from optax_lossscale import _check as check
 from optax_lossscale._rules.dynamic import DynamicLossScale
 from optax_lossscale._rules.peers import APEX_ATTRIBUTES, KERAS_POSITIONS, PEERS, Peer
 from optax_lossscale._rules.tolerant import TolerantLossScale
@@ -121,7 +111,7 @@ def import_state(
         rule, counters = peer.convert(**numbers)
     except ValueError as error:
         raise ValueError(f"Damaged state of {peer.name}: {error}") from error
-    lowest, highest = rule["min_scale"], rule.get("max_scale", LARGEST_SCALE)
+    lowest, highest = rule["min_scale"], rule.get("max_scale", check.LARGEST_SCALE)
     if not lowest <= scale <= highest:
         raise ValueError(
             f"Damaged state of {peer.name}: {peer.scale} must lie between the minimum, "
@@ -175,13 +165,15 @@ def _fields(saved: Any) -> dict[str, Any]:
 
 def _recognize(saved: Any, fields: dict[str, Any]) -> Peer:
     """Tells whose state it is."""
-    found = [peer for peer in PEERS if fields.keys() >= set(peer.marks)]
+    found = [peer for peer in PEERS if fields.keys() >= set(peer.marks.split())]
     # DeepSpeed's have what apex's has, and more.
-    marks = [set(peer.marks) for peer in found]
-    found = [peer for peer in found if not any(set(peer.marks) < m for m in marks)]
+    marks = [set(peer.marks.split()) for peer in found]
+    found = [
+        peer for peer in found if not any(set(peer.marks.split()) < m for m in marks)
+    ]
     if len(found) == 1:
         return found[0]
-    known = "; ".join(f"{_listed(peer.marks)}: {peer.name}" for peer in PEERS)
+    known = "; ".join(f"{_listed(peer.marks.split())}: {peer.name}" for peer in PEERS)
     raise ValueError(
         "saved is recognized by the names in it and in the keyword arguments, which "
         f"must be those of exactly one of {{{known}}}, got a {type(saved).__name__} "
@@ -191,41 +183,41 @@ def _recognize(saved: Any, fields: dict[str, Any]) -> Peer:
 
 def _check_minimum(key: str, value: Any) -> float:
     # Zero means that there is none.
-    number = check_number(key, value)
+    number = check.number(key, value)
     if number < 0:
         raise ValueError(f"{key} must not be negative, got {value!r}.")
-    return check_scale(key, max(number, SMALLEST_SCALE))
+    return check.scale(key, max(number, check.SMALLEST_SCALE))
 
 
 def _check_step(at_least: int) -> Callable[[str, Any], int]:
-    return functools.partial(check_count, at_least=at_least)
+    return functools.partial(check.count, at_least=at_least)
 
 
 _NAMES = {
-    check_scale: "scale loss_scale dynamic_scale cur_scale max_loss_scale",
+    check.scale: "scale loss_scale dynamic_scale cur_scale max_loss_scale",
     # Flax may have an interval of zero, where ours is one; for PyTorch ours refuses it.
     _check_step(0): "growth_interval _growth_tracker growth_tracker fin_steps counter "
     "step_counter dynamic_counter unskipped cur_iter _iter _overflows_since_rescale",
     _check_step(-1): "last_overflow_iter _last_overflow_iter _last_rescale_iter",
     _check_step(-(2**31)): "hysteresis_tracker",
-    check_count: "period dynamic_growth_steps scale_window hysteresis delayed_shift "
+    check.count: "period dynamic_growth_steps scale_window hysteresis delayed_shift "
     "cur_hysteresis",
-    check_growth_factor: "growth_factor factor scale_factor",
-    check_backoff_factor: "backoff_factor",
+    check.growth_factor: "growth_factor factor scale_factor",
+    check.backoff_factor: "backoff_factor",
     _check_minimum: "minimum_scale min_loss_scale min_scale threshold",
-    check_share: "tolerance",
-    check_bool: "consecutive_hysteresis late_growth",
+    check.share: "tolerance",
+    check.boolean: "consecutive_hysteresis late_growth",
 }
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    name: check for check, names in _NAMES.items() for name in names.split()
+    name: convert for convert, names in _NAMES.items() for name in names.split()
 }
 
 
 def _check(peer: Peer, key: str, value: Any) -> Any:
     """Returns the value of a key as a Python number or bool, if it is a valid one."""
-    check = _CHECKS[key]
-    if value is None and check is _check_minimum:
-        return SMALLEST_SCALE
+    convert = _CHECKS[key]
+    if value is None and convert is _check_minimum:
+        return check.SMALLEST_SCALE
     try:
         # Arrays, tensors and variables of any library; Megatron's have one dimension.
         array = np.asarray(value)
@@ -238,7 +230,7 @@ def _check(peer: Peer, key: str, value: Any) -> Any:
             raise ValueError(f"{key} must be a real number, got {value!r}.")
         # The check of a scale tells half precision by its dtype.
         number = array.reshape(())[()]
-        return check(key, number if array.dtype == np.float16 else number.item())
+        return convert(key, number if array.dtype == np.float16 else number.item())
     except (TypeError, ValueError, RuntimeError) as error:
         reason = str(error) if key in str(error) else f"{key}: {error}"
         raise ValueError(f"Damaged state of {peer.name}: {reason}") from error

@@ -7,13 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._check import (
-    check_bits,
-    check_bool,
-    check_count,
-    check_decay,
-    check_dtype,
-)
+from optax_lossscale import _check as check
 from optax_lossscale._numerics import exact_exp2, overflow_exponent
 from optax_lossscale._rules.base import AdaptiveLossScale
 
@@ -120,12 +114,12 @@ class LogMaxLossScale(AdaptiveLossScale):
 
     def __post_init__(self):
         self._check(
-            dtype=check_dtype,
-            mean_decay=check_decay,
-            variance_decay=check_decay,
-            deviations=check_bits,
-            growth_interval=check_count,
-            powers_of_two=check_bool,
+            dtype=check.dtype,
+            mean_decay=check.decay,
+            variance_decay=check.decay,
+            deviations=check.bits,
+            growth_interval=check.count,
+            powers_of_two=check.boolean,
         )
 
     def init(self) -> LogMaxLossScaleState:

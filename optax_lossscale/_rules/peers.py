@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from optax_lossscale._check import SMALLEST_SCALE
+from optax_lossscale import _check as check
 
 # Each of these functions takes what a peer has besides its scale, by the peer's names:
 # its counters; its hyperparameters, with the peer's defaults; and, by keyword alone,
@@ -21,7 +21,7 @@ def _rule(interval, growth_factor, backoff_factor, min_scale, **further):
 def _torch(
     _growth_tracker, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000
 ):
-    rule = _rule(growth_interval, growth_factor, backoff_factor, SMALLEST_SCALE)
+    rule = _rule(growth_interval, growth_factor, backoff_factor, check.SMALLEST_SCALE)
     return rule, {"good_steps": _growth_tracker}
 
 
@@ -30,7 +30,7 @@ def _flax(
     growth_factor=2.0,
     backoff_factor=0.5,
     growth_interval=2000,
-    minimum_scale=SMALLEST_SCALE,
+    minimum_scale=check.SMALLEST_SCALE,
     *,
     late_growth=True,
 ):
@@ -44,7 +44,7 @@ def _jmp(counter, period=2000, factor=2, min_loss_scale=1.0):
 
 
 def _keras(step_counter, dynamic_growth_steps=2000):
-    rule = _rule(dynamic_growth_steps, 2.0, 0.5, SMALLEST_SCALE)
+    rule = _rule(dynamic_growth_steps, 2.0, 0.5, check.SMALLEST_SCALE)
     return rule, {"good_steps": step_counter}
 
 
@@ -76,7 +76,7 @@ def _fp16_optimizer(
     return rule, {"good_steps": steps % scale_window}
 
 
-def _zero(
+def _deepspeed(
     cur_iter,
     last_overflow_iter,
     cur_hysteresis,
@@ -142,7 +142,7 @@ def _steps_since(**steps: int) -> int:
     return now - last - 1
 
 
-_fused = functools.partial(_fp16_optimizer, late_growth=True)
+_fused_optimizer = functools.partial(_fp16_optimizer, late_growth=True)
 
 
 class Peer(NamedTuple):
@@ -151,13 +151,13 @@ class Peer(NamedTuple):
     Attributes:
       name: What it is called in messages.
       scale: Its name for the scale.
-      marks: The names by which its state is recognized.
+      marks: The names by which its state is recognized, separated by spaces.
       convert: One of the functions above.
     """
 
     name: str
     scale: str
-    marks: tuple[str, ...]
+    marks: str
     convert: Callable[..., tuple[dict[str, Any], dict[str, int]]]
 
     @property
@@ -179,38 +179,29 @@ class Peer(NamedTuple):
 
 
 _UNFUSED = "apex's FP16_Optimizer or DeepSpeed's FP16_UnfusedOptimizer"
-_PEERS = (
-    ("PyTorch's GradScaler", "scale", "_growth_tracker", _torch),
-    ("Flax's DynamicScale", "scale", "fin_steps", _flax),
-    ("jmp's DynamicLossScale", "loss_scale", "counter", _jmp),
-    ("Keras's LossScaleOptimizer", "dynamic_scale", "step_counter", _keras),
-    ("tf_keras's LossScaleOptimizer", "loss_scale", "dynamic_counter", _tf_keras),
-    ("apex's amp", "loss_scale", "unskipped", _apex_amp),
-    (
-        "apex's FP16_Optimizer or DeepSpeed's FP16_UnfusedOptimizer",
-        "cur_scale",
-        "cur_iter",
-        _fp16_optimizer,
-    ),
-    (
+PEERS = (
+    Peer("PyTorch's GradScaler", "scale", "_growth_tracker", _torch),
+    Peer("Flax's DynamicScale", "scale", "fin_steps", _flax),
+    Peer("jmp's DynamicLossScale", "loss_scale", "counter", _jmp),
+    Peer("Keras's LossScaleOptimizer", "dynamic_scale", "step_counter", _keras),
+    Peer("tf_keras's LossScaleOptimizer", "loss_scale", "dynamic_counter", _tf_keras),
+    Peer("apex's amp", "loss_scale", "unskipped", _apex_amp),
+    Peer(_UNFUSED, "cur_scale", "cur_iter", _fp16_optimizer),
+    Peer(
         "DeepSpeed's FP16_Optimizer",
         "cur_scale",
         "cur_iter fp32_groups_flat",
-        functools.partial(_fp16_optimizer, late_growth=True),
+        _fused_optimizer,
     ),
-    (
+    Peer(
         "DeepSpeed's DynamicLossScaler",
         "cur_scale",
         "cur_iter cur_hysteresis",
         _deepspeed,
     ),
-    ("Megatron's DynamicGradScaler", "scale", "hysteresis_tracker", _megatron),
-    ("fairseq's DynamicLossScaler", "loss_scale", "loss_scale tolerance", _fairseq),
+    Peer("Megatron's DynamicGradScaler", "scale", "hysteresis_tracker", _megatron),
+    Peer("fairseq's DynamicLossScaler", "loss_scale", "loss_scale tolerance", _fairseq),
 )
-PEERS = [
-    Peer(name, scale, tuple(marks.split()), convert)
-    for name, scale, marks, convert in _PEERS
-]
 # Where Keras's save_own_variables puts the two, after an iteration and a learning rate.
 KERAS_POSITIONS = {"2": "step_counter", "3": "dynamic_scale"}
 # apex's fp16_utils pickles the LossScaler of amp, whose attributes these are.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale._check import check_share
+from optax_lossscale import _check as check
 from optax_lossscale._rules.base import FactorLossScale
 
 
@@ -98,7 +98,7 @@ class TolerantLossScale(FactorLossScale):
     max_scale: float = 2.0**126
 
     def __post_init__(self):
-        self._check(tolerance=check_share)
+        self._check(tolerance=check.share)
 
     def init(self) -> TolerantLossScaleState:
         """Returns the initial state; see the base class."""

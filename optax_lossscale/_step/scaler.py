@@ -1,21 +1,15 @@
-"""How losses are scaled: one loss, or several, each with a scale of its own.
-
-A scaler is a rule and the number of losses. `OneLoss` and `PerLoss` have the same
-methods. The scales that they take are f32[] for one loss and f32[n] for n losses, and
-gradients are a tree for one loss and a sequence of n trees for n losses.
-"""
+"""How losses are scaled: one loss, or several, each with a scale of its own."""
 
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lossscale._check import check_count
 from optax_lossscale._numerics import all_finite, scale_down, scale_up
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._step.differentiate import scaled_value_and_grad
@@ -23,55 +17,81 @@ from optax_lossscale._tree import is_float0, is_inexact, strongly_typed
 
 
 @dataclasses.dataclass(frozen=True)
-class OneLoss:
-    """Scales one loss by a rule."""
+class Scaler:
+    """A rule, for one loss or for several.
+
+    For n losses, scales are f32[n], the arrays in a state have a first axis of n, and
+    losses and gradients are sequences of n.
+
+    Attributes:
+      rule: The rule of each scale.
+      num_losses: How many losses there are; None if functions return one loss alone.
+    """
 
     rule: LossScale
-
-    def init(self) -> Any:
-        """Returns the state of the rule before the first step."""
-        return strongly_typed(self.rule.init())
+    num_losses: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the scales."""
-        return ()
+        return () if self.num_losses is None else (self.num_losses,)
 
-    def losses(self, loss: Any) -> Sequence[Any]:
-        """Returns what a loss function returned as a sequence of losses."""
-        return [loss]
+    def init(self) -> Any:
+        """Returns the state before the first step."""
+        state = strongly_typed(self.rule.init())
+        if self.num_losses is None:
+            return state
+        return _stack(*[state] * self.num_losses)
 
     def scale(self, loss: Any, scales: jax.Array) -> Any:
-        """Multiplies the loss by its scale, in at least float32."""
-        if isinstance(loss, tuple | list | dict) or loss is None:
-            raise TypeError(
-                "The loss must be an array or a number, got "
-                f"{_types(loss)}. For auxiliary data use value_and_grad."
-            )
-        return scale_up(loss, scales)
+        """Multiplies each loss by its scale, in at least float32."""
+        return self._map(_scaled, self._one_each("the loss", loss), scales)
 
     def unscale(self, grads: Any, scales: jax.Array) -> Any:
-        """Divides gradients by their scale, in at least float32."""
-
-        def unscaled(x):
-            return scale_down(x, scales) if is_inexact(x) else x
-
-        return jax.tree.map(unscaled, grads)
+        """Divides the gradients of each loss by its scale, in at least float32."""
+        return self._map(_unscaled, self._one_each("grads", grads), scales)
 
     def value_and_grad(
         self, fun: Callable[..., Any], scales: jax.Array, has_aux: bool, transform: Any
     ) -> Callable[..., tuple[Any, Any]]:
         """Returns a function of what `fun` returns and its scaled gradients."""
-        loss_of = functools.partial(_loss_of, self, has_aux=has_aux, index=0)
-        return scaled_value_and_grad(fun, loss_of, scales, transform)
+
+        def of_loss(index, scale):
+            def loss_of(out):
+                losses = self._losses_of(out, has_aux)
+                return losses if self.num_losses is None else losses[index]
+
+            return scaled_value_and_grad(fun, loss_of, scale, transform)
+
+        if self.num_losses is None:
+            return of_loss(None, scales)
+        functions = [of_loss(i, scales[i]) for i in range(self.num_losses)]
+
+        def value_and_grad(*args, **kwargs):
+            # A forward pass for each loss; they are the same, and jit runs one for all.
+            pairs = [function(*args, **kwargs) for function in functions]
+            values, grads = zip(*pairs, strict=True)
+            return values[0], list(grads)
+
+        return value_and_grad
 
     def sum_losses(self, losses: Any) -> Any:
-        """Adds up the losses."""
-        return losses
+        """Adds up several losses, in at least float32: the sum must not overflow."""
+        if self.num_losses is None:
+            return losses
+        one = jnp.ones((), jnp.float32)
+        return functools.reduce(operator.add, [scale_up(x, one) for x in losses])
 
     def sum_gradients(self, grads: Any) -> Any:
-        """Adds up the gradients of the losses."""
-        return grads
+        """Adds up the gradients of several losses."""
+        if self.num_losses is None:
+            return grads
+
+        def add(*leaves):
+            is_empty = is_float0(leaves[0])
+            return leaves[0] if is_empty else functools.reduce(operator.add, leaves)
+
+        return jax.tree.map(add, *self._one_each("grads", grads))
 
     def update(
         self, grads: Any, finite: jax.Array | None, state: Any, axis_name: Any
@@ -88,11 +108,20 @@ class OneLoss:
           The new state; and whether the step is to be applied as far as each loss is
           concerned, of the shape of the scales.
         """
-        if finite is not None:
-            grads = (grads, _nan_unless(finite))
-        grads = jax.tree.map(_without_derivative, grads)
-        state, decision = self.rule.update(grads, state, axis_name=axis_name)
-        return strongly_typed(state), jnp.asarray(decision, bool)
+
+        def update_one(grads, state):
+            if finite is not None:
+                grads = (grads, _nan_unless(finite))
+            grads = jax.tree.map(_without_derivative, grads)
+            state, decision = self.rule.update(grads, state, axis_name=axis_name)
+            return strongly_typed(state), jnp.asarray(decision, bool)
+
+        if self.num_losses is None:
+            return update_one(grads, state)
+        states = [
+            jax.tree.map(operator.itemgetter(i), state) for i in range(self.num_losses)
+        ]
+        return _stack(*self._map(update_one, grads, states))
 
     def should_apply(
         self, decisions: jax.Array, grads: Any, axis_name: Any
@@ -104,100 +133,22 @@ class OneLoss:
           grads: The sum of the gradients.
           axis_name: The axes over which devices agree.
         """
-        return jnp.all(decisions)
-
-
-@dataclasses.dataclass(frozen=True)
-class PerLoss:
-    """Scales each of several losses by a rule, with a state for each."""
-
-    rule: LossScale
-    num_losses: int
-
-    @property
-    def _one(self) -> OneLoss:
-        return OneLoss(self.rule)
-
-    def init(self) -> Any:
-        """Returns the states before the first step, stacked."""
-        state = self._one.init()
-        return jax.tree.map(lambda x: jnp.stack([x] * self.num_losses), state)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See `OneLoss`."""
-        return (self.num_losses,)
-
-    def losses(self, loss: Any) -> Sequence[Any]:
-        """See `OneLoss`."""
-        return self._one_each("the loss", loss)
-
-    def scale(self, loss: Any, scales: jax.Array) -> Any:
-        """See `OneLoss`."""
-        losses = enumerate(self.losses(loss))
-        return [self._one.scale(loss, scales[i]) for i, loss in losses]
-
-    def unscale(self, grads: Any, scales: jax.Array) -> Any:
-        """See `OneLoss`."""
-        trees = enumerate(self._one_each("grads", grads))
-        return [self._one.unscale(tree, scales[i]) for i, tree in trees]
-
-    def value_and_grad(
-        self, fun: Callable[..., Any], scales: jax.Array, has_aux: bool, transform: Any
-    ) -> Callable[..., tuple[Any, Any]]:
-        """See `OneLoss`."""
-
-        def of_one(index, *args, **kwargs):
-            loss_of = functools.partial(_loss_of, self, has_aux=has_aux, index=index)
-            function = scaled_value_and_grad(fun, loss_of, scales[index], transform)
-            return function(*args, **kwargs)
-
-        def value_and_grad(*args, **kwargs):
-            # A forward pass for each loss; they are the same, and jit runs one for all.
-            pairs = [of_one(i, *args, **kwargs) for i in range(self.num_losses)]
-            values, grads = zip(*pairs, strict=True)
-            return values[0], list(grads)
-
-        return value_and_grad
-
-    def sum_losses(self, losses: Any) -> Any:
-        """Adds up the losses, in at least float32: the sum must not overflow."""
-        one = jnp.ones((), jnp.float32)
-        return functools.reduce(operator.add, [scale_up(x, one) for x in losses])
-
-    def sum_gradients(self, grads: Any) -> Any:
-        """See `OneLoss`."""
-
-        def add(*leaves):
-            is_empty = is_float0(leaves[0])
-            return leaves[0] if is_empty else functools.reduce(operator.add, leaves)
-
-        return jax.tree.map(add, *self._one_each("grads", grads))
-
-    def update(
-        self, grads: Any, finite: jax.Array | None, state: Any, axis_name: Any
-    ) -> tuple[Any, jax.Array]:
-        """See `OneLoss`."""
-
-        def update_one(index):
-            own = jax.tree.map(lambda x: x[index], state)
-            return self._one.update(grads[index], finite, own, axis_name)
-
-        pairs = map(update_one, range(self.num_losses))
-        return jax.tree.map(lambda *x: jnp.stack(x), *pairs)
-
-    def should_apply(
-        self, decisions: jax.Array, grads: Any, axis_name: Any
-    ) -> jax.Array:
-        """See `OneLoss`. The sum of finite gradients may overflow at any scale."""
         applied = jnp.all(decisions)
-        if self.rule.skip_nonfinite:
+        if self.num_losses is not None and self.rule.skip_nonfinite:
+            # The sum of finite gradients may overflow, at any scale.
             applied &= all_finite(grads, axis_name=axis_name)
         return applied
 
-    def _one_each(self, name: str, value: Any) -> Sequence[Any]:
+    def _map(self, function, *parts):
+        """Calls a function with the parts of each loss."""
+        if self.num_losses is None:
+            return function(*parts)
+        return [function(*(x[i] for x in parts)) for i in range(self.num_losses)]
+
+    def _one_each(self, name: str, value: Any) -> Any:
+        """Returns `value`, if it is a sequence with one element for each loss."""
         n = self.num_losses
-        if isinstance(value, tuple | list) and len(value) == n:
+        if n is None or (isinstance(value, tuple | list) and len(value) == n):
             return value
         got = f"{len(value)} in a " if isinstance(value, tuple | list) else ""
         raise TypeError(
@@ -205,15 +156,35 @@ class PerLoss:
             f"loss, got {got}{type(value).__name__}."
         )
 
+    def _losses_of(self, out: Any, has_aux: bool) -> Any:
+        """Returns the loss, or the losses, in what a loss function returned."""
+        is_pair = isinstance(out, tuple | list) and len(out) == 2
+        loss = self._one_each("the loss", out[0] if has_aux and is_pair else out)
+        losses = [loss] if self.num_losses is None else loss
+        if (has_aux and not is_pair) or not all(map(is_inexact, losses)):
+            wanted = "a loss and auxiliary data" if has_aux else "a loss alone"
+            raise TypeError(
+                f"With has_aux={has_aux} the function must return {wanted}, the "
+                f"loss a floating-point scalar, got {_types(out)}."
+            )
+        return loss
 
-Scaler = OneLoss | PerLoss
+
+def _stack(*trees):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
-def make_scaler(rule: LossScale, num_losses: Any) -> Scaler:
-    """Returns the scaler for one loss (None) or for a number of losses."""
-    if num_losses is None:
-        return OneLoss(rule)
-    return PerLoss(rule, check_count("num_losses", num_losses))
+def _scaled(loss: Any, scale: jax.Array) -> jax.Array:
+    if isinstance(loss, tuple | list | dict) or loss is None:
+        raise TypeError(
+            f"The loss must be an array or a number, got {_types(loss)}. For auxiliary "
+            "data use value_and_grad."
+        )
+    return scale_up(loss, scale)
+
+
+def _unscaled(grads: Any, scale: jax.Array) -> Any:
+    return jax.tree.map(lambda x: scale_down(x, scale) if is_inexact(x) else x, grads)
 
 
 def _without_derivative(x):
@@ -224,19 +195,6 @@ def _without_derivative(x):
 @functools.partial(jax.jit, inline=True)
 def _nan_unless(finite):
     return jnp.where(finite, jnp.float32(0), jnp.float32(jnp.nan))
-
-
-def _loss_of(scaler: Scaler, out: Any, has_aux: bool, index: int) -> Any:
-    """Returns one of the losses in what a loss function returned."""
-    is_pair = isinstance(out, tuple | list) and len(out) == 2
-    losses = scaler.losses(out[0] if has_aux and is_pair else out)
-    if (has_aux and not is_pair) or not all(map(is_inexact, losses)):
-        wanted = "a loss and auxiliary data" if has_aux else "a loss alone"
-        raise TypeError(
-            f"With has_aux={has_aux} the function must return {wanted}, the "
-            f"loss a floating-point scalar, got {_types(out)}."
-        )
-    return losses[index]
 
 
 def _types(tree: Any) -> Any:

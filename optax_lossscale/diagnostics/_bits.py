@@ -110,7 +110,7 @@ def log2_mantissas(bits: jax.Array) -> jax.Array:
     return jnp.log2(ratio)
 
 
-def border(
+def threshold_bits(
     limit: float, scale: jax.Array, bits: jax.Array, *, inclusive: bool
 ) -> jax.Array:
     """Returns the bits of the smallest number that reaches the limit when scaled.

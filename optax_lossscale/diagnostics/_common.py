@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from optax_lossscale._check import check_scale
+from optax_lossscale import _check as check
 from optax_lossscale._step.state import find_state, unbox
 from optax_lossscale._tree import is_real
 
@@ -15,7 +15,7 @@ from optax_lossscale._tree import is_real
 def scale_of(state: Any) -> jax.Array:
     """Returns the loss scale of a state, f32[]; a number is the scale itself."""
     if isinstance(state, numbers.Real) and not isinstance(state, bool):
-        scale = jnp.asarray(check_scale("state", state), jnp.float32)
+        scale = jnp.asarray(check.scale("state", state), jnp.float32)
     elif is_real(state):
         scale = jnp.asarray(state)
     else:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from optax_lossscale.diagnostics._bits import limits_of
+from optax_lossscale.diagnostics import _bits
 
 
 def shade_ranges(ax: Any, dtype: str, low: float, high: float) -> None:
@@ -49,7 +49,7 @@ def shade_ranges(ax: Any, dtype: str, low: float, high: float) -> None:
 
 def boundaries(dtype: str) -> tuple[float, float, float]:
     """Returns log2 of where zero ends, normal numbers begin, and overflow begins."""
-    limits = limits_of(dtype)
+    limits = _bits.limits_of(dtype)
     flushed, normal, overflow = limits.flushed, limits.normal, limits.overflow
     return math.log2(flushed), math.log2(normal), math.log2(overflow)
 

@@ -5,12 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from optax_lossscale._check import (
-    LARGEST_SCALE,
-    SMALLEST_SCALE,
-    check_bool,
-    check_count,
-)
+from optax_lossscale import _check as check
 from optax_lossscale._step.state import find_state, unbox
 from optax_lossscale.diagnostics._common import check_host
 
@@ -111,9 +106,9 @@ def check_health(
       >>> print(health.message.split(":")[0])
       The loss scale, 1.0, could not go lower, and 4 steps in a row were still skipped
     """
-    patience = check_count("patience", patience)
-    limit = check_count("max_consecutive_skipped_steps", max_consecutive_skipped_steps)
-    check_bool("raise_error", raise_error)
+    patience = check.count("patience", patience)
+    limit = check.count("max_consecutive_skipped_steps", max_consecutive_skipped_steps)
+    check.boolean("raise_error", raise_error)
     health, where = _read(find_state(state), patience, limit)
     first = CALL_INSIDE if may_be_frozen(health) else ""
     if is_damaged(health.loss_scale):
@@ -155,7 +150,8 @@ def check_health(
 
 def is_damaged(scale: Any) -> Any:
     """Whether a scale, or each of several, is out of bounds or nan."""
-    return np.logical_not((scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE))
+    low, high = check.SMALLEST_SCALE, check.LARGEST_SCALE
+    return np.logical_not((scale >= low) & (scale <= high))
 
 
 def may_be_frozen(health: Health) -> bool:

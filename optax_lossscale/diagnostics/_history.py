@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._check import check_count
+from optax_lossscale import _check as check
 from optax_lossscale.diagnostics._common import check_host
 from optax_lossscale.diagnostics._files import COUNTS, Table, read_table, write_table
 
@@ -45,7 +45,7 @@ class History:
     """
 
     def __init__(self, capacity: int = 10_000):
-        self._capacity = check_count("capacity", capacity, at_least=2)
+        self._capacity = check.count("capacity", capacity, at_least=2)
         self._steps: list[int] = []
         self._values: list[dict[str, bool | int | float]] = []
         # Records are numbered from zero. Row k holds record k * stride, except for the
@@ -219,8 +219,8 @@ class History:
             for name in columns:
                 _check_name(name)
             history = cls(counts["capacity"])
-            history._stride = check_count("stride", counts["stride"])
-            history._records = check_count("records", counts["records"], at_least=0)
+            history._stride = check.count("stride", counts["stride"])
+            history._records = check.count("records", counts["records"], at_least=0)
             history._steps = steps
             rows = zip(*columns.values(), strict=True) if columns else [()] * len(steps)
             for row in rows:

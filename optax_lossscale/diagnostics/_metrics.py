@@ -6,12 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale._step.state import COUNTERS, find_state, unbox
-from optax_lossscale.diagnostics._bits import (
-    exponents,
-    infinity,
-    log2_mantissas,
-    magnitudes,
-)
+from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._common import check_text
 
 
@@ -77,10 +72,10 @@ def metrics(state: Any, prefix: str = "") -> dict[str, jax.Array]:
 @jax.jit
 def _log2(scale: jax.Array) -> jax.Array:
     """Returns the logarithm, exact for powers of two, including subnormal ones."""
-    (bits,) = magnitudes(scale)
-    log2 = exponents(bits).astype(jnp.float32) + log2_mantissas(bits)
+    (bits,) = _bits.magnitudes(scale)
+    log2 = _bits.exponents(bits).astype(jnp.float32) + _bits.log2_mantissas(bits)
     log2 = jnp.where(bits == 0, -jnp.inf, log2)
-    log2 = jnp.where(bits < infinity(bits), log2, scale)
+    log2 = jnp.where(bits < _bits.infinity(bits), log2, scale)
     return jnp.where(jnp.signbit(scale) & (bits > 0), jnp.nan, log2)
 
 

@@ -4,17 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from optax_lossscale._check import check_dtype
+from optax_lossscale import _check as check
+from optax_lossscale.diagnostics import _drawing
 from optax_lossscale.diagnostics._common import check_host, scale_of
-from optax_lossscale.diagnostics._drawing import (
-    as_percent,
-    as_power,
-    boundaries,
-    get_axes,
-    legend,
-    set_top,
-    shade_ranges,
-)
 from optax_lossscale.diagnostics._history import History
 from optax_lossscale.diagnostics._underflow import exponent_histogram
 
@@ -70,7 +62,7 @@ def plot_exponents(
       2018, Figure 3.
     """
     check_host("plot_exponents", (histogram, state))
-    dtype = check_dtype("dtype", dtype)
+    dtype = check.dtype("dtype", dtype)
     scale = float(scale_of(state))
     if not 0 < scale < np.inf:
         raise ValueError(f"The scale must be positive and finite, got {scale}.")
@@ -79,31 +71,33 @@ def plot_exponents(
         histogram = exponent_histogram(histogram)
     arrays = (np.asarray(getattr(histogram, name), np.float64) for name in fields)
     exponents, counts, *others = arrays
-    axes: Any = get_axes(ax)
+    axes: Any = _drawing.get_axes(ax)
     total = counts.sum() + sum(others)
     percent = 100 * counts / max(total, 1)
-    low, *_, high = boundaries(dtype)
+    low, *_, high = _drawing.boundaries(dtype)
     margin = 0.2 * (high - low)
     low, high = low - margin, high + margin
     if seen := np.flatnonzero(counts).tolist():
         percent = percent[seen[0] : seen[-1] + 1]
         edges = exponents[seen[0]] + np.arange(len(percent) + 1)
         scaled = edges + np.log2(scale)
-        label = f"after scaling by {as_power(scale)}"
+        label = f"after scaling by {_drawing.as_power(scale)}"
         style = {"color": "black", "linewidth": 1.5, "zorder": 3}
         axes.stairs(percent, edges, label="before scaling", **style)
         axes.stairs(percent, scaled, fill=True, color=GREEN, label=label)
         low = min(low, edges[0] - 2, scaled[0] - 2)
         high = max(high, edges[-1] + 2, scaled[-1] + 2)
-    shade_ranges(axes, dtype, low, high)
+    _drawing.shade_ranges(axes, dtype, low, high)
     names = ("exactly zero", "inf", "nan")
     shares = zip(names, others, strict=True)
-    text = ", ".join(f"{name} {as_percent(n / total)}" for name, n in shares if n > 0)
+    text = ", ".join(
+        f"{name} {_drawing.as_percent(n / total)}" for name, n in shares if n > 0
+    )
     text = text or ("" if seen else "no gradients")
     entries = len(axes.get_legend_handles_labels()[0])
-    set_top(axes, 0, percent.max(initial=0), entries, title=text)
+    _drawing.set_top(axes, 0, percent.max(initial=0), entries, title=text)
     axes.set(xlabel=f"magnitude, and the range of {dtype}", ylabel="% of gradients")
-    legend(axes, title=text)
+    _drawing.legend(axes, title=text)
     return axes
 
 
@@ -167,7 +161,7 @@ def plot_history(
     skips = _skips_by_row(applied, counts)
     share = next((s for s in SHARES if prefix + s in columns), None)
 
-    axes: Any = get_axes(ax)
+    axes: Any = _drawing.get_axes(ax)
     marker = "o" if len(steps) == 1 else None
     style = {"color": BLUE, "linewidth": 1.5, "marker": marker, "label": "loss scale"}
     axes.step(steps, scales, where="post", **style)
@@ -182,7 +176,7 @@ def plot_history(
     lowest, highest = np.log2([scales.min(), scales.max()])
     handles, _ = axes.get_legend_handles_labels()
     entries = len(handles) + (share is not None)
-    set_top(axes, lowest - 1, highest + 1, entries, log=True)
+    _drawing.set_top(axes, lowest - 1, highest + 1, entries, log=True)
     axes.set(xlabel="step", ylabel="loss scale")
     axes.xaxis.get_major_locator().set_params(integer=True)
     if len(steps) == 1:
@@ -194,13 +188,13 @@ def plot_history(
         twin: Any = axes.twinx()
         style = {"color": ORANGE, "linewidth": 1.2, "linestyle": "--", "marker": marker}
         handles += twin.plot(history.steps[known], percent[known], label=share, **style)
-        set_top(twin, 0, percent[known].max(initial=0), entries)
+        _drawing.set_top(twin, 0, percent[known].max(initial=0), entries)
         twin.set_ylabel(f"{share}, %")
         twin.spines["top"].set_visible(False)
         # The scale and the legend are drawn on top.
         axes.set_zorder(twin.get_zorder() + 1)
         axes.patch.set_visible(False)
-    legend(axes, handles)
+    _drawing.legend(axes, handles)
     return axes
 
 
@@ -249,7 +243,7 @@ def plot_sweep(sweep: Any, *, ax: "Axes | None" = None) -> "Axes":
     overflows = overflows[order] > 0
     lost, subnormal = (np.where(overflows, np.nan, 100 * y) for y in (lost, subnormal))
 
-    axes: Any = get_axes(ax)
+    axes: Any = _drawing.get_axes(ax)
     size = {"linewidth": 1.5, "markersize": 4}
     axes.plot(scales, lost, "o-", color=ORANGE, label="lost", **size)
     axes.plot(scales, subnormal, "s--", color=BLUE, label="subnormal", **size)
@@ -266,7 +260,7 @@ def plot_sweep(sweep: Any, *, ax: "Axes | None" = None) -> "Axes":
         label = None
     low, high = edges[0], edges[-1]
     if 0 < suggested < np.inf:
-        label = f"suggested: {as_power(suggested)}"
+        label = f"suggested: {_drawing.as_power(suggested)}"
         axes.axvline(
             suggested, color="black", linestyle=":", linewidth=1.5, label=label
         )
@@ -274,10 +268,10 @@ def plot_sweep(sweep: Any, *, ax: "Axes | None" = None) -> "Axes":
     axes.set_xlim(*np.exp2([low, high]))
     known = np.concatenate([lost, subnormal])
     entries = len(axes.get_legend_handles_labels()[0])
-    set_top(axes, 0, known[np.isfinite(known)].max(initial=0), entries)
+    _drawing.set_top(axes, 0, known[np.isfinite(known)].max(initial=0), entries)
     axes.set(xlabel="loss scale", ylabel="% of gradients")
     axes.spines[["top", "right"]].set_visible(False)
-    legend(axes)
+    _drawing.legend(axes)
     return axes
 
 

@@ -8,14 +8,7 @@ import jax
 import numpy as np
 
 from optax_lossscale._step.state import find_state, unbox
-from optax_lossscale.diagnostics._health import (
-    CALL_INSIDE,
-    START_UP,
-    Health,
-    check_health,
-    is_damaged,
-    may_be_frozen,
-)
+from optax_lossscale.diagnostics import _health
 from optax_lossscale.diagnostics._nonfinite import (
     NonfiniteLeaf,
     leaf_names,
@@ -66,8 +59,8 @@ def report(state: Any, params: Any = None) -> str:
       What to do: nothing yet. Each skip lowers the scale, and a few in a row are
       usual at the start. If they continue, look at params['w'].
     """
-    limit = START_UP + 1
-    health = check_health(
+    limit = _health.START_UP + 1
+    health = _health.check_health(
         state, patience=1, max_consecutive_skipped_steps=limit, raise_error=False
     )
     found = find_state(state)
@@ -82,9 +75,9 @@ def report(state: Any, params: Any = None) -> str:
     return "\n".join([*lines, *textwrap.wrap(f"What to do: {advice}", WIDTH)])
 
 
-def _numbers(health: Health) -> list[str]:
+def _numbers(health: _health.Health) -> list[str]:
     power = ", which is not a valid loss scale"
-    if not is_damaged(health.loss_scale):
+    if not _health.is_damaged(health.loss_scale):
         exponent = math.log2(health.loss_scale)
         power = f" (2^{exponent:.{0 if exponent.is_integer() else 2}f})"
     at_minimum = ""
@@ -115,10 +108,10 @@ def _table(leaves: list[NonfiniteLeaf]) -> list[str]:
 
 
 def _judge(
-    health: Health, leaves: list[NonfiniteLeaf], never_skipped: bool
+    health: _health.Health, leaves: list[NonfiniteLeaf], never_skipped: bool
 ) -> tuple[str, str]:
     """Returns what is wrong, if anything, and what to do about it."""
-    if is_damaged(health.loss_scale):
+    if _health.is_damaged(health.loss_scale):
         return "The loss scale is damaged.", health.message
     if leaves and never_skipped:
         return (
@@ -141,8 +134,8 @@ def _judge(
         suspect = _suspect(leaves) if health.stuck_steps else None
         if suspect is None:
             return headline, health.message
-        if may_be_frozen(health):
-            suspect = f"if the loss is finite, {CALL_INSIDE}{suspect}"
+        if _health.may_be_frozen(health):
+            suspect = f"if the loss is finite, {_health.CALL_INSIDE}{suspect}"
         return headline, suspect
     if skips:
         last = [leaf for leaf in leaves if leaf.last != "finite"]

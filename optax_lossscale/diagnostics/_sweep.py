@@ -10,21 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lossscale._check import SMALLEST_SCALE, check_bits, check_dtype, check_scale
+from optax_lossscale import _check as check
 from optax_lossscale._numerics import all_finite, exact_exp2
 from optax_lossscale._optimizer import LossScaleOptimizer
 from optax_lossscale._rules.dynamic import DynamicLossScale
 from optax_lossscale._tree import inexact_leaves
-from optax_lossscale.diagnostics._bits import (
-    border,
-    exponents,
-    infinity,
-    limits_of,
-    magnitudes,
-    mantissa_bits,
-    mantissas,
-    reduce_counts,
-)
+from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._common import check_host
 
 # Larger than any exponent.
@@ -71,25 +62,25 @@ def suggest_loss_scale(
       >>> DynamicLossScale(initial_scale=float(scale)).initial_scale
       8388608.0
     """
-    dtype, margin = check_dtype("dtype", dtype), check_bits("margin", margin)
-    limits_of(dtype)
+    dtype, margin = check.dtype("dtype", dtype), check.bits("margin", margin)
+    _bits.limits_of(dtype)
     return _suggest(inexact_leaves(grads), dtype, margin)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "margin"))
 def _suggest(leaves: list[jax.Array], dtype: str, margin: float) -> jax.Array:
-    mantissa, exponent = math.frexp(limits_of(dtype).largest * 2.0**-margin)
+    mantissa, exponent = math.frexp(_bits.limits_of(dtype).largest * 2.0**-margin)
     found = {}
-    for bits in (bits for x in leaves if x.size for bits in magnitudes(x)):
+    for bits in (bits for x in leaves if x.size for bits in _bits.magnitudes(x)):
         found.setdefault(bits.dtype, []).append(jnp.max(bits))
     finite, highest = jnp.asarray(True), jnp.asarray(NO_LIMIT, jnp.int32)
     # Stacked: XLA would recompute a chain of scalars wherever its result is used.
     for largest in map(jnp.stack, found.values()):
-        limit = int(math.ldexp(mantissa, mantissa_bits(largest) + 1))
-        above = (mantissas(largest) > limit).astype(jnp.int32)
-        fits = exponent - 1 - exponents(largest) - above
+        limit = int(math.ldexp(mantissa, _bits.mantissa_bits(largest) + 1))
+        above = (_bits.mantissas(largest) > limit).astype(jnp.int32)
+        fits = exponent - 1 - _bits.exponents(largest) - above
         fits = jnp.where(largest > 0, fits, NO_LIMIT)
-        finite = finite & jnp.all(largest < infinity(largest))
+        finite = finite & jnp.all(largest < _bits.infinity(largest))
         highest = jnp.minimum(highest, jnp.min(fits))
     says = finite & (highest < NO_LIMIT)
     return jnp.where(says, exact_exp2(highest.astype(jnp.float32)), 1.0).astype(
@@ -184,8 +175,8 @@ def scale_sweep(
       1073741824.0
     """
     check_host("scale_sweep", (params, batch))
-    dtype = check_dtype("dtype", dtype)
-    limits_of(dtype)
+    dtype = check.dtype("dtype", dtype)
+    _bits.limits_of(dtype)
     chosen = _check_scales([2.0**i for i in range(32)] if scales is None else scales)
     step = _make_step(loss_fn, dtype, has_aux)
 
@@ -229,17 +220,17 @@ def _check_scales(scales: Any) -> list[float]:
             "scales must hold at least one loss scale, got none. Omit it to try the "
             "powers of two from 1 to 2**31."
         )
-    return [check_scale(f"scales[{i}]", x) for i, x in enumerate(array.tolist())]
+    return [check.scale(f"scales[{i}]", x) for i, x in enumerate(array.tolist())]
 
 
 def _make_step(
     loss_fn: Callable[..., Any], dtype: str, has_aux: bool
 ) -> Callable[..., Any]:
     # The step reads the scale from the state, so one program serves all scales.
-    rule = DynamicLossScale(min_scale=SMALLEST_SCALE)
+    rule = DynamicLossScale(min_scale=check.SMALLEST_SCALE)
     optimizer = LossScaleOptimizer(optax.identity(), rule, skip="where")
     transform = functools.partial(jax.value_and_grad, allow_int=True)
-    limit = limits_of(dtype).normal
+    limit = _bits.limits_of(dtype).normal
 
     @jax.jit
     def step(params, batch, scale):
@@ -249,9 +240,10 @@ def _make_step(
         _, grads = optimizer.value_and_grad(
             loss_fn, state, has_aux=has_aux, transform=transform
         )(params, batch)
-        parts = [bits for x in inexact_leaves(grads) for bits in magnitudes(x)]
+        parts = [bits for x in inexact_leaves(grads) for bits in _bits.magnitudes(x)]
+        threshold = _bits.threshold_bits
         normal = {
-            kind: border(limit, scale, jnp.zeros((), kind), inclusive=True)
+            kind: threshold(limit, scale, jnp.zeros((), kind), inclusive=True)
             for kind in {bits.dtype for bits in parts}
         }
         found = [_compare(bits, normal[bits.dtype]) for bits in parts]
@@ -265,7 +257,7 @@ def _make_step(
 def _compare(bits: jax.Array, normal: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns which numbers are not zero; counts these, and the subnormal ones."""
     nonzero = bits > 0
-    return nonzero, reduce_counts([nonzero, nonzero & (bits < normal)], bits)[0]
+    return nonzero, _bits.reduce_counts([nonzero, nonzero & (bits < normal)], bits)[0]
 
 
 @jax.jit
@@ -275,7 +267,7 @@ def _either(left: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:
 
 @jax.jit
 def _count(mask: jax.Array) -> jax.Array:
-    return reduce_counts([mask], jnp.zeros(mask.shape, jnp.int32))[0][0]
+    return _bits.reduce_counts([mask], jnp.zeros(mask.shape, jnp.int32))[0][0]
 
 
 def _suggested(scales: list[float], finite: list[bool]) -> float:

@@ -8,18 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._check import check_dtype
+from optax_lossscale import _check as check
 from optax_lossscale._tree import inexact_leaves, is_inexact
-from optax_lossscale.diagnostics._bits import (
-    border,
-    exponents,
-    infinity,
-    is_wide,
-    limits_of,
-    log2_mantissas,
-    magnitudes,
-    reduce_counts,
-)
+from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._common import named_leaves, scale_of
 
 
@@ -129,28 +120,28 @@ def underflow_stats(grads: Any, state: Any, dtype: Any = "float16") -> Underflow
       >>> print(stats.flushed_unscaled, stats.flushed, stats.subnormal)
       0.5 0.25 0.25
     """
-    dtype = check_dtype("dtype", dtype)
-    limits_of(dtype)
+    dtype = check.dtype("dtype", dtype)
+    _bits.limits_of(dtype)
     leaves = {
         name: jnp.asarray(leaf)
         for name, leaf in named_leaves(grads, "grads").items()
         if is_inexact(leaf)
     }
     scale = scale_of(state)
-    widths = set(map(is_wide, leaves.values()))
-    borders = {wide: _borders(scale, wide, dtype) for wide in widths}
+    widths = set(map(_bits.is_wide, leaves.values()))
+    thresholds = {wide: _thresholds(scale, wide, dtype) for wide in widths}
     size, overall, each = 0, _together([]), {}
     # Leaf by leaf: leaves of the same shape share one compiled program, and all leaves
     # share what does not depend on the shape.
     for name, x in leaves.items():
         numbers = x.size * (2 if jnp.iscomplexobj(x) else 1)
-        counted = _count(x, borders[is_wide(x)])
+        counted = _count(x, thresholds[_bits.is_wide(x)])
         overall, each[name] = _add(overall, counted, np.float32(numbers), scale, dtype)
         size += numbers
     return UnderflowStats(_shares(overall, np.float32(size)), each)
 
 
-class _Borders(NamedTuple):
+class _Thresholds(NamedTuple):
     flushed: jax.Array
     unscaled: jax.Array
     normal: jax.Array
@@ -163,34 +154,38 @@ class _Measured(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("wide", "dtype"))
-def _borders(scale: jax.Array, wide: bool, dtype: str) -> _Borders:
-    limits = limits_of(dtype)
+def _thresholds(scale: jax.Array, wide: bool, dtype: str) -> _Thresholds:
+    limits = _bits.limits_of(dtype)
     like = jnp.zeros((), jnp.int64 if wide else jnp.int32)
     one = jnp.ones((), jnp.float32)
-    return _Borders(
-        flushed=border(limits.flushed, scale, like, inclusive=False),
-        unscaled=border(limits.flushed, one, like, inclusive=False),
-        normal=border(limits.normal, scale, like, inclusive=True),
-        overflow=border(limits.overflow, scale, like, inclusive=limits.tie_overflows),
+    threshold = _bits.threshold_bits
+    return _Thresholds(
+        flushed=threshold(limits.flushed, scale, like, inclusive=False),
+        unscaled=threshold(limits.flushed, one, like, inclusive=False),
+        normal=threshold(limits.normal, scale, like, inclusive=True),
+        overflow=threshold(
+            limits.overflow, scale, like, inclusive=limits.tie_overflows
+        ),
     )
 
 
 @jax.jit
-def _count(x: jax.Array, borders: _Borders) -> list[tuple[jax.Array, jax.Array]]:
+def _count(x: jax.Array, thresholds: _Thresholds) -> list[tuple[jax.Array, jax.Array]]:
     """Returns the counts of each kind and the largest finite number, for each part."""
 
     def count(bits):
         nonzero = bits > 0
         masks = [
             bits == 0,
-            (bits >= borders.flushed) & (bits < borders.normal),
-            nonzero & (bits < borders.flushed),
-            nonzero & (bits < borders.unscaled),
-            bits >= borders.overflow,
+            (bits >= thresholds.flushed) & (bits < thresholds.normal),
+            nonzero & (bits < thresholds.flushed),
+            nonzero & (bits < thresholds.unscaled),
+            bits >= thresholds.overflow,
         ]
-        return reduce_counts(masks, jnp.where(bits < infinity(bits), bits, 0))
+        finite = jnp.where(bits < _bits.infinity(bits), bits, 0)
+        return _bits.reduce_counts(masks, finite)
 
-    return [count(bits) for bits in magnitudes(x)]
+    return [count(bits) for bits in _bits.magnitudes(x)]
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -202,12 +197,12 @@ def _add(
     dtype: str,
 ) -> tuple[_Measured, Underflow]:
     """Adds a leaf, of one or two parts, to the total; also returns its `Underflow`."""
-    mantissa, exponent = math.frexp(limits_of(dtype).largest)
-    (scale_bits,) = magnitudes(scale)
+    mantissa, exponent = math.frexp(_bits.limits_of(dtype).largest)
+    (scale_bits,) = _bits.magnitudes(scale)
 
     def headroom(largest):
-        whole = exponent - 1 - exponents(largest) - exponents(scale_bits)
-        fraction = log2_mantissas(largest) + log2_mantissas(scale_bits)
+        whole = exponent - 1 - _bits.exponents(largest) - _bits.exponents(scale_bits)
+        fraction = _bits.log2_mantissas(largest) + _bits.log2_mantissas(scale_bits)
         room = whole.astype(jnp.float32) + (math.log2(2 * mantissa) - fraction)
         return jnp.where(largest > 0, room, jnp.inf).astype(jnp.float32)
 
@@ -289,7 +284,7 @@ def exponent_histogram(grads: Any) -> ExponentHistogram:
       [0 1] [2. 1.] 1.0
     """
     leaves = inexact_leaves(grads)
-    first, last = (-1074, 1023) if any(map(is_wide, leaves)) else (-149, 127)
+    first, last = (-1074, 1023) if any(map(_bits.is_wide, leaves)) else (-149, 127)
     # One array: zeros come before the smallest exponent, inf and nan after the largest.
     bins = jnp.zeros(last - first + 4, jnp.float32)
     # Leaf by leaf: leaves of the same shape share one compiled program.
@@ -300,11 +295,11 @@ def exponent_histogram(grads: Any) -> ExponentHistogram:
 
 @functools.partial(jax.jit, static_argnames="first")
 def _count_exponents(bins: jax.Array, x: jax.Array, first: int) -> jax.Array:
-    for bits in magnitudes(x):
+    for bits in _bits.magnitudes(x):
         # inf and nan share an exponent, and float32's is an ordinary one in float64.
-        place = jnp.where(bits > 0, exponents(bits) - first + 1, 0)
-        place = jnp.where(bits == infinity(bits), bins.size - 2, place)
-        place = jnp.where(bits > infinity(bits), bins.size - 1, place)
+        place = jnp.where(bits > 0, _bits.exponents(bits) - first + 1, 0)
+        place = jnp.where(bits == _bits.infinity(bits), bins.size - 2, place)
+        place = jnp.where(bits > _bits.infinity(bits), bins.size - 1, place)
         # Faster on CPU than comparing or sorting, and needs constant memory.
         counts = (
             jnp.zeros(bins.size, jnp.int32).at[place].add(1, mode="promise_in_bounds")

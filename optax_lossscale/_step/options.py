@@ -1,0 +1,72 @@
+"""The options of a loss-scaled optimizer, checked."""
+
+import dataclasses
+import functools
+from collections.abc import Hashable
+from typing import Any, get_args
+
+import optax
+
+from optax_lossscale import _check as check
+from optax_lossscale._rules.base import LossScale
+from optax_lossscale._step.inner import check_optimizer, in_float32
+from optax_lossscale._step.mask import Mask
+from optax_lossscale._step.scaler import Scaler
+from optax_lossscale._step.skip import Skip, choose_skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The arguments of a `LossScaleOptimizer`, and what follows from them."""
+
+    inner_optimizer: Any
+    loss_scale: LossScale
+    axis_name: Hashable | None
+    skip: Skip
+    check_loss: bool
+    check_updates: bool
+    track_leaves: bool
+    num_losses: int | None
+    mask: Mask
+
+    def __post_init__(self):
+        check_optimizer("inner_optimizer", self.inner_optimizer)
+        if self.skip not in get_args(Skip):
+            raise ValueError(
+                f'skip must be "auto", "where" or "cond", got {self.skip!r}.'
+            )
+        if not isinstance(self.axis_name, Hashable):
+            raise TypeError(
+                f"axis_name must be a name or a tuple of names, got {self.axis_name!r}."
+            )
+        for name in ("check_loss", "check_updates", "track_leaves"):
+            check.boolean(name, getattr(self, name))
+        if self.num_losses is not None:
+            num_losses = check.count("num_losses", self.num_losses)
+            object.__setattr__(self, "num_losses", num_losses)
+            if self.mask.spec is not None:
+                raise ValueError(
+                    "num_losses and mask cannot be combined: each loss would deliver "
+                    "its own new value of a parameter that has no gradient."
+                )
+
+    @functools.cached_property
+    def inner(self) -> optax.GradientTransformationExtraArgs:
+        """The inner optimizer, in at least float32 and behind the mask."""
+        inner = check_optimizer("inner_optimizer", self.inner_optimizer)
+        return self.mask.wrap(in_float32(inner))
+
+    @property
+    def scaler(self) -> Scaler:
+        """The rule, for one loss or several."""
+        return Scaler(self.loss_scale, self.num_losses)
+
+    @property
+    def effective_skip(self) -> Skip | None:
+        """How a step is skipped where it is traced now; None if it never is."""
+        if self.check_updates:
+            # The updates decide, so they have to be there first.
+            return "where"
+        if not self.loss_scale.skip_nonfinite and not self.check_loss:
+            return None
+        return choose_skip(self.skip, self.axis_name)
