@@ -232,16 +232,6 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         good_steps = getattr(find_state(state).loss_scale_state, "good_steps", None)
         return None if good_steps is None else unbox(good_steps)
 
-    @property
-    def num_losses(self) -> int | None:
-        """How many losses there are; None where functions return one, not a tuple."""
-        return self._options.num_losses
-
-    @property
-    def mask(self) -> MaskLike:
-        """Which leaves are gradients, as it was given; None where all are."""
-        return self._options.mask.spec
-
     def init(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, params: Any
     ) -> LossScaleOptimizerState:

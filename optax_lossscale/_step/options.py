@@ -50,6 +50,11 @@ class Options:
                     "its own new value of a parameter that has no gradient."
                 )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether gradients are a tree like the parameters, and nothing else."""
+        return self.num_losses is None and self.mask.spec is None
+
     @functools.cached_property
     def inner(self) -> optax.GradientTransformationExtraArgs:
         """The inner optimizer, in at least float32 and behind the mask."""
