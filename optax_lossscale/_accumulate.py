@@ -97,12 +97,12 @@ def accumulate_gradients(
       -0.0 32768.0
       -0.0 16384.0
     """
-    if isinstance(inner_optimizer, LossScaleOptimizer):
-        if not inner_optimizer._options.is_plain:
-            raise TypeError(
-                "inner_optimizer must be without num_losses and mask, got "
-                f"{inner_optimizer!r}: gradients of one loss are added up, all of them."
-            )
+    is_ours = isinstance(inner_optimizer, LossScaleOptimizer)
+    if is_ours and not inner_optimizer._options.is_plain:
+        raise TypeError(
+            "inner_optimizer must be without num_losses and mask, got "
+            f"{inner_optimizer!r}: gradients of one loss are added up, all of them."
+        )
     inner = check_optimizer("inner_optimizer", inner_optimizer)
     micro_steps = check.count("micro_steps", micro_steps)
     parts = micro_steps if check.boolean("average", average) else 1
