@@ -1,15 +1,12 @@
 """The options of a loss-scaled optimizer, checked."""
 
 import dataclasses
-import functools
 from collections.abc import Hashable
 from typing import Any, get_args
 
-import optax
-
 from optax_lossscale import _check as check
 from optax_lossscale._rules.base import LossScale
-from optax_lossscale._step.inner import check_optimizer, in_float32
+from optax_lossscale._step.inner import check_optimizer
 from optax_lossscale._step.mask import Mask
 from optax_lossscale._step.scaler import Scaler
 from optax_lossscale._step.skip import Skip, choose_skip
@@ -54,12 +51,6 @@ class Options:
     def is_plain(self) -> bool:
         """Whether gradients are a tree like the parameters, and nothing else."""
         return self.num_losses is None and self.mask.spec is None
-
-    @functools.cached_property
-    def inner(self) -> optax.GradientTransformationExtraArgs:
-        """The inner optimizer, in at least float32 and behind the mask."""
-        inner = check_optimizer("inner_optimizer", self.inner_optimizer)
-        return self.mask.wrap(in_float32(inner))
 
     @property
     def scaler(self) -> Scaler:

@@ -31,10 +31,16 @@ class Scaler:
     rule: LossScale
     num_losses: int | None = None
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the scales."""
-        return () if self.num_losses is None else (self.num_losses,)
+    def check_scales(self, scales: jax.Array) -> jax.Array:
+        """Returns the scales, if there is one for each loss."""
+        wanted = () if self.num_losses is None else (self.num_losses,)
+        if jnp.shape(scales) != wanted:
+            raise ValueError(
+                f"With num_losses={self.num_losses} the loss scale in the state must "
+                f"be of shape {wanted}, got {jnp.shape(scales)}. If the state belongs "
+                "to many members or devices, call inside the vmap or pmap that made it."
+            )
+        return scales
 
     def init(self) -> Any:
         """Returns the state before the first step."""

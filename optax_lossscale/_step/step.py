@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 from jax.core import Tracer
 
@@ -30,13 +31,19 @@ class Step:
 
     options: Options
 
+    @functools.cached_property
+    def inner(self) -> optax.GradientTransformationExtraArgs:
+        """The inner optimizer, in at least float32 and behind the mask."""
+        inner = _inner.check_optimizer("inner_optimizer", self.options.inner_optimizer)
+        return self.options.mask.wrap(_inner.in_float32(inner))
+
     def init(self, params: Any) -> _state.LossScaleOptimizerState:
         """Returns the state before the first step."""
         params = _inner.without_constants(params)
         if jax.tree.leaves(params):
             # optax.tree_map_params passes a tree without leaves, which fits no mask.
             self.options.mask.expand(params)
-        inner_state = strongly_typed(self.options.inner.init(params))
+        inner_state = strongly_typed(self.inner.init(params))
         _inner.check_no_loss_scale(inner_state)
         if _state.find_states(inner_state):
             raise TypeError(
@@ -68,14 +75,7 @@ class Step:
     def _held_scales(self, state):
         """Returns the scales as the state holds them, if there is one for each loss."""
         scales = _state.unbox(self._rule_state(state).loss_scale)
-        wanted = self.options.scaler.shape
-        if jnp.shape(scales) != wanted:
-            raise ValueError(
-                "There must be one loss scale for each loss: that in the state must be "
-                f"of shape {wanted}, got {jnp.shape(scales)}. Where the state is that "
-                "of many members or devices, call inside the vmap or pmap that made it."
-            )
-        return scales
+        return self.options.scaler.check_scales(scales)
 
     def _scales(self, state: Any) -> jax.Array:
         """Returns the scales to compute with."""
@@ -156,11 +156,7 @@ class Step:
 
         loss = self.options.scaler.sum_losses(value[0] if has_aux else value)
         extra = {"value": loss, "grad": grad, "value_fn": value_fn}
-        taken = {
-            k: v
-            for k, v in extra.items()
-            if _inner.accepts(self.options.inner.update, k)
-        }
+        taken = {k: v for k, v in extra.items() if _inner.accepts(self.inner.update, k)}
         if self.options.check_loss:
             taken["value"] = loss
         return *self(grads, state, params, taken, Parameters(self.options.mask)), value
@@ -196,9 +192,7 @@ class Step:
 
         def make_updates(inputs, inner_state, params):
             grads, extra = inputs
-            updates, new = self.options.inner.update(
-                grads, inner_state, params, **extra
-            )
+            updates, new = self.inner.update(grads, inner_state, params, **extra)
             return outcome.narrow(updates, grads), new
 
         updates_are_finite, made = None, None
@@ -272,18 +266,16 @@ class Step:
             return None, extra
         value = extra.get("value")
         _inner.check_loss_value(value)
-        if not _inner.accepts(self.options.inner.update, "value"):
+        if not _inner.accepts(self.inner.update, "value"):
             extra = {k: v for k, v in extra.items() if k != "value"}
         return all_finite(value, axis_name=self.options.axis_name), extra
 
     def _leave_out_none(self, grads, extra, inner_state, params):
         """Returns the inputs and the parameters without those that have no gradient."""
-        given, seen = _inner.leave_out_none(
-            self.options.inner, grads, inner_state, params
-        )
+        given, seen = _inner.leave_out_none(self.inner, grads, inner_state, params)
         if seen is not params and "grad" in extra:
             grad, _ = _inner.leave_out_none(
-                self.options.inner, extra["grad"], inner_state, params
+                self.inner, extra["grad"], inner_state, params
             )
             extra = extra | {"grad": grad}
         return (given, extra), seen
