@@ -83,9 +83,8 @@ def _suggest(leaves: list[jax.Array], dtype: str, margin: float) -> jax.Array:
         finite = finite & jnp.all(largest < _bits.infinity(largest))
         highest = jnp.minimum(highest, jnp.min(fits))
     says = finite & (highest < NO_LIMIT)
-    return jnp.where(says, exact_exp2(highest.astype(jnp.float32)), 1.0).astype(
-        jnp.float32
-    )
+    scale = exact_exp2(highest.astype(jnp.float32))
+    return jnp.where(says, scale, jnp.float32(1))
 
 
 class ScaleSweep(NamedTuple):

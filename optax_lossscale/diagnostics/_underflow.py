@@ -155,17 +155,17 @@ class _Measured(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("wide", "dtype"))
 def _thresholds(scale: jax.Array, wide: bool, dtype: str) -> _Thresholds:
-    limits = _bits.limits_of(dtype)
-    like = jnp.zeros((), jnp.int64 if wide else jnp.int32)
-    one = jnp.ones((), jnp.float32)
-    threshold = _bits.threshold_bits
+    limits, one = _bits.limits_of(dtype), jnp.ones((), jnp.float32)
+
+    def threshold(limit, scale, inclusive):
+        like = jnp.zeros((), jnp.int64 if wide else jnp.int32)
+        return _bits.threshold_bits(limit, scale, like, inclusive=inclusive)
+
     return _Thresholds(
-        flushed=threshold(limits.flushed, scale, like, inclusive=False),
-        unscaled=threshold(limits.flushed, one, like, inclusive=False),
-        normal=threshold(limits.normal, scale, like, inclusive=True),
-        overflow=threshold(
-            limits.overflow, scale, like, inclusive=limits.tie_overflows
-        ),
+        flushed=threshold(limits.flushed, scale, False),
+        unscaled=threshold(limits.flushed, one, False),
+        normal=threshold(limits.normal, scale, True),
+        overflow=threshold(limits.overflow, scale, limits.tie_overflows),
     )
 
 
@@ -222,16 +222,7 @@ def _together(measured: list[_Measured]) -> _Measured:
 @jax.jit
 def _shares(measured: _Measured, size: jax.typing.ArrayLike) -> Underflow:
     shares = measured.counts / jnp.maximum(size, 1.0)
-    zero, subnormal, flushed, flushed_unscaled, nonfinite = shares
-    return Underflow(
-        size=jnp.asarray(size),
-        zero=zero,
-        subnormal=subnormal,
-        flushed=flushed,
-        flushed_unscaled=flushed_unscaled,
-        nonfinite=nonfinite,
-        headroom=measured.headroom,
-    )
+    return Underflow(jnp.asarray(size), *shares, measured.headroom)
 
 
 class ExponentHistogram(NamedTuple):
@@ -310,10 +301,5 @@ def _count_exponents(bins: jax.Array, x: jax.Array, first: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="first")
 def _histogram(bins: jax.Array, first: int) -> ExponentHistogram:
-    return ExponentHistogram(
-        exponents=first + jnp.arange(bins.size - 3, dtype=jnp.int32),
-        counts=bins[1:-2],
-        zeros=bins[0],
-        infs=bins[-2],
-        nans=bins[-1],
-    )
+    exponents = first + jnp.arange(bins.size - 3, dtype=jnp.int32)
+    return ExponentHistogram(exponents, bins[1:-2], bins[0], bins[-2], bins[-1])
