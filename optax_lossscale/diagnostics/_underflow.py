@@ -222,7 +222,7 @@ def _together(measured: list[_Measured]) -> _Measured:
 @jax.jit
 def _shares(measured: _Measured, size: jax.typing.ArrayLike) -> Underflow:
     shares = measured.counts / jnp.maximum(size, 1.0)
-    return Underflow(jnp.asarray(size), *shares, measured.headroom)
+    return Underflow._make([jnp.asarray(size), *shares, measured.headroom])
 
 
 class ExponentHistogram(NamedTuple):
