@@ -11,13 +11,15 @@ import optax
 
 SKIPS = ["auto", "where", "cond"]
 WRAPS = {"eager": lambda f: f, "jit": jax.jit}
-RECIPES = Path(__file__).parent.parent / "docs" / "recipes"
+SUPPORT = Path(__file__).parent
+ROOT = SUPPORT.parents[1]
+RECIPES = ROOT / "docs" / "recipes"
 INF, NAN = float("inf"), float("nan")
 
 
 def readme_blocks():
     """Returns the blocks of Python in the README."""
-    text = (Path(__file__).parent.parent / "README.md").read_text()
+    text = (ROOT / "README.md").read_text()
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 

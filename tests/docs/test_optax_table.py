@@ -20,7 +20,9 @@ def standard_dtype_promotion():
 
 @every_row
 def test_row_is_what_running_it_shows(row):
-    assert row.line() in LINES, "python tests/optax_table.py makes the page anew"
+    assert row.line() in LINES, (
+        "python tests/support/optax_table.py makes the page anew"
+    )
 
 
 def test_page_is_made_of_the_rows():

@@ -4,14 +4,22 @@ import functools
 import itertools
 import re
 import warnings
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import INF, NAN, SKIPS, WRAPS, assert_close, assert_same_bits, signature
+from helpers import (
+    INF,
+    NAN,
+    RECIPES,
+    SKIPS,
+    WRAPS,
+    assert_close,
+    assert_same_bits,
+    signature,
+)
 from jax import lax
 
 from optax_lossscale import (
@@ -23,7 +31,7 @@ from optax_lossscale import (
     select_applied,
 )
 
-PAGE = Path(__file__).parent.parent / "docs" / "recipes" / "accumulation.md"
+PAGE = RECIPES / "accumulation.md"
 PARAMS = {"w": jnp.array([[0.5, -1.0]] * 2, jnp.float32), "b": jnp.float32(-3)}
 INNER = optax.adam(0.1)
 

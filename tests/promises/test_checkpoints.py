@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +16,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
-from helpers import INF, assert_same_bits, signature
+from helpers import INF, ROOT, SUPPORT, assert_same_bits, signature
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from optax_lossscale import (
@@ -27,7 +26,6 @@ from optax_lossscale import (
     import_state,
 )
 
-ROOT = Path(__file__).parent.parent
 PARAMS = {"w": jnp.arange(16.0).reshape(8, 2), "b": jnp.zeros(2)}
 GOOD = jax.tree.map(jnp.ones_like, PARAMS)
 BAD = GOOD | {"b": GOOD["b"] * INF}
@@ -76,7 +74,7 @@ def run(path, devices, *death):
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     result = subprocess.run(
-        [sys.executable, "-W", "error", str(ROOT / "tests/checkpointing.py"), *death],
+        [sys.executable, "-W", "error", str(SUPPORT / "checkpointing.py"), *death],
         cwd=path,
         env=environment,
         stdout=subprocess.PIPE,

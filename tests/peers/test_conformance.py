@@ -18,14 +18,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits, plain_step, replay, scaled_step, scan_updates
+from helpers import (
+    ROOT,
+    assert_same_bits,
+    plain_step,
+    replay,
+    scaled_step,
+    scan_updates,
+)
 from peers import PEERS
 
 import optax_lossscale
 from optax_lossscale import DynamicLossScale, LogMaxLossScale, LossScaleOptimizer
 
-TESTS = Path(__file__).parent
-LINES = gzip.decompress((TESTS / "data" / "trajectories.jsonl.gz").read_bytes())
+DATA = Path(__file__).with_name("data")
+LINES = gzip.decompress((DATA / "trajectories.jsonl.gz").read_bytes())
 RUNS = {run["id"]: run for run in map(json.loads, LINES.splitlines())}
 
 # Not comparable: the argument that our error names, why, and the runs.
@@ -245,7 +252,7 @@ def test_what_users_of_keras_write():
 
 def readme_rows():
     """Returns the table of the README: of each peer its call, and what to paste."""
-    text = (TESTS.parent / "README.md").read_text()
+    text = (ROOT / "README.md").read_text()
     rows = re.findall(r"^\| ([^|`]+) \| `([^|`]+)` \| `([^|`]+)` \|$", text, re.M)
     return {name: (theirs, code) for name, theirs, code in rows}
 

@@ -1,19 +1,17 @@
 """The benchmarks measure what they say, and the README says what they measured."""
 
 import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import ROOT
 
 from benchmarks import compile_time, hlo, report
 from benchmarks.measure import measure
 from benchmarks.systems import PLAIN, SKIPS, lower
 from benchmarks.workloads import mlp, optimizer_step, transformer
-
-ROOT = Path(__file__).parents[1]
 
 PROGRAM = """\
 HloModule jit_step, is_scheduled=true

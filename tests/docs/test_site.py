@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers import ROOT
 from test_docs import DIAGNOSTICS, PUBLIC
 
-ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 SECTIONS = re.findall("^## (.*)", (ROOT / "README.md").read_text(), re.MULTILINE)
 # Pages that the build makes: of notebooks, and the lists of what is in a folder.

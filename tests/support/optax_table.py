@@ -1,6 +1,6 @@
 """What becomes of a non-finite step around and inside the parts of Optax.
 
-`python tests/optax_table.py` runs every row, and writes docs/recipes/optax.md anew.
+`python tests/support/optax_table.py` runs every row, and writes the page anew.
 """
 
 import dataclasses
@@ -8,7 +8,6 @@ import functools
 import re
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,12 +16,12 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from helpers import INF, NAN, to_numpy
+from helpers import INF, NAN, RECIPES, to_numpy
 from optimizers import trained
 
 from optax_lossscale import LossScaleOptimizer, LossScaleOptimizerState, all_finite
 
-PAGE = Path(__file__).parent.parent / "docs" / "recipes" / "optax.md"
+PAGE = RECIPES / "optax.md"
 HEAD = """\
 # With other parts of Optax
 
@@ -44,7 +43,9 @@ halves the rate in each step; `overflowing` is a mask, true for that one paramet
 
 """
 HEADER = ["", "outermost", "outermost, `minimize`", "inside", "note"]
-FOOT = "\n`python tests/optax_table.py` makes this page, and a test compares the two.\n"
+FOOT = """
+`python tests/support/optax_table.py` makes this page, and a test compares the two.
+"""
 
 PARAMS = {"a": np.array([1.0, 2.0], np.float32), "b": np.float32(3)}
 SCOPE = {

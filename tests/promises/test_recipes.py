@@ -4,7 +4,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,8 @@ import pytest
 from helpers import (
     INF,
     RECIPES,
+    ROOT,
+    SUPPORT,
     assert_same_bits,
     plain_step,
     recipe,
@@ -24,8 +25,7 @@ from helpers import (
 
 from optax_lossscale import LossScaleOptimizer
 
-ROOT = Path(__file__).parent.parent
-# test_accumulation.py and test_optax_table.py are about these two.
+# test_multi_steps.py and test_optax_table.py are about these two.
 ELSEWHERE = {"accumulation", "optax"}
 PAGES = sorted({path.stem for path in RECIPES.glob("*.md")} - ELSEWHERE)
 # Keras reads its backend once, where it is imported: it gets a process of its own.
@@ -424,11 +424,11 @@ def test_page(name, tmp_path, monkeypatch):
     if name not in ALONE:
         check(run_page(name))
         return
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    path = [str(ROOT), str(SUPPORT), os.environ.get("PYTHONPATH", "")]
     command = [sys.executable, "-W", "error", __file__, name]
     result = subprocess.run(
         command,
-        env=os.environ | {"PYTHONPATH": path},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
