@@ -108,6 +108,7 @@ CASES = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 @pytest.mark.parametrize(("workload", "name"), CASES)
 def test_every_system_trains_as_the_plain_one(name, workload):

@@ -51,6 +51,7 @@ def fake_runs(accuracies, *, steps=6, skipped=2, zeros=0.25, loss=1.0):
     }
 
 
+@pytest.mark.exhaustive
 def test_scaling_makes_float16_as_accurate_as_float32(capsys, monkeypatch, tmp_path):
     kept = {}
     train_all_ways = _demo.train_all_ways

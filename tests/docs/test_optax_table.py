@@ -18,6 +18,7 @@ def standard_dtype_promotion():
         yield
 
 
+@pytest.mark.exhaustive
 @every_row
 def test_row_is_what_running_it_shows(row):
     assert row.line() in LINES, (
@@ -37,6 +38,7 @@ def test_page_is_made_of_the_rows():
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "row", [row for row in ROWS if row.note or row.check], ids=lambda row: row.code
 )

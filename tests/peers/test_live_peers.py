@@ -10,7 +10,7 @@ import optax
 import peers
 import pytest
 from flax.training.dynamic_scale import DynamicScale
-from helpers import INF, NAN, assert_same_bits, signature
+from helpers import INF, NAN, assert_same_bits, exhaustive_but, signature
 
 from optax_lossscale import LossScaleOptimizer
 
@@ -85,16 +85,15 @@ def assert_skips_and_changes(results):
     assert np.any(np.diff(scale) < 0)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"scale": 8.0, "growth_interval": 1},
-        {"scale": 2.0**26, "growth_interval": 0, "minimum_scale": 2.0**24},
-        {"growth_interval": 2, "growth_factor": 8.0, "backoff_factor": 0.25},
-        {"scale": 4.0, "growth_interval": 5, "minimum_scale": None},
-    ],
-    ids=repr,
-)
+FLAX = [
+    {"scale": 8.0, "growth_interval": 1},
+    {"scale": 2.0**26, "growth_interval": 0, "minimum_scale": 2.0**24},
+    {"growth_interval": 2, "growth_factor": 8.0, "backoff_factor": 0.25},
+    {"scale": 4.0, "growth_interval": 5, "minimum_scale": None},
+]
+
+
+@pytest.mark.parametrize("arguments", exhaustive_but(FLAX, FLAX[:1]), ids=repr)
 def test_flax(arguments):
     scaler = DynamicScale(**arguments)
     typed = scaler.replace(fin_steps=jnp.int32(0), scale=jnp.float32(scaler.scale))
@@ -103,6 +102,7 @@ def test_flax(arguments):
     assert_skips_and_changes(theirs)
 
 
+@pytest.mark.exhaustive
 def test_flax_under_pmap():
     devices = 4
     gradients = random_gradients(devices)
@@ -151,15 +151,14 @@ def test_flax_under_pmap():
     assert np.any(forgotten[0] != forgotten[0][:, :1])
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"loss_scale": 8.0, "period": 2},
-        {"loss_scale": 2.0**26, "period": 1, "factor": 4},
-        {"loss_scale": 2.0**30, "period": 5},
-    ],
-    ids=repr,
-)
+JMP = [
+    {"loss_scale": 8.0, "period": 2},
+    {"loss_scale": 2.0**26, "period": 1, "factor": 4},
+    {"loss_scale": 2.0**30, "period": 5},
+]
+
+
+@pytest.mark.parametrize("arguments", exhaustive_but(JMP, JMP[:1]), ids=repr)
 def test_jmp(arguments):
     jmp = pytest.importorskip("jmp")
 

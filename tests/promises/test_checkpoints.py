@@ -93,6 +93,7 @@ def results(path):
     return [serialization.msgpack_restore(file) for file in files]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="simulates devices")
 def test_a_killed_run_goes_on_to_the_same_end(tmp_path):
     whole, killed, fewer = (tmp_path / name for name in ("whole", "killed", "fewer"))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits, signature, to_numpy
+from helpers import assert_same_bits, exhaustive_but, signature, to_numpy
 from jax import lax
 from optimizers import (
     NAMES,
@@ -31,13 +31,28 @@ from optimizers import (
 
 from optax_lossscale import LossScaleOptimizer, all_finite
 
+# One of each structure: no state, moments, factored moments, loops and extra arguments,
+# random keys, other states and parameters inside. All others are exhaustive.
+TYPICAL = {
+    "MultiSteps",
+    "adafactor",
+    "adam",
+    "contrib.schedule_free",
+    "lbfgs",
+    "lookahead",
+    "masked",
+    "noisy_sgd",
+    "sgd",
+}
+
+
+def some_optimizers(*names, **options):
+    """Runs a test with these optimizers, by default with the typical ones of them."""
+    return pytest.mark.parametrize("name", exhaustive_but(names, TYPICAL), **options)
+
+
 # By module, so that the tests of one optimizer run in a row and share its programs.
-every_optimizer = pytest.mark.parametrize("name", NAMES, scope="module")
-
-
-def some_optimizers(*names):
-    """For what takes too long to compile for all of them."""
-    return pytest.mark.parametrize("name", names)
+every_optimizer = some_optimizers(*NAMES, scope="module")
 
 
 # The numbers are of the order of one: some dozens of units in the last place.
@@ -142,7 +157,7 @@ def after_two_steps(name):
 
 def test_finds_the_optimizers():
     assert len(NAMES) >= 40
-    assert {"adam", "lbfgs", "sgd", "contrib.muon", "contrib.prodigy"} <= set(NAMES)
+    assert TYPICAL | {"contrib.muon", "contrib.prodigy"} <= set(NAMES)
 
 
 @every_optimizer

@@ -136,6 +136,7 @@ class TestEquivalence:
         check_rows(rows)
         check_params(params, atol=1e-6)
 
+    @pytest.mark.exhaustive
     def test_two_processes(self, tmp_path):
         run_two_processes(distributed.__file__, str(tmp_path / "run"))
         runs = [dict(np.load(tmp_path / f"run.{rank}.npz")) for rank in range(2)]

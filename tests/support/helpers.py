@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 SKIPS = ["auto", "where", "cond"]
 WRAPS = {"eager": lambda f: f, "jit": jax.jit}
@@ -15,6 +16,16 @@ SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parents[1]
 RECIPES = ROOT / "docs" / "recipes"
 INF, NAN = float("inf"), float("nan")
+# What a scale that was restored or set by hand may be, and what is out of all bounds.
+OUT_OF_BOUNDS = [NAN, INF, -INF, 0.0, -8.0, 1e-40, 2.0**127, 3e38]
+
+
+def exhaustive_but(values, by_default):
+    """Marks the parameters of a test as exhaustive, but those that run by default."""
+    return [
+        pytest.param(x, marks=() if x in by_default else pytest.mark.exhaustive)
+        for x in values
+    ]
 
 
 def readme_blocks():
