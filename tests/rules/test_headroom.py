@@ -1,64 +1,19 @@
-"""The headroom loss scale: its rule against the reference, and what it is for."""
+"""The headroom loss scale: what is particular to it."""
 
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-import reference
-from helpers import scan_updates, signature
-from hypothesis import given
+from helpers import scan_updates
 
 from optax_lossscale import (
     DynamicLossScale,
     HeadroomLossScale,
-    HeadroomLossScaleState,
-    LossScaleOptimizer,
-)
-
-magnitudes = st.integers(-60, 20).map(lambda n: 2.0 ** (n / 2) * 1.1)
-gradients = st.lists(magnitudes | st.sampled_from([0.0, np.inf, np.nan]), max_size=30)
-configs = st.fixed_dictionaries(
-    {
-        "initial_scale": st.sampled_from([2.0, 2.0**10]),
-        "min_margin": st.sampled_from([0.0, 0.5, 3.0]),
-        "growth_interval": st.integers(1, 5),
-        "release_steps": st.sampled_from([1, 3, 50]),
-        "hysteresis": st.sampled_from([0.0, 0.3, 1.0]),
-        "min_scale": st.just(0.25),
-        "max_scale": st.just(2.0**24),
-    }
 )
 
 
 def run(scale, grads):
     return scan_updates(scale, jnp.array(grads, jnp.float32))
-
-
-@given(configs, gradients)
-def test_is_the_reference_in_a_jitted_scan(config, grads):
-    states, should_apply = run(HeadroomLossScale(**config), grads)
-    rule = reference.Headroom(**config)
-    assert should_apply.tolist() == np.isfinite(grads).tolist()
-    for step, grad in enumerate(grads):
-        room = rule.step(grad)
-        actual = float(np.log2(states.loss_scale[step]))
-        if actual != rule.exponent:
-            # Within a rounding error of a whole number of bits both are right.
-            rooms = np.array([room, room - rule.hysteresis])
-            assert np.any(abs(rooms - np.round(rooms)) < 1e-4), (step, rooms, actual)
-            assert abs(actual - rule.exponent) == 1
-            rule.exponent = actual
-        assert np.isclose(states.margin[step], rule.margin, atol=1e-3)
-        assert np.isclose(states.peak[step], rule.peak, atol=1e-3)
-
-
-@given(configs, gradients)
-def test_scales_are_powers_of_two_within_bounds(config, grads):
-    scales = run(HeadroomLossScale(**config), grads)[0].loss_scale
-    assert np.all((scales >= 0.25) & (scales <= 2.0**24))
-    assert np.all(np.frexp(scales)[0] == 0.5)
 
 
 def test_steps_down_before_gradients_that_grow_overflow():
@@ -149,14 +104,6 @@ def test_short_intervals_release_by_what_they_say():
         assert (after.margin, after.peak) == (8.75, peak)
 
 
-def test_extreme_gradients_stay_within_bounds():
-    largest = np.finfo(np.float32).max
-    for grads in ([1e-38], [1e-45], [largest], [1e-38, largest, np.inf] * 5):
-        states, _ = run(HeadroomLossScale(release_steps=1), grads)
-        assert np.all((states.loss_scale >= 1) & (states.loss_scale <= 2.0**126))
-        assert np.all(np.isfinite(states.peak) & np.isfinite(states.margin))
-
-
 def test_a_storm_ends_at_the_minimum_and_recovers():
     scale = HeadroomLossScale(growth_interval=20)
     states, should_apply = run(scale, [np.nan] * 300 + [0.9] * 400)
@@ -165,43 +112,13 @@ def test_a_storm_ends_at_the_minimum_and_recovers():
     assert states.loss_scale[-1] == 2.0**14
 
 
-def test_a_tree_without_numbers_tells_nothing():
-    scale = HeadroomLossScale()
-    state, should_apply = scale.update({"a": None, "n": jnp.int32(3)}, scale.init())
-    assert state.loss_scale == 2.0**15
-    assert bool(should_apply)
-
-
-@pytest.mark.parametrize("field", ["loss_scale", "peak", "margin"])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e30, -1e30, 0.0])
-def test_a_state_restored_out_of_bounds_heals(field, bad):
-    scale = HeadroomLossScale(
-        max_scale=2.0**20, growth_interval=1, release_steps=1, hysteresis=0
-    )
-    for first in (jnp.inf, 0.0, 0.9):
-        state = scale.init()._replace(**{field: jnp.float32(bad)})
-        for gradient in [first] + [0.9] * 300:
-            state, _ = scale.update(gradient, state)
-            assert 1 <= state.loss_scale <= 2.0**20
-        assert float(state.loss_scale) == 2.0**15
-
-
-def test_a_state_of_python_numbers_becomes_one_of_arrays():
-    scale = HeadroomLossScale()
-    after, _ = scale.update(0.7, HeadroomLossScaleState(8.0, 0.0, 1.0, False))
-    assert signature(after) == signature(scale.init())
-
-
 @pytest.mark.parametrize(
     ("name", "bad", "error"),
     [
         ("min_margin", -1.0, ValueError),
         ("min_margin", np.inf, ValueError),
-        ("growth_interval", 0, ValueError),
         ("release_steps", 0, ValueError),
         ("hysteresis", -0.5, ValueError),
-        ("max_scale", 2.0**127, ValueError),
-        ("initial_scale", 0.5, ValueError),
         ("dtype", "float32", ValueError),
         ("dtype", None, ValueError),
         ("release_steps", True, TypeError),
@@ -212,21 +129,3 @@ def test_refuses(name, bad, error):
     with pytest.raises(error, match=name) as raised:
         HeadroomLossScale(**{name: bad})
     assert repr(bad) in str(raised.value)
-
-
-def test_configuration_round_trips():
-    scale = HeadroomLossScale(dtype=jnp.float8_e5m2, min_margin=2)
-    assert scale.get_config()["dtype"] == "float8_e5m2"
-    assert HeadroomLossScale.from_config(scale.get_config()) == scale
-
-
-def test_drives_an_optimizer():
-    optimizer = LossScaleOptimizer(optax.sgd(0.5), "headroom")
-    assert optimizer.dynamic
-    assert optimizer.dynamic_growth_steps == HeadroomLossScale().growth_interval
-    params = jnp.float32(1)
-    state = optimizer.init(params)
-    step = jax.jit(lambda p, s: optimizer.minimize(lambda p: 6.0 * p**2, p, s))
-    params, state, _ = step(params, state)
-    assert optimizer.current_loss_scale(state) < 2.0**15
-    assert optimizer.dynamic_counter(state) is None

@@ -1,15 +1,17 @@
 """Every rule keeps the promises of a loss scale."""
 
+import dataclasses
 import functools
 import inspect
 import json
+import pickle
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import SKIPS, assert_same_bits, scan_updates, signature
+from helpers import OUT_OF_BOUNDS, SKIPS, assert_same_bits, scan_updates, signature
 from jax.sharding import AxisType, PartitionSpec as P
 
 from benchmarks import hlo
@@ -34,6 +36,9 @@ RULES = {
 }
 BY_LARGEST = ["logmax", "headroom"]
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+every_adaptive_rule = pytest.mark.parametrize(
+    "rule", list(RULES.values())[1:], ids=list(RULES)[1:]
+)
 GRADS = jnp.array([1.0, 3.0, np.inf, np.nan, 0.0, 1e-30, 1e30, 0.01], jnp.float32)
 
 
@@ -53,12 +58,55 @@ def test_names(name):
     assert get_loss_scale(name) == RULES[name]
 
 
-@every_rule
+CONFIGURED = [
+    *RULES.values(),
+    FixedLossScale(8.0),
+    DynamicLossScale(
+        2.0**10, 7, 4.0, 0.25, 0.5, 2.0**20, hysteresis=3, consecutive_hysteresis=True
+    ),
+    LogMaxLossScale(dtype=jnp.float8_e5m2, deviations=2),
+    HeadroomLossScale(dtype=jnp.float8_e5m2, min_margin=2),
+]
+
+
+@pytest.mark.parametrize("rule", CONFIGURED, ids=repr)
 def test_configuration_survives_json(rule):
     config = json.loads(json.dumps(rule.get_config()))
     again = type(rule).from_config(config)
     assert again == rule
     assert hash(again) == hash(rule)
+    assert again.get_config() == config
+    assert {type(value) for value in config.values()} <= {int, float, bool, str}
+
+
+@pytest.mark.parametrize("rule", CONFIGURED, ids=repr)
+def test_is_frozen_picklable_and_no_pytree(rule):
+    assert pickle.loads(pickle.dumps(rule)) == rule
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rule.initial_scale = 3.0
+    assert jax.tree.leaves(rule) == [rule]
+
+
+SCALES = {
+    "initial_scale": [0.5, 0.0, 2.0**127],
+    "min_scale": [0.0, -1.0, np.nan],
+    "max_scale": [np.inf, 2.0**127],
+}
+BAD = {
+    **SCALES,
+    "growth_interval": [0, 1.5],
+    "growth_factor": [1.0],
+    "backoff_factor": [1.0],
+}
+
+
+@every_adaptive_rule
+def test_refuses_bounds_intervals_and_factors(rule):
+    for name in BAD.keys() & rule.get_config().keys():
+        for bad in BAD[name]:
+            with pytest.raises(ValueError, match=name) as error:
+                dataclasses.replace(rule, **{name: bad})
+            assert repr(bad) in str(error.value)
 
 
 @every_rule
@@ -72,13 +120,42 @@ def test_a_state_keeps_its_types(rule):
 
     state = rule.init()
     expected = signature(state)
+    assert not any(x.weak_type for x in jax.tree.leaves(state))
+    assert signature(rule(state)) == signature(jnp.float32(1))
+    assert rule.loss_scale(state) == rule(state)
+    assert signature(jax.eval_shape(rule.init)) == expected
     assert signature(jax.eval_shape(rule.update, GRADS[0], state)[0]) == expected
-    for grad in GRADS:
-        state, should_apply = step(grad, state)
-        assert signature(state) == expected
-        assert bool(should_apply) == bool(jnp.isfinite(grad))
-        assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(state))
+    for update in (rule.update, step):
+        for grad in GRADS:
+            state, should_apply = update(grad, state)
+            assert signature(state) == expected
+            assert signature(should_apply) == signature(jnp.ones((), bool))
+            assert bool(should_apply) == bool(jnp.isfinite(grad))
+            assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(state))
     assert len(traces) == 1
+
+
+@every_rule
+def test_a_state_of_python_numbers_becomes_one_of_arrays(rule):
+    numbers = jax.tree.map(lambda x: x.item(), rule.init())
+    for gradient in (1.0, jnp.nan):
+        expected = rule.update(gradient, rule.init())[0]
+        assert_same_bits(rule.update(gradient, numbers)[0], expected)
+
+
+@every_adaptive_rule
+def test_drives_an_optimizer(rule):
+    optimizer = LossScaleOptimizer(optax.sgd(0.5), rule)
+    assert optimizer.dynamic
+    assert optimizer.initial_scale == 2.0**15
+    assert optimizer.dynamic_growth_steps == rule.growth_interval
+    params = jnp.float32(1)
+    state = optimizer.init(params)
+    params, state, _ = optimizer.minimize(lambda p: 0.5 * p**2, params, state)
+    assert params == 0.5
+    assert_same_bits(state.loss_scale_state, rule.update(params * 2, rule.init())[0])
+    counter = optimizer.dynamic_counter(state)
+    assert counter == getattr(state.loss_scale_state, "good_steps", None)
 
 
 @pytest.mark.parametrize("rule", [*RULES.values(), FixedLossScale(8.0)], ids=repr)
@@ -113,11 +190,32 @@ def test_an_ensemble_has_a_scale_each(rule):
 
 
 @every_rule
-@pytest.mark.parametrize("tree", [None, {}, jnp.zeros((0, 3)), jnp.arange(3)])
-def test_a_tree_without_numbers_is_finite(rule, tree):
+@pytest.mark.parametrize(
+    "tree", [None, (), jnp.zeros((0, 3)), {"a": None, "b": jnp.arange(3)}], ids=repr
+)
+def test_a_tree_without_numbers_is_finite_and_tells_nothing(rule, tree):
     state, should_apply = rule.update(tree, rule.init())
     assert bool(should_apply)
     assert state.loss_scale == 2.0**15
+    assert getattr(state, "observations", 0) == 0
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        *RULES.values(),
+        LogMaxLossScale(powers_of_two=False),
+        HeadroomLossScale(release_steps=1),
+    ],
+    ids=repr,
+)
+def test_extreme_gradients_stay_within_bounds(rule):
+    largest = np.finfo(np.float32).max
+    for grads in ([1e-38], [1e-45], [largest], [1e-38, largest, np.inf] * 5):
+        grads = jnp.array(grads * 15, jnp.float32)[:15]  # of one length: one program
+        states, _ = scan_updates(rule, grads)
+        assert np.all((states.loss_scale >= 1) & (states.loss_scale <= 2.0**126))
+        assert all(np.all(np.isfinite(x)) for x in states)
 
 
 @pytest.mark.parametrize("name", BY_LARGEST)
@@ -282,3 +380,24 @@ def test_a_state_of_whatever_numbers_heals(rule):
         elif np.isfinite(grads).all():
             # The first state is not tampered with.
             assert np.all(scales[-1] == scales[-1, 0])
+
+
+@pytest.mark.parametrize("rule", QUICK_RULES.values(), ids=QUICK_RULES)
+def test_update_starts_from_the_scale_that_is_read(rule):
+    low = getattr(rule, "min_scale", 2.0**9)
+    high = getattr(rule, "max_scale", 2.0**9)
+
+    @jax.jit
+    def read_and_update(number, grad):
+        state = rule.init()._replace(loss_scale=number)
+        read = rule(state)
+        as_read = state._replace(loss_scale=read)
+        return read, rule.update(grad, state)[0], rule.update(grad, as_read)[0]
+
+    for restored in [*OUT_OF_BOUNDS, 0.25, 2.0**40]:
+        for grad in (1.0, np.inf):
+            args = jnp.float32(restored), jnp.float32(grad)
+            read, after, expected = read_and_update(*args)
+            assert read == np.fmin(np.fmax(restored, low), high)
+            assert rule(rule.init()._replace(loss_scale=args[0])) == read
+            assert_same_bits(after, expected)
