@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ROOT
+from helpers import ROOT, exhaustive_but
 
 from benchmarks import compile_time, hlo, report
 from benchmarks.measure import measure
@@ -106,12 +106,13 @@ CASES = [
     for workload, chosen in WORKLOADS.items()
     for name in list(chosen._replace(skips=SKIPS).systems())[1:]
 ]
+BY_DEFAULT = [("mlp", name) for name in ("minimize, auto", "jmp", "mpx", "Keras 3")]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
-@pytest.mark.parametrize(("workload", "name"), CASES)
-def test_every_system_trains_as_the_plain_one(name, workload):
+@pytest.mark.parametrize("case", exhaustive_but(CASES, BY_DEFAULT), ids="-".join)
+def test_every_system_trains_as_the_plain_one(case):
+    workload, name = case
     pytest.importorskip(MODULES.get(name, "jax"))
     chosen = WORKLOADS[workload]
     if (workload, name) == ("given", "Keras 3"):

@@ -13,11 +13,11 @@ import pytest
 from helpers import (
     INF,
     NAN,
-    SKIPS,
     WRAPS,
     as_bits,
     assert_same_bits,
     count_branches,
+    every_skip,
     signature,
 )
 from jax import lax
@@ -119,7 +119,7 @@ def stuck_after(scale, grads, **options):
     return lax.scan(step, optimizer.init(grads[0]), grads)[1].tolist()
 
 
-@pytest.mark.parametrize("skip", SKIPS)
+@every_skip
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 @pytest.mark.parametrize("way", WAYS)
 def test_step_by_step(way, wrap, skip):

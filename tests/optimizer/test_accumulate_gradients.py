@@ -16,6 +16,7 @@ from helpers import (
     WRAPS,
     assert_close,
     assert_same_bits,
+    every_skip,
     relaxed,
     signature,
 )
@@ -59,7 +60,7 @@ def train(optimizer, sizes, wrap=jax.jit):
 
 
 class TestWindows:
-    @pytest.mark.parametrize("skip", SKIPS)
+    @every_skip
     @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
     def test_finite_windows_are_large_batches(self, wrap, skip):
         scaler = LossScaleOptimizer(INNER, skip=skip)
@@ -73,7 +74,7 @@ class TestWindows:
         assert_same_bits(ends[0][0], PARAMS)
         assert_same_bits(ends[2][0], ends[1][0])
 
-    @pytest.mark.parametrize("skip", SKIPS)
+    @every_skip
     @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
     def test_a_non_finite_micro_batch_discards_its_window(self, wrap, skip):
         scaler = LossScaleOptimizer(INNER, skip=skip)
@@ -249,7 +250,7 @@ class TestState:
             updates, state = optimizer.update(jnp.complex64(grad), state, param)
         assert updates == -1 - 1.5j
 
-    @pytest.mark.parametrize("skip", SKIPS)
+    @every_skip
     def test_is_one_trace_and_a_legal_carry_and_donated(self, skip):
         scaler = LossScaleOptimizer(INNER, skip=skip)
         optimizer = accumulate_gradients(scaler, 3)
@@ -413,7 +414,7 @@ class TestManyDevices:
         assert [float(scale) for scale, _, _ in rows] == [1024] * 3 + [512] * 4 + [256]
 
     @pytest.mark.parametrize("when", ["every micro-batch", "once a window"])
-    @pytest.mark.parametrize("skip", SKIPS)
+    @every_skip
     def test_pmap(self, skip, when):
         once = when == "once a window"
         scaler, optimizer = self.optimizer(once, axis_name="batch", skip=skip)
@@ -429,7 +430,7 @@ class TestManyDevices:
         self.check(params, rows)
 
     @pytest.mark.parametrize("check_vma", [True, False])
-    @pytest.mark.parametrize("skip", SKIPS)
+    @every_skip
     def test_shard_map(self, skip, check_vma):
         scaler, optimizer = self.optimizer(axis_name="batch", skip=skip)
         mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
@@ -456,7 +457,7 @@ class TestManyDevices:
         self.check(params, rows)
 
     @pytest.mark.parametrize("check_vma", [True, False])
-    @pytest.mark.parametrize("skip", SKIPS)
+    @every_skip
     def test_sharded_parameters(self, skip, check_vma):
         _, optimizer = self.optimizer(axis_name="d", skip=skip)
         mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
@@ -488,7 +489,7 @@ class TestManyDevices:
         assert state.accumulated_grads.sharding.spec[0] == "d"
 
     @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-    @pytest.mark.parametrize("skip", SKIPS)
+    @every_skip
     def test_sharded_jit(self, skip, kind):
         scaler, optimizer = self.optimizer(skip=skip)
         mesh = jax.make_mesh((8,), ("batch",), axis_types=(kind,))

@@ -6,7 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import NAN, SKIPS, assert_same_bits, relaxed
+from helpers import (
+    NAN,
+    assert_same_bits,
+    every_skip,
+    relaxed,
+)
 
 from optax_lossscale import (
     LossScaleOptimizer,
@@ -84,7 +89,7 @@ class TestEquinox:
         assert loss == wanted
         assert state.last_step_applied
 
-    @pytest.mark.parametrize("skip", SKIPS)
+    @every_skip
     def test_minimize_under_filter_jit(self, init, skip):
         optimizer, model = LossScaleOptimizer(INNER, skip=skip), Model()
         state = optimizer.init(init(model))

@@ -5,7 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import SKIPS, WRAPS, assert_same_bits, relaxed, signature
+from helpers import (
+    WRAPS,
+    assert_same_bits,
+    every_skip,
+    relaxed,
+    signature,
+)
 
 from optax_lossscale import LossScaleOptimizer, accumulate_gradients
 
@@ -28,7 +34,7 @@ def train(optimizer, loss_fn, params, steps, wrap=lambda f: f):
 
 
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-@pytest.mark.parametrize("skip", SKIPS)
+@every_skip
 def test_momenta_of_large_gradients_do_not_overflow(wrap, skip):
     def loss_fn(params):
         return jnp.sum((params * jnp.float16(4e4)).astype(jnp.float32))

@@ -10,7 +10,16 @@ import numpy as np
 import optax
 import pytest
 import reference
-from helpers import INF, NAN, SKIPS, WRAPS, assert_close, relaxed, signature
+from helpers import (
+    INF,
+    NAN,
+    SKIPS,
+    WRAPS,
+    assert_close,
+    every_skip,
+    relaxed,
+    signature,
+)
 from hypothesis import given
 
 from optax_lossscale import (
@@ -128,7 +137,7 @@ class TestIsAGradientTransformation:
         assert "axis_name='i', skip='cond'" in text
 
 
-@pytest.mark.parametrize("skip", SKIPS)
+@every_skip
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 class TestDocumentedCases:
     def test_keras_example(self, wrap, skip):
@@ -189,7 +198,7 @@ def test_training_is_the_reference_step_by_step(run, skip, interval, hysteresis)
 class TestState:
     params = {"w": jnp.ones((3, 2), jnp.float32), "b": jnp.zeros(2, jnp.float32)}
 
-    @pytest.mark.parametrize("skip", SKIPS)
+    @every_skip
     def test_one_trace_over_a_jitted_loop(self, skip):
         traces = []
         optimizer = LossScaleOptimizer(
@@ -210,7 +219,7 @@ class TestState:
             params, state, _ = step(params, state, jnp.float32(factor))
         assert len(traces) == 1
 
-    @pytest.mark.parametrize("skip", SKIPS)
+    @every_skip
     def test_the_inner_optimizer_is_traced_once(self, skip):
         traces = []
 
@@ -223,7 +232,7 @@ class TestState:
         jax.jit(optimizer.update)(self.params, optimizer.init(self.params))
         assert len(traces) == 1
 
-    @pytest.mark.parametrize("skip", SKIPS)
+    @every_skip
     def test_is_a_legal_carry(self, skip):
         optimizer = LossScaleOptimizer(optax.sgd(0.1, 0.9), skip=skip)
         start = (self.params, optimizer.init(self.params))
@@ -240,7 +249,7 @@ class TestState:
         assert signature(scanned) == signature(start) == signature(looped)
         assert_close(scanned, looped)
 
-    @pytest.mark.parametrize("skip", SKIPS)
+    @every_skip
     def test_can_be_donated(self, skip):
         optimizer = LossScaleOptimizer(optax.sgd(0.1, 0.9), skip=skip)
         step = jax.jit(optimizer.apply_gradients, donate_argnums=(1, 2))
@@ -262,7 +271,7 @@ class TestState:
         assert state.last_step_applied.tolist() == [True, False, True]
         assert state.inner_state[0].trace[1].tolist() == [0, 0]
 
-    @pytest.mark.parametrize("skip", SKIPS)
+    @every_skip
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
     def test_half_precision_parameters(self, dtype, skip):
         # Adam's moments start in half precision, and float32 gradients widen them.
@@ -324,7 +333,7 @@ class TestState:
         assert params == empty
         assert state.last_step_applied
 
-    @pytest.mark.parametrize("skip", SKIPS)
+    @every_skip
     def test_integer_parameters_and_their_float0_gradients(self, skip):
         params = {"w": jnp.ones(2, jnp.float32), "n": jnp.arange(2), "none": None}
         float0 = np.zeros(2, jax.dtypes.float0)
@@ -424,7 +433,7 @@ class TestExtraArguments:
             updates, _ = optimizer.update(one, optimizer.init(one), value=3 * one)
             assert updates == expected
 
-    @pytest.mark.parametrize("skip", SKIPS)
+    @every_skip
     @pytest.mark.parametrize("has_aux", [False, True])
     def test_minimize_serves_line_searches(self, skip, has_aux):
         target = jnp.arange(3, dtype=jnp.float32)

@@ -15,8 +15,8 @@ import numpy as np
 import optax
 import pytest
 from helpers import (
-    SKIPS,
     assert_same_bits,
+    every_skip,
     plain_step,
     readme_blocks,
     scaled_step,
@@ -106,7 +106,7 @@ class TestEquivalence:
         assert max(scales) > scales[0] > min(scales)
         assert all(np.isfinite(x).all() for x in params.values())
 
-    @pytest.mark.parametrize("skip", SKIPS)
+    @every_skip
     def test_pmap(self, skip):
         params, state, rows = distributed.pmap(skip)
         check_devices_agree((params, state))
@@ -123,14 +123,14 @@ class TestEquivalence:
         assert_same_bits(params, distributed.pmap()[0])
 
     @pytest.mark.parametrize("check_vma", [True, False])
-    @pytest.mark.parametrize("skip", SKIPS)
+    @every_skip
     def test_shard_map(self, skip, check_vma):
         params, _, rows = distributed.shard_map(skip, check_vma)
         check_rows(rows)
         check_params(params, atol=1e-6)
 
     @pytest.mark.parametrize("kind", KINDS, ids=str)
-    @pytest.mark.parametrize("skip", SKIPS)
+    @every_skip
     def test_sharded_jit(self, skip, kind):
         params, _, rows = distributed.sharded_jit(skip, kind)
         check_rows(rows)
@@ -179,7 +179,7 @@ class TestShardedParameters:
 
     @pytest.mark.parametrize("check_vma", [True, False])
     @pytest.mark.parametrize("method", ["apply_gradients", "update"])
-    @pytest.mark.parametrize("skip", SKIPS)
+    @every_skip
     def test_an_inf_in_one_slice_skips_all(self, skip, method, check_vma):
         optimizer = LossScaleOptimizer(
             optax.sgd(0.5, 0.9), axis_name=("data", "model"), skip=skip
@@ -210,7 +210,7 @@ class TestShardedParameters:
 
 
 @pytest.mark.parametrize("returned", ["params", "all"])
-@pytest.mark.parametrize("skip", SKIPS)
+@every_skip
 def test_shard_map_refuses_devices_that_decide_apart(skip, returned):
     # Without axis_name: what is said to be replicated would differ between devices.
     optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9), skip=skip)
@@ -287,7 +287,7 @@ class TestShardedJit:
         text = jax.jit(step).lower(*shapes).compile().as_text()
         return [line for line in text.splitlines() if COLLECTIVES.search(line)]
 
-    @pytest.mark.parametrize("skip", SKIPS)
+    @every_skip
     def test_adds_one_scalar_reduction(self, kind, skip):
         mesh, params, x, loss_fn = self.setup(kind)
         inner = optax.sgd(0.1, 0.9)
@@ -345,7 +345,7 @@ class TestAxisName:
             assert not jax.jit(check)(x)
             assert jax.jit(check)(jnp.ones_like(x))
 
-    @pytest.mark.parametrize("skip", SKIPS)
+    @every_skip
     def test_some_gradients_differ_between_devices_and_some_agree(self, skip):
         mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
         optimizer = LossScaleOptimizer(optax.sgd(0.5), axis_name="d", skip=skip)
@@ -389,7 +389,7 @@ assert float(optimizer.current_loss_scale(state[1])) == float(scale) / 2
     run_two_processes(str(path))
 
 
-@pytest.mark.parametrize("skip", SKIPS)
+@every_skip
 def test_a_forgotten_axis_name_does_not_wait_for_ever(skip):
     """Devices decide apart. One that branched would not join the mean of the others."""
     if skip == "cond":

@@ -14,10 +14,10 @@ from helpers import (
     INF,
     NAN,
     RECIPES,
-    SKIPS,
     WRAPS,
     assert_close,
     assert_same_bits,
+    every_skip,
     signature,
 )
 from jax import lax
@@ -104,7 +104,7 @@ class TestMultiStepsInside:
     """`LossScaleOptimizer(optax.MultiSteps(inner, k))` leaves micro-batches out."""
 
     @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-    @pytest.mark.parametrize("skip", SKIPS)
+    @every_skip
     @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
     def test_finite_windows_are_large_batches(self, wrap, skip, step):
         optimizer = LossScaleOptimizer(optax.MultiSteps(INNER, 2), skip=skip)
@@ -116,7 +116,7 @@ class TestMultiStepsInside:
         check(ends[3][0], large[1][0])
 
     @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-    @pytest.mark.parametrize("skip", SKIPS)
+    @every_skip
     def test_a_non_finite_micro_batch_is_left_out(self, skip, step):
         optimizer = LossScaleOptimizer(optax.MultiSteps(INNER, 3), skip=skip)
         finite = [1.0, 2.0, 6.0, 4.0, 5.0, 9.0]
@@ -155,7 +155,7 @@ class TestMultiStepsInside:
         applied = [0, 3, 8]  # after one, two and three finite micro-batches
         assert [i for i, is_moved in enumerate(moved(ends)) if is_moved] == applied
 
-    @pytest.mark.parametrize("skip", SKIPS)
+    @every_skip
     def test_is_a_legal_carry(self, skip):
         optimizer = LossScaleOptimizer(optax.MultiSteps(INNER, 2), skip=skip)
         sizes = jnp.array([1, 2, NAN, 3, INF, 4, 5, 6], jnp.float32)

@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import INF, NAN, SKIPS, WRAPS, assert_same_bits, relaxed, signature
+from helpers import (
+    INF,
+    NAN,
+    WRAPS,
+    assert_same_bits,
+    every_skip,
+    relaxed,
+    signature,
+)
 from jax.sharding import AxisType, PartitionSpec as P
 
 from optax_lossscale import FixedLossScale, LossScaleOptimizer, check_health
@@ -26,7 +34,7 @@ def replace_updates():
 
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-@pytest.mark.parametrize("skip", SKIPS)
+@every_skip
 def test_skips_and_backs_off(skip, wrap, bad):
     optimizer = LossScaleOptimizer(replace_updates(), skip=skip, check_updates=True)
     step = wrap(lambda p, s, r: optimizer.apply_gradients(GOOD, p, s, returned=r))

@@ -10,7 +10,15 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import INF, NAN, SKIPS, WRAPS, assert_same_bits, relaxed, signature
+from helpers import (
+    INF,
+    NAN,
+    WRAPS,
+    assert_same_bits,
+    every_skip,
+    relaxed,
+    signature,
+)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from optax_lossscale import DynamicLossScale, LossScaleOptimizer
@@ -67,7 +75,7 @@ def test_each_of_200_leaves_is_named(value):
         assert found(state, params) == [(name, kind, *counts)]
 
 
-@pytest.mark.parametrize("skip", SKIPS)
+@every_skip
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 @pytest.mark.parametrize("call", ["update", "apply_gradients", "minimize"])
 def test_counts_and_remembers(call, wrap, skip):

@@ -10,7 +10,15 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import INF, NAN, SKIPS, WRAPS, assert_close, assert_same_bits, signature
+from helpers import (
+    INF,
+    NAN,
+    WRAPS,
+    assert_close,
+    assert_same_bits,
+    every_skip,
+    signature,
+)
 
 from optax_lossscale import (
     DynamicLossScale,
@@ -44,7 +52,7 @@ def scales(optimizer, state):
     return optimizer.current_loss_scale(state).tolist()
 
 
-@pytest.mark.parametrize("skip", SKIPS)
+@every_skip
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 class TestOneStep:
     def check(self, optimizer, step, wrap):
@@ -165,7 +173,7 @@ def test_every_rule_is_each_loss_alone(rule):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-@pytest.mark.parametrize("skip", SKIPS)
+@every_skip
 def test_a_sum_that_overflows_is_skipped_at_the_same_scales(skip, dtype):
     optimizer = two(DynamicLossScale(growth_interval=5), skip=skip, track_leaves=True)
     params = {"a": jnp.ones(2, dtype), "b": jnp.ones(2, dtype)}

@@ -11,7 +11,15 @@ import optax
 import pytest
 from flax import linen
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
-from helpers import INF, NAN, SKIPS, WRAPS, assert_same_bits, relaxed, signature
+from helpers import (
+    INF,
+    NAN,
+    WRAPS,
+    assert_same_bits,
+    every_skip,
+    relaxed,
+    signature,
+)
 from jax.experimental import sparse
 
 from optax_lossscale import LossScaleOptimizer, select_applied
@@ -27,7 +35,7 @@ def masked(mask=TREE, **options):
     return LossScaleOptimizer(optax.sgd(0.5, momentum=0.9), mask=mask, **options)
 
 
-@pytest.mark.parametrize("skip", SKIPS)
+@every_skip
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 class TestStep:
@@ -308,7 +316,7 @@ class TestSparse:
         assert found.data.dtype == jnp.float32
         assert_same_bits(found.indices, self.grads.indices)
 
-    @pytest.mark.parametrize("skip", SKIPS)
+    @every_skip
     def test_a_step_is_skipped(self, skip):
         optimizer = LossScaleOptimizer(optax.identity(), skip=skip)
         update = jax.jit(optimizer.update)

@@ -28,6 +28,10 @@ def exhaustive_but(values, by_default):
     ]
 
 
+# On CPU "cond" runs what "auto" does, but on devices that decide apart.
+every_skip = pytest.mark.parametrize("skip", exhaustive_but(SKIPS, ["auto", "where"]))
+
+
 def readme_blocks():
     """Returns the blocks of Python in the README."""
     text = (ROOT / "README.md").read_text()
