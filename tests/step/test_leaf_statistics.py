@@ -288,7 +288,7 @@ def test_errors_say_what_to_do():
         optimizer.update(GOOD, old)
     with pytest.raises(ValueError, match="track_leaves=True"):
         nonfinite_leaves(old, PARAMS)
-    with pytest.raises(ValueError, match=r"must have the 3 leaves .* got 1"):
+    with pytest.raises(ValueError, match=r"must have the 3 leaves .* but has 1"):
         nonfinite_leaves(state, PARAMS["a"])
     with pytest.raises(ValueError, match="exactly one LossScaleOptimizerState"):
         nonfinite_leaves(PARAMS, PARAMS)
