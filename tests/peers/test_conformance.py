@@ -8,6 +8,7 @@ scale and every decision to skip is the same.
 
 import ast
 import gzip
+import itertools
 import json
 import re
 from collections import Counter
@@ -148,11 +149,19 @@ def runs_of(name):
     ]
 
 
+def liveliest(runs):
+    """Returns the run in which the scale both rises and falls most often."""
+
+    def turns(run):
+        pairs = list(itertools.pairwise(run["scale"]))
+        return min(sum(a < b for a, b in pairs), sum(a > b for a, b in pairs))
+
+    return max(runs, key=turns)
+
+
 @pytest.mark.parametrize("name", COUNTS)
-def test_a_recorded_run_is_reproduced(name):
-    """The one in which the scale changes most often."""
-    runs = [run for run in runs_of(name) if run["id"] not in REFUSED_RUNS]
-    run = max(runs, key=lambda run: np.count_nonzero(np.diff(run["scale"])))
+def test_the_liveliest_run_is_reproduced(name):
+    run = liveliest(run for run in runs_of(name) if run["id"] not in REFUSED_RUNS)
     assert_reproduced(run, ours(run))
 
 
