@@ -18,6 +18,15 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("tests")
 
 
+def pytest_configure(config):
+    # All processes, and the next run, read what one of them has compiled.
+    if hasattr(config, "cache"):
+        folder = str(config.cache.mkdir("jax"))
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 def pytest_report_header():
     return f"jax {jax.__version__}, optax {optax.__version__}"
 

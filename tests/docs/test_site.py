@@ -1,0 +1,63 @@
+"""The site has every name, section, recipe and notebook; `.ci/run docs` builds it."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers import ROOT
+from test_docs import DIAGNOSTICS, PUBLIC
+
+DOCS = ROOT / "docs"
+SECTIONS = re.findall("^## (.*)", (ROOT / "README.md").read_text(), re.MULTILINE)
+# Pages that the build makes: of notebooks, and the lists of what is in a folder.
+NOTEBOOKS = {f"notebooks/{path.stem}.md" for path in ROOT.glob("notebooks/*.ipynb")}
+MADE = NOTEBOOKS | {"notebooks/index.md", "recipes/index.md"}
+PAGES = MADE | {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+
+
+def reachable(entry):
+    """Returns the pages that an entry of the navigation leads to."""
+    if isinstance(entry, dict):
+        entry = list(entry.values())
+    if isinstance(entry, list):
+        return set().union(*map(reachable, entry))
+    pattern = entry if entry.endswith((".md", "*")) else f"{entry}/*"
+    return {page for page in PAGES if Path(page).match(pattern)}
+
+
+def entries(entry):
+    if isinstance(entry, dict):
+        entry = list(entry.values())
+    if isinstance(entry, list):
+        return [text for item in entry for text in entries(item)]
+    return [entry]
+
+
+NAVIGATION = yaml.safe_load((DOCS / ".nav.yml").read_text())["nav"]
+
+
+def test_every_page_is_in_the_navigation():
+    assert len(NOTEBOOKS) >= 5
+    assert reachable(NAVIGATION) == PAGES
+
+
+@pytest.mark.parametrize("entry", entries(NAVIGATION))
+def test_navigation_leads_somewhere(entry):
+    assert reachable(entry)
+
+
+def test_every_public_name_is_in_the_reference_once():
+    pages = [path.read_text() for path in DOCS.glob("api/*.md")]
+    found = re.findall(r"^::: optax_lossscale\.(.*)", "\n".join(pages), re.MULTILINE)
+    diagnostics = [f"diagnostics.{name}" for name in DIAGNOSTICS]
+    assert sorted(found) == sorted([*(PUBLIC.keys() - DIAGNOSTICS), *diagnostics])
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_section_of_the_readme_is_on_a_page(section):
+    # A link to the section is pointed at the page of that name: see docs/_mkdocs.
+    name = section.lower().replace(" ", "-") + ".md"
+    page = next(DOCS.rglob(name), DOCS / "index.md").read_text()
+    included = re.findall("<!-- include README.md#(.+) -->", page)
+    assert section in included

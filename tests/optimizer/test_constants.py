@@ -1,0 +1,237 @@
+"""Parameters among which there are leaves that have no gradient."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import (
+    NAN,
+    assert_same_bits,
+    every_skip,
+    relaxed,
+)
+
+from optax_lossscale import (
+    LossScaleOptimizer,
+    accumulate_gradients,
+    diagnostics,
+)
+
+X = jnp.linspace(-1, 1, 12, dtype=jnp.float32).reshape(4, 3)
+
+
+class Model(eqx.Module):
+    """Has functions, strings, bools, Python numbers and integer arrays for leaves."""
+
+    mlp: eqx.nn.MLP
+    dropout: eqx.nn.Dropout
+    steps: jax.Array
+    name: str
+    scale: float = 2.0
+
+    def __init__(self):
+        self.mlp = eqx.nn.MLP(3, 2, 8, 1, dtype=jnp.float32, key=jax.random.key(0))
+        self.dropout = eqx.nn.Dropout(0.5)
+        self.steps = jnp.array([1, 2], jnp.int32)
+        self.name = "model"
+
+    def __call__(self, x):
+        return self.scale * jax.vmap(self.mlp)(x)
+
+
+def loss_fn(model, x):
+    return jnp.sum((model(x) - 1) ** 2)
+
+
+def loss_and_aux(model, x):
+    return loss_fn(model, x), {"twice": 2 * x, "kind": None}
+
+
+def trainable(model):
+    return eqx.filter(model, eqx.is_inexact_array)
+
+
+INNER = relaxed(optax.chain(optax.add_decayed_weights(0.1), optax.adam(0.01)))
+INITS = {"all": lambda model: model, "filtered": trainable}
+
+
+def plain(steps):
+    model, params = Model(), trainable(Model())
+    state = INNER.init(params)
+    for _ in range(steps):
+        loss, grads = eqx.filter_value_and_grad(loss_fn)(model, X)
+        updates, state = INNER.update(grads, state, trainable(model))
+        model = eqx.apply_updates(model, updates)
+    return model, loss
+
+
+def assert_same_model(actual, desired):
+    dynamic, static = eqx.partition(actual, eqx.is_array)
+    wanted, wanted_static = eqx.partition(desired, eqx.is_array)
+    assert_same_bits(dynamic, wanted)
+    # Functions are compared as such, and 0.5 is a Python number still.
+    assert eqx.tree_equal(static, wanted_static) is True
+
+
+@pytest.mark.parametrize("init", INITS.values(), ids=INITS)
+class TestEquinox:
+    def test_minimize(self, init):
+        optimizer, model = LossScaleOptimizer(INNER), Model()
+        state = optimizer.init(init(model))
+        for _ in range(3):
+            model, state, loss = optimizer.minimize(
+                loss_fn, model, state, X, transform=eqx.filter_value_and_grad
+            )
+        expected, wanted = plain(3)
+        assert_same_model(model, expected)
+        assert loss == wanted
+        assert state.last_step_applied
+
+    @every_skip
+    def test_minimize_under_filter_jit(self, init, skip):
+        optimizer, model = LossScaleOptimizer(INNER, skip=skip), Model()
+        state = optimizer.init(init(model))
+        traces = []
+
+        @eqx.filter_jit
+        def step(model, state, x):
+            traces.append(1)
+            return optimizer.minimize(
+                loss_and_aux,
+                model,
+                state,
+                x,
+                transform=eqx.filter_value_and_grad,
+                has_aux=True,
+            )
+
+        for _ in range(3):
+            model, state, (loss, aux) = step(model, state, X)
+        expected, wanted = plain(3)
+        for got, want in zip(
+            *(jax.tree.leaves(trainable(m)) for m in (model, expected)), strict=True
+        ):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+        assert (aux["twice"] == 2 * X).all()
+        assert len(traces) == 1
+        kept, skipped, _ = step(model, state, X * NAN)
+        assert_same_model(kept, model)
+        assert_same_bits(skipped.inner_state, state.inner_state)
+        assert not skipped.last_step_applied
+
+    def test_apply_gradients_and_update(self, init):
+        optimizer, model = LossScaleOptimizer(INNER), Model()
+        state = optimizer.init(init(model))
+        value_and_grad = optimizer.value_and_grad(
+            loss_fn, state, transform=eqx.filter_value_and_grad
+        )
+        _, grads = value_and_grad(model, X)
+        moved, after = optimizer.apply_gradients(grads, model, state)
+        assert_same_model(moved, plain(1)[0])
+        updates, again = optimizer.update(grads, state, model)
+        assert jax.tree.structure(updates) == jax.tree.structure(grads)
+        assert_same_model(eqx.apply_updates(model, updates), moved)
+        assert_same_bits(again, after)
+
+    def test_tracked_leaves_are_named(self, init):
+        optimizer, model = LossScaleOptimizer(INNER, track_leaves=True), Model()
+        state = optimizer.init(init(model))
+        model, state, _ = optimizer.minimize(
+            loss_fn, model, state, X * NAN, transform=eqx.filter_value_and_grad
+        )
+        names = [leaf.name for leaf in diagnostics.nonfinite_leaves(state, init(model))]
+        assert "params.mlp.layers[0].weight" in names
+        assert all(name.startswith("params.mlp.layers") for name in names)
+
+    def test_accumulation(self, init):
+        scaler, model = LossScaleOptimizer(INNER), Model()
+        optimizer = accumulate_gradients(scaler, 2)
+        state = optimizer.init(init(model))
+        for _ in range(2):
+            _, grads = scaler.value_and_grad(
+                loss_fn, state, transform=eqx.filter_value_and_grad
+            )(model, X)
+            updates, state = optimizer.update(grads, state, init(model))
+            model = eqx.apply_updates(model, updates)
+        assert_same_model(model, plain(1)[0])
+
+    def test_a_line_search(self, init):
+        model = Model()
+        optimizer = LossScaleOptimizer(relaxed(optax.lbfgs()))
+        state = optimizer.init(init(model))
+        losses = []
+        for _ in range(3):
+            model, state, loss = optimizer.minimize(
+                loss_fn, model, state, X, transform=eqx.filter_value_and_grad
+            )
+            losses.append(float(loss))
+        assert losses[0] > losses[1] > losses[2]
+
+
+def test_none_for_a_whole_branch():
+    params = {
+        "w": jnp.ones(2, jnp.float32),
+        "frozen": {"a": jnp.ones(3, jnp.float32), "b": (jnp.ones(1, jnp.float32), "x")},
+    }
+    optimizer = LossScaleOptimizer(optax.sgd(0.5, momentum=0.9))
+    state = optimizer.init(params)
+    grads = {"w": jnp.ones(2, jnp.float32), "frozen": None}
+    moved, state = optimizer.apply_gradients(grads, params, state)
+    assert moved["w"].tolist() == [0.5, 0.5]
+    assert moved["frozen"] is not None
+    assert_same_bits(moved["frozen"]["a"], params["frozen"]["a"])
+    assert moved["frozen"]["b"][1] == "x"
+
+
+def test_python_numbers_with_gradients_are_parameters():
+    optimizer = LossScaleOptimizer(optax.sgd(0.25))
+    params = {"a": 1.0, "b": jnp.float32(2)}
+    state = optimizer.init(params)
+    params, state, loss = optimizer.minimize(
+        lambda p: p["a"] ** 2 + p["b"], params, state
+    )
+    assert (loss, params["a"], params["b"]) == (3, 0.5, 1.75)
+
+
+class WithInteger(eqx.Module):
+    """Has an integer field that is not static, as is common."""
+
+    w: jax.Array
+    heads: int = 4
+
+    def __call__(self, x):
+        return x @ self.w / self.heads
+
+
+def test_an_integer_field_and_clipping_by_the_global_norm():
+    inner = relaxed(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.01)))
+    optimizer = LossScaleOptimizer(inner)
+    model = WithInteger(jnp.ones(3, jnp.float32))
+    state = optimizer.init(model)
+    moved, state, _ = optimizer.minimize(
+        lambda model, x: jnp.sum(model(x) ** 2),
+        model,
+        state,
+        X,
+        transform=eqx.filter_value_and_grad,
+    )
+    assert state.last_step_applied
+    assert moved.heads == 4
+    assert type(moved.heads) is int
+    np.testing.assert_allclose(abs(moved.w - model.w), np.full(3, 0.01), rtol=1e-3)
+
+
+def test_none_for_a_whole_branch_with_tracked_leaves():
+    optimizer = LossScaleOptimizer(optax.sgd(0.5), track_leaves=True)
+    params = {
+        "a": jnp.ones(2, jnp.float32),
+        "b": {"x": jnp.ones(1, jnp.float32), "y": jnp.ones(1, jnp.float32)},
+    }
+    state = optimizer.init(params)
+    grads = {"a": jnp.array([1, NAN], jnp.float32), "b": None}
+    _, state = optimizer.apply_gradients(grads, params, state)
+    (found,) = diagnostics.nonfinite_leaves(state, params)
+    assert found.name == "params['a']"

@@ -1,0 +1,137 @@
+"""Half-precision parameters: the inner optimizer computes in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import (
+    WRAPS,
+    assert_same_bits,
+    every_skip,
+    relaxed,
+    signature,
+)
+
+from optax_lossscale import LossScaleOptimizer, accumulate_gradients
+
+HALVES = ["float16", "bfloat16"]
+
+
+def in_float32(tree):
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
+def train(optimizer, loss_fn, params, steps, wrap=lambda f: f):
+    step = wrap(lambda params, state: optimizer.minimize(loss_fn, params, state))
+    state = optimizer.init(params)
+    before = signature(state)
+    for _ in range(steps):
+        params, state, _ = step(params, state)
+        assert signature(state) == before
+        assert state.last_step_applied
+    return params
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+@every_skip
+def test_momenta_of_large_gradients_do_not_overflow(wrap, skip):
+    def loss_fn(params):
+        return jnp.sum((params * jnp.float16(4e4)).astype(jnp.float32))
+
+    inner = optax.sgd(1e-6, momentum=0.9)
+    optimizer = LossScaleOptimizer(inner, initial_scale=1.0, skip=skip)
+    params = train(optimizer, loss_fn, jnp.zeros(1, jnp.float16), 3, wrap)
+    # 1, 1.9 and 2.71 times the gradient, 4e4, and the rate.
+    np.testing.assert_allclose(params, [-0.2244], rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_momenta_of_small_gradients_do_not_vanish(dtype):
+    def loss_fn(params):
+        return jnp.sum(1e-8 * params.astype(jnp.float32))
+
+    inner = optax.sgd(1e4, momentum=0.9)
+    start = jnp.zeros(1, dtype)
+    params = train(LossScaleOptimizer(inner), loss_fn, start, 100, jax.jit)
+    # Rounded to the dtype after each step, but nothing else is lost.
+    expected, state = start, inner.init(in_float32(start))
+    for _ in range(100):
+        updates, state = inner.update(jnp.float32([1e-8]), state)
+        expected = (in_float32(expected) + updates).astype(dtype)
+    np.testing.assert_array_equal(params, expected)
+    if dtype == "float16":
+        np.testing.assert_allclose(params, [-0.0905], rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_squares_of_small_gradients_do_not_vanish(dtype):
+    def loss_fn(params):
+        return jnp.sum(1e-6 * params.astype(jnp.float32))
+
+    optimizer = LossScaleOptimizer(relaxed(optax.adam(0.25)))
+    params = train(optimizer, loss_fn, jnp.zeros(1, dtype), 2)
+    # Adam's steps are as long as the rate, by gradients of whatever size; epsilon
+    # takes a hundredth of it.
+    np.testing.assert_allclose(in_float32(params), [-0.495], rtol=2e-2)
+
+
+def test_under_strict_promotion():
+    inner = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9))
+    optimizer = LossScaleOptimizer(inner, initial_scale=2.0**10)
+    params = jnp.ones(2, jnp.float16)
+    with jax.numpy_dtype_promotion("strict"):
+        params, state, _ = optimizer.minimize(
+            lambda p: jnp.sum(p.astype(jnp.float32) ** 2),
+            params,
+            optimizer.init(params),
+        )
+    assert state.last_step_applied
+    assert np.all(np.abs(in_float32(params)) < 1)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_updates_of_half_precision_gradients_are_rounded_at_last(dtype):
+    """As Optax's own optimizers return the dtype that they are given."""
+    inner = relaxed(optax.adam(0.25))
+    optimizer, params = LossScaleOptimizer(inner), jnp.ones(2, dtype)
+    grads = jnp.asarray([1e-4, -3.0], dtype)
+    updates, state = optimizer.update(grads, optimizer.init(params), params)
+    wide = in_float32((grads, params))
+    expected, inner_state = inner.update(wide[0], inner.init(wide[1]), wide[1])
+    assert_same_bits(updates, expected.astype(dtype))
+    assert_same_bits(state.inner_state, inner_state)
+
+
+def test_a_line_search_evaluates_what_it_returns():
+    seen = []
+
+    def loss_fn(params):
+        seen.append(params.dtype)
+        return jnp.sum((params.astype(jnp.float32) - 1) ** 2)
+
+    optimizer = LossScaleOptimizer(relaxed(optax.lbfgs()), initial_scale=2.0**10)
+    params = train(optimizer, loss_fn, jnp.zeros(3, jnp.float16), 3, jax.jit)
+    np.testing.assert_allclose(params, np.ones(3), rtol=1e-3)
+    assert set(seen) == {jnp.dtype("float16")}
+
+
+def test_accumulated_gradients():
+    scaler = LossScaleOptimizer(optax.sgd(0.5, momentum=0.9))
+    optimizer = accumulate_gradients(scaler, 2)
+    params = jnp.ones(1, jnp.float16)
+    state = optimizer.init(params)
+    for _ in range(2):
+        grads = jnp.full(1, 1e-7, jnp.float32)
+        updates, state = optimizer.update(grads, state, params)
+    assert updates.dtype == jnp.float32
+    np.testing.assert_allclose(updates, [-0.5e-7], rtol=1e-6)
+
+
+def test_what_a_narrower_state_is_asked_for_is_kept():
+    optimizer = LossScaleOptimizer(relaxed(optax.adam(0.1, mu_dtype="bfloat16")))
+    params = jnp.ones(2, jnp.float32)
+    state = optimizer.init(params)
+    assert state.inner_state[0].mu.dtype == jnp.bfloat16
+    _, after = optimizer.update(params, state, params)
+    assert signature(after) == signature(state)

@@ -1,0 +1,459 @@
+"""The optimizer itself: construction, steps, skips, states."""
+
+import copy
+import pickle
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+from helpers import (
+    INF,
+    NAN,
+    SKIPS,
+    WRAPS,
+    assert_close,
+    every_skip,
+    relaxed,
+    signature,
+)
+from hypothesis import given
+
+from optax_lossscale import (
+    DynamicLossScale,
+    FixedLossScale,
+    LossScaleOptimizer,
+    LossScaleOptimizerState,
+)
+
+
+def square(x):
+    return x**2
+
+
+class TestConstruction:
+    def test_default_is_dynamic(self):
+        assert LossScaleOptimizer(optax.sgd(1.0)).loss_scale == DynamicLossScale()
+
+    def test_keras_arguments(self):
+        made = LossScaleOptimizer(
+            optax.sgd(1.0), initial_scale=8.0, dynamic_growth_steps=3
+        )
+        assert made.loss_scale == DynamicLossScale(8.0, 3)
+        made = LossScaleOptimizer(optax.sgd(1.0), dynamic=False, initial_scale=8.0)
+        assert made.loss_scale == FixedLossScale(8.0)
+
+    @pytest.mark.parametrize(
+        ("options", "error", "message"),
+        [
+            ({"loss_scale": 8, "initial_scale": 8}, ValueError, "not both"),
+            ({"loss_scale": 8, "dynamic": False}, ValueError, "not both"),
+            ({"loss_scale": 8, "dynamic_growth_steps": 8}, ValueError, "not both"),
+            ({"dynamic": False}, ValueError, "needs initial_scale"),
+            (
+                {"dynamic": False, "initial_scale": 8, "dynamic_growth_steps": 9},
+                ValueError,
+                "takes no dynamic_growth_steps.*=9",
+            ),
+            ({"dynamic_growth_steps": 0}, ValueError, "dynamic_growth_steps.*got 0"),
+            ({"dynamic_growth_steps": "9"}, TypeError, "dynamic_growth_steps.*'9'"),
+            ({"initial_scale": 0.5}, ValueError, "initial_scale.*0.5"),
+            ({"initial_scale": -1}, ValueError, "initial_scale.*-1"),
+            ({"initial_scale": True}, TypeError, "initial_scale.*True"),
+            (
+                {"dynamic": False, "initial_scale": 0.5},
+                ValueError,
+                "initial_scale must be at least 1",
+            ),
+            ({"dynamic": 1}, TypeError, "dynamic must be True or False, got 1"),
+            ({"loss_scale": 0.5}, ValueError, "at least 1"),
+            ({"loss_scale": "static"}, ValueError, '"logmax", got .static.'),
+            ({"loss_scale": jnp.float32(8)}, ValueError, "static_args"),
+            ({"skip": "never"}, ValueError, "skip must be .*'never'"),
+            ({"axis_name": ["batch"]}, TypeError, "axis_name.*batch"),
+        ],
+    )
+    def test_refuses_invalid_arguments(self, options, error, message):
+        with pytest.raises(error, match=message):
+            LossScaleOptimizer(optax.sgd(1.0), **options)
+
+    @pytest.mark.parametrize("bad", [None, 3, "sgd", [optax.sgd(1.0)], object()])
+    def test_refuses_what_is_no_optimizer(self, bad):
+        with pytest.raises(TypeError, match=r"inner_optimizer must be an optax\."):
+            LossScaleOptimizer(bad)
+
+    def test_says_so_when_the_optimizer_was_not_called(self):
+        with pytest.raises(TypeError, match="Call it to make an optimizer"):
+            LossScaleOptimizer(optax.sgd)
+
+    def test_refuses_to_scale_twice(self):
+        scaler = LossScaleOptimizer(optax.sgd(1.0))
+        with pytest.raises(TypeError, match="scaling twice"):
+            LossScaleOptimizer(scaler)
+        hidden = LossScaleOptimizer(optax.chain(optax.clip(1.0), scaler))
+        with pytest.raises(TypeError, match="scaling twice"):
+            hidden.init(jnp.ones(3))
+
+
+class TestIsAGradientTransformation:
+    optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9), 8, axis_name="i", skip="cond")
+
+    def test_by_type_and_by_unpacking(self):
+        assert isinstance(self.optimizer, optax.GradientTransformationExtraArgs)
+        init, update = LossScaleOptimizer(optax.sgd(0.5))
+        updates, state = update(jnp.float32(2), init(jnp.float32(1)))
+        assert updates == -1
+        assert isinstance(state, LossScaleOptimizerState)
+
+    def test_copies_and_equality(self):
+        for clone in (copy.copy(self.optimizer), copy.deepcopy(self.optimizer)):
+            assert clone == self.optimizer
+            assert hash(clone) == hash(self.optimizer)
+            assert (clone != self.optimizer) is False
+        for other in (
+            LossScaleOptimizer(optax.sgd(0.5, 0.9), 8, axis_name="i", skip="cond"),
+            LossScaleOptimizer(self.optimizer.inner_optimizer, 8, skip="cond"),
+            self.optimizer.inner_optimizer,
+        ):
+            assert other != self.optimizer
+
+    def test_pickles_with_what_it_wraps(self):
+        # Functions of modules, as pickle does not take those that Optax makes.
+        inner = optax.GradientTransformation(optax.init_empty_state, max)
+        optimizer = LossScaleOptimizer(inner, DynamicLossScale(8.0))
+        assert pickle.loads(pickle.dumps(optimizer)) == optimizer
+
+    def test_is_a_constant_of_tree_functions_and_jit(self):
+        assert jax.tree.leaves(self.optimizer) == []
+        same = jax.tree.map(lambda x: x + 1, {"tx": self.optimizer, "n": 1})
+        assert same == {"tx": self.optimizer, "n": 2}
+
+    def test_repr_shows_the_configuration(self):
+        text = repr(self.optimizer)
+        assert "FixedLossScale(loss_scale_value=8.0" in text
+        assert "axis_name='i', skip='cond'" in text
+
+
+@every_skip
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+class TestDocumentedCases:
+    def test_keras_example(self, wrap, skip):
+        optimizer = LossScaleOptimizer(optax.sgd(0.25), skip=skip)
+        var = jnp.float32(1)
+        state = optimizer.init(var)
+        minimize = wrap(lambda v, s: optimizer.minimize(square, v, s))
+        var, state, loss = minimize(var, state)
+        assert (var, loss) == (0.5, 1)
+        scaled = optimizer.get_scaled_loss(square(var), state)
+        assert scaled == 8192
+        grad = jax.grad(optimizer.get_scaled_loss(square, state))(var)
+        assert grad == 32768
+        grad = optimizer.get_unscaled_gradients(grad, state)
+        var, state = wrap(optimizer.apply_gradients)(grad, var, state)
+        assert var == 0.25
+
+    def test_momentum_survives_a_skip(self, wrap, skip):
+        optimizer = LossScaleOptimizer(
+            optax.sgd(0.5, momentum=0.9), initial_scale=8.0, skip=skip
+        )
+        update = wrap(optimizer.update)
+        param = jnp.float32(1)
+        state = optimizer.init(param)
+        params, scales = [], []
+        for gradient in (1, INF, 1, NAN, 1):
+            updates, state = update(jnp.float32(gradient), state, param)
+            param = optax.apply_updates(param, updates)
+            params.append(float(param))
+            scales.append(float(optimizer.current_loss_scale(state)))
+        np.testing.assert_allclose(params, [0.5, 0.5, -0.45, -0.45, -1.805], rtol=1e-6)
+        assert scales == [8, 4, 4, 2, 2]
+
+
+gradients = st.lists(
+    st.floats(-100, 100, width=32) | st.sampled_from([INF, -INF, NAN, 0.0, -0.0]),
+    max_size=20,
+)
+
+
+@given(gradients, st.sampled_from(SKIPS), st.integers(1, 3), st.integers(1, 2))
+def test_training_is_the_reference_step_by_step(run, skip, interval, hysteresis):
+    scale = DynamicLossScale(8.0, growth_interval=interval, hysteresis=hysteresis)
+    optimizer = LossScaleOptimizer(optax.sgd(0.5, momentum=0.5), scale, skip=skip)
+    rule = reference.Dynamic(8.0, interval, hysteresis=hysteresis)
+    oracle = reference.MomentumSGD(rule, 1.0, 0.5, 0.5)
+    param = jnp.float32(1)
+    state = optimizer.init(param)
+    for gradient in run:
+        param, state = optimizer.apply_gradients(jnp.float32(gradient), param, state)
+        assert float(param) == oracle.step(gradient)
+        assert float(optimizer.current_loss_scale(state)) == rule.loss_scale
+        assert state.last_step_applied == np.isfinite(gradient)
+        assert state.skipped_steps == oracle.skipped
+        assert state.consecutive_skipped_steps == oracle.consecutive
+
+
+class TestState:
+    params = {"w": jnp.ones((3, 2), jnp.float32), "b": jnp.zeros(2, jnp.float32)}
+
+    @every_skip
+    def test_one_trace_over_a_jitted_loop(self, skip):
+        traces = []
+        optimizer = LossScaleOptimizer(
+            relaxed(optax.adam(0.1)), DynamicLossScale(growth_interval=2), skip=skip
+        )
+
+        @jax.jit
+        def step(params, state, factor):
+            traces.append(1)
+
+            def loss(params):
+                return factor * sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
+
+            return optimizer.minimize(loss, params, state)
+
+        params, state = self.params, optimizer.init(self.params)
+        for factor in (1.0, NAN, 1.0, 1.0, INF, 1.0):
+            params, state, _ = step(params, state, jnp.float32(factor))
+        assert len(traces) == 1
+
+    @every_skip
+    def test_the_inner_optimizer_is_traced_once(self, skip):
+        traces = []
+
+        def update(updates, state, params=None):
+            traces.append(1)
+            return updates, state
+
+        inner = optax.GradientTransformation(lambda params: jnp.zeros(3), update)
+        optimizer = LossScaleOptimizer(inner, skip=skip)
+        jax.jit(optimizer.update)(self.params, optimizer.init(self.params))
+        assert len(traces) == 1
+
+    @every_skip
+    def test_is_a_legal_carry(self, skip):
+        optimizer = LossScaleOptimizer(optax.sgd(0.1, 0.9), skip=skip)
+        start = (self.params, optimizer.init(self.params))
+
+        def step(carry, _):
+            return optimizer.apply_gradients(self.params, *carry), None
+
+        scanned, _ = jax.lax.scan(step, start, length=3)
+        looped = jax.lax.while_loop(
+            lambda carry: carry[1].loss_scale_state.good_steps < 3,
+            lambda carry: step(carry, None)[0],
+            start,
+        )
+        assert signature(scanned) == signature(start) == signature(looped)
+        assert_close(scanned, looped)
+
+    @every_skip
+    def test_can_be_donated(self, skip):
+        optimizer = LossScaleOptimizer(optax.sgd(0.1, 0.9), skip=skip)
+        step = jax.jit(optimizer.apply_gradients, donate_argnums=(1, 2))
+        carry = jax.tree.map(jnp.copy, (self.params, optimizer.init(self.params)))
+        for _ in range(3):
+            donated, carry = carry, step(self.params, *carry)
+            assert all(x.is_deleted() for x in jax.tree.leaves(donated[0]))
+
+    def test_an_ensemble_has_a_scale_each(self):
+        optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9))
+        params = jnp.ones((3, 2), jnp.float32)
+        grads = jnp.ones((3, 2), jnp.float32).at[1, 0].set(NAN)
+        state = jax.vmap(optimizer.init)(params)
+        step = jax.jit(jax.vmap(optimizer.apply_gradients))
+        params, state = step(grads, params, state)
+        assert params.tolist() == [[0.5, 0.5], [1, 1], [0.5, 0.5]]
+        scales = optimizer.current_loss_scale(state)
+        assert scales.tolist() == [2**15, 2**14, 2**15]
+        assert state.last_step_applied.tolist() == [True, False, True]
+        assert state.inner_state[0].trace[1].tolist() == [0, 0]
+
+    @every_skip
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+    def test_half_precision_parameters(self, dtype, skip):
+        # Adam's moments start in half precision, and float32 gradients widen them.
+        params = jax.tree.map(lambda x: x.astype(dtype), self.params)
+        optimizer = LossScaleOptimizer(relaxed(optax.adam(0.1)), skip=skip)
+        start = (params, optimizer.init(params))
+        step = jax.jit(optimizer.apply_gradients)
+        carry = start
+        for factor in (1, NAN, 1):
+            grads = jax.tree.map(lambda x, f=factor: x * f, self.params)
+            carry = step(grads, *carry)
+            assert signature(carry) == signature(start)
+        assert step._cache_size() == 1
+        assert (carry[0]["w"] < 1).all()
+
+    def test_python_numbers_as_parameters(self):
+        optimizer = LossScaleOptimizer(optax.sgd(0.25))
+        state = optimizer.init({"x": 1.0})
+        step = jax.jit(lambda p, s: optimizer.minimize(lambda p: p["x"] ** 2, p, s))
+        params, state, _ = step({"x": 1.0}, state)
+        params, state, loss = step(params, state)
+        assert (params["x"], loss) == (0.25, 0.25)
+
+    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+    def test_a_restored_state_of_python_numbers(self, wrap):
+        schedule = optax.piecewise_constant_schedule(1.0, {1: 0.5, 2: 0.5})
+        optimizer = LossScaleOptimizer(relaxed(optax.sgd(schedule)))
+        start = optimizer.init(jnp.float32(1))
+        state = jax.tree.map(lambda x: x.item(), start)
+        update = wrap(optimizer.update)
+        seen = []
+        for _ in range(3):
+            updates, state = update(jnp.float32(1), state)
+            seen.append(float(updates))
+        assert seen == [-1, -0.5, -0.25]
+        if not jax.config.jax_enable_x64:  # where Python's integers are int64
+            assert signature(state) == signature(start)
+
+    def test_numpy_parameters(self):
+        optimizer = LossScaleOptimizer(optax.sgd(0.5))
+        params = {"w": np.ones(3)}
+        params, _, loss = optimizer.minimize(
+            lambda p: jnp.sum(p["w"] ** 2), params, optimizer.init(params)
+        )
+        assert params["w"].tolist() == [0, 0, 0]
+        assert loss == 3
+
+    def test_no_value_leaves_the_device(self):
+        optimizer = LossScaleOptimizer(optax.sgd(0.5))
+        step = jax.jit(lambda p, s: optimizer.minimize(square, p, s))
+        carry = step(jnp.float32(1), optimizer.init(jnp.float32(1)))[:2]
+        with jax.transfer_guard("disallow"):
+            step(*carry)
+
+    @pytest.mark.parametrize("empty", [(), {}, None, {"a": None}])
+    def test_empty_trees(self, empty):
+        optimizer = LossScaleOptimizer(optax.sgd(0.1))
+        params, state = optimizer.apply_gradients(empty, empty, optimizer.init(empty))
+        assert params == empty
+        assert state.last_step_applied
+
+    @every_skip
+    def test_integer_parameters_and_their_float0_gradients(self, skip):
+        params = {"w": jnp.ones(2, jnp.float32), "n": jnp.arange(2), "none": None}
+        float0 = np.zeros(2, jax.dtypes.float0)
+        optimizer = LossScaleOptimizer(
+            optax.masked(optax.scale(-0.5), {"w": True, "n": False, "none": False}),
+            skip=skip,
+        )
+        for wrap in WRAPS.values():
+            state = optimizer.init(params)
+            for factor, expected in ((1, 0.5), (NAN, 1)):
+                grads = {"w": factor * params["w"], "n": float0, "none": None}
+                updates, _ = wrap(optimizer.update)(grads, state, params)
+                assert updates["w"].tolist() == [expected - 1] * 2
+                assert updates["n"].dtype == jax.dtypes.float0
+                assert updates["none"] is None
+                new, _ = wrap(optimizer.apply_gradients)(grads, params, state)
+                assert new["w"].tolist() == [expected] * 2
+                assert new["n"].tolist() == [0, 1]
+                assert new["n"].dtype == params["n"].dtype
+
+    def test_abstract_init(self):
+        optimizer = LossScaleOptimizer(relaxed(optax.adam(0.1)))
+        shapes = jax.eval_shape(optimizer.init, self.params)
+        assert signature(shapes) == signature(optimizer.init(self.params))
+
+    @pytest.mark.parametrize("method", ["update", "apply_gradients", "minimize"])
+    def test_a_state_of_others_is_refused(self, method):
+        optimizer = LossScaleOptimizer(optax.sgd(0.1))
+        chained = optax.chain(optimizer, optax.scale(1.0)).init(self.params)
+        arguments = {
+            "update": (self.params, chained),
+            "apply_gradients": (self.params, self.params, chained),
+            "minimize": (lambda p: jnp.sum(p["w"]), self.params, chained),
+        }
+        with pytest.raises(ValueError, match="must be the LossScaleOptimizerState"):
+            getattr(optimizer, method)(*arguments[method])
+
+
+class TestExtraArguments:
+    def test_reach_the_inner_optimizer(self):
+        seen = {}
+
+        def update(updates, state, params=None, **extra_args):
+            seen.update(extra_args)
+            return updates, state
+
+        inner = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+        optimizer = LossScaleOptimizer(inner)
+        one = jnp.float32(1)
+        state = optimizer.init(one)
+        for call in (optimizer.update, jax.jit(optimizer.update, static_argnames="f")):
+            seen.clear()
+            call(one, state, value=one, note={"a": one}, f=max)
+            assert seen.keys() == {"value", "note", "f"}
+            assert seen["f"] is max
+        seen.clear()
+        optimizer.apply_gradients(one, one, state, value=one)
+        assert seen == {"value": 1}
+
+    def test_minimize_passes_what_is_taken(self):
+        seen = {}
+
+        def update(updates, state, params=None, *, value):
+            seen.update(value=value)
+            return updates, state
+
+        # Against Optax's convention it takes no others; optax.contrib.sam is such.
+        inner = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+        optimizer = LossScaleOptimizer(inner)
+        optimizer.minimize(square, jnp.float32(3), optimizer.init(None))
+        assert seen == {"value": 9}
+
+    def test_are_dropped_for_one_that_takes_none(self):
+        optimizer = LossScaleOptimizer(optax.scale(-1.0))
+        one = jnp.float32(1)
+        assert optimizer.update(one, optimizer.init(one), value=one)[0] == -1
+
+    def test_an_object_with_init_and_update(self):
+        class Plain:
+            def init(self, params):
+                return ()
+
+            def update(self, updates, state, params=None):
+                return -updates, state
+
+        class Extra(Plain):
+            def update(self, updates, state, params=None, **extra_args):
+                return -updates * extra_args["value"], state
+
+        class Named(Plain):
+            def update(self, updates, state, params=None, *, value):
+                return -updates * value, state
+
+        one = jnp.float32(1)
+        for inner, expected in ((Plain(), -1), (Extra(), -3), (Named(), -3)):
+            optimizer = LossScaleOptimizer(inner)
+            updates, _ = optimizer.update(one, optimizer.init(one), value=3 * one)
+            assert updates == expected
+
+    @every_skip
+    @pytest.mark.parametrize("has_aux", [False, True])
+    def test_minimize_serves_line_searches(self, skip, has_aux):
+        target = jnp.arange(3, dtype=jnp.float32)
+
+        def loss(params, target, *, offset):
+            value = jnp.sum((params - target) ** 2) + offset
+            return (value, params) if has_aux else value
+
+        optimizer = LossScaleOptimizer(relaxed(optax.lbfgs()), skip=skip)
+
+        @jax.jit
+        def step(params, state):
+            with jax.numpy_dtype_promotion("standard"):
+                return optimizer.minimize(
+                    loss, params, state, target, has_aux=has_aux, offset=2.0
+                )
+
+        params = jnp.zeros(3, jnp.float32)
+        state = optimizer.init(params)
+        for _ in range(4):
+            params, state, value = step(params, state)
+        assert (value[0] if has_aux else value) == 2
+        np.testing.assert_allclose(params, target, atol=1e-6)

@@ -1,0 +1,229 @@
+"""Flax, jmp and Optax next to ours: the same gradients, step by step."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import peers
+import pytest
+from flax.training.dynamic_scale import DynamicScale
+from helpers import INF, NAN, assert_same_bits, exhaustive_but, signature
+
+from optax_lossscale import LossScaleOptimizer
+
+# The large one overflows by itself once the scale is large, and only then.
+GRADIENTS = [1.0, 0.5, -2.0, 2.0**100, INF, -INF, NAN]
+FINITE_MOSTLY = [0.3, 0.2, 0.2, 0.2, 0.04, 0.03, 0.03]
+LEARNING_RATE = 0.25
+
+
+@pytest.fixture(autouse=True)
+def standard_dtype_promotion():
+    """Peers promote dtypes as JAX does by default."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def random_gradients(runs=100, steps=60):
+    rng = np.random.default_rng(0)
+    return jnp.float32(rng.choice(GRADIENTS, (runs, steps), p=FINITE_MOSTLY))
+
+
+def loss_fn(param, gradient):
+    return param * gradient
+
+
+def train(step, state, gradients):
+    """Takes the steps of many runs: a scan for each, all in one jitted call."""
+
+    @jax.jit
+    @jax.vmap
+    def run(gradients):
+        return jax.lax.scan(step, (jnp.float32(1), state), gradients)[1]
+
+    return run(gradients)
+
+
+def train_ours(loss_scale, gradients):
+    optimizer = LossScaleOptimizer(optax.sgd(LEARNING_RATE), loss_scale)
+
+    def step(carry, gradient):
+        param, state, _ = optimizer.minimize(loss_fn, *carry, gradient)
+        scale = optimizer.current_loss_scale(state)
+        return (param, state), (param, scale, state.last_step_applied)
+
+    return train(step, optimizer.init(jnp.float32(1)), gradients)
+
+
+def flax_step(carry, gradient):
+    param, scaler = carry
+    scaler, finite, _, grad = scaler.value_and_grad(loss_fn)(param, gradient)
+    param = jnp.where(finite, param - LEARNING_RATE * grad, param)
+    return (param, scaler), (param, scaler.scale, finite)
+
+
+def jmp_step(carry, gradient):
+    import jmp
+
+    param, scaler = carry
+    grad = jax.grad(lambda p: scaler.scale(loss_fn(p, gradient)))(param)
+    grad = scaler.unscale(grad)
+    finite = jmp.all_finite(grad)
+    param = jmp.select_tree(finite, param - LEARNING_RATE * grad, param)
+    scaler = scaler.adjust(finite)
+    return (param, scaler), (param, scaler.loss_scale, finite)
+
+
+def assert_skips_and_changes(results):
+    """Asserts that the gradients have put a scale to the test."""
+    _, scale, applied = results
+    assert 0.02 < np.mean(~applied) < 0.9
+    assert np.any(np.diff(scale) > 0)
+    assert np.any(np.diff(scale) < 0)
+
+
+FLAX = [
+    {"scale": 8.0, "growth_interval": 1},
+    {"scale": 2.0**26, "growth_interval": 0, "minimum_scale": 2.0**24},
+    {"growth_interval": 2, "growth_factor": 8.0, "backoff_factor": 0.25},
+    {"scale": 4.0, "growth_interval": 5, "minimum_scale": None},
+]
+
+
+@pytest.mark.parametrize("arguments", exhaustive_but(FLAX, FLAX[:1]), ids=repr)
+def test_flax(arguments):
+    scaler = DynamicScale(**arguments)
+    typed = scaler.replace(fin_steps=jnp.int32(0), scale=jnp.float32(scaler.scale))
+    theirs = train(flax_step, typed, random_gradients())
+    assert_same_bits(train_ours(peers.flax(**arguments), random_gradients()), theirs)
+    assert_skips_and_changes(theirs)
+
+
+@pytest.mark.exhaustive
+def test_flax_under_pmap():
+    devices = 4
+    gradients = random_gradients(devices)
+
+    def flax_train_step(param, scaler, gradient):
+        grad_fn = scaler.value_and_grad(loss_fn, axis_name="batch")
+        scaler, finite, loss, grad = grad_fn(param, gradient)
+        param = jnp.where(finite, param - LEARNING_RATE * grad, param)
+        return param, scaler, loss, scaler.scale
+
+    optimizer = LossScaleOptimizer(
+        optax.sgd(LEARNING_RATE), peers.flax(growth_interval=2), axis_name="batch"
+    )
+
+    def train_step(average, param, state, gradient):
+        loss, grad = optimizer.value_and_grad(loss_fn, state)(param, gradient)
+        if average:
+            grad = jax.lax.pmean(grad, "batch")
+        param, state = optimizer.apply_gradients(grad, param, state)
+        return param, state, loss, optimizer.current_loss_scale(state)
+
+    def train(step, state):
+        state = jnp.float32(1), state
+        state = jax.tree.map(lambda x: jnp.stack([x] * devices), state)
+        step = jax.pmap(step, "batch", devices=jax.devices()[:devices])
+        found = []
+        for gradient in gradients.T:
+            *state, loss, scale = step(*state, gradient)
+            found.append((state[0], loss, scale))
+        return jax.tree.map(lambda *x: np.stack(x), *found)
+
+    scaler = DynamicScale(fin_steps=jnp.int32(0), growth_interval=2)
+    scaler = scaler.replace(scale=jnp.float32(scaler.scale))
+    theirs = train(flax_train_step, scaler)
+    averaged, forgotten = (
+        train(functools.partial(train_step, average), optimizer.init(jnp.float32(1)))
+        for average in (True, False)
+    )
+    assert_same_bits(averaged, theirs)
+    for _, _, scale in (averaged, forgotten):
+        assert np.any(np.diff(scale, axis=0) > 0)
+        assert np.any(np.diff(scale, axis=0) < 0)
+        assert np.all(scale == scale[:, :1])
+    assert np.all(averaged[0] == averaged[0][:, :1])
+    # Nothing tells of a forgotten pmean but the parameters: each device has its own.
+    assert np.any(forgotten[0] != forgotten[0][:, :1])
+
+
+JMP = [
+    {"loss_scale": 8.0, "period": 2},
+    {"loss_scale": 2.0**26, "period": 1, "factor": 4},
+    {"loss_scale": 2.0**30, "period": 5},
+]
+
+
+@pytest.mark.parametrize("arguments", exhaustive_but(JMP, JMP[:1]), ids=repr)
+def test_jmp(arguments):
+    jmp = pytest.importorskip("jmp")
+
+    start = jnp.float32(arguments["loss_scale"])
+    scaler = jmp.DynamicLossScale(**arguments | {"loss_scale": start})
+    theirs = train(jmp_step, jax.tree.map(jnp.asarray, scaler), random_gradients())
+    assert_same_bits(train_ours(peers.jmp(**arguments), random_gradients()), theirs)
+    assert_skips_and_changes(theirs)
+
+
+def both_apply_if_finite(max_consecutive_errors, gradients):
+    """Returns what each of the two has after each step, in the same order."""
+    inner = optax.adam(LEARNING_RATE)
+    theirs = optax.apply_if_finite(inner, max_consecutive_errors)
+    loss_scale = peers.optax_apply_if_finite(max_consecutive_errors)
+    ours = LossScaleOptimizer(inner, loss_scale)
+
+    def their_step(carry, gradient):
+        param, state = carry
+        updates, state = theirs.update(gradient, state, param)
+        carry = optax.apply_updates(param, updates), state
+        counts = state.notfinite_count, state.total_notfinite
+        return carry, (carry[0], state.inner_state, state.last_finite, *counts)
+
+    def our_step(carry, gradient):
+        param, state = ours.apply_gradients(gradient, *carry)
+        counts = state.consecutive_skipped_steps, state.skipped_steps
+        return (param, state), (
+            param,
+            state.inner_state,
+            state.last_step_applied,
+            *counts,
+        )
+
+    one = jnp.float32(1)
+    return (
+        train(their_step, theirs.init(one), gradients),
+        train(our_step, ours.init(one), gradients),
+    )
+
+
+def test_apply_if_finite():
+    theirs, ours = both_apply_if_finite(1000, random_gradients())
+    assert signature(ours) == signature(theirs)
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        # Compiled, the two programs may be fused differently; flags and counts agree.
+        inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5 if inexact else 0)
+    assert theirs[3].max() > 1
+
+
+def test_apply_if_finite_gives_in_and_ours_does_not():
+    gradients = jnp.array([[1.0, NAN, NAN, NAN, 1.0]], jnp.float32)
+    theirs, ours = both_apply_if_finite(2, gradients)
+    np.testing.assert_allclose(ours[0][:, :3], theirs[0][:, :3], rtol=1e-5)
+    assert np.isnan(theirs[0][:, 3:]).all()
+    assert np.isfinite(ours[0]).all()
+
+
+def test_defaults_are_theirs():
+    jmp = pytest.importorskip("jmp")
+    for ours, theirs in (
+        (peers.flax, DynamicScale()),
+        (peers.jmp, jmp.DynamicLossScale(jnp.float32(2.0**15))),
+    ):
+        for parameter in inspect.signature(ours).parameters.values():
+            if parameter.name != "dtype":
+                assert parameter.default == getattr(theirs, parameter.name)

@@ -1,0 +1,352 @@
+"""Training goes on from a checkpoint as if it had never stopped."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import serialization
+from helpers import INF, ROOT, SUPPORT, assert_same_bits, signature
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from optax_lossscale import (
+    DynamicLossScale,
+    FixedLossScale,
+    LossScaleOptimizer,
+    import_state,
+)
+
+PARAMS = {"w": jnp.arange(16.0).reshape(8, 2), "b": jnp.zeros(2)}
+GOOD = jax.tree.map(jnp.ones_like, PARAMS)
+BAD = GOOD | {"b": GOOD["b"] * INF}
+
+
+@pytest.fixture(autouse=True)
+def standard_dtype_promotion():
+    """These libraries promote dtypes as JAX does by default."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def through_orbax(saved, like, path):
+    with ocp.CheckpointManager(path / "orbax") as manager:
+        manager.save(1, args=ocp.args.StandardSave(saved))
+        manager.wait_until_finished()
+        like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        return manager.restore(1, args=ocp.args.StandardRestore(like))
+
+
+def through_flax(saved, like, path):
+    path.mkdir(exist_ok=True)
+    file = path / "checkpoint.msgpack"
+    file.write_bytes(serialization.to_bytes(saved))
+    return serialization.from_bytes(like, file.read_bytes())
+
+
+LIBRARIES = pytest.mark.parametrize(
+    "library", [through_orbax, through_flax], ids=["orbax", "flax"]
+)
+
+
+def run(path, devices, *death):
+    """Runs the page on checkpoints, and returns what its two trainings began at.
+
+    Args:
+      path: The working directory.
+      devices: The number of devices that are simulated.
+      *death: When the process is to die; see `checkpointing.main`.
+
+    Returns:
+      The first step of each training that it came to.
+    """
+    environment = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    result = subprocess.run(
+        [sys.executable, "-W", "error", str(SUPPORT / "checkpointing.py"), *death],
+        cwd=path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == (-signal.SIGKILL if death else 0), result.stdout
+    return [int(step) for step in re.findall(r"^from step (\d+)$", result.stdout, re.M)]
+
+
+def results(path):
+    """Returns the final states of a run: of Orbax, of flax.serialization."""
+    names = ("state", "restored")
+    files = [(path / f"{name}.msgpack").read_bytes() for name in names]
+    return [serialization.msgpack_restore(file) for file in files]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="simulates devices")
+def test_a_killed_run_goes_on_to_the_same_end(tmp_path):
+    whole, killed, fewer = (tmp_path / name for name in ("whole", "killed", "fewer"))
+    whole.mkdir()
+    killed.mkdir()
+    with ThreadPoolExecutor() as pool:
+        whole_run = pool.submit(run, whole, 8)
+        assert run(killed, 8, "step 24:", "1") == [0]
+        shutil.copytree(killed, fewer)
+        orbax_step, flax_step = run(killed, 8, "step 24:", "2")
+        # What was being saved in the background may be lost, but is never half there.
+        assert orbax_step in (14, 21)
+        assert flax_step == 0
+        shutil.copy(killed / "checkpoint.msgpack", fewer)
+        saved = (fewer / "checkpoint.msgpack").read_bytes()
+        assert whole_run.result() == [0, 0]
+        fewer_run = pool.submit(run, fewer, 2)
+        assert run(killed, 8) == [56, 21]
+        assert fewer_run.result() == [orbax_step, 21]
+    expected = results(whole)
+    assert_same_bits(results(killed), expected)
+    assert_same_bits(expected[0], expected[1])
+    for state in results(fewer):
+        scaling, wanted = state["opt_state"], expected[0]["opt_state"]
+        moments = scaling.pop("inner_state"), dict(wanted).pop("inner_state")
+        assert_same_bits(scaling, {k: wanted[k] for k in scaling})
+        assert moments[0]["0"]["count"] == moments[1]["0"]["count"]
+        # Gradients are float16, and their sums are rounded in another order.
+        for name, param in state["params"].items():
+            wanted_param = expected[0]["params"][name]
+            np.testing.assert_allclose(param, wanted_param, atol=0.01)
+            assert np.any(param != wanted_param)
+    # The run was one that skips, and it was killed in the middle of an interval.
+    assert 0 < expected[0]["opt_state"]["skipped_steps"] < 20
+    saved = serialization.msgpack_restore(saved)
+    assert 0 < saved["opt_state"]["loss_scale_state"]["good_steps"] < 10
+
+
+@LIBRARIES
+def test_restores_in_the_middle_of_an_interval(library, tmp_path):
+    loss_scale = DynamicLossScale(2.0**10, 3, hysteresis=2)
+    optimizer = LossScaleOptimizer(optax.adam(0.1), loss_scale)
+    traces = []
+
+    @jax.jit
+    def update(grads, state):
+        traces.append(1)
+        return optimizer.update(grads, state)
+
+    state = optimizer.init(PARAMS)
+    for grads in (GOOD, BAD, GOOD, GOOD):
+        _, state = update(grads, state)
+    restored = library(state, optimizer.init(PARAMS), tmp_path)
+    assert_same_bits(restored, state)
+    assert restored.loss_scale_state.good_steps == 2
+    assert restored.loss_scale_state.hysteresis_left == 1
+    for grads in (GOOD, BAD, BAD, GOOD):
+        _, state = update(grads, state)
+        _, restored = update(grads, restored)
+        assert_same_bits(restored, state)
+    assert restored.loss_scale_state.loss_scale == 2**10
+    assert restored.skipped_steps == 3
+    assert len(traces) == 1
+    assert signature(restored) == signature(state)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+def test_orbax_restores_on_fewer_devices(tmp_path):
+    optimizer = LossScaleOptimizer(optax.adam(0.1))
+
+    def place(tree, count):
+        devices = jax.devices()[:count]
+        mesh = jax.make_mesh((count,), ("x",), (AxisType.Auto,), devices=devices)
+        specs = jax.tree.map(lambda x: P("x") if x.ndim == 2 else P(), tree)
+        return jax.device_put(
+            tree, jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
+        )
+
+    _, state = optimizer.update(GOOD, optimizer.init(PARAMS))
+    like = place(optimizer.init(PARAMS), 2)
+    restored = through_orbax(place(state, 8), like, tmp_path)
+    assert_same_bits(restored, state)
+    pairs = zip(jax.tree.leaves(restored), jax.tree.leaves(like), strict=True)
+    for x, y in pairs:
+        assert x.sharding == y.sharding
+
+
+class TestOtherHyperparameters:
+    """What holds on restoring is said in a table of docs/recipes/checkpoints.md."""
+
+    SAVED = DynamicLossScale(2.0**10, growth_interval=10, max_scale=2.0**20)
+
+    def after(self, path, library, steps, *, begin=7, saved=SAVED, **hyperparameters):
+        """Restores with other hyperparameters, and returns the scales from then on."""
+        old = LossScaleOptimizer(optax.sgd(0.1), saved)
+        state = old.init(PARAMS)
+        for _ in range(begin):
+            _, state = old.update(GOOD, state)
+        config = saved.get_config() | hyperparameters
+        new = LossScaleOptimizer(optax.sgd(0.1), DynamicLossScale.from_config(config))
+        state = library(state, new.init(PARAMS), path)
+        scales = [float(new.current_loss_scale(state))]
+        for grads in steps:
+            _, state = new.update(grads, state)
+            scales.append(float(new.current_loss_scale(state)))
+        return scales
+
+    @LIBRARIES
+    @pytest.mark.parametrize(
+        ("changed", "steps", "scales"),
+        [
+            ({}, [GOOD] * 4, [1024, 1024, 1024, 2048, 2048]),
+            ({"growth_interval": 3}, [GOOD] * 4, [1024, 2048, 2048, 2048, 4096]),
+            ({"growth_interval": 7}, [BAD, GOOD], [1024, 512, 512]),
+            ({"initial_scale": 4.0}, [GOOD, GOOD], [1024, 1024, 1024]),
+            ({"initial_scale": 4.0, "max_scale": 64.0}, [GOOD, BAD], [64, 64, 32]),
+            ({"initial_scale": 2.0**20, "min_scale": 2.0**14}, [GOOD], [2**14] * 2),
+            (
+                {"hysteresis": 3},
+                [BAD] * 2 + [GOOD] * 10,
+                [1024, 512] + [256] * 10 + [512],
+            ),
+        ],
+    )
+    def test_restored_state_wins(self, tmp_path, library, changed, steps, scales):
+        assert self.after(tmp_path, library, steps, **changed) == scales
+
+    def test_hysteresis_holds_once_the_scale_has_grown(self, tmp_path):
+        steps = [GOOD] * 3 + [BAD] * 3
+        scales = self.after(tmp_path, through_flax, steps, hysteresis=3)
+        assert scales == [1024] * 3 + [2048] * 3 + [1024]
+        saved = DynamicLossScale(2.0**10, hysteresis=3)
+        options = {"saved": saved, "hysteresis": 1}
+        scales = self.after(tmp_path, through_flax, [BAD] * 4, **options)
+        assert scales == [1024, 512, 256, 128, 64]
+
+
+class Other(NamedTuple):
+    """A state that lacks a field."""
+
+    loss_scale: Any
+    good_steps: Any
+
+
+class TestOtherStates:
+    """A state of another kind is refused, and all ways to go on with it work."""
+
+    DYNAMIC = LossScaleOptimizer(optax.adam(0.1))
+    FIXED = LossScaleOptimizer(optax.adam(0.1), FixedLossScale(8.0, True))
+
+    @LIBRARIES
+    @pytest.mark.parametrize(
+        ("saved", "like", "missing"),
+        [
+            (FIXED.init(PARAMS), DYNAMIC.init(PARAMS), "good_steps"),
+            (DYNAMIC.init(PARAMS), FIXED.init(PARAMS), "good_steps"),
+            (
+                optax.adam(0.1).init(PARAMS),
+                DYNAMIC.init(PARAMS),
+                "inner_state|tree structures do not match",
+            ),
+            (
+                DYNAMIC.init(PARAMS)._asdict() | {"loss_scale_state": Other(8.0, 0)},
+                DYNAMIC.init(PARAMS)._asdict(),
+                "hysteresis_left",
+            ),
+        ],
+        ids=["fixed", "dynamic", "no scaling", "without a field"],
+    )
+    def test_another_kind_is_refused(self, tmp_path, library, saved, like, missing):
+        with pytest.raises(ValueError, match=missing):
+            library(saved, like, tmp_path)
+
+    def test_another_shape(self, tmp_path):
+        # A single array: Orbax gives up at once, and its reads of others then fail in
+        # the background, at any later time.
+        like = self.FIXED.loss_scale.init()
+        saved = like._replace(loss_scale=jnp.ones(3))
+        with pytest.raises(ValueError, match=r"\(\) is not compatible .* \(3,\)"):
+            through_orbax(saved, like, tmp_path)
+        assert through_flax(saved, like, tmp_path).loss_scale.shape == (3,)
+
+    @pytest.mark.parametrize("call", ["update", "apply_gradients"])
+    def test_a_step_says_what_is_wrong(self, call):
+        dynamic, fixed = self.DYNAMIC.init(PARAMS), self.FIXED.init(PARAMS)
+        several = LossScaleOptimizer(optax.adam(0.1), num_losses=3).init(PARAMS)
+        as_dict = dynamic._replace(loss_scale_state=dynamic.loss_scale_state._asdict())
+
+        def step(optimizer, state):
+            trees = (GOOD, state) if call == "update" else (GOOD, PARAMS, state)
+            getattr(optimizer, call)(*trees)
+
+        for optimizer, state, wanted in [
+            (self.DYNAMIC, fixed, r"LossScaleState\(.*good.* a FixedLossScaleState\("),
+            (self.FIXED, dynamic, r"FixedLossScaleState\(loss_scale\).* good_steps"),
+            (self.DYNAMIC, as_dict, "hysteresis_left.* got a dict"),
+            (self.DYNAMIC, several, r"loss_scale must be of shape \(\), got \(3,\)"),
+            *(
+                (
+                    self.DYNAMIC,
+                    dynamic._replace(**{name: value}),
+                    rf"state\.{name} must be of shape \(\), got {shape}",
+                )
+                for name in dynamic._fields[2:7]
+                for value, shape in [(jnp.ones(3, int), r"\(3,\)"), (None, "None")]
+            ),
+        ]:
+            with pytest.raises(ValueError, match=wanted):
+                step(optimizer, state)
+
+    @LIBRARIES
+    def test_a_tree_of_dicts_is_no_state(self, tmp_path, library):
+        if library is through_orbax:
+            through_orbax(
+                self.DYNAMIC.init(PARAMS), self.DYNAMIC.init(PARAMS), tmp_path
+            )
+            with ocp.CheckpointManager(tmp_path / "orbax") as manager:
+                restored = manager.restore(1, args=ocp.args.StandardRestore())
+        else:
+            saved = serialization.to_bytes(self.DYNAMIC.init(PARAMS))
+            restored = serialization.msgpack_restore(saved)
+        with pytest.raises(ValueError, match=r"LossScaleOptimizerState .* got dict"):
+            self.DYNAMIC.update(GOOD, restored, PARAMS)
+
+    @LIBRARIES
+    def test_ways_to_go_on(self, tmp_path, library):
+        _, fixed = self.FIXED.update(GOOD, self.FIXED.init(PARAMS))
+        restored = library(fixed, self.FIXED.init(PARAMS), tmp_path / "fixed")
+        loss_scale_state = self.DYNAMIC.loss_scale.init()
+        state = restored._replace(loss_scale_state=loss_scale_state)
+        assert signature(state) == signature(self.DYNAMIC.init(PARAMS))
+        assert self.DYNAMIC.current_loss_scale(state) == 2**15
+        assert state.inner_state[0].count == 1
+        _, state = self.DYNAMIC.update(BAD, state)
+        assert self.DYNAMIC.current_loss_scale(state) == 2**14
+
+        plain = optax.adam(0.1)
+        _, inner_state = plain.update(GOOD, plain.init(PARAMS))
+        restored = library(inner_state, plain.init(PARAMS), tmp_path / "plain")
+        state = self.DYNAMIC.init(PARAMS)._replace(inner_state=restored)
+        _, state = self.DYNAMIC.update(GOOD, state)
+        assert state.inner_state[0].count == 2
+
+    @LIBRARIES
+    def test_the_state_of_another_library(self, tmp_path, library):
+        loss_scale, imported = import_state(
+            {"scale": 64.0, "_growth_tracker": 9},
+            growth_interval=10,
+            growth_factor=2.0,
+            backoff_factor=0.5,
+        )
+        optimizer = LossScaleOptimizer(optax.adam(0.1), loss_scale)
+        state = optimizer.init(PARAMS)._replace(loss_scale_state=imported)
+        state = library(state, optimizer.init(PARAMS), tmp_path)
+        _, state = optimizer.update(GOOD, state)
+        assert optimizer.current_loss_scale(state) == 128

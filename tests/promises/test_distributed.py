@@ -1,0 +1,414 @@
+"""Many devices: all skip together, and train as one device does."""
+
+import functools
+import os
+import re
+import socket
+import subprocess
+import sys
+import warnings
+
+import distributed
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import (
+    assert_same_bits,
+    every_skip,
+    plain_step,
+    readme_blocks,
+    scaled_step,
+)
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from optax_lossscale import LossScaleOptimizer, all_finite
+
+KINDS = [AxisType.Auto, AxisType.Explicit]
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+
+
+@functools.cache
+def expected():
+    return distributed.one_device()
+
+
+def check_rows(rows):
+    """Checks the scale, the skip and the counter of every step, on every device."""
+    for row, wanted in zip(rows, expected()[2], strict=True):
+        for value, one in zip(row, wanted, strict=True):
+            np.testing.assert_array_equal(value, np.broadcast_to(one, value.shape))
+
+
+def check_params(params, **options):
+    for name, wanted in expected()[0].items():
+        np.testing.assert_allclose(params[name], wanted, **options)
+
+
+def check_devices_agree(tree):
+    for leaf in jax.tree.leaves(tree):
+        for device in leaf[1:]:
+            np.testing.assert_array_equal(device, leaf[0])
+
+
+def run_two_processes(*command):
+    """Runs a script in two processes of four devices each, which find each other."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "",
+        "JAX_NUM_CPU_DEVICES": "4",
+    }
+    # On a cluster jax.distributed.initialize finds its arguments by itself.
+    launcher = f"""
+import functools, runpy, sys, jax
+rank = int(sys.argv.pop(1))
+jax.distributed.initialize = functools.partial(
+    jax.distributed.initialize, "127.0.0.1:{port}", 2, rank
+)
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", launcher, str(rank), *command],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=120)
+            assert process.returncode == 0, output
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+class TestEquivalence:
+    """Fifty steps, six of which overflow, against the same on one device."""
+
+    def test_the_run_overflows_and_grows_as_it_should(self):
+        params, state, rows = expected()
+        assert [not applied for _, applied, _ in rows] == [
+            step in distributed.OVERFLOWS for step in range(distributed.STEPS)
+        ]
+        assert state.skipped_steps == len(distributed.OVERFLOWS)
+        scales = [float(scale) for scale, _, _ in rows]
+        assert max(scales) > scales[0] > min(scales)
+        assert all(np.isfinite(x).all() for x in params.values())
+
+    @every_skip
+    def test_pmap(self, skip):
+        params, state, rows = distributed.pmap(skip)
+        check_devices_agree((params, state))
+        check_rows(rows)
+        check_params({k: v[0] for k, v in params.items()}, atol=1e-6)
+
+    def test_pmap_with_flax_replicate(self):
+        from flax import jax_utils
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            params, _, rows = distributed.pmap(replicate=jax_utils.replicate)
+        check_rows(rows)
+        assert_same_bits(params, distributed.pmap()[0])
+
+    @pytest.mark.parametrize("check_vma", [True, False])
+    @every_skip
+    def test_shard_map(self, skip, check_vma):
+        params, _, rows = distributed.shard_map(skip, check_vma)
+        check_rows(rows)
+        check_params(params, atol=1e-6)
+
+    @pytest.mark.parametrize("kind", KINDS, ids=str)
+    @every_skip
+    def test_sharded_jit(self, skip, kind):
+        params, _, rows = distributed.sharded_jit(skip, kind)
+        check_rows(rows)
+        check_params(params, atol=1e-6)
+
+    @pytest.mark.exhaustive
+    def test_two_processes(self, tmp_path):
+        run_two_processes(distributed.__file__, str(tmp_path / "run"))
+        runs = [dict(np.load(tmp_path / f"run.{rank}.npz")) for rank in range(2)]
+        assert_same_bits(runs[0], runs[1])
+        rows = (runs[0][name] for name in ("scales", "applied", "skipped"))
+        check_rows(zip(*rows, strict=True))
+        # Between processes the sums are in another order than within one.
+        check_params(runs[0], atol=1e-6)
+        params, _, _ = distributed.sharded_jit()
+        for name, param in params.items():
+            np.testing.assert_allclose(runs[0][name], param, atol=1e-6)
+
+
+class TestShardedParameters:
+    """Each device holds a slice of parameters, gradients and inner state."""
+
+    params = jnp.arange(8 * 6, dtype=jnp.float32).reshape(8, 6) / 10
+
+    def step(self, optimizer, method, check_vma, in_state):
+        mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        specs = jax.tree.map(lambda x: P("model") if x.ndim else P(), in_state)
+        slices = P("model")
+
+        def apply(params, state, grads):
+            return optimizer.apply_gradients(grads, params, state)
+
+        def update(params, state, grads):
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        return jax.jit(
+            jax.shard_map(
+                {"apply_gradients": apply, "update": update}[method],
+                mesh=mesh,
+                in_specs=(slices, specs, slices),
+                out_specs=(slices, specs),
+                check_vma=check_vma,
+            )
+        )
+
+    @pytest.mark.parametrize("check_vma", [True, False])
+    @pytest.mark.parametrize("method", ["apply_gradients", "update"])
+    @every_skip
+    def test_an_inf_in_one_slice_skips_all(self, skip, method, check_vma):
+        optimizer = LossScaleOptimizer(
+            optax.sgd(0.5, 0.9), axis_name=("data", "model"), skip=skip
+        )
+        plain = LossScaleOptimizer(optax.sgd(0.5, 0.9))
+        state = wanted_state = optimizer.init(self.params)
+        step = self.step(optimizer, method, check_vma, state)
+        params = wanted = self.params
+        for bad in (None, (7, 5), (0, 0), None):
+            grads = jnp.ones_like(params)
+            grads = grads if bad is None else grads.at[bad].set(jnp.inf)
+            params, state = step(params, state, grads)
+            wanted, wanted_state = plain.apply_gradients(grads, wanted, wanted_state)
+            np.testing.assert_allclose(params, wanted, rtol=1e-6)
+        assert state.skipped_steps == 2
+        assert optimizer.current_loss_scale(state) == 2**13
+        assert state.inner_state[0].trace.sharding.spec[0] == "model"
+
+    def test_without_axis_name_the_slices_would_part(self):
+        # The bug that axis_name is for, as the notebook shows it.
+        optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9))
+        state = optimizer.init(self.params)
+        step = self.step(optimizer, "apply_gradients", False, state)
+        grads = jnp.ones_like(self.params).at[7, 5].set(jnp.inf)
+        params, _ = step(self.params, state, grads)
+        assert (params[:4] != self.params[:4]).all()
+        assert (params[4:] == self.params[4:]).all()
+
+
+@pytest.mark.parametrize("returned", ["params", "all"])
+@every_skip
+def test_shard_map_refuses_devices_that_decide_apart(skip, returned):
+    # Without axis_name: what is said to be replicated would differ between devices.
+    optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9), skip=skip)
+    mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
+    params = {"sliced": jnp.ones((8, 2), jnp.float32), "copied": jnp.float32(1)}
+    state = optimizer.init(params)
+    specs = jax.tree.map(lambda x: P("batch") if x.ndim else P(), (params, state))
+    outputs = {"params": specs[0], "all": specs}[returned]
+
+    def step(params, state, grads):
+        new = optimizer.apply_gradients(grads, params, state)
+        return new if returned == "all" else new[0]
+
+    step = jax.shard_map(
+        step, mesh=mesh, in_specs=(*specs, specs[0]), out_specs=outputs
+    )
+    with pytest.raises(ValueError, match="out_specs"):
+        jax.jit(step)(params, state, params)
+
+
+def test_an_inner_optimizer_may_average_gradients():
+    average = optax.stateless(lambda grads, _: jax.lax.pmean(grads, "batch"))
+    inner = optax.chain(average, optax.sgd(0.5))
+    optimizer = LossScaleOptimizer(inner, axis_name="batch")
+    step = jax.pmap(optimizer.apply_gradients, axis_name="batch")
+    params = jnp.ones(8, jnp.float32)
+    state = jax.tree.map(lambda x: jnp.stack([x] * 8), optimizer.init(params[0]))
+    params, state = step(jnp.arange(8, dtype=jnp.float32), params, state)
+    assert params.tolist() == [1 - 3.5 / 2] * 8
+    params, state = step(params.at[3].set(jnp.inf), params, state)
+    assert params.tolist() == [1 - 3.5 / 2] * 8
+    assert state.skipped_steps.tolist() == [1] * 8
+
+
+COLLECTIVES = re.compile(
+    r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
+)
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_any_element_on_any_device_is_found(kind, bad):
+    # A maximum over devices, for one, may drop nan.
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
+    sharding = NamedSharding(mesh, P("a", "b"))
+    check = jax.jit(all_finite)
+    for position in np.ndindex(4, 2):
+        x = np.ones((4, 2), np.float32)
+        assert check(jax.device_put(x, sharding))
+        x[position] = bad
+        assert not check([jnp.ones(3), jax.device_put(x, sharding)])
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+class TestShardedJit:
+    def setup(self, kind):
+        mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+        put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
+        params = {
+            "w1": put(jnp.ones((64, 64), jnp.float32), None, "model"),
+            "w2": put(jnp.ones((64, 64), jnp.float32), "model", None),
+        }
+        x = put(jnp.ones((16, 64), jnp.float32), "data", None)
+
+        def loss_fn(params, x):
+            hidden = jnp.tanh(x @ params["w1"])
+            explicit = {"out_sharding": P("data", None)} if kind is KINDS[1] else {}
+            out = jnp.matmul(hidden, params["w2"], **explicit)
+            return jnp.mean(jnp.square(out))
+
+        return mesh, params, x, loss_fn
+
+    def collectives(self, step, *shapes):
+        text = jax.jit(step).lower(*shapes).compile().as_text()
+        return [line for line in text.splitlines() if COLLECTIVES.search(line)]
+
+    @every_skip
+    def test_adds_one_scalar_reduction(self, kind, skip):
+        mesh, params, x, loss_fn = self.setup(kind)
+        inner = optax.sgd(0.1, 0.9)
+        optimizer = LossScaleOptimizer(inner, skip=skip)
+
+        plain = plain_step(loss_fn, inner)
+        scaled = scaled_step(loss_fn, optimizer)
+
+        with jax.set_mesh(mesh):
+            theirs = self.collectives(plain, params, jax.jit(inner.init)(params), x)
+            ours = self.collectives(scaled, params, jax.jit(optimizer.init)(params), x)
+        assert len(theirs) > 0
+        assert len(ours) == len(theirs) + 1
+        gathers = [sum("all-gather" in line for line in x) for x in (theirs, ours)]
+        assert gathers[0] == gathers[1]
+        scalar = re.compile(r"= \(?(f32\[\](, )?)+\)? all-reduce")
+        assert sum(bool(scalar.search(line)) for line in ours) == 1
+
+    def test_state_is_sharded_as_the_parameters(self, kind):
+        mesh, params, x, loss_fn = self.setup(kind)
+        optimizer = LossScaleOptimizer(optax.sgd(0.1, 0.9))
+        with jax.set_mesh(mesh):
+            state = jax.jit(optimizer.init)(params)
+            step = jax.jit(scaled_step(loss_fn, optimizer))
+            for bad in (False, True):
+                params, state, _ = step(params, state, x * jnp.where(bad, jnp.inf, 1))
+        for name, param in params.items():
+            trace = state.inner_state[0].trace[name]
+            assert trace.sharding.is_equivalent_to(param.sharding, 2)
+        scalars = (state.loss_scale_state, state[2:])
+        assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(scalars))
+        assert optimizer.current_loss_scale(state) == 2**14
+
+
+class TestAxisName:
+    def test_an_unknown_axis_is_named(self):
+        optimizer = LossScaleOptimizer(optax.sgd(0.1), axis_name="bacth")
+        one = jnp.float32(1)
+        with pytest.raises(NameError, match="axis_name='bacth' was given to LossScale"):
+            jax.jit(optimizer.update)(one, optimizer.init(one))
+        with pytest.raises(NameError, match="axis_name='bacth'"):
+            jax.pmap(lambda x: all_finite(x, axis_name="bacth"), "batch")(jnp.ones(8))
+
+    def test_axes_that_already_agree_do_not_matter(self):
+        # As the gradients of replicated parameters, which JAX has summed itself.
+        mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+        x = jnp.ones((8, 8), jnp.float32).at[5, 6].set(jnp.nan)
+        for spec in (P("a", "b"), P("a"), P(None, "b"), P()):
+            check = jax.shard_map(
+                lambda x: all_finite(x, axis_name=("a", "b")),
+                mesh=mesh,
+                in_specs=spec,
+                out_specs=P(),
+            )
+            assert not jax.jit(check)(x)
+            assert jax.jit(check)(jnp.ones_like(x))
+
+    @every_skip
+    def test_some_gradients_differ_between_devices_and_some_agree(self, skip):
+        mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), axis_name="d", skip=skip)
+        specs = {"replicated": P(), "sharded": P("d")}
+        params = {name: jnp.ones(8, jnp.float32) for name in specs}
+
+        def step(params, state, factor):
+            def loss_fn(params):
+                loss = params["replicated"].sum() + params["sharded"].sum()
+                return jax.lax.psum(factor * loss, "d")
+
+            return optimizer.minimize(loss_fn, params, state)[0]
+
+        shards = {**params, "sharded": params["sharded"][:1]}
+        run = jax.jit(
+            jax.shard_map(step, mesh=mesh, in_specs=(specs, P(), P()), out_specs=specs)
+        )
+        state = optimizer.init(shards)
+        new = run(params, state, jnp.float32(0.25))
+        np.testing.assert_array_equal(new["sharded"], np.full(8, 0.875))
+        np.testing.assert_array_equal(new["replicated"], np.zeros(8))
+        assert_same_bits(run(params, state, jnp.float32(jnp.inf)), params)
+
+
+def test_readme_on_two_processes(tmp_path):
+    *_, script = readme_blocks()
+    assert "jax.distributed.initialize()" in script
+    checks = """
+assert jax.device_count() == 8 and jax.process_count() == 2
+assert float(loss) < 1
+# An inf in the part of one process: both skip.
+local_x[0] = jax.process_index() * np.inf
+before, scale = state[0], optimizer.current_loss_scale(state[1])
+x = jax.make_array_from_process_local_data(by_batch, local_x)
+*state, _ = train_step(*state, x)
+assert np.array_equal(state[0], before)
+assert float(optimizer.current_loss_scale(state[1])) == float(scale) / 2
+"""
+    path = tmp_path / "readme.py"
+    path.write_text(script + checks)
+    run_two_processes(str(path))
+
+
+@every_skip
+def test_a_forgotten_axis_name_does_not_wait_for_ever(skip):
+    """Devices decide apart. One that branched would not join the mean of the others."""
+    if skip == "cond":
+        pytest.skip("you asked for the branch")
+    inner = optax.chain(
+        optax.stateless(lambda grads, _: jax.lax.pmean(grads, "batch")), optax.sgd(0.5)
+    )
+    optimizer = LossScaleOptimizer(inner, skip=skip)
+    params = jnp.ones((8, 2), jnp.float32)
+    state = jax.pmap(optimizer.init)(params)
+    grads = jnp.ones((8, 2), jnp.float32).at[3, 0].set(jnp.inf)
+
+    @functools.partial(jax.pmap, axis_name="batch")
+    def step(params, state, grads):
+        return optimizer.apply_gradients(grads, params, state)
+
+    params, state = step(params, state, grads)
+    applied = np.arange(8) != 3
+    assert (state.last_step_applied == applied).all()
+    # The gradients of the one that skips are left out of the sum.
+    expected = np.where(applied, 1 - 0.5 * 7 / 8, 1)
+    np.testing.assert_allclose(params[:, 0], expected, rtol=1e-6)

@@ -1,0 +1,115 @@
+"""Rules from outside the package."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from helpers import OUT_OF_BOUNDS, signature
+
+from optax_lossscale import (
+    FixedLossScaleState,
+    LossScale,
+    LossScaleOptimizer,
+    all_finite,
+)
+
+
+class HalvingState(NamedTuple):
+    loss_scale: jax.Array
+    history: tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Halving(LossScale):
+    """A rule from outside the package, with a state of its own."""
+
+    start: float = 64.0
+
+    def init(self):
+        return HalvingState(jnp.float32(self.start), (jnp.int32(0),))
+
+    def update(self, grads, state, *, axis_name=None):
+        finite = all_finite(grads, axis_name=axis_name)
+        (count,) = state.history
+        return HalvingState(state.loss_scale / 2, (count + 1,)), finite
+
+
+@dataclasses.dataclass(frozen=True)
+class Careless(LossScale):
+    """A rule whose types are not what they should be."""
+
+    def init(self):
+        return FixedLossScaleState(jnp.asarray(8.0))
+
+    def update(self, grads, state, *, axis_name=None):
+        return FixedLossScaleState(state.loss_scale / 2), jnp.array(1)
+
+
+class TestSubclass:
+    def test_careless_types_become_stable(self):
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), Careless())
+        one = jnp.float32(1)
+        state = optimizer.init(one)
+        for update in (optimizer.update, jax.jit(optimizer.update)):
+            after = update(one, state)[1]
+            assert signature(after) == signature(state)
+            assert optimizer.current_loss_scale(after) == 4
+
+    def test_drives_an_optimizer(self):
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), Halving())
+        assert optimizer.dynamic
+        assert optimizer.initial_scale is None
+        assert optimizer.dynamic_growth_steps is None
+        params = jnp.float32(1)
+        state = optimizer.init(params)
+        assert optimizer.dynamic_counter(state) is None
+        step = jax.jit(lambda p, s: optimizer.minimize(lambda p: p**2, p, s))
+        for expected in (32, 16, 8):
+            params, state, _ = step(params, state)
+            assert optimizer.current_loss_scale(state) == expected
+        assert params == 0
+
+    def test_config(self):
+        assert Halving(8.0).get_config() == {"start": 8.0}
+        assert Halving.from_config({"start": 8.0}) == Halving(8.0)
+
+    @pytest.mark.parametrize("restored", OUT_OF_BOUNDS)
+    def test_its_scale_is_read_within_bounds(self, restored):
+        state = Halving().init()._replace(loss_scale=jnp.float32(restored))
+        expected = restored if restored >= 2.0**-126 else 2.0**-126
+        assert Halving()(state) == min(expected, 2.0**126)
+
+    def test_its_own_bounds_hold_where_it_has_any(self):
+        @dataclasses.dataclass(frozen=True)
+        class Bounded(Halving):
+            min_scale: float | None = None
+            max_scale: float = 2.0**10
+
+        def read(number, **bounds):
+            state = Bounded(**bounds).init()._replace(loss_scale=jnp.float32(number))
+            return Bounded(**bounds)(state)
+
+        assert read(2.0**12) == 2.0**10
+        assert read(0.0) == 2.0**-126
+        assert read(math.nan, min_scale=4) == 4
+        # Bounds out of all bounds do not make it worse.
+        assert read(0.0, min_scale=0) == 2.0**-126
+        assert read(math.inf, max_scale=math.inf) == 2.0**126
+
+    def test_needs_its_methods(self):
+        class Nothing(LossScale):
+            pass
+
+        with pytest.raises(TypeError, match="abstract"):
+            Nothing()
+
+    def test_config_of_a_plain_class_says_what_is_missing(self):
+        class Plain(Halving):
+            pass
+
+        with pytest.raises(TypeError, match="dataclass"):
+            Plain().get_config()

@@ -1,0 +1,88 @@
+"""The fixed loss scale: what is particular to it."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from helpers import OUT_OF_BOUNDS, signature
+
+from optax_lossscale import FixedLossScale, FixedLossScaleState, LossScaleOptimizer
+
+
+def test_is_tensorflows():
+    scale = FixedLossScale(1024)
+    state, should_apply = scale.update(jnp.nan, scale.init())
+    assert should_apply
+    assert state == FixedLossScaleState(1024)
+    assert scale.get_config() == {"loss_scale_value": 1024.0, "skip_nonfinite": False}
+    state, should_apply = FixedLossScale(1024, True).update(jnp.nan, state)
+    assert not should_apply
+
+
+def boxed(x):
+    """Returns an array in a box, as Flax nnx has it."""
+    return {"value": x}
+
+
+class TestFixedScaleInAStateThatSaysOtherwise:
+    @pytest.mark.parametrize("skip", [False, True])
+    @pytest.mark.parametrize("restored", [*OUT_OF_BOUNDS, 1.0, 64.0])
+    def test_is_the_hyperparameter(self, restored, skip):
+        scale = FixedLossScale(8.0, skip)
+        state = FixedLossScaleState(jnp.float32(restored))
+        assert scale(state) == jax.jit(scale)(state) == 8
+        for gradient in (1.0, jnp.nan):
+            after, _ = scale.update(gradient, state)
+            assert signature(after) == signature(scale.init())
+            assert after.loss_scale == 8
+
+    def test_is_of_the_shape_of_the_state(self):
+        scale, several = FixedLossScale(8.0), jnp.array([jnp.nan, 8, jnp.inf])
+        assert scale(FixedLossScaleState(several)).tolist() == [8, 8, 8]
+        assert scale(FixedLossScaleState(boxed(several))).tolist() == [8, 8, 8]
+        assert scale(FixedLossScaleState(128)) == 8
+        states = FixedLossScaleState(several)
+        assert jax.vmap(scale)(states).tolist() == [8, 8, 8]
+        after, _ = jax.vmap(scale.update)(jnp.ones(3), states)
+        assert after.loss_scale.tolist() == [8, 8, 8]
+
+    @pytest.mark.parametrize("num_losses", [None, 2])
+    def test_trains_as_if_it_said_so(self, num_losses):
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), 8.0, num_losses=num_losses)
+        params = jnp.array([1.0, 2.0], jnp.float32)
+        fresh = optimizer.init(params)
+        state = optax.tree.set(fresh, loss_scale=fresh.loss_scale_state.loss_scale * 0)
+
+        def loss_fn(params):
+            loss = jnp.sum(params**2)
+            return loss if num_losses is None else (loss / 2, loss / 2)
+
+        after, state, _ = optimizer.minimize(loss_fn, params, state)
+        assert after.tolist() == [0.0, 0.0]
+        assert signature(state) == signature(fresh)
+
+
+def test_compiles_no_check():
+    for scale, checked in (
+        (FixedLossScale(8.0), False),
+        (FixedLossScale(8.0, True), True),
+    ):
+        text = jax.jit(scale.update).lower(jnp.ones(3), scale.init()).as_text()
+        assert ("stablehlo.reduce" in text) is checked
+        assert ("is_finite" in text) is checked
+
+
+@pytest.mark.parametrize("value", [0.5, 0, -1, math.inf, math.nan, 2.0**127])
+def test_refuses_invalid_values(value):
+    with pytest.raises(ValueError, match=r"loss_scale_value.*(at least|finite)"):
+        FixedLossScale(value)
+
+
+def test_refuses_invalid_types():
+    for value in ("8", True, None):
+        with pytest.raises(TypeError, match="loss_scale_value"):
+            FixedLossScale(value)
+    with pytest.raises(TypeError, match="skip_nonfinite"):
+        FixedLossScale(8, skip_nonfinite=1)

@@ -1,0 +1,403 @@
+"""Every rule keeps the promises of a loss scale."""
+
+import dataclasses
+import functools
+import inspect
+import json
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import OUT_OF_BOUNDS, SKIPS, assert_same_bits, scan_updates, signature
+from jax.sharding import AxisType, PartitionSpec as P
+
+from benchmarks import hlo
+from optax_lossscale import (
+    DynamicLossScale,
+    FixedLossScale,
+    HeadroomLossScale,
+    LogMaxLossScale,
+    LossScale,
+    LossScaleOptimizer,
+    TolerantLossScale,
+    all_finite,
+    get_loss_scale,
+)
+
+RULES = {
+    "fixed": FixedLossScale(2.0**15, skip_nonfinite=True),
+    "dynamic": DynamicLossScale(),
+    "tolerant": TolerantLossScale(0.5),
+    "logmax": LogMaxLossScale(),
+    "headroom": HeadroomLossScale(),
+}
+BY_LARGEST = ["logmax", "headroom"]
+every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+every_adaptive_rule = pytest.mark.parametrize(
+    "rule", list(RULES.values())[1:], ids=list(RULES)[1:]
+)
+GRADS = jnp.array([1.0, 3.0, np.inf, np.nan, 0.0, 1e-30, 1e30, 0.01], jnp.float32)
+
+
+def test_every_rule_is_here():
+    def concrete(rule):
+        if rule.__module__.startswith("optax_lossscale."):
+            if not inspect.isabstract(rule):
+                yield rule
+            for subclass in rule.__subclasses__():
+                yield from concrete(subclass)
+
+    assert {type(rule) for rule in RULES.values()} == set(concrete(LossScale))
+
+
+@pytest.mark.parametrize("name", ["dynamic", "logmax", "headroom"])
+def test_names(name):
+    assert get_loss_scale(name) == RULES[name]
+
+
+CONFIGURED = [
+    *RULES.values(),
+    FixedLossScale(8.0),
+    DynamicLossScale(
+        2.0**10, 7, 4.0, 0.25, 0.5, 2.0**20, hysteresis=3, consecutive_hysteresis=True
+    ),
+    LogMaxLossScale(dtype=jnp.float8_e5m2, deviations=2),
+    HeadroomLossScale(dtype=jnp.float8_e5m2, min_margin=2),
+]
+
+
+@pytest.mark.parametrize("rule", CONFIGURED, ids=repr)
+def test_configuration_survives_json(rule):
+    config = json.loads(json.dumps(rule.get_config()))
+    again = type(rule).from_config(config)
+    assert again == rule
+    assert hash(again) == hash(rule)
+    assert again.get_config() == config
+    assert {type(value) for value in config.values()} <= {int, float, bool, str}
+
+
+@pytest.mark.parametrize("rule", CONFIGURED, ids=repr)
+def test_is_frozen_picklable_and_no_pytree(rule):
+    assert pickle.loads(pickle.dumps(rule)) == rule
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rule.initial_scale = 3.0
+    assert jax.tree.leaves(rule) == [rule]
+
+
+SCALES = {
+    "initial_scale": [0.5, 0.0, 2.0**127],
+    "min_scale": [0.0, -1.0, np.nan],
+    "max_scale": [np.inf, 2.0**127],
+}
+BAD = {
+    **SCALES,
+    "growth_interval": [0, 1.5],
+    "growth_factor": [1.0],
+    "backoff_factor": [1.0],
+}
+
+
+@every_adaptive_rule
+def test_refuses_bounds_intervals_and_factors(rule):
+    for name in BAD.keys() & rule.get_config().keys():
+        for bad in BAD[name]:
+            with pytest.raises(ValueError, match=name) as error:
+                dataclasses.replace(rule, **{name: bad})
+            assert repr(bad) in str(error.value)
+
+
+@every_rule
+def test_a_state_keeps_its_types(rule):
+    traces = []
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def step(grad, state):
+        traces.append(1)
+        return rule.update({"w": grad, "n": None}, state)
+
+    state = rule.init()
+    expected = signature(state)
+    assert not any(x.weak_type for x in jax.tree.leaves(state))
+    assert signature(rule(state)) == signature(jnp.float32(1))
+    assert rule.loss_scale(state) == rule(state)
+    assert signature(jax.eval_shape(rule.init)) == expected
+    assert signature(jax.eval_shape(rule.update, GRADS[0], state)[0]) == expected
+    for update in (rule.update, step):
+        for grad in GRADS:
+            state, should_apply = update(grad, state)
+            assert signature(state) == expected
+            assert signature(should_apply) == signature(jnp.ones((), bool))
+            assert bool(should_apply) == bool(jnp.isfinite(grad))
+            assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(state))
+    assert len(traces) == 1
+
+
+@every_rule
+def test_a_state_of_python_numbers_becomes_one_of_arrays(rule):
+    numbers = jax.tree.map(lambda x: x.item(), rule.init())
+    for gradient in (1.0, jnp.nan):
+        expected = rule.update(gradient, rule.init())[0]
+        assert_same_bits(rule.update(gradient, numbers)[0], expected)
+
+
+@every_adaptive_rule
+def test_drives_an_optimizer(rule):
+    optimizer = LossScaleOptimizer(optax.sgd(0.5), rule)
+    assert optimizer.dynamic
+    assert optimizer.initial_scale == 2.0**15
+    assert optimizer.dynamic_growth_steps == rule.growth_interval
+    params = jnp.float32(1)
+    state = optimizer.init(params)
+    params, state, _ = optimizer.minimize(lambda p: 0.5 * p**2, params, state)
+    assert params == 0.5
+    assert_same_bits(state.loss_scale_state, rule.update(params * 2, rule.init())[0])
+    counter = optimizer.dynamic_counter(state)
+    assert counter == getattr(state.loss_scale_state, "good_steps", None)
+
+
+@pytest.mark.parametrize("rule", [*RULES.values(), FixedLossScale(8.0)], ids=repr)
+def test_an_eager_step_takes_nothing_from_the_host(rule):
+    """Under a guard that refuses to move so much as a Python number."""
+    optimizer = LossScaleOptimizer(optax.identity(), rule)
+    grads = {"w": jnp.ones(3), "b": jnp.zeros((), jnp.float16), "n": None}
+    state = optimizer.init(grads)
+    bad = {**grads, "w": grads["w"] * jnp.inf}
+    with jax.transfer_guard("disallow"):
+        scale = rule.loss_scale(state.loss_scale_state)
+        same = optimizer.current_loss_scale(state)
+        finite, nonfinite = all_finite(grads), all_finite(bad)
+        kept, applied = rule.update(grads, state.loss_scale_state)
+        lower, skipped = rule.update(bad, kept)
+    assert scale == same == optimizer.initial_scale
+    assert finite
+    assert not nonfinite
+    assert applied
+    assert skipped == (not rule.skip_nonfinite)
+    assert rule(lower) <= rule(kept)
+
+
+@every_rule
+def test_an_ensemble_has_a_scale_each(rule):
+    grads = jnp.stack([GRADS, GRADS[::-1]])
+    together, applied = jax.vmap(lambda g: scan_updates(rule, g))(grads)
+    for member, grad in enumerate(grads):
+        alone = scan_updates(rule, grad)[0].loss_scale
+        assert together.loss_scale[member].tolist() == alone.tolist()
+    assert applied.tolist() == np.isfinite(grads).tolist()
+
+
+@every_rule
+@pytest.mark.parametrize(
+    "tree", [None, (), jnp.zeros((0, 3)), {"a": None, "b": jnp.arange(3)}], ids=repr
+)
+def test_a_tree_without_numbers_is_finite_and_tells_nothing(rule, tree):
+    state, should_apply = rule.update(tree, rule.init())
+    assert bool(should_apply)
+    assert state.loss_scale == 2.0**15
+    assert getattr(state, "observations", 0) == 0
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        *RULES.values(),
+        LogMaxLossScale(powers_of_two=False),
+        HeadroomLossScale(release_steps=1),
+    ],
+    ids=repr,
+)
+def test_extreme_gradients_stay_within_bounds(rule):
+    largest = np.finfo(np.float32).max
+    for grads in ([1e-38], [1e-45], [largest], [1e-38, largest, np.inf] * 5):
+        grads = jnp.array(grads * 15, jnp.float32)[:15]  # of one length: one program
+        states, _ = scan_updates(rule, grads)
+        assert np.all((states.loss_scale >= 1) & (states.loss_scale <= 2.0**126))
+        assert all(np.all(np.isfinite(x)) for x in states)
+
+
+@pytest.mark.parametrize("name", BY_LARGEST)
+@pytest.mark.parametrize("value", [10.0, -10.0, 10j, np.inf, np.nan])
+def test_the_largest_gradient_of_any_leaf_and_element_counts(name, value):
+    rule = RULES[name]
+    expected = rule.update(jnp.abs(jnp.complex64(value)), rule.init())
+    for position in range(3):
+        dtype = jnp.complex64 if np.iscomplex(value) else jnp.float32
+        leaf = jnp.ones(3, dtype).at[position].set(value)
+        for tree in ([leaf, jnp.ones(2)], {"a": None, "b": jnp.ones(1), "c": leaf}):
+            assert_same_bits(rule.update(tree, rule.init()), expected)
+
+
+def over_devices(rule, way):
+    """Runs a rule on eight devices that see different gradients; returns all states."""
+
+    def update(grad):
+        state, applied = rule.init(), []
+        for x in grad.T:
+            state, should_apply = rule.update(x, state, axis_name="batch")
+            applied.append(should_apply)
+        return state, jnp.stack(applied)
+
+    # Each step another device has the largest gradient, or one that is not finite.
+    grads = jnp.full((8, 8), 0.001) + jnp.diag(GRADS)
+    if way == "vmap":
+        states = jax.vmap(update, axis_name="batch")(grads)
+    elif way == "pmap":
+        states = jax.pmap(update, axis_name="batch")(grads)
+    else:
+        mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
+        # That it may be called replicated is checked: by check_vma.
+        mapped = jax.shard_map(
+            lambda g: update(g[0]), mesh=mesh, in_specs=P("batch"), out_specs=P()
+        )
+        states = jax.jit(mapped)(grads)
+        states = jax.tree.map(lambda x: jnp.stack([x] * 8), states)
+    return grads, states
+
+
+@every_rule
+@pytest.mark.parametrize("way", ["vmap", "pmap", "shard_map"])
+def test_devices_decide_as_one_that_sees_all_gradients(rule, way):
+    grads, (states, applied) = over_devices(rule, way)
+    alone, expected = scan_updates(rule, grads.T)
+    for device in range(8):
+        assert applied[device].tolist() == expected.tolist()
+        assert states.loss_scale[device] == alone.loss_scale[-1]
+
+
+@every_rule
+def test_states_that_differ_between_devices_may_be_scanned_over(rule):
+    mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Auto,))
+    batch = P("batch")
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(batch, batch), out_specs=batch
+    )
+    def scales_of(states, grads):
+        def step(state, grad):
+            return rule.update(grad, state)[0], rule(state)
+
+        state = jax.tree.map(lambda x: x[0], states)
+        return jax.lax.scan(step, state, grads)[1]
+
+    states = jax.tree.map(lambda x: jnp.stack([x, x]), rule.init())
+    grads = jnp.array([1.0, jnp.nan, 1.0, 2.0, jnp.inf, jnp.inf], jnp.float32)
+    scales = np.split(np.asarray(jax.jit(scales_of)(states, grads)), 2)
+    for got, own in zip(scales, np.split(grads, 2), strict=True):
+        expected = scan_updates(rule, own)[0].loss_scale[:-1]
+        assert got.tolist() == [2.0**15, *expected.tolist()]
+
+
+@every_rule
+@pytest.mark.parametrize("skip", SKIPS)
+def test_a_skipped_step_changes_nothing(rule, skip):
+    optimizer = LossScaleOptimizer(optax.sgd(0.1, momentum=0.9), rule, skip=skip)
+    params = {"w": jnp.ones(3), "b": jnp.float32(-0.0)}
+    state = optimizer.init(params)
+    params, state = optimizer.apply_gradients(params, params, state)
+    for bad in (np.inf, np.nan):
+        grads = {"w": jnp.ones(3).at[1].set(bad), "b": jnp.float32(1)}
+        after, next_state = optimizer.apply_gradients(grads, params, state)
+        assert_same_bits(after, params)
+        assert_same_bits(next_state.inner_state, state.inner_state)
+        assert next_state.skipped_steps == 1
+
+
+@every_rule
+def test_no_kernel_grows_with_the_number_of_leaves(rule):
+    """A kernel that held a chain of all leaves would be repeated, and take long."""
+
+    def largest(leaves):
+        grads = [jnp.ones(8, jnp.float32)] * leaves
+        text = jax.jit(rule.update).lower(grads, rule.init()).compile().as_text()
+        module = hlo.parse(text)
+        kernels = {k: v for k, v in module.computations.items() if k != module.entry}
+        return max(map(len, kernels.values())), len(module.computations[module.entry])
+
+    (kernel, program), (kernel_of_more, program_of_more) = map(largest, (10, 40))
+    assert kernel_of_more == kernel
+    assert program_of_more <= 4 * program
+
+
+# Rules that change soon, within bounds that are soon reached.
+QUICK = {"initial_scale": 2.0**9, "growth_interval": 3, "max_scale": 2.0**14}
+QUICK_RULES = {
+    "fixed": FixedLossScale(2.0**9, skip_nonfinite=True),
+    "dynamic": DynamicLossScale(**QUICK, hysteresis=3),
+    "consecutive": DynamicLossScale(**QUICK, hysteresis=3, consecutive_hysteresis=True),
+    "tolerant": TolerantLossScale(0.3, **QUICK),
+    "logmax": LogMaxLossScale(**QUICK, mean_decay=0.5, variance_decay=0.5),
+    "headroom": HeadroomLossScale(**QUICK, release_steps=2, hysteresis=0.25),
+}
+FLOATS = [np.nan, np.inf, -np.inf, 0.0, -0.0, -3.5, 1e-45, 1e30, -1e30, 3e38, 300.0]
+INTEGERS = [0, -1, -(2**31), 2**31 - 1, 2**31 - 2, 10**6, -(10**6)]
+
+
+def tampered_states(rule, *, combinations=300):
+    """Returns states with one bad field each, and with several, in one of arrays."""
+    rng = np.random.default_rng(0)
+    fresh = rule.init()
+    bad = {"float32": FLOATS, "int32": INTEGERS, "bool": [False, True]}
+    values = {k: bad[x.dtype.name] for k, x in fresh._asdict().items()}
+    changes = [{}, *({k: value} for k in values for value in values[k])]
+    for _ in range(combinations):
+        chosen = [k for k in values if rng.random() < 0.6]
+        changes.append({k: rng.choice(values[k]) for k in chosen})
+    states = []
+    for change in changes:
+        arrays = {k: jnp.asarray(v, getattr(fresh, k).dtype) for k, v in change.items()}
+        states.append(fresh._replace(**arrays))
+    return jax.tree.map(lambda *x: jnp.stack(x), *states)
+
+
+@pytest.mark.parametrize("rule", QUICK_RULES.values(), ids=QUICK_RULES)
+def test_a_state_of_whatever_numbers_heals(rule):
+    states = tampered_states(rule)
+    low = getattr(rule, "min_scale", 2.0**9)
+    high = getattr(rule, "max_scale", 2.0**9)
+
+    @jax.jit
+    def run(grads):
+        def step(states, grad):
+            states, should_apply = jax.vmap(rule.update, (None, 0))(grad, states)
+            return states, (jax.vmap(rule)(states), states.loss_scale, should_apply)
+
+        return jax.lax.scan(step, states, grads)[1]
+
+    first = np.asarray(jax.vmap(rule)(states))
+    assert np.all((low <= first) & (first <= high))
+    mixed = np.resize([0.7, np.inf, 0.7, 0.0, np.nan, 0.7, 0.0], 50)
+    for grads in (np.full(50, np.nan), np.full(1000, 0.7), mixed):
+        scales, raw, should_apply = map(np.asarray, run(jnp.asarray(grads, np.float32)))
+        assert np.all((low <= scales) & (scales <= high))
+        np.testing.assert_array_equal(raw, scales)
+        np.testing.assert_array_equal(should_apply.T, len(first) * [np.isfinite(grads)])
+        if np.isnan(grads).all():
+            assert np.all((scales[4] < first) | (scales[4] == low))
+            assert np.all(scales[-1] == low)
+        elif np.isfinite(grads).all():
+            # The first state is not tampered with.
+            assert np.all(scales[-1] == scales[-1, 0])
+
+
+@pytest.mark.parametrize("rule", QUICK_RULES.values(), ids=QUICK_RULES)
+def test_update_starts_from_the_scale_that_is_read(rule):
+    low = getattr(rule, "min_scale", 2.0**9)
+    high = getattr(rule, "max_scale", 2.0**9)
+
+    @jax.jit
+    def read_and_update(number, grad):
+        state = rule.init()._replace(loss_scale=number)
+        read = rule(state)
+        as_read = state._replace(loss_scale=read)
+        return read, rule.update(grad, state)[0], rule.update(grad, as_read)[0]
+
+    for restored in [*OUT_OF_BOUNDS, 0.25, 2.0**40]:
+        for grad in (1.0, np.inf):
+            args = jnp.float32(restored), jnp.float32(grad)
+            read, after, expected = read_and_update(*args)
+            assert read == np.fmin(np.fmax(restored, low), high)
+            assert rule(rule.init()._replace(loss_scale=args[0])) == read
+            assert_same_bits(after, expected)

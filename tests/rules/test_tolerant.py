@@ -1,0 +1,69 @@
+"""The tolerant loss scale: what is particular to it."""
+
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import replay
+from hypothesis import given
+
+from optax_lossscale import (
+    DynamicLossScale,
+    TolerantLossScale,
+    TolerantLossScaleState,
+)
+
+F, T = False, True
+# Of one length: one program.
+finite_runs = st.lists(st.booleans(), min_size=40, max_size=40)
+
+
+@given(finite_runs)
+def test_without_tolerance_it_is_the_dynamic_one(run):
+    arguments = {"initial_scale": 16.0, "growth_interval": 3}
+    tolerant, _ = replay(TolerantLossScale(0, **arguments), run)
+    dynamic, _ = replay(DynamicLossScale(**arguments), run)
+    assert tolerant.loss_scale.tolist() == dynamic.loss_scale.tolist()
+
+
+def test_growth_forgets_steps_but_not_overflows():
+    scale = TolerantLossScale(0.5, initial_scale=8.0, growth_interval=3)
+    # One of three is tolerated before growth, two of three are not after it.
+    states, _ = replay(scale, [T, T, F, T, T, T, T, T, F])
+    assert states.loss_scale.tolist() == [8, 8, 8, 8, 8, 16, 16, 16, 8]
+    assert states.steps.tolist() == [1, 2, 3, 4, 5, 0, 1, 2, 0]
+    assert states.nonfinite_steps.tolist() == [0, 0, 1, 1, 1, 1, 1, 1, 0]
+
+
+# In float32 0.15 * 100 is above 15, and 0.09 * 300 above 27.
+@pytest.mark.parametrize(("bad", "steps"), [(15, 100), (27, 300), (7, 10)])
+def test_a_share_of_exactly_the_tolerance_counts(bad, steps):
+    scale = TolerantLossScale(bad / steps, initial_scale=8.0)
+    states, _ = replay(scale, [T] * (steps - bad) + [F] * bad)
+    assert states.loss_scale.tolist() == [8] * (steps - 1) + [4]
+    states, _ = replay(scale, [T] * (steps - bad + 1) + [F] * bad)
+    assert states.loss_scale.tolist() == [8] * (steps + 1)
+
+
+def test_counters_saturate():
+    scale = TolerantLossScale(0.5, growth_interval=2**31 - 1)
+    top = jnp.int32(2**31 - 1)
+    state = TolerantLossScaleState(jnp.float32(8), top, top, top)
+    finite, _ = scale.update(1.0, state)
+    assert (finite.loss_scale, finite.steps, finite.nonfinite_steps) == (16, 0, top)
+    state = state._replace(nonfinite_steps=jnp.int32(0))
+    skipped, _ = scale.update(jnp.nan, state)
+    assert (skipped.loss_scale, skipped.steps, skipped.nonfinite_steps) == (8, top, 1)
+
+
+@pytest.mark.parametrize("bad", [-0.1, 1.1, 5, np.nan, np.inf])
+def test_refuses_what_is_no_share(bad):
+    with pytest.raises(ValueError, match="tolerance") as error:
+        TolerantLossScale(bad)
+    assert repr(bad) in str(error.value)
+
+
+def test_refuses_what_is_no_number():
+    for bad in (None, "0.5", True, jnp.float32(0.5)):
+        with pytest.raises(TypeError, match="tolerance"):
+            TolerantLossScale(bad)

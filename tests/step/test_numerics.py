@@ -1,0 +1,259 @@
+"""Finiteness, dtype rules and small tree functions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import as_bits, assert_same_bits
+from jax.sharding import AxisType, PartitionSpec as P
+
+from benchmarks import hlo
+from optax_lossscale import all_finite
+from optax_lossscale._numerics import (
+    at_least_float32,
+    largest_magnitude,
+    scale_down,
+    scale_up,
+)
+from optax_lossscale._tree import cast_like, select, strongly_typed
+
+FLOATS = ["float8_e5m2", "float8_e4m3fn", "float16", "bfloat16", "float32", "complex64"]
+# The arrays of 6 bits are in jax.numpy, but XLA has none.
+NARROW = [name for name in dir(jnp) if name.startswith(("float8", "float4"))]
+FLOAT0 = np.zeros((2,), jax.dtypes.float0)
+X64 = jax.config.jax_enable_x64
+
+
+class TestAllFinite:
+    @pytest.mark.parametrize("dtype", FLOATS + ["float64", "complex128"] * X64)
+    @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (257,)])
+    def test_finds_any_element(self, dtype, shape):
+        ones = np.ones(shape, jnp.dtype(dtype))
+        assert all_finite({"a": ones})
+        for bad in (np.inf, -np.inf, np.nan):
+            if "e4m3" in dtype and not np.isnan(bad):
+                continue  # a dtype without infinities
+            for position in {0, ones.size // 2, ones.size - 1}:
+                broken = ones.copy()
+                broken.flat[position] = bad
+                tree = [jnp.ones(2), {"x": jnp.asarray(broken), "y": None}]
+                assert not all_finite(tree), (bad, position)
+                assert not jax.jit(all_finite)(tree)
+
+    @pytest.mark.parametrize("dtype", NARROW)
+    def test_of_every_narrow_dtype(self, dtype):
+        for number in (0.5, 1.0, 4.0):
+            tree = [jnp.ones(2), jnp.full(300, number).astype(dtype)]
+            assert all_finite(tree)
+            assert jax.jit(all_finite)(tree)
+            assert largest_magnitude(tree) == max(number, 1)
+        for bad in (np.inf, np.nan):
+            broken = jnp.ones(300).at[7].set(bad).astype(dtype)
+            # Not all have inf and nan; some make nan of inf.
+            truth = np.isfinite(np.asarray(broken, np.float32)).all()
+            assert all_finite([jnp.ones(2), broken]) == truth
+
+    def test_sees_both_parts_of_a_complex_number(self):
+        for bad in (complex(1, np.nan), complex(np.inf, 1), complex(0, -np.inf)):
+            assert not all_finite(jnp.asarray([1 + 1j, bad], jnp.complex64))
+
+    def test_the_largest_numbers_are_finite(self):
+        for dtype in ("float16", "bfloat16", "float32"):
+            top = jnp.finfo(dtype).max
+            assert all_finite(jnp.array([top, -top, 0], dtype))
+        # Whose absolute value is beyond float32.
+        assert all_finite(jnp.array([3e38 + 3e38j], jnp.complex64))
+
+    def test_a_sum_that_overflows_is_finite(self):
+        assert all_finite(jnp.full(1000, jnp.finfo(jnp.float32).max))
+        assert all_finite(jnp.full(1000, jnp.finfo(jnp.float16).max))
+
+    def test_trees_without_numbers_are_finite(self):
+        for tree in (None, (), {}, jnp.zeros((0, 3)), jnp.arange(3), FLOAT0):
+            assert all_finite(tree)
+            assert all_finite(tree).dtype == bool
+
+    def test_ignores_what_is_not_a_float(self):
+        key = jax.random.key(0)
+        tree = [jnp.arange(3), FLOAT0, key, None, True, 7, print, "inf", jnp.ones(1)]
+        assert all_finite(tree)
+        assert not all_finite([*tree, float("nan")])
+
+    def test_reduces_over_named_axes(self):
+        grid = jnp.ones((2, 3)).at[1, 2].set(jnp.inf)
+
+        def flags(axis_name):
+            check = lambda x: all_finite(x, axis_name=axis_name)  # noqa: E731
+            return jax.vmap(jax.vmap(check, axis_name="b"), axis_name="a")(grid)
+
+        assert flags(None).tolist() == [[True] * 3, [True, True, False]]
+        assert flags("b").tolist() == [[True] * 3, [False] * 3]
+        assert not flags(("a", "b")).any()
+
+    def test_an_unbound_axis_is_an_error(self):
+        with pytest.raises(NameError, match="nowhere"):
+            all_finite(jnp.ones(3), axis_name="nowhere")
+
+
+class TestLeavesThatVaryOverDifferentAxes:
+    """Inside `jax.shard_map`, which keeps book of what varies over which axis."""
+
+    def over_a_mesh(self, function, *, reduced):
+        mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+        specs = [P("a"), P("b"), P(("a", "b")), P()]
+
+        def mapped(leaves):
+            result = function(leaves, axis_name=("a", "b") if reduced else None)
+            return result if reduced else result.reshape(1)
+
+        out = P() if reduced else P(("a", "b"))
+        return jax.jit(
+            jax.shard_map(mapped, mesh=mesh, in_specs=(specs,), out_specs=out)
+        )
+
+    @pytest.mark.parametrize("reduced", [False, True])
+    def test_values(self, reduced):
+        check = self.over_a_mesh(all_finite, reduced=reduced)
+        largest = self.over_a_mesh(largest_magnitude, reduced=reduced)
+        # Which devices hold row 3: of 4, of 2, of 8, and of what is replicated.
+        holders = [{6, 7}, {1, 3, 5, 7}, {3}, set(range(8))]
+        for changed, holder in enumerate(holders):
+            leaves = [np.ones(n, np.float32) for n in (4, 4, 8, 4)]
+            leaves[changed][3] = np.nan
+            holder = set(range(8)) if reduced else holder
+            expected = [device not in holder for device in range(8)]
+            assert np.resize(check(leaves), 8).tolist() == expected
+            leaves[changed][3] = -5
+            expected = [5 if device in holder else 1 for device in range(8)]
+            assert np.resize(largest(leaves), 8).tolist() == expected
+
+    def test_reduces_one_scalar(self):
+        leaves = [jnp.ones(n) for n in (4, 4, 8, 4)]
+        for function, dtype in ((all_finite, "s32"), (largest_magnitude, "f32")):
+            mapped = self.over_a_mesh(function, reduced=True)
+            module = hlo.parse(mapped.lower(leaves).compile().as_text())
+            assert module.count("all-reduce") == 1
+            (reduced,) = (i for i in module.running() if i.opcode == "all-reduce")
+            assert reduced.type == f"{dtype}[]"
+
+
+class TestLargestMagnitude:
+    @pytest.mark.parametrize("dtype", FLOATS + ["float64", "complex128"] * X64)
+    def test_finds_any_element(self, dtype):
+        ones = np.ones((3, 5), jnp.dtype(dtype))
+        for position in (0, 7, 14):
+            tree = [jnp.ones(2), {"x": ones.copy(), "y": None}]
+            tree[1]["x"].flat[position] = -8
+            assert largest_magnitude(tree) == 8
+            assert jax.jit(largest_magnitude)(tree).dtype == jnp.float32
+
+    def test_of_a_complex_number_is_the_larger_part(self):
+        assert largest_magnitude(jnp.array([1 - 4j, 3 + 1j])) == 4
+
+    def test_without_numbers_is_zero(self):
+        for tree in (None, (), {}, jnp.zeros((0, 3)), jnp.arange(3), FLOAT0):
+            assert largest_magnitude(tree) == 0
+
+    def test_is_finite(self):
+        top = np.finfo(np.float32).max
+        assert largest_magnitude(jnp.array([1.0, -np.inf])) == top
+        for tree in ([jnp.array([1.0, np.nan])], [jnp.nan, jnp.ones(2)]):
+            assert np.isfinite(largest_magnitude(tree))
+
+    def test_reduces_over_named_axes(self):
+        grid = jnp.ones((2, 3)).at[1, 2].set(-7)
+
+        def largest(axis_name):
+            find = lambda x: largest_magnitude(x, axis_name=axis_name)  # noqa: E731
+            return jax.vmap(jax.vmap(find, axis_name="b"), axis_name="a")(grid)
+
+        assert largest(None).tolist() == [[1] * 3, [1, 1, 7]]
+        assert largest("b").tolist() == [[1] * 3, [7] * 3]
+        assert largest(("a", "b")).tolist() == [[7] * 3] * 2
+        with pytest.raises(NameError, match="nowhere"):
+            largest_magnitude(jnp.ones(3), axis_name="nowhere")
+
+
+def test_at_least_float32():
+    expected = {
+        "float8_e5m2": "float32",
+        "float16": "float32",
+        "bfloat16": "float32",
+        "float32": "float32",
+        "float64": "float64",
+        "complex64": "complex64",
+        "complex128": "complex128",
+        "int8": "float32",
+    }
+    assert {name: at_least_float32(name).name for name in expected} == expected
+
+
+class TestScaling:
+    scale = jnp.float32(2.0**16)
+
+    @pytest.mark.parametrize("dtype", FLOATS + ["float64", "complex128"] * X64)
+    def test_is_exact_and_comes_back(self, dtype):
+        x = jnp.array([1.5, -0.0, 0.0, 2.0**-8, -3.0]).astype(dtype)
+        up = scale_up(x, self.scale)
+        assert up.dtype == at_least_float32(x.dtype)
+        factor = np.asarray(2.0**16, jnp.finfo(up.dtype).dtype)
+        np.testing.assert_array_equal(up, np.asarray(x, up.dtype) * factor)
+        wide = x.astype(up.dtype)
+        assert as_bits(scale_down(up, self.scale)) == as_bits(wide)
+
+    def test_float16_neither_overflows_nor_underflows(self):
+        assert scale_up(jnp.float16(60000), self.scale) == 60000 * 2.0**16
+        tiny = scale_down(jnp.float16(2.0**-10), self.scale)
+        assert tiny == 2.0**-26
+        assert tiny.dtype == jnp.float32
+
+    def test_complex_infinities_do_not_become_nan(self):
+        z = jnp.array(complex(np.inf, -0.0), jnp.complex64)
+        assert as_bits(scale_up(z, self.scale)) == as_bits(z)
+
+    def test_the_extremes_of_the_scale(self):
+        for exponent in (-126, 126):
+            scale = jnp.float32(2.0**exponent)
+            assert scale_up(1.0, scale) == 2.0**exponent
+            assert scale_down(1.0, scale) == 2.0**-exponent
+
+    def test_other_scales_are_within_two_ulps(self):
+        x = np.linspace(-3, 3, 101, dtype=np.float32)
+        down = scale_down(x, jnp.float32(1000))
+        np.testing.assert_array_max_ulp(np.asarray(down), x / np.float32(1000), 2)
+
+
+class TestTypes:
+    def test_strongly_typed(self):
+        key = jax.random.key(0)
+        tree = strongly_typed([1, 2.0, jnp.asarray(3.0), jnp.int8(4), key, print, None])
+        assert not any(getattr(x, "weak_type", False) for x in jax.tree.leaves(tree))
+        assert tree[3].dtype == jnp.int8
+        assert tree[4] is key
+        assert tree[5] is print
+
+    def test_cast_like(self):
+        key = jax.random.key(0)
+        like = (jnp.ones(2, jnp.float16), jnp.int32(1), key, print)
+        cast = cast_like((jnp.ones(2), 3, key, max), like)
+        assert cast[0].dtype == jnp.float16
+        assert cast[1].dtype == jnp.int32
+        assert not cast[1].weak_type
+        assert cast[3] is print
+
+
+class TestSelect:
+    def test_keeps_bits(self):
+        payload = np.array([0x7FC01234, 0x80000000], np.uint32).view(np.float32)
+        tree = {"nan": jnp.asarray(payload), "key": jax.random.key(3), "f": print}
+        other = {"nan": jnp.ones(2, jnp.float32), "key": jax.random.key(4), "f": print}
+        for pred in (True, False):
+            chosen = select(jnp.array(pred), tree, other)
+            expected = tree if pred else other
+            assert_same_bits(
+                [chosen["nan"], chosen["key"]], [expected["nan"], expected["key"]]
+            )
+
+    def test_refuses_another_structure(self):
+        with pytest.raises(ValueError, match=r"[Dd]ict|structure|key"):
+            select(jnp.array(True), {"a": 1.0}, {"b": 1.0})

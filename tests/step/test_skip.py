@@ -1,0 +1,277 @@
+"""Skipped steps: what they change, and what is compiled for them."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import (
+    INF,
+    NAN,
+    SKIPS,
+    WRAPS,
+    assert_close,
+    assert_same_bits,
+    count_branches,
+    relaxed,
+)
+
+from optax_lossscale import (
+    DynamicLossScale,
+    FixedLossScale,
+    LossScaleOptimizer,
+    select_applied,
+)
+
+
+class TestSkip:
+    params = {"w": jnp.array([[0.5, -0.0]] * 2, jnp.float32), "b": jnp.float32(-3)}
+    good = jax.tree.map(jnp.ones_like, params)
+    inner = relaxed(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)))
+
+    @pytest.mark.parametrize("skip", SKIPS)
+    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+    @pytest.mark.parametrize("bad", [INF, -INF, NAN])
+    def test_changes_nothing_but_scale_and_counters(self, bad, wrap, skip):
+        optimizer = LossScaleOptimizer(self.inner, skip=skip)
+        update = wrap(optimizer.update)
+        _, before = update(self.good, optimizer.init(self.params), self.params)
+        grads = self.good | {"b": jnp.float32(bad)}
+        updates, after = update(grads, before, self.params)
+        assert_same_bits(after.inner_state, before.inner_state)
+        assert_same_bits(optax.apply_updates(self.params, updates), self.params)
+        assert all((u == 0).all() for u in jax.tree.leaves(updates))
+        params, applied = wrap(optimizer.apply_gradients)(grads, self.params, before)
+        assert_same_bits(params, self.params)
+        assert_same_bits(applied, after)
+        assert optimizer.current_loss_scale(after) == 2**14
+        assert after[2:7] == (False, 1, 1, 0, 0)
+
+    def test_all_ways_give_the_same_bits_outside_jit(self):
+        self.compare(lambda f: f, assert_same_bits)
+
+    def test_all_ways_agree_under_jit(self):
+        # Not to the bit: the compiler fuses each of the programs differently.
+        self.compare(jax.jit, assert_close)
+
+    def compare(self, wrap, check):
+        ends = []
+        for skip in SKIPS:
+            optimizer = LossScaleOptimizer(self.inner, skip=skip)
+            step = wrap(optimizer.apply_gradients)
+            params, state = self.params, optimizer.init(self.params)
+            for gradient in (1.0, NAN, 0.3, -2.0, INF, 0.7):
+                grads = jax.tree.map(lambda x, g=gradient: x * g, self.good)
+                params, state = step(grads, params, state)
+            ends.append((params, state))
+        check(ends[1], ends[0])
+        check(ends[2], ends[0])
+
+    def test_counters_saturate(self):
+        optimizer = LossScaleOptimizer(optax.sgd(1.0))
+        top = jnp.int32(2**31 - 1)
+        state = optimizer.init(jnp.float32(1))._replace(
+            skipped_steps=top, consecutive_skipped_steps=top
+        )
+        _, state = optimizer.update(jnp.float32(NAN), state)
+        assert (state.skipped_steps, state.consecutive_skipped_steps) == (top, top)
+        _, state = optimizer.update(jnp.float32(1), state)
+        assert (state.skipped_steps, state.consecutive_skipped_steps) == (top, 0)
+
+    def test_fixed_scale_applies_what_it_gets(self):
+        optimizer = LossScaleOptimizer(optax.sgd(1.0), 8)
+        param, state = optimizer.apply_gradients(
+            jnp.float32(NAN), jnp.float32(1), optimizer.init(jnp.float32(1))
+        )
+        assert jnp.isnan(param)
+        assert state[2:7] == (True, 0, 0, 0, 0)
+
+    def test_fixed_scale_skips_when_asked(self):
+        optimizer = LossScaleOptimizer(optax.sgd(1.0), FixedLossScale(8, True))
+        param, state = optimizer.apply_gradients(
+            jnp.float32(NAN), jnp.float32(1), optimizer.init(jnp.float32(1))
+        )
+        assert param == 1
+        assert state[2:7] == (False, 1, 1, 0, 1)
+
+    def test_a_storm_of_nans(self):
+        optimizer = LossScaleOptimizer(self.inner, DynamicLossScale(min_scale=0.5))
+        nans = jax.tree.map(lambda x: x * NAN, self.good)
+
+        @jax.jit
+        def storm(params, state):
+            def body(carry, _):
+                return optimizer.apply_gradients(nans, *carry), None
+
+            return jax.lax.scan(body, (params, state), length=200)[0]
+
+        start = optimizer.init(self.params)
+        params, state = storm(self.params, start)
+        assert_same_bits(params, self.params)
+        assert_same_bits(state.inner_state, start.inner_state)
+        assert optimizer.current_loss_scale(state) == 0.5
+        assert state[2:7] == (False, 200, 200, 0, 200 - 16)
+
+    def test_a_nan_loss_is_returned_and_skipped(self):
+        optimizer = LossScaleOptimizer(optax.sgd(1.0))
+        param = jnp.float32(1)
+        param, state, loss = optimizer.minimize(
+            lambda x: x * jnp.float32(NAN), param, optimizer.init(param)
+        )
+        assert jnp.isnan(loss)
+        assert param == 1
+        assert not state.last_step_applied
+
+    def test_random_keys_in_an_inner_state_survive(self):
+        noise = relaxed(optax.add_noise(0.1, 0.5, jax.random.key(7)))
+        for skip in SKIPS:
+            optimizer = LossScaleOptimizer(noise, skip=skip)
+            state = optimizer.init(jnp.ones(2, jnp.float32))
+            update = jax.jit(optimizer.update)
+            _, skipped = update(jnp.array([1, INF], jnp.float32), state)
+            assert_same_bits(skipped.inner_state, state.inner_state)
+            _, applied = update(jnp.ones(2, jnp.float32), skipped)
+            assert applied.inner_state.rng_key != skipped.inner_state.rng_key
+
+    def test_schedules_do_not_advance(self):
+        rates = optax.piecewise_constant_schedule(1.0, {1: 0.5, 2: 0.5})
+        optimizer = LossScaleOptimizer(relaxed(optax.sgd(rates)))
+        state = optimizer.init(jnp.float32(1))
+        seen = []
+        for gradient in (1, NAN, 1, INF, NAN, 1):
+            updates, state = optimizer.update(jnp.float32(gradient), state)
+            seen.append(float(updates))
+        assert seen == [-1, 0, -0.5, 0, 0, -0.25]
+
+    @pytest.mark.parametrize("skip", SKIPS)
+    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+    @pytest.mark.parametrize("bad", [INF, NAN])
+    def test_is_differentiated_as_a_step_that_changes_nothing(self, bad, wrap, skip):
+        optimizer = LossScaleOptimizer(
+            self.inner, DynamicLossScale(growth_interval=1), skip=skip, check_loss=True
+        )
+
+        def train(params, grads, value):
+            state = optimizer.init(params)
+            for step in [(self.good, 1.0), *((grads, value),) * 2, (self.good, 1.0)]:
+                params, state = optimizer.apply_gradients(
+                    step[0], params, state, value=jnp.float32(step[1])
+                )
+            return sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
+
+        def without(params):
+            state = optimizer.init(params)
+            for _ in range(2):
+                params, state = optimizer.apply_gradients(
+                    self.good, params, state, value=jnp.float32(1)
+                )
+            return sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
+
+        grads = self.good | {"b": jnp.float32(bad)}
+        by_params, by_grads = wrap(jax.grad(train, argnums=(0, 1)))(
+            self.params, grads, jnp.float32(bad)
+        )
+        assert_close(by_params, jax.grad(without)(self.params))
+        assert not any(np.any(x) for x in jax.tree.leaves(by_grads))
+
+    def test_vmap_alone_compiles_nothing_again(self):
+        optimizer = LossScaleOptimizer(optax.sgd(0.1))
+        params = jnp.ones((3, 2), jnp.float32)
+        state = jax.vmap(optimizer.init)(params)
+        compiled = []
+        jax.monitoring.register_event_duration_secs_listener(
+            lambda event, *_, **__: compiled.append(event)
+        )
+        counts = []
+        for bad in (1, INF, 1, INF):
+            grads = params.at[1, 0].set(jnp.float32(bad))
+            compiled.clear()
+            updates, state = jax.vmap(optimizer.update)(grads, state, params)
+            counts.append(sum("backend_compile" in event for event in compiled))
+        assert counts[0] > 0
+        assert counts[2:] == [0, 0]
+        assert state.skipped_steps.tolist() == [0, 2, 0]
+        np.testing.assert_allclose(updates[::2], np.full((2, 2), -0.1), rtol=1e-6)
+        assert not updates[1].any()
+
+    @pytest.mark.parametrize(
+        ("saved", "resumed"),
+        [
+            ({}, {"loss_scale": "never"}),
+            ({"check_loss": True}, {"loss_scale": "never"}),
+        ],
+    )
+    def test_the_flag_of_a_state_is_written_by_each_step(self, saved, resumed):
+        class Never(DynamicLossScale):
+            skip_nonfinite = False
+
+        resumed = resumed | {"loss_scale": Never()}
+        inner = optax.sgd(0.1)
+        before = LossScaleOptimizer(inner, **saved)
+        nans = jax.tree.map(lambda x: x * NAN, self.good)
+        value = jnp.float32(NAN)
+        _, state = before.update(
+            nans, before.init(self.params), self.params, value=value
+        )
+        assert not state.last_step_applied
+        after = LossScaleOptimizer(inner, **resumed)
+        _, state = after.update(self.good, state, self.params)
+        assert state[2:7] == (True, 1, 0, int("check_loss" in saved), 0)
+        assert select_applied(state, 2.0, 1.0) == 2
+
+
+class TestCompiledPrograms:
+    params = jnp.ones((8, 8), jnp.float32)
+
+    def lowered(self, optimizer, platform):
+        step = jax.jit(lambda p, s: optimizer.minimize(lambda p: jnp.sum(p**2), p, s))
+        shapes = (self.params, optimizer.init(self.params))
+        return jax.export.export(step, platforms=[platform])(*shapes).mlir_module()
+
+    @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+    @pytest.mark.parametrize("skip", SKIPS)
+    def test_auto_branches_on_cpu_and_selects_elsewhere(self, skip, platform):
+        optimizer = LossScaleOptimizer(optax.sgd(1.0), skip=skip)
+        text = self.lowered(optimizer, platform)
+        branches = skip == "cond" or (skip, platform) == ("auto", "cpu")
+        assert count_branches(text) == branches
+        selects = re.search(r"stablehlo.select .*tensor<i1>, tensor<8x8xf32>", text)
+        assert bool(selects) != branches
+
+    def test_fixed_scale_compiles_no_check(self):
+        text = self.lowered(LossScaleOptimizer(optax.sgd(1.0), 8), "cpu")
+        for operation in ("is_finite", "select", "case", "maximum"):
+            assert f"stablehlo.{operation}" not in text
+        text = self.lowered(
+            LossScaleOptimizer(optax.sgd(1.0), FixedLossScale(8, True)), "cpu"
+        )
+        assert "stablehlo.is_finite" in text
+
+    @pytest.mark.skipif(
+        jax.__version_info__ < (0, 10), reason="XLA did not fuse the check on CPU"
+    )
+    @pytest.mark.parametrize("skip", ["auto", "cond"])
+    def test_minimize_does_not_store_unscaled_gradients(self, skip):
+        optimizer = LossScaleOptimizer(optax.sgd(1.0), skip=skip)
+        params = jnp.ones((256, 256), jnp.float32)
+
+        def loss(params, x):
+            return jnp.sum(jnp.sin(x @ params))
+
+        def step(params, state, x):
+            return optimizer.minimize(loss, params, state, x)
+
+        def plain(params, state, x):
+            value, grads = jax.value_and_grad(loss)(params, x)
+            return params - grads, state, value
+
+        shapes = (params, optimizer.init(params), jnp.ones((4, 256), jnp.float32))
+        ours, theirs = (
+            jax.jit(f, donate_argnums=0).lower(*shapes).compile().memory_analysis()
+            for f in (step, plain)
+        )
+        size = params.nbytes
+        assert ours.temp_size_in_bytes < 1.5 * size
+        assert theirs.temp_size_in_bytes < 1.5 * size

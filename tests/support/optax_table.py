@@ -1,0 +1,515 @@
+"""What becomes of a non-finite step around and inside the parts of Optax.
+
+`python tests/support/optax_table.py` runs every row, and writes the page anew.
+"""
+
+import dataclasses
+import functools
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from helpers import INF, NAN, RECIPES, to_numpy
+from optimizers import trained
+
+from optax_lossscale import LossScaleOptimizer, LossScaleOptimizerState, all_finite
+
+PAGE = RECIPES / "optax.md"
+HEAD = """\
+# With other parts of Optax
+
+Put `LossScaleOptimizer` outermost, around whatever there is: that is always right. This
+table says what happens in other places, and which parts ask for more. Each cell was
+found by six steps, in the third of which the gradient of one parameter is inf, or nan.
+`inner` is `optax.sgd(0.1, momentum=0.9)` where `LossScaleOptimizer` is outermost, and
+`LossScaleOptimizer(optax.sgd(0.1, momentum=0.9))` in the column "inside". `schedule`
+halves the rate in each step; `overflowing` is a mask, true for that one parameter.
+
+- *exact*: parameters, momenta, counts and schedules are those of a training without
+  that step, and the scale backs off.
+- *counts the step*: the parameters stay, but some count or average goes on.
+- *moves*: the parameters move in the step that is to be skipped.
+- *stops*: the parameters never move again.
+- *nan*: there are parameters that are no longer finite.
+- *scale stays*: it does not back off. *scale falls*: in finite steps too.
+- *refused*: it raises an error.
+
+"""
+HEADER = ["", "outermost", "outermost, `minimize`", "inside", "note"]
+FOOT = """
+`python tests/support/optax_table.py` makes this page, and a test compares the two.
+"""
+
+PARAMS = {"a": np.array([1.0, 2.0], np.float32), "b": np.float32(3)}
+SCOPE = {
+    "overflowing": {"a": False, "b": True},
+    "jax": jax,
+    "optax": optax,
+    "schedule": lambda step: 0.5**step,
+}
+INNER = optax.sgd(0.1, momentum=0.9)
+STEPS, BAD = 6, 2
+
+
+@jax.custom_jvp
+def overflow(x, factor):
+    """Returns `x`, the gradient of which is multiplied."""
+    del factor
+    return x
+
+
+@overflow.defjvp
+def _(primals, tangents):
+    return primals[0], tangents[0] * primals[1]
+
+
+def loss_fn(params, target, factor):
+    params = trained(params)
+    params = params | {"b": overflow(params["b"], factor)}
+    squares = jax.tree.map(lambda p, t: jnp.sum((p - t) ** 2), params, target)
+    return 0.5 * optax.tree.sum(squares)
+
+
+def batches(bad):
+    """Returns the targets of all steps, and what the gradients are multiplied by."""
+    steps = [jax.tree.map(lambda x, i=i: np.cos(3 * x + i), PARAMS) for i in range(6)]
+    return [(t, np.float32(bad if i == BAD else 1)) for i, t in enumerate(steps)]
+
+
+# The extra arguments of a step, of which the first that an optimizer takes are given.
+EXTRAS = (("value", "grad", "value_fn"), (), ("grad_fn",))
+
+
+def by_update(optimizer, extra):
+    """Makes a step in two halves; without a state of ours it scales nothing."""
+    scaler = LossScaleOptimizer(optax.identity())
+
+    def step(params, state, target, factor):
+        value_fn = functools.partial(loss_fn, target=target, factor=factor)
+        is_scaled = not isinstance(optimizer, Plain)
+        value, grads = (
+            scaler.value_and_grad(value_fn, state)
+            if is_scaled
+            else jax.value_and_grad(value_fn)
+        )(trained(params))
+        every = {"value": value, "grad": grads, "value_fn": value_fn}
+        every["grad_fn"] = lambda params, _: jax.grad(value_fn)(params)
+        extras = {name: every[name] for name in extra}
+        updates, state = optimizer.update(grads, state, params, **extras)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+class Plain(optax.GradientTransformationExtraArgs):
+    """Marks what has no loss scaling."""
+
+
+def by_minimize(optimizer, _extra):
+    def step(params, state, target, factor):
+        return optimizer.minimize(loss_fn, params, state, target, factor)[:2]
+
+    return step
+
+
+@functools.cache
+def compiled(optimizer, make_step):
+    """Returns a step, compiled once, with extra arguments where they are taken."""
+    steps = [jax.jit(make_step(optimizer, extra)) for extra in EXTRAS]
+
+    def step(*args):
+        for step in steps[:-1]:
+            try:
+                return step(*args)
+            except (TypeError, ValueError) as error:
+                if not re.search("unexpected keyword|grad_fn must be", str(error)):
+                    raise
+        return steps[-1](*args)
+
+    return step
+
+
+def train(optimizer, make_step, params, batches):
+    """Returns the end of every step."""
+    with jax.numpy_dtype_promotion("standard"), warnings.catch_warnings():
+        # MultiSteps, around: the row says so itself.
+        warnings.filterwarnings("ignore", "A LossScaleOptimizer is inside")
+        state, ends = optimizer.init(params), []
+        for batch in batches:
+            params, state = compiled(optimizer, make_step)(params, state, *batch)
+            ends.append((params, state))
+    return ends
+
+
+def bare(end):
+    """Returns the numbers of parameters and state without those of loss scaling."""
+
+    def is_ours(node):
+        return isinstance(node, LossScaleOptimizerState)
+
+    def strip(node):
+        return node.inner_state if is_ours(node) else node
+
+    leaves = jax.tree.leaves(jax.tree.map(strip, end, is_leaf=is_ours))
+    return [to_numpy(x) for x in leaves]
+
+
+def agree(x, y):
+    return all(
+        np.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
+        for a, b in zip(x, y, strict=True)
+    )
+
+
+def judge(ends, plain):
+    """Says in words what became of a training with one step to be skipped."""
+    wanted = [plain[i - (i >= BAD)] for i in range(STEPS)]
+    params = [trained(params) for params, _ in ends]
+    scale = optax.tree.get(ends[-1][1], "loss_scale")
+    is_exact = all(agree(bare(x), bare(y)) for x, y in zip(ends, wanted, strict=True))
+    before, after, *later = (np.hstack(jax.tree.leaves(p)) for p in params[BAD - 1 :])
+    words = []
+    if not all_finite(params):
+        words.append("nan")
+    elif all((p == after).all() for p in later):
+        words.append("stops")
+    elif (after != before).any():
+        words.append("moves")
+    elif not is_exact:
+        words.append("counts the step")
+    if scale == 2**15:
+        words.append("scale stays")
+    elif scale != 2**14:
+        words.append("scale falls")
+    return ", ".join(words) or "exact"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A part of Optax.
+
+    Attributes:
+      code: What makes it, around `inner` if that occurs in it.
+      note: What else there is to know; a test runs `check` for it.
+      make_params: Makes of the parameters what it takes.
+    """
+
+    code: str
+    note: str = ""
+    check: Callable[["Row"], None] | None = None
+    make_params: Callable[[Any], Any] = lambda params: params
+
+    def make(self, inner=INNER):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return eval(self.code, SCOPE | {"inner": inner})
+
+    def params(self):
+        return self.make_params(jax.tree.map(jnp.asarray, PARAMS))
+
+    def optimizers(self):
+        """Returns the three columns: what makes the optimizer, and its step."""
+        yield lambda: LossScaleOptimizer(self.make()), by_update
+        yield lambda: LossScaleOptimizer(self.make()), by_minimize
+        if "inner" in self.code:
+            yield lambda: self.make(LossScaleOptimizer(INNER)), by_update
+
+    def cells(self):
+        """Returns what happens, by column."""
+        finite = batches(1)
+        del finite[BAD]
+        plain = Plain(*optax.with_extra_args_support(self.make()))
+        wanted = train(plain, by_update, self.params(), finite)
+        for make, make_step in self.optimizers():
+            run = functools.partial(train, make(), make_step, self.params())
+            try:
+                ends = {bad: run(batches(bad)) for bad in (INF, NAN)}
+            except (TypeError, ValueError):
+                yield "refused"
+                continue
+            found = {bad: judge(end, wanted) for bad, end in ends.items()}
+            same = len(set(found.values())) == 1
+            both = "; ".join(f"{bad}: {text}" for bad, text in found.items())
+            yield found[INF] if same else both
+
+    def line(self):
+        cells = [*self.cells(), "", "", ""][:3]
+        return "| " + " | ".join([f"`{self.code}`", *cells, self.note]) + " |"
+
+
+GRADS = {"a": jnp.ones(2, jnp.float32), "b": jnp.float32(1)}
+OVERFLOW = GRADS | {"b": jnp.float32(INF)}
+
+
+def both(row):
+    """Makes the optimizer with ours outermost and with ours inside."""
+    return LossScaleOptimizer(row.make()), row.make(LossScaleOptimizer(INNER))
+
+
+def the_schedule_waits(row):
+    ends = train(LossScaleOptimizer(row.make()), by_update, row.params(), batches(INF))
+    assert optax.tree.get(ends[-1][1], "count") == STEPS - 1
+
+
+def the_rate_is_read_and_set(row):
+    for optimizer in both(row):
+        params = row.params()
+        state = optimizer.init(params)
+        assert optax.tree.get(state, "rate") == 0.5
+        state = optax.tree.set(state, rate=jnp.float32(0.25))
+        updates, state = optimizer.update(GRADS, state, params)
+        np.testing.assert_allclose(updates["b"], -0.1 * 0.25, rtol=1e-6)
+
+
+def the_rate_is_among_the_hyperparameters(row):
+    ends = train(LossScaleOptimizer(row.make()), by_update, row.params(), batches(INF))
+    for i, (_, state) in enumerate(ends):
+        rate = 0.5 ** (i - (i >= BAD))  # that of the last step that was applied
+        assert optax.tree.get(state, "hyperparams") == {"learning_rate": rate}
+        with pytest.raises(KeyError, match="multiple values for 'learning_rate'"):
+            optax.tree.get(state, "learning_rate")
+
+
+def an_inf_becomes_a_one(row):
+    _, inside = both(row)
+    updates, _ = inside.update(OVERFLOW, inside.init(row.params()), row.params())
+    np.testing.assert_allclose(updates["b"], -0.1, rtol=1e-6)
+
+
+def only_ours_outermost_sees_a_frozen_overflow(row):
+    for optimizer, moved in zip(both(row), (False, True), strict=True):
+        params = row.params()
+        updates, _ = optimizer.update(OVERFLOW, optimizer.init(params), params)
+        assert (updates["a"] != 0).all() == moved
+        assert updates["b"] == 0
+
+
+def what_is_masked_out_passes(row):
+    _, inside = both(row)
+    updates, _ = inside.update(OVERFLOW, inside.init(row.params()), row.params())
+    assert updates["b"] == INF
+
+
+def each_has_a_scale(row):
+    scaler, (_, inside) = LossScaleOptimizer(INNER), both(row)
+    state = inside.init(row.params())
+    _, state = inside.update(OVERFLOW, state, row.params())
+    with pytest.raises(ValueError, match=r"exactly one .* got 2"):
+        scaler.value_and_grad(loss_fn, state)
+    scales = [scaler.current_loss_scale(state.inner_states[x]) for x in "xy"]
+    assert scales == [2**15, 2**14]
+
+
+def inside_it_has_nothing_to_do(row):
+    ends = train(LossScaleOptimizer(row.make()), by_update, row.params(), batches(INF))
+    assert ends[-1][1].inner_state.total_notfinite == 0
+
+
+def another_page_has_more(row):
+    assert "MultiSteps" in (PAGE.parent / "accumulation.md").read_text()
+
+
+def gradients_are_of_the_fast_half(row):
+    optimizer = LossScaleOptimizer(row.make())
+    params = row.params()
+    state = optimizer.init(params)
+    with pytest.raises(ValueError, match=r"structure|named tuple"):
+        optimizer.minimize(loss_fn, params, state, *batches(1)[0])
+    _, grads = optimizer.value_and_grad(loss_fn, state)(params.fast, *batches(1)[0])
+    assert optimizer.update(grads, state, params)[1].last_step_applied
+
+
+def eval_params_want_the_inner_state(row):
+    ends = train(LossScaleOptimizer(row.make()), by_update, row.params(), batches(1))
+    plain = Plain(*optax.with_extra_args_support(row.make()))
+    wanted = train(plain, by_update, row.params(), batches(1))
+    make = optax.contrib.schedule_free_eval_params
+    params, state = ends[-1]
+    assert agree(bare(make(state.inner_state, params)), bare(make(*wanted[-1][::-1])))
+    with pytest.raises(AttributeError):
+        make(state, params)
+
+
+def refuses_extra_arguments(row):
+    optimizer = LossScaleOptimizer(row.make())
+    state = optimizer.init(row.params())
+    optimizer.update(GRADS, state, row.params())
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        optimizer.update(GRADS, state, row.params(), value=jnp.float32(1))
+
+
+def its_own_gradients_may_overflow(row):
+    params = row.params()
+    applied = []
+    for options in ({}, {"check_updates": True}):
+        optimizer = LossScaleOptimizer(row.make(), **options)
+        state = optimizer.init(params)
+        for bad in (1.0, INF):
+
+            def grad_fn(params, _, bad=bad):
+                return jax.tree.map(lambda x: jnp.full_like(x, bad), params)
+
+            updates, state = optimizer.update(GRADS, state, params, grad_fn=grad_fn)
+        applied.append(bool(state.last_step_applied))
+        assert all_finite(updates) == bool(options)
+    assert applied == [True, False]
+
+
+def wants_the_loss(row):
+    optimizer = LossScaleOptimizer(row.make())
+    state = optimizer.init(row.params())
+    with pytest.raises(TypeError, match="value"):
+        optimizer.update(GRADS, state, row.params())
+    optimizer.minimize(loss_fn, row.params(), state, *batches(1)[0])
+
+
+ROWS = [
+    Row("inner"),
+    Row(
+        "optax.sgd(schedule, momentum=0.9)",
+        "the schedule counts applied steps",
+        the_schedule_waits,
+    ),
+    Row("optax.chain(inner, optax.scale_by_schedule(schedule))"),
+    Row(
+        "optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)",
+        "`optax.tree.get(state, 'hyperparams')` has the rate; the name "
+        "`learning_rate` is also that of the schedule's state",
+        the_rate_is_among_the_hyperparameters,
+    ),
+    Row(
+        "optax.inject_hyperparams(lambda rate: optax.chain(inner, optax.scale(rate)))"
+        "(rate=0.5)",
+        "`optax.tree.get` and `optax.tree.set` reach `rate` either way",
+        the_rate_is_read_and_set,
+    ),
+    Row(
+        "optax.chain(optax.clip(1.0), inner)",
+        "inside, it turns inf into 1, and the step is applied",
+        an_inf_becomes_a_one,
+    ),
+    Row("optax.chain(inner, optax.clip(1.0))"),
+    Row("optax.chain(optax.clip_by_global_norm(1.0), inner)"),
+    Row("optax.chain(optax.clip_by_block_rms(1.0), inner)"),
+    Row("optax.chain(optax.adaptive_grad_clip(0.1), inner)"),
+    Row("optax.chain(optax.zero_nans(), inner)"),
+    Row("optax.chain(optax.add_noise(0.01, 0.55, jax.random.key(0)), inner)"),
+    Row("optax.chain(inner, optax.add_noise(0.01, 0.55, jax.random.key(0)))"),
+    Row("optax.chain(optax.add_decayed_weights(0.1), inner)"),
+    Row("optax.chain(inner, optax.add_decayed_weights(0.1))"),
+    Row("optax.chain(optax.ema(0.9), inner)"),
+    Row("optax.chain(inner, optax.ema(0.9))"),
+    Row("optax.masked(inner, overflowing)"),
+    Row(
+        "optax.masked(inner, {'a': True, 'b': False})",
+        "inside, what the mask leaves out is not looked at",
+        what_is_masked_out_passes,
+    ),
+    Row(
+        "optax.chain(optax.freeze(overflowing), inner)",
+        "inside, an overflow in what is frozen is rightly ignored",
+        only_ours_outermost_sees_a_frozen_overflow,
+    ),
+    Row("optax.chain(inner, optax.freeze(overflowing))"),
+    Row(
+        "optax.selective_transform(inner, freeze_mask=overflowing)",
+        "inside, an overflow in what is frozen is rightly ignored",
+        only_ours_outermost_sees_a_frozen_overflow,
+    ),
+    Row(
+        "optax.partition({'x': inner, 'y': optax.sgd(0.1)}, {'a': 'x', 'b': 'y'})",
+    ),
+    Row(
+        "optax.partition({'x': inner, 'y': inner}, {'a': 'x', 'b': 'y'})",
+        "inside, each has a scale, and one loss cannot have two",
+        each_has_a_scale,
+    ),
+    Row("optax.named_chain(('first', optax.identity()), ('then', inner))"),
+    Row("optax.flatten(inner)"),
+    Row(
+        "optax.apply_if_finite(inner, 5)",
+        "outermost, it never meets what is not finite: leave it out",
+        inside_it_has_nothing_to_do,
+    ),
+    Row(
+        "optax.MultiSteps(inner, 2).gradient_transformation()",
+        "see [Accumulating gradients](accumulation.md)",
+        another_page_has_more,
+    ),
+    Row("optax.conditionally_transform(inner, lambda step: step % 2 == 0)"),
+    Row("optax.conditionally_mask(inner, lambda step: step % 2 == 0)"),
+    Row(
+        "optax.lookahead(inner, sync_period=2, slow_step_size=0.5)",
+        "`value_and_grad` of the fast half, then `update`",
+        gradients_are_of_the_fast_half,
+        make_params=optax.LookaheadParams.init_synced,
+    ),
+    Row(
+        "optax.contrib.schedule_free(inner, 0.1)",
+        "`schedule_free_eval_params(state.inner_state, params)`",
+        eval_params_want_the_inner_state,
+    ),
+    Row(
+        "optax.contrib.sam(inner, optax.sgd(0.05))",
+        "`update` without extra arguments, which it refuses",
+        refuses_extra_arguments,
+    ),
+    Row(
+        "optax.chain(optax.contrib.sam(inner, optax.sgd(0.05)))",
+        "the chain hides from `minimize` that it refuses extra arguments",
+        refuses_extra_arguments,
+    ),
+    Row(
+        "optax.contrib.sam(inner, optax.sgd(0.05), opaque_mode=True)",
+        "the gradients of its own `grad_fn` may overflow too: `check_updates=True`",
+        its_own_gradients_may_overflow,
+    ),
+    Row("optax.contrib.mechanize(inner)"),
+    Row(
+        "optax.chain(inner, optax.contrib.reduce_on_plateau(patience=1))",
+        "wants `value`, which `minimize` passes",
+        wants_the_loss,
+    ),
+    Row("optax.contrib.split_real_and_imaginary(inner)"),
+    Row(
+        "optax.polyak_sgd(max_learning_rate=0.1)",
+        "wants `value`, which `minimize` passes",
+        wants_the_loss,
+    ),
+    Row(
+        "optax.contrib.momo(0.1)",
+        "wants `value`, which `minimize` passes",
+        wants_the_loss,
+    ),
+    Row(
+        "optax.chain(inner, optax.scale_by_backtracking_linesearch(5))",
+        "wants `value`, `grad` and `value_fn`, which `minimize` passes",
+        wants_the_loss,
+    ),
+    Row(
+        "optax.lbfgs()",
+        "wants `value`, `grad` and `value_fn`, which `minimize` passes",
+        wants_the_loss,
+    ),
+]
+
+
+def heading():
+    """Returns the first two lines of the table."""
+    return [f"| {' | '.join(cells)} |" for cells in (HEADER, ["---"] * 5)]
+
+
+def page():
+    """Returns the page, made anew."""
+    return HEAD + "\n".join([*heading(), *(row.line() for row in ROWS)]) + "\n" + FOOT
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
