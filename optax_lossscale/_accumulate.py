@@ -19,14 +19,14 @@ class AccumulationState(NamedTuple):
     """The state of `accumulate_gradients`.
 
     Attributes:
-      inner_state: The state of the wrapped optimizer. It changes at the end of a
-        window only.
-      micro_step: i32[], the micro-batches seen in this window. Zero at its start, so
-        also right after an update.
-      accumulated_grads: As the parameters, at least float32: the micro-batches' share
-        of the gradients so far, zero at the start of a window. None where a
-        parameter is not floating-point.
-      accumulated_value: f32[], the same of the losses, where they are given.
+      inner_state: The state of the wrapped optimizer. It changes only at the end of a
+        window.
+      micro_step: i32[], the micro-batches seen in this window; zero right after an
+        update.
+      accumulated_grads: The sum of the gradients so far, each divided by the number of
+        micro-batches if they are averaged, like the parameters but at least float32;
+        zero at the start of a window. None where a parameter is not floating-point.
+      accumulated_value: f32[], the same for the losses, if they are passed.
     """
 
     inner_state: Any
@@ -41,36 +41,35 @@ def accumulate_gradients(
     *,
     average: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
-    """Updates once in so many micro-batches, with the mean of their gradients.
+    """Updates once for every window of micro-batches, with their mean gradient.
 
-    To be placed around a `LossScaleOptimizer`, which then sees whole windows: the
+    Wrap it around a `LossScaleOptimizer`, which then sees only whole windows: the
     scale is the same for all micro-batches of a window, and adapts after it. A window
     with a non-finite gradient is skipped as a whole, and the next starts from zero.
-    (`LossScaleOptimizer(optax.MultiSteps(inner, k))` drops the micro-batch alone.)
+    (`LossScaleOptimizer(optax.MultiSteps(inner, k))` drops only the micro-batch.)
 
-    `has_updated` tells whether the parameters moved. `select_applied` speaks of the
-    last whole window: use `all_finite` of the gradients of a micro-batch to keep, or
-    not, what it computes besides them, such as batch statistics.
+    `has_updated` tells whether the parameters changed. `select_applied` refers to the
+    last whole window: for other results of a micro-batch, such as batch statistics,
+    use `all_finite` of its gradients.
 
     Args:
       inner_optimizer: A `LossScaleOptimizer`, or any optimizer that holds one, without
-        `num_losses` and `mask`: gradients are a tree like the parameters, and all of
-        them are added up. (An optimizer with one of them is refused; inside a chain it
-        goes unnoticed.)
+        `num_losses` and `mask`: gradients must be a tree like the parameters, and all
+        of them are added up. (Inside a chain this is not checked.)
       micro_steps: The micro-batches in a window.
-      average: Whether gradients are averaged over the window, or summed, as where
-        each loss is divided by the size of the whole batch already.
+      average: Whether to average gradients over the window. Pass False to sum them, if
+        each loss is already divided by the size of the whole batch.
 
     Returns:
-      An optimizer. Its `update` takes the unscaled gradients of a micro-batch, as
-      `value_and_grad` of the `LossScaleOptimizer` returns them for this optimizer's
-      state. Its updates are zero but at the end of a window. Extra arguments reach the
-      inner optimizer, those of the last micro-batch; of `value`, the loss, the mean
-      (or sum).
+      An optimizer. Its `update` takes the unscaled gradients of a micro-batch, which
+      `value_and_grad` of the `LossScaleOptimizer` computes with this optimizer's
+      state. Its updates are zero except at the end of a window. The inner optimizer
+      gets the extra arguments of the last micro-batch, but the mean (or sum) of
+      `value`, the loss.
 
     Raises:
-      ValueError: If `micro_steps` is not a whole number of at least 1; by `update`, if
-        its state is not an `AccumulationState`.
+      ValueError: If `micro_steps` is not a whole number of at least 1; from `update`,
+        if its state is not an `AccumulationState`.
       TypeError: If an argument is of the wrong type.
 
     Examples:
@@ -101,7 +100,7 @@ def accumulate_gradients(
     if is_ours and not inner_optimizer._options.is_plain:
         raise TypeError(
             "inner_optimizer must be without num_losses and mask, got "
-            f"{inner_optimizer!r}: gradients of one loss are added up, all of them."
+            f"{inner_optimizer!r}: all gradients, of a single loss, are added up."
         )
     inner = check_optimizer("inner_optimizer", inner_optimizer)
     micro_steps = check.count("micro_steps", micro_steps)
@@ -116,7 +115,7 @@ def accumulate_gradients(
         )
 
     def add(total, x):
-        # Not a running mean: the difference which that takes may overflow.
+        # Not a running mean, which takes a difference that may overflow.
         return total + jnp.asarray(x).astype(total.dtype) / parts
 
     def update(updates, state, params=None, **extra_args):
@@ -127,7 +126,7 @@ def accumulate_gradients(
             )
         # A restored or hand-set state may hold Python numbers.
         state = strongly_typed(state)
-        # And a count beyond the window.
+        # Its count may be beyond the window.
         micro_step = jnp.clip(state.micro_step, 0, micro_steps - 1)
         is_last = micro_step == micro_steps - 1
         total = _map(
@@ -148,8 +147,8 @@ def accumulate_gradients(
             zeros = jax.tree.map(jnp.zeros_like, total)
             return *new, zeros, jnp.zeros((), jnp.float32)
 
-        # Not by a product with zero, which keeps inf and nan. It branches wherever
-        # it can: all but one micro-batch of a window are spared the inner optimizer.
+        # Multiplying by zero would keep inf and nan. "cond" branches wherever it can,
+        # so that only the last micro-batch runs the inner optimizer.
         inputs = (updates, extra_args)
         operands = (total, value, state.inner_state, params)
         updates, *new = run_or_skip("cond", is_last, run, _keep, inputs, *operands)
@@ -161,23 +160,22 @@ def accumulate_gradients(
 
 
 def has_updated(state: Any) -> jax.Array:
-    """Tells whether the last call of an optimizer moved the parameters.
+    """Tells whether the last call of an optimizer changed the parameters.
 
-    Use it for what must keep pace with the parameters, such as a moving average of them
-    or a count of updates. It holds for a `LossScaleOptimizer`, for one around
-    `optax.MultiSteps`, and for `accumulate_gradients`.
+    Use it for values that follow the parameters, such as their moving average or a
+    count of updates. It works with a `LossScaleOptimizer`, with one around
+    `optax.MultiSteps`, and with `accumulate_gradients`.
 
-    What a micro-batch has computed, batch statistics for example, may be kept where
-    `all_finite` of its gradients is true, whether the parameters moved or not.
+    For other results of a micro-batch, such as batch statistics, use `all_finite` of
+    its gradients.
 
     Args:
       state: The state after a call of `update`, `apply_gradients` or `minimize`; a
         pytree that holds one `LossScaleOptimizerState`.
 
     Returns:
-      bool[], False where the step was skipped and in the midst of a window of
-      micro-batches. Of the shape of `last_step_applied` where the state is that of
-      several members or devices.
+      bool[], False if the step was skipped or did not end a window of micro-batches.
+      For a state of several members or devices, of the shape of `last_step_applied`.
 
     Raises:
       ValueError: If `state` holds none or several of these states.

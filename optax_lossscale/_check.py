@@ -1,4 +1,4 @@
-"""Checks of hyperparameters: what is wrong, and what is allowed."""
+"""Checks of hyperparameters. Errors name the argument, its value and its range."""
 
 import math
 import numbers
@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 # Within these bounds the scale and its reciprocal are normal float32 numbers.
-# Outside, one of the two is subnormal, which most hardware takes for zero: so would
-# all gradients be, even if divided, as XLA multiplies by the reciprocal then too.
+# Outside, one of the two is subnormal, which most hardware flushes to zero: all
+# gradients would be zero, even if divided, as XLA multiplies by the reciprocal.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 
@@ -19,8 +19,8 @@ def number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(
             f"{name} must be a Python number, got {value!r} of type "
-            f"{type(value).__name__}. Hyperparameters are fixed when the program "
-            f"is built: what changes during training belongs in the state."
+            f"{type(value).__name__}. Hyperparameters are constants: values that "
+            f"change during training belong in the state."
         )
     try:
         checked = float(value)
@@ -39,12 +39,12 @@ def _in_range(name, value, low, high, wanted, why=""):
 
 
 def scale(name: str, value: Any, *, at_least: float = SMALLEST_SCALE) -> float:
-    """Returns `value` as a float, if it can serve as a loss scale."""
+    """Returns `value` as a float, if it is a valid loss scale."""
     dtype = getattr(value, "dtype", np.dtype(float))
     if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
         raise ValueError(
-            f"{name} must not be of half precision ({dtype}), in which a scale soon "
-            f"overflows or rounds, got {value!r}. Pass a Python float."
+            f"{name} must not be of half precision ({dtype}), where a scale overflows "
+            f"or is rounded, got {value!r}. Pass a Python float."
         )
     wanted = f"at least {at_least:.2g} and at most 2**126 (8.5e37)"
     why = ": the scale and its reciprocal must be normal float32 numbers"
@@ -63,13 +63,13 @@ def count(name: str, value: Any, *, at_least: int = 1) -> int:
 
 
 def growth_factor(name: str, value: Any) -> float:
-    """Returns `value` as a float, if a scale can grow by it."""
+    """Returns `value` as a float, if it is a valid growth factor."""
     wanted = "above 1 in float32 (2 is usual): at least 1 + 2**-23, and at most 2**126"
     return _in_range(name, value, 1 + 2.0**-23, LARGEST_SCALE, wanted)
 
 
 def backoff_factor(name: str, value: Any) -> float:
-    """Returns `value` as a float, if a scale can back off by it."""
+    """Returns `value` as a float, if it is a valid backoff factor."""
     wanted = (
         "above 0 and below 1 in float32 (0.5 is usual): at least 2**-126 and at most "
         "1 - 2**-24"
@@ -78,7 +78,7 @@ def backoff_factor(name: str, value: Any) -> float:
 
 
 def share(name: str, value: Any) -> float:
-    """Returns `value` as a float, if it is a share of a whole."""
+    """Returns `value` as a float, if it is from 0 to 1."""
     return _in_range(name, value, 0, 1, "at least 0 and at most 1")
 
 
@@ -90,19 +90,19 @@ def boolean(name: str, value: Any) -> bool:
 
 
 def bits(name: str, value: Any) -> float:
-    """Returns `value` as a float, if it is a distance in powers of two."""
+    """Returns `value` as a float, if it is a number of bits from 0 to 128."""
     return _in_range(name, value, 0, 128, "at least 0 and at most 128")
 
 
 def decay(name: str, value: Any) -> float:
     """Returns `value` as a float, if it can be the decay of a running mean."""
-    # Nearer to 1, rounding keeps a float32 mean of logarithms from moving by a bit.
+    # Closer to 1, a float32 mean of logarithms would round away a change of one bit.
     wanted = "at least 0 and below 1 (0.99 is usual): at most 1 - 2**-20"
     return _in_range(name, value, 0, 1 - 2.0**-20, wanted)
 
 
 def dtype(name: str, value: Any) -> str:
-    """Returns the name of a dtype, if it is one that gradients can overflow."""
+    """Returns the name of a dtype, if it is floating-point with at most 16 bits."""
     try:
         dtype = jnp.dtype(value)
     except TypeError as error:
@@ -111,7 +111,7 @@ def dtype(name: str, value: Any) -> str:
         ) from error
     if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits > 16:
         raise ValueError(
-            f"{name} must be a floating-point dtype of at most 16 bits, the one that "
-            f"gradients are computed in, got {value!r}."
+            f"{name} must be the dtype that gradients are computed in, floating-point "
+            f"of at most 16 bits, got {value!r}."
         )
     return dtype.name

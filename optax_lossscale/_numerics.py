@@ -1,4 +1,4 @@
-"""The numerics: scaling, the check of gradients, exact powers of two."""
+"""Numerics: scaling, the check for inf and nan, exact powers of two."""
 
 import functools
 from collections.abc import Callable, Hashable
@@ -27,7 +27,7 @@ def scale_up(x: Any, scale: jax.Array) -> jax.Array:
     x = x.astype(at_least_float32(x.dtype))
     scale = scale.astype(jnp.finfo(x.dtype).dtype)
     if jnp.iscomplexobj(x):
-        # (inf + bi) * (s + 0i) would be nan: scale the two parts apart.
+        # (inf + bi) * (s + 0i) would be nan: scale real and imaginary parts apart.
         return lax.complex(x.real * scale, x.imag * scale)
     return x * scale
 
@@ -51,7 +51,7 @@ def _nonfinite_sum(x: jax.Array) -> jax.Array:
 
 
 def _sum(x: jax.Array) -> jax.Array:
-    # A sum keeps inf and nan. So does a max, but across devices it may drop nan.
+    # A sum keeps inf and nan. A max does too, but may drop nan across devices.
     def nonfinite(x):
         zero = lax.sub(x, x)
         return lax.select(lax.eq(zero, lax.full_like(zero, 0)), zero, lax.abs(x))
@@ -60,7 +60,7 @@ def _sum(x: jax.Array) -> jax.Array:
 
 
 def _sum_on_cpu(x: jax.Array) -> jax.Array:
-    # Always nan instead of inf, but several times faster there. And all(isfinite(x))
+    # Returns nan for inf too, but is several times faster on CPU. all(isfinite(x))
     # would write an array of booleans first.
     return _sum_parts(lambda x: lax.sub(x, x), x)
 
@@ -72,7 +72,7 @@ def _sum_parts(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.
 
 
 def nonfinite_sums(leaves: list[jax.Array]) -> list[jax.Array]:
-    """Returns, for each leaf, zero where it is finite and else inf or nan."""
+    """Returns one number for each leaf: zero if the leaf is finite, else inf or nan."""
     return [_nonfinite_sum(x) for x in leaves]
 
 
@@ -93,22 +93,21 @@ def _all_finite(leaves: list[jax.Array], axis_name: Hashable | None) -> jax.Arra
         finite = jnp.isfinite(jnp.sum(_stack(nonfinite_sums(leaves))))
     if axis_name is None:
         return finite
-    # Adding a zero that varies along the axes: jax.shard_map refuses to reduce over
-    # several of which some are known to agree (as after a sum of gradients).
+    # Add a zero that varies along the axes: jax.shard_map refuses to reduce over axes
+    # if devices are known to agree along some of them (as after a sum of gradients).
     flag = finite.astype(jnp.int32) + 0 * axis_index(axis_name)
     return lax.pmin(flag, axis_name).astype(bool)
 
 
 def axis_index(axis_name: Hashable) -> jax.Array:
-    """Returns the index of this device, or says how to bind the axis."""
+    """Returns the index of this device along the axis."""
     try:
         return lax.axis_index(axis_name)
     except NameError as error:
         raise NameError(
             f"axis_name={axis_name!r} was given to LossScaleOptimizer or all_finite, "
-            "and the call must be inside a jax.pmap, jax.shard_map or jax.vmap that "
-            "binds it. Under jax.jit alone leave axis_name out: there the flag is that "
-            "of the whole arrays."
+            "but no jax.pmap, jax.shard_map or jax.vmap around the call binds it. "
+            "Under jax.jit alone leave axis_name out: whole arrays are checked there."
         ) from error
 
 
@@ -119,12 +118,11 @@ def all_finite(tree: Any, *, axis_name: Hashable | None = None) -> jax.Array:
       tree: Any pytree. Leaves that are not floating-point or complex (None,
         integers, float0, PRNG keys, functions) are ignored.
       axis_name: A name, or tuple of names, of mapped axes (`jax.pmap`,
-        `jax.vmap`, `jax.shard_map`) to reduce the result over: True where the
-        trees of all devices are finite.
+        `jax.vmap`, `jax.shard_map`) to reduce the result over: True if the trees
+        of all devices are finite.
 
     Returns:
-      bool[], False if there is an inf or a nan anywhere. A tree without numbers
-      is finite.
+      bool[], False if any number is inf or nan. A tree without numbers is finite.
 
     Raises:
       NameError: At trace time, if `axis_name` is not bound.
@@ -142,7 +140,7 @@ def all_finite(tree: Any, *, axis_name: Hashable | None = None) -> jax.Array:
 
 @jax.jit
 def _largest_of(x: jax.Array) -> jax.Array:
-    # float8 has no maximum, and what float64 alone holds is as good as inf.
+    # float8 has no max, and a float64 beyond the range of float32 counts as inf.
     parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
     wide = [lax.abs(part.astype(jnp.float32)) for part in parts]
     return functools.reduce(jnp.fmax, [jnp.max(part, initial=0.0) for part in wide])
@@ -162,29 +160,29 @@ def _largest(leaves: list[jax.Array], axis_name: Hashable | None) -> jax.Array:
 
 
 def largest_magnitude(tree: Any, *, axis_name: Hashable | None = None) -> jax.Array:
-    """Returns the largest magnitude in a tree, of those parts that hold no nan.
+    """Returns the largest magnitude in a tree of finite numbers.
 
-    It does not tell whether the tree is finite: a maximum may or may not keep nan,
-    by the platform. Call `all_finite` too, and ignore this result where the tree is
-    not finite.
+    It does not tell whether the tree is finite: whether a maximum keeps nan depends
+    on the platform. Call `all_finite` too, and ignore this result if that is False.
 
     Args:
-      tree: Any pytree; what `all_finite` ignores is ignored.
-      axis_name: As that of `all_finite`.
+      tree: Any pytree. Leaves that `all_finite` ignores are ignored.
+      axis_name: As in `all_finite`.
 
     Returns:
-      f32[], never inf or nan; of a complex number the larger part; 0 without numbers.
+      f32[], never inf or nan; 0 for a tree without numbers. A complex number counts as
+      the larger of its parts.
     """
     return _largest(inexact_leaves(tree), axis_name)
 
 
 def overflow_exponent(dtype: str) -> int:
-    """Returns the exponent of the power of two from which on a dtype overflows."""
+    """Returns the smallest exponent at which a power of two overflows in a dtype."""
     return int(jnp.finfo(dtype).maxexp)
 
 
 def exact_exp2(exponent: jax.Array) -> jax.Array:
-    """Returns two to a whole exponent, exactly, which exp2 need not; within bounds."""
+    """Returns 2**exponent for a whole exponent, clipped to +-126; exp2 may round."""
     exponent = jnp.fmin(jnp.fmax(exponent, -126.0), 126.0)
     biased = (exponent.astype(jnp.int32) + 127) << 23
     return jax.lax.bitcast_convert_type(biased, jnp.float32)

@@ -26,47 +26,47 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     gradients are not finite is skipped: parameters and inner state stay exactly
     as they were.
 
-    It is an `optax.GradientTransformationExtraArgs`, and goes wherever Optax, Flax
-    or Equinox take one. In a chain put it outermost: `optax.clip` before the check
-    turns an inf into a finite number, and the step is applied.
+    It is an `optax.GradientTransformationExtraArgs`, for use wherever Optax, Flax or
+    Equinox take one. In a chain put it outermost: `optax.clip` before the check would
+    turn an inf into a finite number, and the step would be applied.
 
     Args:
       inner_optimizer: A `GradientTransformation`, or an object with methods `init`
         and `update` (`optax.MultiSteps`).
       loss_scale: A `LossScale`, a number (fixed), or a name that `get_loss_scale`
-        knows. The default is made of the next three.
+        knows. The default is made from the next three arguments.
       dynamic: Whether the scale adapts by itself.
-      initial_scale: The first scale, 2**15 by default; without `dynamic`, the scale.
+      initial_scale: The first scale, 2**15 by default; the fixed one if not `dynamic`.
       dynamic_growth_steps: Finite steps before the scale doubles, 2000 by default.
       axis_name: A name, or tuple of names, of mapped axes (`jax.pmap`,
         `jax.shard_map`). All devices of these axes skip together. Gradients are
         not reduced: reduce them before the update, as without loss scaling.
       skip: How a step is skipped. "where" computes it and selects the old values;
-        "cond" branches; "auto" is "cond" where the program is compiled for CPU and
-        "where" on GPU and TPU. Where nothing is traced all three select.
-      check_loss: Whether a step is also skipped because its loss is not finite. The
-        scale does not act on the loss, so it then stays as it is, whatever the
-        gradients are, and `nonfinite_loss_steps` counts the step. `update` and
-        `apply_gradients` need the loss as `value=`; `minimize` has it.
-      check_updates: Whether a step is also skipped because the updates of the inner
-        optimizer are not finite though the gradients are, as where it takes gradients
-        of its own (`optax.contrib.sam` in opaque mode). The scale then backs off. Each
+        "cond" branches; "auto" is "cond" in programs compiled for CPU and "where" on
+        GPU and TPU. If nothing is traced, all three select.
+      check_loss: Whether to skip a step also if its loss is not finite. A lower scale
+        does not help then, so the scale stays as it is, whatever the gradients are,
+        and `nonfinite_loss_steps` counts the step. `update` and `apply_gradients`
+        need the loss as `value=`; `minimize` has it.
+      check_updates: Whether to skip a step also if the updates of the inner optimizer
+        are not finite although the gradients are, for example if it computes its own
+        gradients (`optax.contrib.sam` in opaque mode). The scale then backs off. Each
         step is computed and then selected, whatever `skip` is, which moves several
         times the memory.
       track_leaves: Whether the state records which gradients were inf or nan, in
         `leaf_statistics`. `diagnostics.nonfinite_leaves` names them. With
         several losses it describes the sum of their gradients.
-      num_losses: Where there are several losses, how many. Each gets a scale of its
-        own, by the same rule, and is checked by itself: functions return a tuple of
-        losses, and gradients are a list of trees, one for each loss, which the step
-        adds up. It is skipped if those of any loss are not finite.
+      num_losses: The number of losses, if there are several. Each has its own scale,
+        by the same rule. Functions return a tuple of losses, and gradients are a list
+        of trees, one for each loss, which the step adds up. The step is skipped if the
+        gradients of any loss are not finite.
       mask: Which leaves are gradients, as in `optax.masked`: a tree of bools, a
-        prefix of the parameters, or a function that makes one of parameters or
-        gradients. Where it is False the "gradient" is the new value of the
-        parameter, as Flax's float8 layers deliver. It is not unscaled, not
-        checked and not seen by the inner optimizer. `minimize` and
-        `apply_gradients` put it in place, and keep the old value on a skip;
-        `update` returns one or the other in place of an update.
+        prefix of the parameters, or a function that makes one from parameters or
+        gradients. Where it is False, the "gradient" is the new value of the
+        parameter, as in Flax's float8 layers. It is neither unscaled nor checked, and
+        the inner optimizer does not see it. `minimize` and `apply_gradients` set the
+        parameter to it, or keep the old value if the step is skipped; `update` returns
+        this value in place of an update.
 
     Raises:
       ValueError: If `loss_scale` comes with `dynamic`, `initial_scale` or
@@ -76,7 +76,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         `LossScaleOptimizer`.
 
     Examples:
-      The whole step, which is also the fastest form:
+      The whole step in one call, which is also the fastest way:
 
       >>> import jax.numpy as jnp
       >>> import optax
@@ -89,7 +89,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
       >>> print(params, loss)
       0.5 1.0
 
-      In two halves, as with any optimizer:
+      In two calls, as with any optimizer:
 
       >>> loss, grads = optimizer.value_and_grad(loss_fn, opt_state)(params)
       >>> updates, opt_state = optimizer.update(grads, opt_state, params)
@@ -97,7 +97,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
       >>> print(params, loss)
       0.25 0.25
 
-      A non-finite gradient: nothing moves, and the scale backs off.
+      After a non-finite gradient parameters do not change, and the scale backs off:
 
       >>> nan = jnp.array(jnp.nan)
       >>> params, opt_state = optimizer.apply_gradients(nan, params, opt_state)
@@ -129,7 +129,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     ):
         if isinstance(inner_optimizer, LossScaleOptimizer):
             raise TypeError(
-                "inner_optimizer is a LossScaleOptimizer already, and scaling twice is "
+                "inner_optimizer already is a LossScaleOptimizer, and scaling twice is "
                 "a bug. Pass its inner_optimizer."
             )
         keras = (dynamic, initial_scale, dynamic_growth_steps)
@@ -139,11 +139,11 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             chosen = get_loss_scale(loss_scale)
         else:
             raise ValueError(
-                "Give either loss_scale or dynamic, initial_scale and "
-                f"dynamic_growth_steps, not both: got {loss_scale!r}, and {keras!r}."
+                "Pass either loss_scale or (dynamic, initial_scale, "
+                f"dynamic_growth_steps), not both, got {loss_scale!r} and {keras!r}."
             )
-        # The tuple that Optax unpacks holds plain functions: methods cannot be
-        # bound before there is an object to bind them to.
+        # Optax unpacks this tuple. It holds plain functions, because methods cannot
+        # be bound before the object exists.
         self = super().__new__(
             cls,
             lambda params: self.init(params),
@@ -189,7 +189,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
     @property
     def loss_scale(self) -> LossScale:
-        """The loss scale: hyperparameters and rule, not the current number."""
+        """The rule with its hyperparameters, not the current scale."""
         return self._options.loss_scale
 
     @property
@@ -199,14 +199,14 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
     @property
     def initial_scale(self) -> float | None:
-        """The first scale, or the only one; None if a custom rule names none."""
+        """The first (or fixed) scale; None if a custom rule does not name it."""
         if isinstance(self.loss_scale, FixedLossScale):
             return self.loss_scale.loss_scale_value
         return getattr(self.loss_scale, "initial_scale", None)
 
     @property
     def dynamic_growth_steps(self) -> int | None:
-        """Finite steps before the scale grows; None where it does not."""
+        """Finite steps before the scale grows; None if it does not."""
         return getattr(self.loss_scale, "growth_interval", None)
 
     def dynamic_counter(self, state: Any) -> jax.Array | None:
@@ -216,7 +216,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           state: A pytree that holds one `LossScaleOptimizerState`.
 
         Returns:
-          i32[], or None where the scale is fixed, or the rule counts no steps.
+          i32[], or None if the scale is fixed or the rule counts no steps.
 
         Raises:
           ValueError: If `state` holds none or several.
@@ -238,18 +238,18 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         """Initializes the inner optimizer and the loss scale.
 
         Args:
-          params: The parameters, any pytree. Leaves that are no numbers, as the
-            functions in a model of Equinox, are left out.
+          params: The parameters, any pytree. Leaves that are not numbers, such as
+            functions in an Equinox model, are left out.
 
         Returns:
           The state. Its arrays are strongly typed; those that the inner optimizer makes
           like float16 and bfloat16 parameters are float32.
 
         Raises:
-          TypeError: If the inner optimizer scales losses itself; if a function that is
-            the mask returns anything but True and False.
-          ValueError: If the mask is no prefix of `params`; if a hyperparameter of the
-            inner optimizer (`optax.inject_hyperparams`) is named `loss_scale`.
+          TypeError: If the inner optimizer scales losses itself; if a mask function
+            returns leaves other than True and False.
+          ValueError: If the mask is not a prefix of `params`; if a hyperparameter of
+            the inner optimizer (`optax.inject_hyperparams`) is named `loss_scale`.
         """
         return self._step.init(params)
 
@@ -284,29 +284,28 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         *,
         transform: Callable[..., Any] = jax.value_and_grad,
     ) -> Callable[..., Any]:
-        """Makes a function of the value and the unscaled gradients of `fun`.
+        """Makes a function that returns the value and unscaled gradients of `fun`.
 
         Call this inside the training step, with the current state: a function made
-        once before the loop keeps the scale of the state it was given, and a lower
-        scale never reaches the gradients. (A state that changes in place, as that of
-        `nnx.Optimizer` does, is read at each call.)
+        once before the loop keeps the first scale, and a lower one never reaches the
+        gradients. (A state that changes in place, such as that of `nnx.Optimizer`, is
+        read at each call.)
 
         Args:
-          fun: Returns a real scalar loss, or the loss and auxiliary data where
-            `has_aux`. With `num_losses` it is called once for each loss, and must
-            change nothing (as a model of Flax nnx would its batch statistics).
+          fun: Returns a real scalar loss, or the loss and auxiliary data if `has_aux`.
+            With `num_losses` it is called once for each loss, and must not change
+            anything (such as the batch statistics of a Flax nnx model).
           state: A pytree that holds one `LossScaleOptimizerState`.
           argnums: Which positional arguments to differentiate with respect to.
           has_aux: Whether `fun` returns auxiliary data as well.
-          transform: What differentiates: `jax.value_and_grad`,
+          transform: The function that differentiates: `jax.value_and_grad`,
             `eqx.filter_value_and_grad` or `nnx.value_and_grad`. It must return the
-            value with the gradients, so `jax.grad` does not serve.
+            value with the gradients, which `jax.grad` does not.
 
         Returns:
-          A function that is called as `fun` is, and returns what
-          `jax.value_and_grad(fun)` would: the value is what `fun` returned, exact
-          even when the scaled loss overflows; float16 and bfloat16 gradients
-          come back as float32.
+          A function with the arguments of `fun` and the results of
+          `jax.value_and_grad(fun)`. The value is what `fun` returned, exact even if
+          the scaled loss overflows. float16 and bfloat16 gradients become float32.
 
         Raises:
           ValueError: If `state` holds none or several of these states, or that of
@@ -332,7 +331,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> print(f"{grad:.2g}")
           1e-08
         """
-        # eqx.filter_value_and_grad has no argnums, and is about the first alone.
+        # eqx.filter_value_and_grad has no argnums: it uses the first argument.
         options = {} if argnums == 0 else {"argnums": argnums}
         transform = functools.partial(transform, **options)
         return self._step.value_and_grad(fun, state, has_aux, transform)
@@ -340,25 +339,25 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     def get_scaled_loss(self, loss: Any, state: Any) -> Any:
         """Multiplies a loss by the current scale.
 
-        You need it only where you compute gradients by hand, together with
+        You need it only to compute gradients by hand, together with
         `get_unscaled_gradients`. Call both inside the training step, with the same,
         current state: a function made once before the loop keeps the first scale.
 
         Args:
-          loss: An array or Python number, or a function that returns one alone.
+          loss: An array or Python number, or a function that returns only that.
           state: A pytree that holds one `LossScaleOptimizerState`.
 
         Returns:
           The scaled loss, or a function that returns it. float16 and bfloat16
-          losses come back as float32, so that the scaled value itself cannot
-          overflow; float64 stays float64. (Reduce the loss in float32: the
-          gradient with respect to a float16 loss is the scale in float16, which is
-          inf from 2**16 on.)
+          losses become float32, so that the scaled value itself cannot overflow;
+          float64 stays float64. (Reduce the loss in float32: the gradient with
+          respect to a float16 loss is the scale in float16, which is inf from 2**16
+          on.)
 
         Raises:
           ValueError: If `state` holds none or several of these states, or that of
             another rule.
-          TypeError: If the loss is no array or number.
+          TypeError: If the loss is not an array or number.
 
         Warns:
           UserWarning: If the scale of `state` is a constant in a function that JAX
@@ -389,10 +388,10 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           state: A pytree that holds one `LossScaleOptimizerState`.
 
         Returns:
-          The unscaled gradients. float16 and bfloat16 leaves come back as float32,
-          as in half precision they would underflow again; float32, float64 and
-          complex leaves keep their dtype; None, integer and float0 leaves are
-          untouched. Division is by the reciprocal, exact for powers of two.
+          The unscaled gradients. float16 and bfloat16 leaves become float32, because
+          in half precision they would underflow again; float32, float64 and complex
+          leaves keep their dtype; None, integer and float0 leaves are unchanged.
+          Dividing multiplies by the reciprocal, which is exact for powers of two.
 
         Raises:
           ValueError: If `state` holds none or several of these states, or that of
@@ -423,27 +422,27 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     ) -> tuple[Any, LossScaleOptimizerState]:
         """Transforms gradients and advances the loss scale, or skips the step.
 
-        The inner optimizer computes in at least float32, also where parameters or
+        The inner optimizer computes in at least float32, even if parameters or
         gradients are narrower.
 
         Args:
           updates: Unscaled gradients, as `value_and_grad` and
-            `get_unscaled_gradients` return them. None stands for parameters that have
-            none; pass `params` then.
+            `get_unscaled_gradients` return them. None stands for a missing gradient;
+            pass `params` then.
           state: The state.
-          params: The parameters, where the inner optimizer wants them.
+          params: The parameters, if the inner optimizer needs them.
           **extra_args: For the inner optimizer. `check_loss` needs `value`, the loss.
 
         Returns:
-          The updates: float32 for float16 and bfloat16 parameters, None where a
-          gradient is None, and on a skip -0.0, which added to a parameter leaves it as
-          it is. (On CPU, XLA makes subnormal numbers zero in any addition.
-          `apply_gradients` and `minimize` keep them.) And the new state, in which a
-          skip leaves `inner_state` bitwise unchanged.
+          The updates and the new state. Updates are float32 for float16 and bfloat16
+          parameters and None where a gradient is None. If the step is skipped, they
+          are -0.0, which leaves a parameter as it is when added, and `inner_state` is
+          bitwise unchanged. (On CPU, XLA flushes subnormal numbers to zero in any
+          addition; `apply_gradients` and `minimize` keep them.)
 
         Raises:
           ValueError: If `state` is not a `LossScaleOptimizerState`.
-          TypeError: If `value`, with `check_loss`, is missing or no real scalar.
+          TypeError: With `check_loss`, if `value` is missing or not a real scalar.
         """
         self._options.mask.check_params(params)
         outcome = Updates(self._options.mask)
@@ -454,22 +453,22 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     ) -> tuple[Any, LossScaleOptimizerState]:
         """Updates parameters with unscaled gradients, or skips the step.
 
-        As `update` and `optax.apply_updates`, without zero updates on a skip.
+        Like `update` with `optax.apply_updates`, but a skipped step adds nothing.
 
         Args:
           grads: Unscaled gradients, as `value_and_grad` and
-            `get_unscaled_gradients` return them. None stands for parameters that have
-            none, which stay as they are.
+            `get_unscaled_gradients` return them. Parameters whose gradient is None
+            stay as they are.
           params: The parameters.
           state: The state.
           **extra_args: For the inner optimizer. `check_loss` needs `value`, the loss.
 
         Returns:
-          The new parameters, of unchanged dtypes, and the new state.
+          The new parameters, with unchanged dtypes, and the new state.
 
         Raises:
           ValueError: If `state` is not a `LossScaleOptimizerState`.
-          TypeError: If `value`, with `check_loss`, is missing or no real scalar.
+          TypeError: With `check_loss`, if `value` is missing or not a real scalar.
         """
         outcome = Parameters(self._options.mask)
         return self._step(grads, state, params, extra_args, outcome)
@@ -487,22 +486,22 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     ) -> tuple[Any, LossScaleOptimizerState, Any]:
         """Takes one whole training step: loss, gradients, update.
 
-        Gradients cannot be reduced over devices in between: under `jax.pmap` take
+        You cannot reduce gradients over devices in between: under `jax.pmap` use
         `value_and_grad` and `apply_gradients`.
 
-        The inner optimizer gets those of the extra arguments `value`, `grad` and
-        `value_fn` that it takes, as line searches and `optax.polyak_sgd` do.
+        The inner optimizer gets the extra arguments `value`, `grad` and `value_fn` if
+        it takes them, as line searches and `optax.polyak_sgd` do.
 
         Args:
           loss_fn: Called with `params`, `*args` and `**kwargs`; returns a real
-            scalar loss, or the loss and auxiliary data where `has_aux`.
-          params: The parameters. Leaves that `transform` does not differentiate, as the
-            functions in a model of Equinox, stay as they are.
+            scalar loss, or the loss and auxiliary data if `has_aux`.
+          params: The parameters. Leaves that `transform` does not differentiate, such
+            as functions in an Equinox model, stay as they are.
           state: The state.
           *args: Passed to `loss_fn`.
           has_aux: Whether `loss_fn` returns auxiliary data as well.
-          transform: What differentiates, as in `value_and_grad`:
-            `eqx.filter_value_and_grad` for a model of Equinox.
+          transform: The function that differentiates, as in `value_and_grad`:
+            `eqx.filter_value_and_grad` for an Equinox model.
           **kwargs: Passed to `loss_fn`.
 
         Returns:
@@ -537,6 +536,6 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         )
 
 
-# Without leaves, so that jit, eqx.filter_jit and tree functions take an optimizer
-# among their arguments as the constant that it is.
+# A pytree without leaves: jit, eqx.filter_jit and tree functions take an optimizer as a
+# constant argument.
 jax.tree_util.register_static(LossScaleOptimizer)

@@ -10,7 +10,7 @@ from jax import lax
 
 
 def is_float0(leaf: Any) -> bool:
-    """Whether `leaf` is the gradient of an integer, which holds nothing at all."""
+    """Whether `leaf` is a float0 array, JAX's empty gradient of an integer."""
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
@@ -42,7 +42,7 @@ def inexact_leaves(tree: Any) -> list[jax.Array]:
 
 
 def zero_update(like: Any) -> Any:
-    """Returns the update that changes nothing, of the shape and dtype of `like`."""
+    """Returns an update without effect, with the shape and dtype of `like`."""
     if is_float0(like):
         return np.zeros(like.shape, jax.dtypes.float0)
     # Minus zero: x + -0.0 is x for every x, but -0.0 + 0.0 is 0.0.
@@ -60,8 +60,7 @@ def _filled_like(like, value):
 def strongly_typed(tree: Any) -> Any:
     """Converts Python and NumPy numbers to JAX arrays, and weak types to strong ones.
 
-    A weak type is lost by the first update, and the change would cost a second
-    trace.
+    The first update would lose a weak type, and jit would trace a second time.
     """
 
     def strong(leaf):
@@ -78,8 +77,7 @@ def strongly_typed(tree: Any) -> Any:
 def cast_like(tree: Any, like: Any) -> Any:
     """Gives the leaves of `tree` the dtypes of `like`, strongly typed.
 
-    Leaves of `like` that are not arrays are constants: they replace their new
-    values.
+    Leaves of `like` that are not arrays are constants: the result keeps them.
     """
 
     def cast(new, old):

@@ -1,4 +1,4 @@
-"""What all rules have in common, and what those that adapt the scale do."""
+"""The base classes of the rules."""
 
 import abc
 import dataclasses
@@ -14,7 +14,7 @@ from optax_lossscale._numerics import all_finite, largest_magnitude
 
 
 class LossScale(abc.ABC):
-    """The base of all loss scales: hyperparameters and a rule, no arrays.
+    """The base class of all rules, which hold hyperparameters but no arrays.
 
     Loss scaling multiplies the loss by a scale and divides the gradients by it:
 
@@ -23,18 +23,19 @@ class LossScale(abc.ABC):
         grads = gradients(loss, params)
         grads /= loss_scale
 
-    Mathematically this has no effect. In float16 small gradients underflow without.
+    Mathematically this has no effect, but without it small gradients underflow in
+    float16.
 
     A subclass is a frozen dataclass whose fields are its hyperparameters. It
     defines `init` and `update`; `get_config`, `from_config`, equality and hash
     follow from the fields. Everything that changes during training is in the
     state, a pytree with at least the field `loss_scale: f32[]`. (No hyperparameter
-    may be named `loss_scale`: that is the method which reads the state.) Where it has
-    hyperparameters `min_scale` and `max_scale`, they bound the scale that is read.
+    may be named `loss_scale`, which is the method that reads the state.)
+    Hyperparameters named `min_scale` and `max_scale` bound the scale.
 
     Attributes:
-      skip_nonfinite: False promises that `update` never asks to skip a step, and
-        no check and no branch is compiled then.
+      skip_nonfinite: False promises that `update` never asks to skip a step. Then
+        no check and no branch is compiled.
 
     Examples:
       A scale that only ever backs off:
@@ -86,28 +87,28 @@ class LossScale(abc.ABC):
 
         Args:
           grads: Unscaled gradients, any pytree. None and integer leaves are
-            ignored; without any leaves the gradients count as finite.
+            ignored; a tree without leaves counts as finite.
           state: What `init` or `update` returned.
           axis_name: A name, or tuple of names, of mapped axes. The finiteness
             flag is reduced over them, so that all devices decide the same.
 
         Returns:
           The new state, of the same structure, shapes and dtypes; and
-          `should_apply_gradients: bool[]`, False if this step is to be skipped.
+          `should_apply_gradients: bool[]`, False if this step must be skipped.
         """
 
     def loss_scale(self, state: Any) -> jax.Array:
-        """Returns the current loss scale, from which `update` starts too.
+        """Returns the current loss scale. `update` starts from it too.
 
         Args:
-          state: What `init` or `update` returned. Its scale may be out of bounds, if it
-            was restored or set by hand.
+          state: What `init` or `update` returned. A restored or hand-set scale may be
+            out of bounds.
 
         Returns:
-          f32[], the number that the loss is multiplied by: at least `min_scale` (of
-          nan too) and at most `max_scale`, or 2**-126 and 2**126 without such bounds.
+          f32[], the number that multiplies the loss: at least `min_scale` and at most
+          `max_scale`, or 2**-126 and 2**126 without these. nan becomes the minimum.
         """
-        # One leaf, even where a framework (Flax nnx) has boxed the array.
+        # There is one leaf, even if a framework (Flax nnx) has boxed the array.
         (loss_scale,) = jax.tree.leaves(state.loss_scale)
         return self._clip(jnp.asarray(loss_scale, jnp.float32))
 
@@ -119,11 +120,11 @@ class LossScale(abc.ABC):
         return max(float(low), least), min(float(high), greatest)
 
     def _clip(self, scale: jax.Array) -> jax.Array:
-        """Returns the scale within the bounds of the rule; the lower one if nan."""
+        """Clips the scale to the bounds of the rule; nan becomes the lower bound."""
         return _clip(scale, *self._bounds)
 
     def _is_at_minimum(self, scale: jax.Array, new_scale: jax.Array) -> jax.Array:
-        """Tells whether a step that was skipped could not have had a lower scale."""
+        """Tells whether the scale of a skipped step could not have been lower."""
         min_scale = getattr(self, "min_scale", None)
         return new_scale >= scale if min_scale is None else _at_most(scale, min_scale)
 
@@ -138,7 +139,7 @@ class LossScale(abc.ABC):
           A dictionary that `from_config` takes, and JSON can store.
 
         Raises:
-          TypeError: If a subclass is not a dataclass: its fields are not known.
+          TypeError: If a subclass is not a dataclass, so that its fields are unknown.
         """
         if "__dataclass_fields__" not in type(self).__dict__:
             raise TypeError(
@@ -152,26 +153,26 @@ class LossScale(abc.ABC):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """Makes a loss scale from its configuration.
+        """Makes a rule from its configuration.
 
         Args:
           config: What `get_config` returned.
 
         Returns:
-          A loss scale equal to the one that `config` came from.
+          A rule equal to the one that `config` came from.
 
         Raises:
-          TypeError: If `config` has a key that is no hyperparameter.
+          TypeError: If `config` has a key that is not a hyperparameter.
           ValueError: If a hyperparameter is out of its range.
         """
         return cls(**config)
 
 
 class AdaptiveLossScale(LossScale):
-    """The base of the rules of this package that adapt the scale.
+    """The base class of the rules of this package that adapt the scale.
 
-    A subclass has the fields below among its hyperparameters, calls `_check` with
-    the checks of the others, and defines `init` and `_advance`.
+    A subclass has the fields below among its hyperparameters, calls `_check` with a
+    check for each other field, and defines `init` and `_advance`.
     """
 
     initial_scale: float
@@ -183,7 +184,7 @@ class AdaptiveLossScale(LossScale):
         """Checks the hyperparameters, and converts them to plain Python values.
 
         Args:
-          **checks: The check of each field but those of this class, by its name.
+          **checks: By name, a check for each field that this class does not have.
         """
         scales = dict.fromkeys(("initial_scale", "min_scale", "max_scale"), check.scale)
         for name, convert in {**scales, **checks}.items():
@@ -204,8 +205,8 @@ class AdaptiveLossScale(LossScale):
           state: The state before it, in the dtypes of `init`. Its scale is within the
             bounds; other numbers may be out of range if the state was restored.
           finite: bool[], whether the gradients of the step are finite.
-          largest: f32[], their largest magnitude, which means nothing unless `finite`;
-            None unless `_needs_largest`.
+          largest: f32[], their largest magnitude, meaningless unless `finite`; None
+            unless `_needs_largest`.
 
         Returns:
           A state like `state`. Its scale may be out of bounds.
@@ -223,7 +224,7 @@ class AdaptiveLossScale(LossScale):
 
     @functools.partial(jax.jit, static_argnums=0)
     def _advance_within_bounds(self, state, finite, largest):
-        # A restored state may be of other dtypes, and hold any numbers.
+        # A restored state may have other dtypes and hold any numbers.
         like = jax.eval_shape(self.init)
         cast = {
             name: jnp.asarray(getattr(state, name), field.dtype)
@@ -235,7 +236,7 @@ class AdaptiveLossScale(LossScale):
 
 
 class FactorLossScale(AdaptiveLossScale):
-    """The base of the rules that grow and back off by constant factors."""
+    """The base class of the rules that change the scale by constant factors."""
 
     growth_interval: int
     growth_factor: float
@@ -254,10 +255,10 @@ class FactorLossScale(AdaptiveLossScale):
         return jnp.where(back_off, scale * jnp.float32(self.backoff_factor), scale)
 
 
-# Compiled: an eager call transfers no constants to the device.
+# Compiled, so that an eager call transfers no constants to the device.
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _clip(scale: jax.Array, low: float, high: float) -> jax.Array:
-    if low == high:  # of a fixed scale: a constant
+    if low == high:  # A fixed scale is a constant.
         return jnp.full_like(scale, low)
     # fmax drops nan.
     return jnp.fmin(jnp.fmax(scale, jnp.float32(low)), jnp.float32(high))

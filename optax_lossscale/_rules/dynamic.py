@@ -1,4 +1,4 @@
-"""A loss scale that grows after finite steps and backs off after others."""
+"""A loss scale that grows after finite steps and backs off after non-finite ones."""
 
 import dataclasses
 from typing import NamedTuple
@@ -28,10 +28,10 @@ class LossScaleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(FactorLossScale):
-    """A loss scale that looks for the largest safe value by itself.
+    """A loss scale that finds the largest safe value by itself.
 
     It grows after `growth_interval` consecutive finite steps and backs off after
-    a non-finite one, which is skipped. Per step:
+    a non-finite step, which is skipped. Per step:
 
         finite:     good_steps += 1
                     if good_steps >= growth_interval:
@@ -45,17 +45,16 @@ class DynamicLossScale(FactorLossScale):
                         loss_scale = max(loss_scale * backoff_factor, min_scale)
 
     The scale is always a finite number in [min_scale, max_scale]. With
-    `hysteresis=1` this is the rule of TensorFlow, Keras, PyTorch and jmp; Flax's
-    is the same with `growth_interval + 1`; with more, Megatron's and DeepSpeed's.
+    `hysteresis=1` this is the rule of TensorFlow, Keras, PyTorch and jmp, and of Flax
+    with `growth_interval + 1`. With more hysteresis it is Megatron's and DeepSpeed's.
 
     Args:
       initial_scale: The first scale. Too high costs a few skipped steps at the
         start; too low costs many steps of lost gradients.
       growth_interval: Consecutive finite steps before the scale grows.
-      growth_factor: What the scale is multiplied by then; above 1. Powers of two
-        keep scaling exact.
-      backoff_factor: What the scale is multiplied by after a non-finite step;
-        between 0 and 1.
+      growth_factor: Multiplies the scale when it grows; above 1. Powers of two keep
+        scaling exact.
+      backoff_factor: Multiplies the scale when it backs off; between 0 and 1.
       min_scale: The scale never falls below this.
       max_scale: The scale never rises above this. The default is the largest
         power of two whose reciprocal is a normal float32 number.

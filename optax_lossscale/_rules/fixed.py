@@ -16,7 +16,7 @@ class FixedLossScaleState(NamedTuple):
     """The state of a fixed loss scale.
 
     Attributes:
-      loss_scale: f32[], the loss scale: always the hyperparameter.
+      loss_scale: f32[], the loss scale, always `loss_scale_value`.
     """
 
     loss_scale: jax.Array
@@ -26,14 +26,14 @@ class FixedLossScaleState(NamedTuple):
 class FixedLossScale(LossScale):
     """A loss scale that never changes.
 
-    The scale is `loss_scale_value`, whatever the state holds: setting it by
-    `optax.tree.set(state, loss_scale=...)`, or restoring another, has no effect.
+    The scale is `loss_scale_value`, whatever the state holds: setting it with
+    `optax.tree.set(state, loss_scale=...)` or restoring another has no effect.
 
     Args:
       loss_scale_value: The scale, at least 1.
-      skip_nonfinite: Whether steps with non-finite gradients are skipped. If
-        False, as in TensorFlow, gradients are not even checked, and a non-finite
-        one reaches the parameters.
+      skip_nonfinite: Whether to skip steps with non-finite gradients. If False, as
+        in TensorFlow, gradients are not checked, and non-finite ones reach the
+        parameters.
 
     Raises:
       ValueError: If `loss_scale_value` is below 1, above 2**126 or not finite.
@@ -73,7 +73,7 @@ class FixedLossScale(LossScale):
         *,
         axis_name: Hashable | None = None,
     ) -> tuple[FixedLossScaleState, jax.Array]:
-        """Returns the state of `init`, in the shape of `state`; see the base class."""
+        """Returns the initial state, in the shape of `state`; see the base class."""
         state = FixedLossScaleState(self.loss_scale(state))
         if not self.skip_nonfinite:
             return state, all_finite(None)

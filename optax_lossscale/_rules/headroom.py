@@ -17,8 +17,8 @@ class HeadroomLossScaleState(NamedTuple):
 
     Attributes:
       loss_scale: f32[], the current loss scale.
-      peak: f32[], log2 of the largest gradient lately.
-      margin: f32[], the room, in bits, that is to be left above the peak.
+      peak: f32[], log2 of the largest recent gradient.
+      margin: f32[], bits to leave free above the peak.
       overflowed: bool[], whether the last step was not finite.
     """
 
@@ -32,12 +32,11 @@ class HeadroomLossScaleState(NamedTuple):
 class HeadroomLossScale(AdaptiveLossScale):
     """A loss scale that leaves room above the largest gradient, and learns how much.
 
-    What the dynamic scale does to the scale, this one does to a margin: the bits
-    between the largest gradient and where the dtype overflows. The scale follows
-    from the margin and the gradients at once, up and down, mostly before they
-    overflow. A margin is needed for what the gradients do not show: the next batch,
-    and the gradients of activations. An overflow proves that it was too small.
-    Per step:
+    `DynamicLossScale` adapts the scale; this rule adapts a margin: the bits between
+    the largest gradient and the overflow of the dtype. The scale then follows the
+    gradients at once, up and down, mostly before they overflow. The margin is for
+    what the gradients do not show: the next batch, and the gradients of activations.
+    An overflow proves that the margin was too small. Per step:
 
         finite:     x = log2(largest gradient)
                     peak = max(x, peak - (peak - x) / release_steps)
@@ -50,20 +49,20 @@ class HeadroomLossScale(AdaptiveLossScale):
                                          floor(highest - hysteresis), floor(highest))
         non-finite: loss_scale = loss_scale / 2
 
-    where `limit` is the exponent at which `dtype` overflows. After overflows the
-    first scale that does not overflow is kept: the margin is what it leaves. If it was
-    the gradients that had grown, they show it now, and the margin remains. All-zero
-    gradients have no logarithm: with them the peak sinks as the margin does.
+    where `limit` is the exponent at which `dtype` overflows. After overflows the rule
+    keeps the first scale that does not overflow, and the margin becomes the room that
+    it leaves. If the gradients have grown, the peak shows it, and the margin remains.
+    All-zero gradients have no logarithm: the peak then falls as the margin does.
 
     Args:
       initial_scale: The first scale.
       dtype: What gradients are computed in: "float16", or "float8_e5m2".
-      min_margin: The first and least margin, in bits.
-      growth_interval: Finite steps in which the margin shrinks by a bit.
-      release_steps: Steps in which the peak comes near to smaller gradients; to larger
-        ones it rises at once.
-      hysteresis: How many bits the gradients may sink before the scale grows, so
-        that it does not flutter.
+      min_margin: The initial and smallest margin, in bits.
+      growth_interval: Finite steps in which the margin shrinks by one bit.
+      release_steps: The time constant, in steps, with which the peak falls to smaller
+        gradients. It rises to larger ones at once.
+      hysteresis: Bits that the gradients may fall before the scale grows, so that it
+        does not oscillate.
       min_scale: The scale never falls below this.
       max_scale: The scale never rises above this. The default is the largest
         power of two whose reciprocal is a normal float32 number.
@@ -88,8 +87,8 @@ class HeadroomLossScale(AdaptiveLossScale):
 
     References:
       Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740),
-      2018, section 3.2, which would choose a constant scale by the largest gradient,
-      where that is known. The rule is ours.
+      2018, section 3.2, which chooses a constant scale from the largest gradient, if
+      that is known. This rule is our own.
     """
 
     initial_scale: float = 2.0**15
@@ -114,7 +113,7 @@ class HeadroomLossScale(AdaptiveLossScale):
 
     def init(self) -> HeadroomLossScaleState:
         """Returns the initial state; see the base class."""
-        # The peak of gradients for which the first scale is the highest.
+        # The peak at which the first scale is the highest allowed.
         limit = overflow_exponent(self.dtype)
         peak = limit - self.min_margin - math.log2(self.initial_scale)
         return HeadroomLossScaleState(
@@ -156,11 +155,11 @@ class HeadroomLossScale(AdaptiveLossScale):
 
 
 def _in_range(x: jax.Array, low: float, high: float, otherwise: Any) -> jax.Array:
-    """Returns a number of a restored state, or another if it is out of range or nan."""
+    """Returns `x`, or `otherwise` if `x` is nan or out of range."""
     return jnp.where((x >= low) & (x <= high), x, otherwise)
 
 
 def _lower(x: jax.Array, step: Any) -> jax.Array:
     """Returns `x - step`, or the next number below `x` if the step is too small."""
-    # 1 - 1e-8 is 1 in float32: the margin would stay for ever.
+    # 1 - 1e-8 is 1 in float32: the margin would never shrink.
     return jnp.fmin(x - step, jnp.nextafter(x, jnp.float32(-jnp.inf)))

@@ -1,4 +1,4 @@
-"""What users write for a loss scale."""
+"""Makes rules from the names and numbers that users pass."""
 
 import numbers
 
@@ -17,7 +17,7 @@ BY_NAME = {
 
 
 def get_loss_scale(identifier: LossScale | float | str) -> LossScale:
-    """Makes a loss scale of what users write for one.
+    """Converts a name or number to a `LossScale`.
 
     Args:
       identifier: A `LossScale`, a number (`FixedLossScale`), "dynamic"
@@ -44,7 +44,7 @@ def get_loss_scale(identifier: LossScale | float | str) -> LossScale:
     if isinstance(identifier, str) and identifier in BY_NAME:
         return BY_NAME[identifier]()
     names = ", ".join(f'"{name}"' for name in BY_NAME)
-    hint = "(Inside optax.inject_hyperparams, name it in static_args.)"
+    hint = "(Inside optax.inject_hyperparams, add it to static_args.)"
     if isinstance(identifier, bool):
         hint = f"Keras's second argument is a keyword here: dynamic={identifier}."
     raise ValueError(
@@ -56,17 +56,17 @@ def get_loss_scale(identifier: LossScale | float | str) -> LossScale:
 def keras_loss_scale(
     dynamic: bool, initial_scale: float | None, dynamic_growth_steps: int | None
 ) -> LossScale:
-    """Makes a loss scale of the arguments that Keras has for one."""
+    """Makes a rule from Keras's arguments."""
     if not check.boolean("dynamic", dynamic):
         if initial_scale is None or dynamic_growth_steps is not None:
             raise ValueError(
-                "dynamic=False needs initial_scale, which is the scale then, and takes "
-                f"no dynamic_growth_steps: got initial_scale={initial_scale!r} and "
+                "dynamic=False needs initial_scale, the fixed scale, and takes no "
+                f"dynamic_growth_steps, got initial_scale={initial_scale!r} and "
                 f"dynamic_growth_steps={dynamic_growth_steps!r}."
             )
         return FixedLossScale(check.scale("initial_scale", initial_scale, at_least=1.0))
     initial, steps = initial_scale, dynamic_growth_steps
     initial = DynamicLossScale.initial_scale if initial is None else initial
     steps = DynamicLossScale.growth_interval if steps is None else steps
-    # Checked here, as the error would name growth_interval otherwise.
+    # Checked here: otherwise the error would name growth_interval.
     return DynamicLossScale(initial, check.count("dynamic_growth_steps", steps))

@@ -1,4 +1,4 @@
-"""Resuming from the saved state of another library's loss scaler."""
+"""Imports the saved state of another library's loss scaler."""
 
 import functools
 import re
@@ -17,10 +17,10 @@ from optax_lossscale._rules.tolerant import TolerantLossScale
 def import_state(
     saved: Any, **hyperparameters: Any
 ) -> tuple[DynamicLossScale | TolerantLossScale, Any]:
-    """Makes a loss scale and its state of what another library has saved.
+    """Makes a rule and its state from what another library saved.
 
-    Training continues with the scales and the skips that it would have had there, as
-    long as the scale stays between 2**-126 and 2**126.
+    Training continues with the same scales and skips as in that library, as long as
+    the scale stays between 2**-126 and 2**126.
 
     Args:
       saved: One of
@@ -40,33 +40,33 @@ def import_state(
         - Megatron: `DynamicGradScaler.state_dict()`, which its optimizers save under
           `grad_scaler`;
         - fairseq: a `DynamicLossScaler`, or the state of the optimizer in a
-          checkpoint, which has the scale alone: fairseq, too, starts anew from there.
+          checkpoint, which holds only the scale: fairseq then resets its counters too.
 
         For any of them you can pass the object, its `state_dict()`, or a dictionary
         with the same names. Other names in it are ignored.
-      **hyperparameters: What was not saved, or is to be replaced, by the library's
-        own names. An error names what is missing: `dynamic_growth_steps` for the
-        variables of Keras, for example, or `growth_interval` and others for Megatron.
-        (jmp loses a `min_loss_scale` under `jax.jit`, where it is 1 from then on.)
-        One name is ours: `late_growth`, whether the scale grows one step later than
-        its interval says. In Flax it always does up to 0.12.12: True is the default.
-        In DeepSpeed it does in the first interval after the start or an overflow, in
-        `FP16_Optimizer` and, from 0.17.1 on, in `DynamicLossScaler`. With True the
-        steps that DeepSpeed has not counted are not counted here; after the next
-        overflow this scale grows one step earlier.
+      **hyperparameters: Values that were not saved or that you want to replace, by
+        the library's own names. An error lists those that are missing, for example
+        `dynamic_growth_steps` for the variables of Keras, or `growth_interval` and
+        others for Megatron. (Under `jax.jit` jmp replaces `min_loss_scale` by 1.)
+        One name is our own: `late_growth`, whether the scale grows one step later
+        than its interval says. Flax up to 0.12.12 always does so: True is the default.
+        DeepSpeed does so in the first interval after the start or an overflow, in
+        `FP16_Optimizer` and, from 0.17.1 on, in `DynamicLossScaler`. With True, steps
+        that DeepSpeed did not count are not counted here; after the next overflow
+        this scale grows one step earlier.
 
     Returns:
-      A loss scale, whose initial scale is the current one, and its state:
-      `TolerantLossScale` for fairseq, `DynamicLossScale` for the others. To go on with
-      them:
+      A rule, whose initial scale is the current one, and its state. The rule is a
+      `TolerantLossScale` for fairseq, a `DynamicLossScale` for the others. To continue
+      with them:
 
           optimizer = LossScaleOptimizer(inner_optimizer, loss_scale)
           opt_state = optimizer.init(params)
           opt_state = opt_state._replace(loss_scale_state=loss_scale_state)
 
     Raises:
-      ValueError: If `saved` is of none of these libraries, or holds several loss
-        scalers; if something in it or in the hyperparameters is missing, unknown, of
+      ValueError: If `saved` comes from none of these libraries, or holds several loss
+        scalers; if a value in it or in the hyperparameters is missing, unknown, of
         the wrong type or out of its range. The message names it.
 
     Examples:
@@ -101,8 +101,8 @@ def import_state(
     if missing := [key for key in peer.needed if key not in fields]:
         defaults = [f"{k}={v!r}" for k, v in peer.defaults.items()]
         raise ValueError(
-            f"The saved state of {peer.name} lacks {_listed(missing)}. Pass what was "
-            "not saved as keyword arguments (its own defaults are "
+            f"The saved state of {peer.name} lacks {_listed(missing)}. Pass missing "
+            "values by keyword (the defaults of that library are "
             f"{', '.join(defaults)})."
         )
     numbers = {key: _check(peer, key, fields[key]) for key in known if key in fields}
@@ -122,8 +122,8 @@ def import_state(
     interval, steps = loss_scale.growth_interval, counters["good_steps"]
     if steps >= interval:
         raise ValueError(
-            f"Damaged state of {peer.name}: {known[1]} must be below {interval}, at "
-            f"which the scale would have grown, got {steps!r}. (A fixed scale is "
+            f"Damaged state of {peer.name}: {known[1]} must be below {interval}, where "
+            f"the scale grows, got {steps!r}. (For a fixed scale use "
             f"FixedLossScale({scale!r}).)"
         )
     arrays = {name: jnp.asarray(count, jnp.int32) for name, count in counters.items()}
@@ -131,16 +131,16 @@ def import_state(
 
 
 def _fields(saved: Any) -> dict[str, Any]:
-    """Returns what was saved, by the names of the one who saved it."""
+    """Returns the saved values, by the names of the library that saved them."""
     if callable(getattr(saved, "state_dict", None)):
         saved = saved.state_dict()
     if isinstance(saved, Mapping):
         if not saved:
             raise ValueError(
-                "saved is empty, as is the state of a PyTorch GradScaler with "
-                "enabled=False, and of Megatron's ConstantGradScaler: there is no "
-                "scale to go on with. A constant scale is FixedLossScale(scale); "
-                "without loss scaling it was FixedLossScale(1.0)."
+                "saved is empty, like the state of a PyTorch GradScaler with "
+                "enabled=False or of Megatron's ConstantGradScaler, so there is no "
+                "scale to import. For a constant scale use FixedLossScale(scale), for "
+                "a disabled scaler FixedLossScale(1.0)."
             )
         scalers = [k for k in saved if re.fullmatch(r"(loss|grad)_scaler\d*", str(k))]
         if len(scalers) > 1:
@@ -159,14 +159,14 @@ def _fields(saved: Any) -> dict[str, Any]:
         return {name: named[name] for name in KERAS_POSITIONS.values() if name in named}
     names = {**APEX_ATTRIBUTES, **{name: name for name in _CHECKS}}
     found = [(names[key], getattr(saved, key)) for key in names if hasattr(saved, key)]
-    # Methods have these names too, jmp's scale and apex's loss_scale for example.
+    # Leave out methods of these names, such as jmp's scale and apex's loss_scale.
     return {name: value for name, value in found if not callable(value)}
 
 
 def _recognize(saved: Any, fields: dict[str, Any]) -> Peer:
-    """Tells whose state it is."""
+    """Returns the peer that saved the state."""
     found = [peer for peer in PEERS if fields.keys() >= set(peer.marks.split())]
-    # DeepSpeed's have what apex's has, and more.
+    # DeepSpeed's states have all names of apex's, and more.
     marks = [set(peer.marks.split()) for peer in found]
     found = [
         peer for peer in found if not any(set(peer.marks.split()) < m for m in marks)
@@ -175,14 +175,14 @@ def _recognize(saved: Any, fields: dict[str, Any]) -> Peer:
         return found[0]
     known = "; ".join(f"{_listed(peer.marks.split())}: {peer.name}" for peer in PEERS)
     raise ValueError(
-        "saved is recognized by the names in it and in the keyword arguments, which "
-        f"must be those of exactly one of {{{known}}}, got a {type(saved).__name__} "
+        "saved, with the keyword arguments, must have the names of exactly one of "
+        f"{{{known}}}, got a {type(saved).__name__} "
         f"with {_listed(fields)}."
     )
 
 
 def _check_minimum(key: str, value: Any) -> float:
-    # Zero means that there is none.
+    # Zero means no minimum.
     number = check.number(key, value)
     if number < 0:
         raise ValueError(f"{key} must not be negative, got {value!r}.")
@@ -195,7 +195,7 @@ def _check_step(at_least: int) -> Callable[[str, Any], int]:
 
 _NAMES = {
     check.scale: "scale loss_scale dynamic_scale cur_scale max_loss_scale",
-    # Flax may have an interval of zero, where ours is one; for PyTorch ours refuses it.
+    # Flax allows an interval of 0, which is 1 here; our rule refuses 0 from PyTorch.
     _check_step(0): "growth_interval _growth_tracker growth_tracker fin_steps counter "
     "step_counter dynamic_counter unskipped cur_iter _iter _overflows_since_rescale",
     _check_step(-1): "last_overflow_iter _last_overflow_iter _last_rescale_iter",
@@ -214,7 +214,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 
 
 def _check(peer: Peer, key: str, value: Any) -> Any:
-    """Returns the value of a key as a Python number or bool, if it is a valid one."""
+    """Returns the value of a key as a Python number or bool, if it is valid."""
     convert = _CHECKS[key]
     if value is None and convert is _check_minimum:
         return check.SMALLEST_SCALE
@@ -223,12 +223,12 @@ def _check(peer: Peer, key: str, value: Any) -> Any:
         array = np.asarray(value)
         if array.size != 1:
             raise ValueError(
-                f"{key} must be one number, got shape {array.shape}. Of a state that "
-                "is replicated over devices pass that of one."
+                f"{key} must be one number, got shape {array.shape}. If the state is "
+                "replicated over devices, pass that of one device."
             )
         if array.dtype.kind not in "fiub":
             raise ValueError(f"{key} must be a real number, got {value!r}.")
-        # The check of a scale tells half precision by its dtype.
+        # check.scale recognizes half precision by the dtype.
         number = array.reshape(())[()]
         return convert(key, number if array.dtype == np.float16 else number.item())
     except (TypeError, ValueError, RuntimeError) as error:

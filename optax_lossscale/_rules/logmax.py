@@ -19,11 +19,11 @@ class LogMaxLossScaleState(NamedTuple):
       loss_scale: f32[], the current loss scale.
       good_steps: i32[], consecutive finite steps since the ceiling last rose or a
         step was last skipped.
-      ceiling: f32[], what the scale may not exceed since the last overflow.
-      observations: i32[], gradients seen, without those that were not finite or all
-        zero. Stays at its maximum.
+      ceiling: f32[], the upper limit of the scale, lowered by overflows.
+      observations: i32[], steps seen, except those whose gradients were not finite or
+        all zero. Stays at its maximum.
       mean: f32[], running mean of log2 of the largest gradient.
-      slow_mean: f32[], the same over more steps.
+      slow_mean: f32[], the same mean over more steps.
       variance: f32[], running variance around `slow_mean`.
     """
 
@@ -38,10 +38,10 @@ class LogMaxLossScaleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LogMaxLossScale(AdaptiveLossScale):
-    """A loss scale that keeps overflows improbable, by the gradients it has seen.
+    """A loss scale that keeps overflows unlikely, given the gradients seen so far.
 
-    The logarithm of the largest gradient is taken for normally distributed, and the
-    scale put where the gradients overflow with a given probability. Per step:
+    The rule assumes that the logarithm of the largest gradient is normally distributed,
+    and sets the scale so that gradients overflow with a given probability. Per step:
 
         finite:     x = log2(largest gradient)          (not if all are zero)
                     mean = running mean of x, with decay mean_decay
@@ -55,21 +55,21 @@ class LogMaxLossScale(AdaptiveLossScale):
 
     where `limit` is the exponent at which `dtype` overflows.
 
-    This is OpenSeq2Seq's rule, but for the ceiling. There an overflow enters the
-    running moments as a gradient of 2**65536, which holds the scale at its minimum
-    for thousands of steps, and all-zero gradients make it nan. Here neither enters:
-    an overflow halves the scale, as one that the statistics do not show calls for.
+    This is OpenSeq2Seq's rule with a ceiling. There an overflow enters the running
+    moments as a gradient of 2**65536, which holds the scale at its minimum for
+    thousands of steps, and all-zero gradients make the scale nan. Here neither enters
+    the moments: an overflow lowers the ceiling and so halves the scale.
 
     Args:
       initial_scale: The first scale; the second follows from the first gradients.
       dtype: What gradients are computed in: "float16", or "float8_e5m2".
       mean_decay: The decay of the running mean, at least 0 and at most 1 - 2**-20.
       variance_decay: The decay of the running variance.
-      deviations: Standard deviations between the mean and what may just not
-        overflow. With 3.09 one gradient in 1000 is larger, if normally distributed.
+      deviations: Standard deviations between the mean and the overflow. With 3.09,
+        one step in 1000 is beyond them if the logarithms are normally distributed.
       growth_interval: Consecutive finite steps before the ceiling doubles.
-      powers_of_two: Whether what the statistics propose is rounded down to a power of
-        two, with which scaling is exact. The first scale and the bounds are yours.
+      powers_of_two: Whether to round the scale down to a power of two, so that scaling
+        is exact. The first scale and the bounds are not rounded.
       min_scale: The scale never falls below this.
       max_scale: The scale never rises above this. The default is the largest
         power of two whose reciprocal is a normal float32 number.
@@ -124,7 +124,7 @@ class LogMaxLossScale(AdaptiveLossScale):
 
     def init(self) -> LogMaxLossScaleState:
         """Returns the initial state; see the base class."""
-        # Each its own buffer: donating one twice is an error.
+        # One buffer for each field: donating a buffer twice is an error.
         return LogMaxLossScaleState(
             loss_scale=jnp.asarray(self.initial_scale, jnp.float32),
             good_steps=jnp.zeros((), jnp.int32),
@@ -137,7 +137,7 @@ class LogMaxLossScale(AdaptiveLossScale):
 
     def _advance(self, state, finite, largest):
         scale = state.loss_scale
-        # A restored state may be out of range, and hold nan: then nothing is known.
+        # A restored state may be out of range or nan: then forget its statistics.
         ceiling = self._clip(jnp.fmin(state.ceiling, self.max_scale))
         known = (abs(state.mean) <= 256) & (abs(state.slow_mean) <= 256)
         known &= (state.variance >= 0) & (state.variance <= 2.0**18)
@@ -168,7 +168,7 @@ class LogMaxLossScale(AdaptiveLossScale):
         room = overflow_exponent(self.dtype) - mean - self.deviations * deviation
         room = jnp.fmin(jnp.fmax(room, -126.0), 126.0)
         proposed = exact_exp2(jnp.floor(room)) if self.powers_of_two else jnp.exp2(room)
-        # Before there is anything to go by, the first scale it is.
+        # Keep the scale until there is an observation.
         proposed = jnp.where(observations > 0, proposed, scale)
         return LogMaxLossScaleState(
             loss_scale=jnp.fmin(proposed, ceiling),
@@ -182,7 +182,7 @@ class LogMaxLossScale(AdaptiveLossScale):
 
 
 def _weight_of_last(decay: float, observations: jax.Array) -> jax.Array:
-    """Returns the weight of the last of so many numbers in their running mean."""
+    """Returns the weight of the last observation in a bias-corrected running mean."""
     kept = jnp.float32(decay)
     count = jnp.maximum(observations, 1).astype(jnp.float32)
     return (1 - kept) / (1 - kept**count)

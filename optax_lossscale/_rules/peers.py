@@ -1,4 +1,4 @@
-"""What other loss scalers save, and what that is in ours."""
+"""Converts the states of other loss scalers to ours."""
 
 import functools
 import inspect
@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from optax_lossscale import _check as check
 
-# Each of these functions takes what a peer has besides its scale, by the peer's names:
-# its counters; its hyperparameters, with the peer's defaults; and, by keyword alone,
-# what need not be given. It returns the hyperparameters of our rule and the counters
-# of our state.
+# Each of these functions converts the state of one peer, without the scale. Arguments
+# have the peer's names: counters, hyperparameters with the peer's defaults, and
+# optional values, which are keyword-only. It returns the hyperparameters of our rule
+# and the counters of our state.
 
 
 def _rule(interval, growth_factor, backoff_factor, min_scale, **further):
@@ -105,7 +105,7 @@ def _megatron(
     hysteresis=2,
 ):
     rule = _rule(growth_interval, growth_factor, backoff_factor, min_scale)
-    # Megatron's tracker goes on below zero.
+    # Megatron's tracker keeps falling below zero.
     left = max(hysteresis_tracker, 0)
     counters = {"good_steps": growth_tracker, "hysteresis_left": left}
     return rule | {"hysteresis": hysteresis}, counters
@@ -118,7 +118,7 @@ def _fairseq(
     threshold: Any = None,
     min_loss_scale=1e-4,
     *,
-    # A checkpoint holds the scale alone, and fairseq starts these anew.
+    # A checkpoint holds only the scale, and fairseq resets these.
     _iter=0,
     _last_overflow_iter=-1,
     _last_rescale_iter=-1,
@@ -135,7 +135,7 @@ def _fairseq(
 
 
 def _steps_since(**steps: int) -> int:
-    """Returns how many steps lie between the next one and the last event."""
+    """Returns the number of steps taken since the last event."""
     (name, now), (last_name, last) = steps.items()
     if last >= now:
         raise ValueError(f"{last_name} must be below {name}, {now!r}, got {last!r}.")
@@ -149,7 +149,7 @@ class Peer(NamedTuple):
     """Another loss scaler.
 
     Attributes:
-      name: What it is called in messages.
+      name: Its name in messages.
       scale: Its name for the scale.
       marks: The names by which its state is recognized, separated by spaces.
       convert: One of the functions above.
@@ -167,13 +167,13 @@ class Peer(NamedTuple):
 
     @property
     def needed(self) -> list[str]:
-        """The names of all that must be known."""
+        """The names of all required values."""
         names = [n for n, p in self.parameters.items() if p.kind != p.KEYWORD_ONLY]
         return [self.scale, *names]
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The defaults of its counters and hyperparameters, where they have any."""
+        """The defaults of those counters and hyperparameters that have one."""
         defaults = {name: p.default for name, p in self.parameters.items()}
         return {k: v for k, v in defaults.items() if v is not inspect.Parameter.empty}
 
@@ -202,9 +202,9 @@ PEERS = (
     Peer("Megatron's DynamicGradScaler", "scale", "hysteresis_tracker", _megatron),
     Peer("fairseq's DynamicLossScaler", "loss_scale", "loss_scale tolerance", _fairseq),
 )
-# Where Keras's save_own_variables puts the two, after an iteration and a learning rate.
+# Positions in Keras's save_own_variables, after the iteration and the learning rate.
 KERAS_POSITIONS = {"2": "step_counter", "3": "dynamic_scale"}
-# apex's fp16_utils pickles the LossScaler of amp, whose attributes these are.
+# apex's fp16_utils pickles the LossScaler of amp, which has these attributes.
 APEX_ATTRIBUTES = {
     "_loss_scale": "loss_scale",
     "_unskipped": "unskipped",

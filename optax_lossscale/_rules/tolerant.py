@@ -32,12 +32,12 @@ class TolerantLossScaleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TolerantLossScale(FactorLossScale):
-    """A dynamic loss scale that puts up with a few non-finite steps.
+    """A dynamic loss scale that tolerates a few non-finite steps.
 
-    Every non-finite step is skipped, but the scale backs off only when such steps
-    since it last backed off are a share of `tolerance` of the steps since it last
-    changed: an overflow now and then, from an odd batch, does not cost the scale a
-    whole growth interval. Per step:
+    Every non-finite step is skipped, but the scale backs off only if there were too
+    many: if the non-finite steps since it last backed off, divided by all steps since
+    it last changed, reach `tolerance`. An occasional overflow, from an unusual batch,
+    does not cost a whole growth interval. Per step:
 
         finite:     good_steps += 1; steps += 1
                     if good_steps >= growth_interval:
@@ -48,21 +48,20 @@ class TolerantLossScale(FactorLossScale):
                         loss_scale = max(loss_scale * backoff_factor, min_scale)
                         steps = nonfinite_steps = 0
 
-    This is fairseq's rule, in which growth forgets the steps, but not those of
-    them that were not finite. At the minimum fairseq raises; this scale stays
-    there. The scale is always a finite number in [min_scale, max_scale].
+    This is fairseq's rule, where growth resets `steps` but not `nonfinite_steps`.
+    fairseq raises an error at the minimum; this scale stays there. It is always a
+    finite number in [min_scale, max_scale].
 
     Args:
       tolerance: The share of non-finite steps at which the scale backs off, from 0
-        to 1. With 0 every one of them does it, as in `DynamicLossScale`. The
-        higher, the later a scale that is too high for good comes down: after k
-        finite steps, tolerance / (1 - tolerance) * k steps are skipped first.
+        to 1. With 0 it backs off after each, as in `DynamicLossScale`. With a higher
+        tolerance, a scale that has become too high falls later: after k finite
+        steps, tolerance / (1 - tolerance) * k steps are skipped first.
       initial_scale: The first scale.
       growth_interval: Consecutive finite steps before the scale grows.
-      growth_factor: What the scale is multiplied by then; above 1. Powers of two
-        keep scaling exact.
-      backoff_factor: What the scale is multiplied by when it backs off; between 0
-        and 1.
+      growth_factor: Multiplies the scale when it grows; above 1. Powers of two keep
+        scaling exact.
+      backoff_factor: Multiplies the scale when it backs off; between 0 and 1.
       min_scale: The scale never falls below this.
       max_scale: The scale never rises above this. The default is the largest
         power of two whose reciprocal is a normal float32 number.
@@ -115,9 +114,9 @@ class TolerantLossScale(FactorLossScale):
             jnp.maximum(count, 0)
             for count in (state.good_steps, state.steps, state.nonfinite_steps)
         )
-        # Among more steps than these, growth_interval in a row would have been finite,
-        # and the scale would have grown. A restored count beyond them could keep the
-        # scale from backing off, for ever.
+        # With more steps than these, growth_interval in a row would have been finite,
+        # and the scale would have grown. A larger restored count could keep the scale
+        # from ever backing off.
         good_steps = jnp.minimum(good_steps, self.growth_interval)
         most = self.growth_interval * jnp.float32(nonfinite_steps)
         most += jnp.float32(good_steps)
@@ -127,8 +126,8 @@ class TolerantLossScale(FactorLossScale):
         one_more = optax.safe_increment(nonfinite_steps)
         nonfinite_steps = jnp.where(finite, nonfinite_steps, one_more)
         grow = good_steps >= self.growth_interval
-        # A share of exactly the tolerance counts as reached, but in float32 0.15 * 100
-        # is above 15, and GPUs divide inexactly: a millionth less will do.
+        # A share of exactly the tolerance must back off, but in float32 0.15 * 100 is
+        # above 15, and GPUs divide inexactly: require a millionth less.
         enough = jnp.float32(self.tolerance * (1 - 1e-6)) * jnp.float32(steps)
         back_off = ~finite & (jnp.float32(nonfinite_steps) >= enough)
         return TolerantLossScaleState(

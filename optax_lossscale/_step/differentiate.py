@@ -1,4 +1,4 @@
-"""Differentiating a scaled loss, by whatever function differentiates."""
+"""Differentiates a scaled loss, with `jax.value_and_grad` or a function like it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,18 +14,18 @@ def scaled_value_and_grad(
     scale: jax.Array,
     transform: Callable[..., Any],
 ) -> Callable[..., tuple[Any, Any]]:
-    """Returns a function of what `fun` returns and the gradients of its scaled loss.
+    """Makes a function that returns `fun`'s output and gradients of its scaled loss.
 
     Args:
       fun: A loss function, with or without auxiliary data.
-      loss_of: Returns the loss in what `fun` returned.
+      loss_of: Extracts the loss from the output of `fun`.
       scale: f32[].
       transform: `jax.value_and_grad`, or a function like it.
     """
 
     def scaled(*args, **kwargs):
         out = fun(*args, **kwargs)
-        # The loss itself is passed along: the scaled one may be inf.
+        # Return the unscaled loss too: the scaled one may be inf.
         return scale_up(loss_of(out), scale), _Out(out)
 
     differentiated = transform(scaled, has_aux=True)
@@ -38,7 +38,7 @@ def scaled_value_and_grad(
 
 @jax.tree_util.register_pytree_node_class
 class _Out:
-    """What the user's function returned, among what a transform returns."""
+    """Marks the output of the user's function in what a transform returns."""
 
     def __init__(self, value):
         self.value = value
@@ -61,6 +61,6 @@ def _value_and_grads_of(result: Any) -> tuple[Any, Any]:
         pass
     raise TypeError(
         "transform must return the value with the gradients, as jax.value_and_grad, "
-        "eqx.filter_value_and_grad and nnx.value_and_grad do; jax.grad and the like "
-        "return gradients alone."
+        "eqx.filter_value_and_grad and nnx.value_and_grad do; jax.grad returns only "
+        "gradients."
     )

@@ -1,4 +1,4 @@
-"""The inner optimizer: what it is given, and in which dtypes."""
+"""The inner optimizer: its arguments and its dtypes."""
 
 import functools
 import inspect
@@ -15,7 +15,7 @@ from optax_lossscale._tree import is_array, is_inexact, is_real, strongly_typed
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
-    """Tells whether `function` takes a keyword argument of that name."""
+    """Tells whether `function` takes a keyword argument `name`."""
     parameters = inspect.signature(function).parameters
     kinds = [parameter.kind for parameter in parameters.values()]
     return name in parameters or inspect.Parameter.VAR_KEYWORD in kinds
@@ -32,7 +32,7 @@ def check_optimizer(name: str, value: Any) -> optax.GradientTransformationExtraA
             f"{name} must be an optax.GradientTransformation, or an object with "
             f"methods init and update, got {value!r}.{hint}"
         )
-    # More than updates, state and params: it takes extra arguments.
+    # Besides updates, state and params it takes extra arguments.
     if len(inspect.signature(value.update).parameters) > 3:
         return optax.GradientTransformationExtraArgs(value.init, value.update)
     plain = optax.GradientTransformation(value.init, value.update)
@@ -40,7 +40,7 @@ def check_optimizer(name: str, value: Any) -> optax.GradientTransformationExtraA
 
 
 def check_gradients(grads: Any) -> None:
-    """Raises if gradients are pairs with variables, as Keras has them."""
+    """Raises if `grads` are pairs of gradients and variables, as in Keras."""
     if isinstance(grads, Iterator):
         raise TypeError(
             "grads must be a pytree like the parameters, got a "
@@ -54,10 +54,10 @@ def check_loss_value(value: Any) -> None:
     """Checks that `value` can be the loss of a step."""
     if value is None:
         raise TypeError(
-            "With check_loss=True a step needs the loss, and value= is missing. Pass "
-            "the unscaled loss, as value_and_grad returns it: update(grads, state, "
-            "params, value=loss) or apply_gradients(grads, params, state, value=loss). "
-            "minimize passes it by itself, Flax's TrainState.apply_gradients does not."
+            "value= is missing, and check_loss=True needs it. Pass the unscaled loss, "
+            "as value_and_grad returns it: update(grads, state, params, value=loss) "
+            "or apply_gradients(grads, params, state, value=loss). minimize passes it "
+            "for you; Flax's TrainState.apply_gradients does not."
         )
     if not is_real(value) or np.shape(value) != ():
         raise TypeError(
@@ -67,7 +67,7 @@ def check_loss_value(value: Any) -> None:
 
 
 def check_no_loss_scale(inner_state: Any) -> None:
-    """Raises if setting the loss scale by its name would set a hyperparameter too."""
+    """Raises if `optax.tree.set(state, loss_scale=...)` sets a hyperparameter too."""
 
     def has_hyperparameters(node):
         return isinstance(getattr(node, "hyperparams", None), dict)
@@ -77,23 +77,23 @@ def check_no_loss_scale(inner_state: Any) -> None:
         raise ValueError(
             "inner_optimizer has a hyperparameter named 'loss_scale', which "
             "optax.tree.set(state, loss_scale=...) would set together with the scale. "
-            "Give it another name in the function that inject_hyperparams wraps."
+            "Rename it in the function that inject_hyperparams wraps."
         )
 
 
 def in_float32(
     inner: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer that computes in at least float32, and keeps its state so.
+    """Returns an optimizer with state and computation in at least float32.
 
-    Optimizers make their state in the dtypes of the parameters. In float16 momenta
-    overflow and squares of gradients vanish, though the gradients are float32.
+    Optimizers make their state in the dtypes of the parameters. In float16, momenta
+    overflow and squares of gradients underflow, even if the gradients are float32.
     """
 
     def init(params):
         return inner.init(widen(params))
 
-    # So that `accepts` sees the arguments of the optimizer itself.
+    # Lets `accepts` see the arguments of the optimizer itself.
     @functools.wraps(inner.update)
     def update(updates, state, params=None, **extra_args):
         return inner.update(widen(updates), state, widen(params), **extra_args)
@@ -115,8 +115,8 @@ def widen(tree: Any) -> Any:
 def narrow_like(updates: Any, grads: Any) -> Any:
     """Converts float32 updates to the dtypes of the gradients where these are narrower.
 
-    An optimizer returns updates in the dtype of its gradients; ours ran in float32.
-    Updates of another structure (`optax.lookahead`) are returned unchanged.
+    Optimizers return updates in the dtypes of the gradients, but here the inner one
+    ran in float32. Updates of another structure (`optax.lookahead`) stay unchanged.
     """
     if jax.tree.structure(updates) != jax.tree.structure(grads):
         return updates
@@ -131,7 +131,7 @@ def narrow_like(updates: Any, grads: Any) -> Any:
 def without_constants(params: Any) -> Any:
     """Returns the tree with None for functions, strings and other constants.
 
-    Python integers are constants too: JAX does not differentiate by them.
+    Python integers are constants too: JAX computes no gradients for them.
     """
 
     def chosen(leaf):
@@ -147,11 +147,11 @@ def leave_out_none(
     inner_state: Any,
     params: Any,
 ) -> tuple[Any, Any]:
-    """Leaves out the parameters that have no gradient, as in models of Equinox.
+    """Leaves out the parameters that have no gradient, as in Equinox models.
 
     Args:
       inner: The inner optimizer.
-      grads: Gradients. None stands for any part of `params` that has none.
+      grads: Gradients, with None for any part of `params` that has no gradient.
       inner_state: The state, made by `init` from all parameters, or from those that
         have gradients.
       params: All parameters, or None.
@@ -164,7 +164,7 @@ def leave_out_none(
     try:
         chosen = _map(lambda g, p: None if g is None else p, grads, params)
     except ValueError:
-        # Of another structure, as with optax.lookahead.
+        # The structures differ, as with optax.lookahead.
         return grads, params
     structure = jax.tree.structure(jax.eval_shape(inner.init, chosen))
     if structure == jax.tree.structure(inner_state):
@@ -178,15 +178,15 @@ def leave_out_none(
 
 
 def put_back_none(grads: Any, new: Any, old: Any) -> Any:
-    """Puts back what `leave_out_none` has left out.
+    """Puts back what `leave_out_none` left out.
 
     Args:
       grads: The gradients that `leave_out_none` was given.
-      new: Updates or parameters, by what `leave_out_none` returned.
-      old: All parameters; None where `new` are updates.
+      new: Updates or parameters, computed from what `leave_out_none` returned.
+      old: All parameters; None if `new` are updates.
 
     Returns:
-      `new`, with the leaves of `old`, or with None, where a gradient is None.
+      `new`, but with the leaves of `old`, or None, where a gradient is None.
     """
     if old is None:
         return _map(lambda g, new: None if g is None else new, grads, new)
@@ -194,7 +194,7 @@ def put_back_none(grads: Any, new: Any, old: Any) -> Any:
 
 
 def as_parameters(proposed: Any, params: Any) -> Any:
-    """Converts the parameters that an inner optimizer proposes to their own dtypes."""
+    """Casts parameters proposed by an inner optimizer to the dtypes of `params`."""
 
     def cast(new, old):
         return new.astype(old.dtype) if is_array(old) and is_array(new) else new
@@ -203,7 +203,7 @@ def as_parameters(proposed: Any, params: Any) -> Any:
 
 
 def expand_none(grads: Any, params: Any) -> Any:
-    """Returns gradients with None for each parameter that has none."""
+    """Returns gradients with one None for each parameter without a gradient."""
 
     def expand(grad, param):
         return jax.tree.map(lambda _: None, param) if grad is None else grad

@@ -1,4 +1,4 @@
-"""Which gradients were not finite: counted in the step, by leaf."""
+"""Counts for each leaf the steps in which its gradient was not finite."""
 
 import functools
 from collections.abc import Hashable
@@ -16,14 +16,14 @@ FINITE, INF, NAN = range(3)
 
 
 class LeafStatistics(NamedTuple):
-    """What `LossScaleOptimizer(..., track_leaves=True)` knows about n leaves.
+    """The statistics of n leaves, kept with `track_leaves=True`.
 
-    The leaves are those of the parameters, in the order of `jax.tree.leaves`, None
-    among them. `optax_lossscale.diagnostics.nonfinite_leaves` names them.
+    The leaves are those of the parameters, including None, in the order of
+    `jax.tree.leaves`. `optax_lossscale.diagnostics.nonfinite_leaves` names them.
 
     Attributes:
-      last: i32[n], what each was at the last step whose gradients were not finite:
-        0 finite, 1 inf, 2 nan (or both).
+      last: i32[n], the kind of each gradient in the last non-finite step: 0 finite,
+        1 inf, 2 nan (or both).
       inf_steps: i32[n], steps in which each was inf. Stays at its maximum.
       nan_steps: i32[n], steps in which each was nan. Stays at its maximum.
     """
@@ -34,14 +34,14 @@ class LeafStatistics(NamedTuple):
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """Returns the leaves of a tree, None among them: where no gradient is."""
+    """Returns the leaves of a tree, including None, which stands for no gradient."""
     return jax.tree.leaves(tree, is_leaf=lambda x: x is None)
 
 
 def differentiated(params: Any) -> Any:
-    """Returns the part of the parameters that gradients are taken of.
+    """Returns the parameters that have gradients.
 
-    With `optax.lookahead` parameters are pairs, of which that is the fast half.
+    With `optax.lookahead` parameters are pairs, and only the fast ones have gradients.
     """
 
     def is_pair(node):
@@ -56,16 +56,16 @@ def differentiated(params: Any) -> Any:
 def initial_leaves(params: Any) -> LeafStatistics:
     """Returns the statistics before the first step."""
     n = len(leaves_of(differentiated(params)))
-    # Of three arrays: one could not be donated three times.
+    # Three arrays, because a single one could not be donated three times.
     return LeafStatistics(*(jnp.zeros(n, jnp.int32) for _ in LeafStatistics._fields))
 
 
 def check_leaves(statistics: Any, track_leaves: bool) -> None:
-    """Raises if a state, restored perhaps, lacks statistics or has damaged ones."""
+    """Raises if a restored state lacks statistics or has damaged ones."""
     if statistics is None and not track_leaves:
         return
     advice = (
-        "Put those of init(params) into it: state._replace(leaf_statistics="
+        "Begin new ones: state._replace(leaf_statistics="
         "optimizer.init(params).leaf_statistics)."
     )
     if statistics is None:
@@ -77,26 +77,26 @@ def check_leaves(statistics: Any, track_leaves: bool) -> None:
     shapes = {jnp.shape(x) if is_array(x) else None for x in fields}
     if len(shapes) != 1 or [len(shape or ()) for shape in shapes] != [1]:
         raise ValueError(
-            "state.leaf_statistics must be LeafStatistics of three arrays of one "
-            f"shape (n,), or None without track_leaves, got {statistics!r}. {advice}"
+            "state.leaf_statistics must be LeafStatistics of three arrays of shape "
+            f"(n,), or None without track_leaves, got {statistics!r}. {advice}"
         )
 
 
 def count_leaves(
     statistics: Any, grads: Any, axis_name: Hashable | None
 ) -> LeafStatistics:
-    """Records which of the gradients of a step are not finite.
+    """Records which gradients of a step are not finite.
 
     Raises:
-      ValueError: If there are more or fewer gradients than there were parameters.
+      ValueError: If there are more or fewer gradients than parameters.
     """
-    # Where there is no gradient, a number that is always finite.
+    # A missing gradient counts as finite.
     leaves = [jnp.asarray(x if is_inexact(x) else 0.0) for x in leaves_of(grads)]
     (expected,) = statistics.last.shape
     if len(leaves) != expected:
         raise ValueError(
             f"With track_leaves=True the gradients must have the {expected} leaves of "
-            f"the parameters that init saw (None for those without), got "
+            f"the parameters given to init (None for no gradient), got "
             f"{len(leaves)}."
         )
     return _count(statistics, leaves, axis_name)
@@ -117,13 +117,13 @@ def _count(statistics, leaves, axis_name):
 
 
 def _kinds(leaves: list[jax.Array], axis_name: Hashable | None) -> jax.Array:
-    """Returns what each leaf is, over all devices: finite, inf or nan."""
+    """Returns the kind of each leaf over all devices: finite, inf or nan."""
     if not leaves:
         return jnp.zeros(0, jnp.int32)
-    # These are the sums that tell whether to skip: XLA computes them once.
+    # The decision to skip uses the same sums: XLA computes them once.
     sums = jnp.stack(nonfinite_sums(leaves))
     finite = jnp.isfinite(sums)
-    # On CPU they do not tell inf from nan: a step that is not finite pays for that.
+    # On CPU the sums do not tell inf from nan: only a non-finite step looks for nan.
     nan = lax.platform_dependent(
         sums,
         leaves,

@@ -15,7 +15,7 @@ class Mask:
     """A tree of bools, a prefix of one, a function that makes one, or None: all True.
 
     Attributes:
-      spec: The mask as the user gives it, in the form that `optax.masked` takes.
+      spec: The mask as the user passes it, in the form that `optax.masked` takes.
     """
 
     spec: MaskLike = None
@@ -26,7 +26,7 @@ class Mask:
 
     @property
     def _is_function(self) -> bool:
-        # A model of Equinox may be callable and is a tree: a mask, if of bools.
+        # An Equinox model of bools may be callable, but is a tree, not a function.
         leaves = jax.tree.leaves(self.spec)
         return callable(self.spec) and bool(leaves) and all(map(callable, leaves))
 
@@ -66,9 +66,9 @@ class Mask:
             )
         except ValueError as error:
             raise ValueError(
-                f"mask must be a prefix of the tree that it is for, and {prefix!r} is "
-                f"not a prefix of {jax.tree.structure(tree)}. A function of the tree "
-                "fits several."
+                f"mask must be a prefix of the tree that it masks, and {prefix!r} is "
+                f"not a prefix of {jax.tree.structure(tree)}. To mask trees of several "
+                "structures, pass a function."
             ) from error
 
     def partition(self, tree: Any) -> Any:
@@ -82,8 +82,8 @@ class Mask:
         """Takes the leaves that are gradients from one tree, the others from another.
 
         Args:
-          gradients: A whole tree.
-          values: Another of the same structure.
+          gradients: The tree with the gradients, complete.
+          values: The other tree, of the same structure.
         """
         if self.spec is None:
             return gradients
@@ -91,7 +91,7 @@ class Mask:
         return jax.tree.map(lambda k, g, v: g if k else v, keep, gradients, values)
 
     def complete(self, proposed: Any, params: Any) -> Any:
-        """Returns all parameters, those proposed by the inner optimizer among them.
+        """Returns all parameters, including those that the inner optimizer proposes.
 
         Args:
           proposed: Parameters as the inner optimizer sees them: with
@@ -100,7 +100,7 @@ class Mask:
         """
         if self.spec is None:
             return proposed
-        # Not expanded: a subtree that is masked as a whole has a single MaskedNode.
+        # Not expanded: a subtree masked as a whole has a single MaskedNode.
         return jax.tree.map(
             lambda k, new, old: new if k else old,
             self._prefix(params),
@@ -117,16 +117,16 @@ class Mask:
         return optax.masked(inner, self.spec, mask_compatible_extra_args=True)
 
     def check_params(self, params: Any) -> None:
-        """Raises if `update` could not return what a skip has to keep."""
+        """Raises if `update` lacks the old values that a skipped step returns."""
         if self.spec is not None and params is None:
             raise ValueError(
-                "With a mask update needs params: where a step is skipped it returns "
-                "the old values of the parameters that have no gradients."
+                "With a mask update needs params: a skipped step returns the old "
+                "values of the parameters without gradients."
             )
 
 
 def _check_bools(tree: Any) -> Any:
-    """Returns a tree whose leaves are True and False."""
+    """Returns `tree`, if all its leaves are True or False."""
     wrong = [x for x in jax.tree.leaves(tree) if not isinstance(x, bool)]
     if wrong:
         raise TypeError(

@@ -43,13 +43,13 @@ class Options:
             object.__setattr__(self, "num_losses", num_losses)
             if self.mask.spec is not None:
                 raise ValueError(
-                    "num_losses and mask cannot be combined: each loss would deliver "
-                    "its own new value of a parameter that has no gradient."
+                    "num_losses and mask cannot be combined: each loss would return "
+                    "its own new value of a parameter without a gradient."
                 )
 
     @property
     def is_plain(self) -> bool:
-        """Whether gradients are a tree like the parameters, and nothing else."""
+        """Whether gradients are a single tree like the parameters."""
         return self.num_losses is None and self.mask.spec is None
 
     @property
@@ -59,9 +59,9 @@ class Options:
 
     @property
     def effective_skip(self) -> Skip | None:
-        """How a step is skipped where it is traced now; None if it never is."""
+        """How the step that is being traced is skipped; None if it never is."""
         if self.check_updates:
-            # The updates decide, so they have to be there first.
+            # The decision needs the updates, so they are always computed.
             return "where"
         if not self.loss_scale.skip_nonfinite and not self.check_loss:
             return None

@@ -13,12 +13,12 @@ from optax_lossscale._tree import is_float0, zero_update
 
 @dataclasses.dataclass(frozen=True)
 class Updates:
-    """`LossScaleOptimizer.update`: updates, which are -0.0 where a step is skipped."""
+    """For `LossScaleOptimizer.update`: updates, or -0.0 if the step is skipped."""
 
     mask: Mask
 
     def narrow(self, updates: Any, grads: Any) -> Any:
-        """Returns the updates in the dtypes in which they leave the step."""
+        """Casts the updates to the dtypes in which the step returns them."""
         return narrow_like(updates, grads)
 
     def finish(self, updates: Any, params: Any) -> Any:
@@ -43,12 +43,12 @@ class Updates:
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """`apply_gradients` and `minimize`: new parameters, or on a skip the old ones."""
+    """For `apply_gradients` and `minimize`: new parameters, or old ones on a skip."""
 
     mask: Mask
 
     def narrow(self, updates: Any, grads: Any) -> Any:
-        """See `Updates`: the parameters are rounded, the updates are not."""
+        """See `Updates`. Only the new parameters are rounded, not the updates."""
         return updates
 
     def finish(self, updates: Any, params: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How losses are scaled: one loss, or several, each with a scale of its own."""
+"""Scales one loss, or several, each with its own scale."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ class Scaler:
 
     Attributes:
       rule: The rule of each scale.
-      num_losses: How many losses there are; None if functions return one loss alone.
+      num_losses: The number of losses; None if functions return a single loss.
     """
 
     rule: LossScale
@@ -60,7 +60,7 @@ class Scaler:
     def value_and_grad(
         self, fun: Callable[..., Any], scales: jax.Array, has_aux: bool, transform: Any
     ) -> Callable[..., tuple[Any, Any]]:
-        """Returns a function of what `fun` returns and its scaled gradients."""
+        """Makes a function that returns `fun`'s output and its scaled gradients."""
 
         def of_loss(index, scale):
             def loss_of(out):
@@ -74,7 +74,7 @@ class Scaler:
         functions = [of_loss(i, scales[i]) for i in range(self.num_losses)]
 
         def value_and_grad(*args, **kwargs):
-            # A forward pass for each loss; they are the same, and jit runs one for all.
+            # One forward pass for each loss. They are equal, so jit runs only one.
             pairs = [function(*args, **kwargs) for function in functions]
             values, grads = zip(*pairs, strict=True)
             return values[0], list(grads)
@@ -82,7 +82,7 @@ class Scaler:
         return value_and_grad
 
     def sum_losses(self, losses: Any) -> Any:
-        """Adds up several losses, in at least float32: the sum must not overflow."""
+        """Adds up several losses, in at least float32 to avoid overflow."""
         if self.num_losses is None:
             return losses
         one = jnp.ones((), jnp.float32)
@@ -106,13 +106,13 @@ class Scaler:
 
         Args:
           grads: Unscaled gradients.
-          finite: bool[], False if the gradients are to count as not finite; or None.
+          finite: bool[], False to count the gradients as not finite; or None.
           state: What `init` or `update` returned.
           axis_name: The axes over which devices agree.
 
         Returns:
-          The new state; and whether the step is to be applied as far as each loss is
-          concerned, of the shape of the scales.
+          The new state; and for each loss whether to apply the step, bool in the shape
+          of the scales.
         """
 
         def update_one(grads, state):
@@ -146,7 +146,7 @@ class Scaler:
         return applied
 
     def _map(self, function, *parts):
-        """Calls a function with the parts of each loss."""
+        """Calls a function for each loss, with its parts."""
         if self.num_losses is None:
             return function(*parts)
         return [function(*(x[i] for x in parts)) for i in range(self.num_losses)]
@@ -194,7 +194,7 @@ def _unscaled(grads: Any, scale: jax.Array) -> Any:
 
 
 def _without_derivative(x):
-    # A scale and a decision have none.
+    # The scale and the decision have no derivative.
     return lax.stop_gradient(x) if is_inexact(x) else x
 
 

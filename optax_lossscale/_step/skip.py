@@ -1,4 +1,4 @@
-"""Run a step, or keep everything as it was: what depends on the platform."""
+"""Runs a step or skips it, in the way that suits the platform."""
 
 import functools
 from collections.abc import Callable, Hashable
@@ -12,9 +12,9 @@ from optax_lossscale._tree import cast_like, is_array, is_inexact, select
 
 Skip = Literal["auto", "where", "cond"]
 
-# What a step that is skipped gets in place of inf and nan. Not 0: a norm has no
-# derivative there. Not 1: where the step sums over devices, it would change the result
-# of those that do not skip.
+# Replaces inf and nan in a skipped step. Not 0, where a norm has no derivative. Not 1:
+# if the step sums over devices, that would change the result on devices that do not
+# skip.
 SMALL = 2.0**-20
 
 
@@ -28,8 +28,8 @@ def is_recording() -> bool:
 
 @jax.jit
 def _constant():
-    # Compiled, as a constant of an eager operation is a transfer to the device, which
-    # jax.transfer_guard may forbid.
+    # Compiled, because an eager operation would transfer the constant to the device,
+    # which jax.transfer_guard may forbid.
     return np.zeros((), bool)
 
 
@@ -37,11 +37,11 @@ def choose_skip(skip: Skip, axis_name: Hashable | None) -> Skip:
     """Returns "where" for "auto" if devices may decide differently, else `skip`.
 
     Devices along a mapped axis that `axis_name` leaves out need not agree. If they
-    branched, those that skip would not join the collectives of those that do not.
+    branched, a device that skips would not join the collectives of the others.
     """
     named = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     mapped = set(jax.sharding.get_abstract_mesh().manual_axes)
-    # In JAX 0.8, jax.pmap may be of the kind that makes no mesh.
+    # In JAX 0.8, jax.pmap may have no mesh.
     names = vars(core).get("unsafe_get_axis_names_DO_NOT_USE", tuple)()
     apart = mapped.union(names).difference(named)
     return "where" if skip == "auto" and apart else skip
@@ -59,10 +59,10 @@ def _split(tree: Any) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Any]
 
 
 def barrier_on_cpu(skip: Skip | None, tree: Any) -> Any:
-    """Has gradients computed before they are used, where the step branches on CPU.
+    """Computes gradients before they are used, if the step branches on CPU.
 
-    There XLA would compute the end of each gradient twice, in the layout that suits
-    the check and in the one that the branch needs, and keep both.
+    Otherwise XLA computes the end of each gradient twice, in the layout of the check
+    and in that of the branch, and keeps both.
     """
     if skip in (None, "where") or not is_recording():
         return tree
@@ -91,18 +91,17 @@ def run_or_skip(
     Args:
       skip: "where" runs and selects; "cond" branches; "auto" branches on CPU, where
         a select makes XLA copy the donated state, and selects elsewhere, where a
-        branch keeps the step from being fused with what surrounds it. Where
-        nothing is recorded there is no branch to compile, and all three select.
-        None always runs.
+        branch prevents XLA from fusing the step with other operations. If nothing
+        is recorded (`is_recording`), all three select. None always runs.
       should_apply: bool[].
       run: The step. It is traced once.
       keep: Called as `keep(like, *operands)`. `like` is the result of `run`, or its
-        shapes and dtypes. The result of `run` is cast to the dtypes of `keep`'s.
-      inputs: A pytree of what may be inf or nan in a step that is skipped. If `run`
-        is computed although the step is skipped, it gets small numbers instead.
+        shapes and dtypes. The result of `run` is cast to the dtypes that it returns.
+      inputs: A pytree that may hold inf or nan if the step is skipped. If `run` is
+        computed although the step is skipped, it gets small numbers instead.
         Otherwise differentiating the select would compute 0 * inf = nan.
-      *operands: Pytrees. Large arrays must come this way: closing over them
-        makes XLA copy them at a branch.
+      *operands: Pytrees. Pass large arrays here: closing over them makes XLA copy
+        them at a branch.
 
     Returns:
       A tree of the structure that `run` and `keep` share.
@@ -139,13 +138,13 @@ def run_or_skip(
         axes = _varying_axes(like, jax.eval_shape(keep, arrays))
         branches = [lambda x, f=f: _vary(f(x), axes) for f in (run_cast, keep)]
         new = lax.cond(should_apply, *branches, arrays)
-        # Where devices decide apart, their results differ. lax.cond does not tell
-        # jax.shard_map so; a select does, and XLA drops it.
+        # Devices that decide separately have different results. lax.cond does not tell
+        # jax.shard_map so, but a select does, and XLA removes it.
         return select(should_apply, new, new)
 
     if skip == "where" or not is_recording():
         return where(should_apply, run_arrays, arrays)
-    # jit remembers the trace, which eval_shape and the branches then share.
+    # jit caches the trace, which eval_shape and the branches then share.
     run_once = jax.jit(run_arrays)
     if skip == "cond":
         return cond(should_apply, run_once, arrays)
@@ -158,7 +157,7 @@ def run_or_skip(
 
 
 def small_unless(should_apply: jax.Array, tree: Any) -> Any:
-    """Returns the tree, with small floating-point leaves where a step is skipped."""
+    """Replaces floating-point leaves with small numbers if the step is skipped."""
 
     def leaf(x):
         is_number = is_array(x) and is_inexact(x)
@@ -195,7 +194,7 @@ def _varying_axes(*trees: Any) -> list[frozenset[Hashable]]:
 def _vary(tree: Any, axes: list[frozenset[Hashable]]) -> Any:
     """Makes each leaf vary over mesh axes, as both branches of a cond must.
 
-    XLA drops the selects.
+    XLA removes the selects.
     """
 
     def leaf(x, axes):

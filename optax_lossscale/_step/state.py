@@ -1,4 +1,4 @@
-"""The state of the optimizer, and finding it in the states of others."""
+"""The state of the optimizer, and functions that find, check and read it."""
 
 import functools
 import warnings
@@ -24,11 +24,11 @@ class LossScaleOptimizerState(NamedTuple):
         at its maximum.
       nonfinite_loss_steps: i32[], steps skipped so far because the loss itself was
         not finite; zero without `check_loss`. Stays at its maximum.
-      stuck_steps: i32[], of the steps skipped since one was applied, those whose
-        gradients (or updates, with `check_updates`) were not finite though the scale
-        stood at its minimum already (where a rule names no `min_scale`: though the
-        scale did not fall). Stays at its maximum. See `check_health`.
-      leaf_statistics: Which gradients were not finite, a `LeafStatistics`; None
+      stuck_steps: i32[], steps skipped since one was applied although the scale was at
+        its minimum (for a rule without `min_scale`: although the scale did not fall).
+        Steps skipped because of the loss do not count. Stays at its maximum. See
+        `check_health`.
+      leaf_statistics: Which gradients were not finite, as `LeafStatistics`; None
         without `track_leaves`.
     """
 
@@ -89,9 +89,9 @@ def _flag(old, should_apply):
 
 
 def count_applied(state: LossScaleOptimizerState) -> LossScaleOptimizerState:
-    """Records a step of an optimizer that never skips one.
+    """Records a step of an optimizer that never skips.
 
-    A restored state may say that its last step was skipped.
+    It resets a restored state whose last step was skipped.
     """
     names = ("last_step_applied", "consecutive_skipped_steps", "stuck_steps")
     return state._replace(**_applied({name: getattr(state, name) for name in names}))
@@ -99,7 +99,7 @@ def count_applied(state: LossScaleOptimizerState) -> LossScaleOptimizerState:
 
 @functools.partial(jax.jit, inline=True)
 def _applied(fields):
-    # Made like the old values, so that they vary over the same axes of jax.shard_map.
+    # Made from the old values, to vary over the same axes of jax.shard_map.
     flag = fields.pop("last_step_applied")
     return {
         "last_step_applied": lax.full_like(flag, True, bool),
@@ -153,7 +153,7 @@ def find_state(state: Any) -> LossScaleOptimizerState:
 
 
 def check_state(state: Any, expected: Any) -> None:
-    """Raises if a state, restored perhaps, is of another rule or of other shapes.
+    """Raises if a restored state belongs to another rule or has other shapes.
 
     Args:
       state: A `LossScaleOptimizerState`.
@@ -163,14 +163,14 @@ def check_state(state: Any, expected: Any) -> None:
     check_rule_state(rule, wanted)
     if jax.tree.structure(rule) != jax.tree.structure(wanted):
         raise ValueError(_other_rule(rule, wanted))
-    # What belongs to the inner optimizer and to the leaves is for them to check.
+    # The inner optimizer and the leaf statistics have their own checks.
     state = state._replace(inner_state=None, leaf_statistics=None)
     for (path, got), (_, shape) in zip(*map(_shapes, (state, expected)), strict=True):
         if got != shape:
             raise ValueError(
                 f"state{jax.tree_util.keystr(path)} must be of shape {shape}, got "
-                f"{got}. Where the state is that of many members or devices, call "
-                "inside the vmap or pmap that made it."
+                f"{got}. If the state has many members or devices, call inside the "
+                "vmap or pmap that made it."
             )
 
 
@@ -182,9 +182,9 @@ def check_rule_state(state: Any, expected: Any) -> None:
 
 def _other_rule(state: Any, expected: Any) -> str:
     return (
-        f"state.loss_scale_state must be a {_describe(expected)}, as the loss "
-        f"scale has it, got a {_describe(state)}. Restore a state with the loss "
-        "scale that it was saved with, or begin a new one: state._replace("
+        f"state.loss_scale_state must be a {_describe(expected)} for this rule, "
+        f"got a {_describe(state)}. Use the loss_scale that the state was saved "
+        "with, or begin a new state: state._replace("
         "loss_scale_state=optimizer.init(params).loss_scale_state)."
     )
 
@@ -204,13 +204,13 @@ def warn_if_in_multi_steps(state: Any) -> None:
     nodes = nodes_of(optax.MultiStepsState | LossScaleOptimizerState, state)
     multi_steps = [node for node in nodes if isinstance(node, optax.MultiStepsState)]
     if find_states(multi_steps):
-        # The place of the warning is here, so that Python shows it once.
+        # Warn from this line: Python shows a warning once for each line.
         warnings.warn(
-            "A LossScaleOptimizer is inside optax.MultiSteps, which cannot get rid of "
-            "a gradient that is not finite: after one, all steps are skipped. Write "
-            "LossScaleOptimizer(optax.MultiSteps(inner, k)), which leaves out the "
+            "A LossScaleOptimizer is inside optax.MultiSteps, which keeps non-finite "
+            "gradients forever: after one, all steps are skipped. Use "
+            "LossScaleOptimizer(optax.MultiSteps(inner, k)), which drops the "
             "micro-batch, or accumulate_gradients(LossScaleOptimizer(inner), k), which "
-            "discards the window.",
+            "drops the window.",
             UserWarning,
             stacklevel=1,
         )
@@ -223,14 +223,14 @@ def unbox(value: Any) -> jax.Array:
 
 
 def select_applied(state: Any, new: Any, old: Any) -> Any:
-    """Keeps what a skipped step must not change.
+    """Returns new values after an applied step, and old ones after a skipped step.
 
-    For whatever the step computes besides the parameters: batch statistics,
+    Use it for values that the step computes besides the parameters: batch statistics,
     moving averages of the parameters, random keys, step counts.
 
-    With `accumulate_gradients` the last step is that of the last whole window. There
-    use `all_finite` of the gradients of the micro-batch for what it has computed, and
-    `has_updated`, as also with `optax.MultiSteps`, for what follows the parameters.
+    With `accumulate_gradients` the last step is the last whole window. For results of
+    a micro-batch use `all_finite` of its gradients instead; for values that follow the
+    parameters use `has_updated` (also with `optax.MultiSteps`).
 
     Args:
       state: The state after the step; a pytree that holds one
@@ -239,12 +239,12 @@ def select_applied(state: Any, new: Any, old: Any) -> Any:
       old: The same before the step.
 
     Returns:
-      `new` where the last step was applied, `old` where it was skipped, in the
-      dtypes of `old`. (Where that is a Python number, in the dtype that the two
-      promote to.) Leaves that are no numbers are constants, as in `old`.
+      `new` if the last step was applied, `old` if it was skipped, in the dtypes of
+      `old`. (If a leaf of `old` is a Python number, in the promoted dtype.) Leaves
+      that are not numbers are those of `old`.
 
     Raises:
-      TypeError: If a dtype of `old` cannot hold `new`: an integer that is to become a
+      TypeError: If a dtype of `old` cannot hold `new`, as an integer cannot hold a
         float.
       ValueError: If `state` holds none or several of these states, or one of many
         members (`jax.vmap`) or devices; if `new` and `old` differ in structure
@@ -265,8 +265,8 @@ def select_applied(state: Any, new: Any, old: Any) -> Any:
     applied = unbox(find_state(state).last_step_applied)
     if jnp.ndim(applied):
         raise ValueError(
-            "state is that of several members or devices, and new and old cannot be "
-            "told apart by member. Call inside the vmap or pmap that made the state."
+            "state has several members or devices. Call select_applied inside the "
+            "vmap or pmap that made it."
         )
     old = jax.tree.map(_promote, old, new)
     new = cast_like(new, old)
@@ -274,7 +274,7 @@ def select_applied(state: Any, new: Any, old: Any) -> Any:
     got, wanted = ([x.shape for x in leaves] for leaves in arrays)
     if got != wanted:
         raise ValueError(
-            f"new and old must be of the same shapes, got {got} and {wanted}."
+            f"new and old must have the same shapes, got {got} and {wanted}."
         )
     return select(applied, new, old)
 
@@ -295,7 +295,7 @@ def _promote(old: Any, new: Any) -> Any:
     old = strongly_typed(old)
     if is_array(old) and _kind(jnp.result_type(new)) > _kind(old.dtype):
         raise TypeError(
-            f"old must be of a dtype that can hold new: got {old.dtype} for old, and "
+            f"old must be of a dtype that can hold new, got {old.dtype} for old and "
             f"{jnp.result_type(new)} for new."
         )
     return old

@@ -27,13 +27,13 @@ from optax_lossscale._tree import cast_like, select, strongly_typed
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What a `LossScaleOptimizer` does; the public methods say what each is for."""
+    """Implements the methods of `LossScaleOptimizer`, which documents them."""
 
     options: Options
 
     @functools.cached_property
     def inner(self) -> optax.GradientTransformationExtraArgs:
-        """The inner optimizer, in at least float32 and behind the mask."""
+        """The inner optimizer, masked and in at least float32."""
         inner = _inner.check_optimizer("inner_optimizer", self.options.inner_optimizer)
         return self.options.mask.wrap(_inner.in_float32(inner))
 
@@ -48,7 +48,7 @@ class Step:
         if _state.find_states(inner_state):
             raise TypeError(
                 "inner_optimizer holds a LossScaleOptimizer, and scaling twice is a "
-                "bug. Keep the outermost one."
+                "bug. Keep only the outer one."
             )
         leaves = _leaves.initial_leaves(params) if self.options.track_leaves else None
         state = _state.initial_state(inner_state, self.options.scaler.init())
@@ -69,11 +69,11 @@ class Step:
         return found
 
     def current_scales(self, state: Any) -> jax.Array:
-        """Returns the scale, or those of several losses (or members, or devices)."""
+        """Returns the scale, or the scales of several losses (members, devices)."""
         return self.options.scaler.rule.loss_scale(self._rule_state(state))
 
     def _held_scales(self, state):
-        """Returns the scales as the state holds them, if there is one for each loss."""
+        """Returns the scales in the state, if there is one for each loss."""
         scales = _state.unbox(self._rule_state(state).loss_scale)
         return self.options.scaler.check_scales(scales)
 
@@ -82,21 +82,21 @@ class Step:
         is_fixed = isinstance(self.options.scaler.rule, FixedLossScale)
         is_traced = isinstance(self._held_scales(state), Tracer)
         if not is_fixed and not is_traced and _skip.is_recording():
-            # Python shows a warning once for each place, which is here.
+            # Warn from this line: Python shows a warning once for each line.
             warnings.warn(
                 "The loss scale is a constant in a function that JAX traces. If that "
-                "function is compiled once and called in every step, the scale will "
-                "never change there. Make the state an argument of the function, and "
+                "function is compiled once and called in every step, the scale never "
+                "changes there. Make the state an argument of the function, and "
                 "call value_and_grad and get_scaled_loss inside the training step, "
-                "not once, before the loop.",
+                "not once before the loop.",
                 UserWarning,
                 stacklevel=1,
             )
-        # The scale cancels: it has no derivative.
+        # The scale cancels out, so it has no derivative.
         return lax.stop_gradient(self.current_scales(state))
 
     def scale(self, loss: Any, state: Any) -> Any:
-        """Scales a loss, or what a function returns."""
+        """Scales a loss, or a function that returns one."""
         if callable(loss):
             return lambda *args, **kwargs: self.scale(loss(*args, **kwargs), state)
         return self.options.scaler.scale(loss, self._scales(state))
@@ -115,7 +115,7 @@ class Step:
     def value_and_grad(
         self, fun: Callable[..., Any], state: Any, has_aux: bool, transform: Any
     ) -> Callable[..., tuple[Any, Any]]:
-        """Returns a function of the value and the unscaled gradients of `fun`."""
+        """Makes a function that returns the value and unscaled gradients of `fun`."""
         self._held_scales(state)  # Raises early.
 
         def value_and_grad(*args, **kwargs):
@@ -142,7 +142,7 @@ class Step:
         kwargs: dict[str, Any],
     ) -> tuple[Any, _state.LossScaleOptimizerState, Any]:
         """Takes a whole step: loss, gradients, update."""
-        # Unscaled once, for check and step: the unscaling is fused with the end of the
+        # Unscale once, for both check and step: XLA fuses it with the end of the
         # gradient. Unscaling again in the step was slower (CPU).
         value_and_grad = self.value_and_grad(loss_fn, state, has_aux, transform)
         value, grads = value_and_grad(params, *args, **kwargs)
@@ -197,7 +197,7 @@ class Step:
 
         updates_are_finite, made = None, None
         if self.options.check_updates:
-            # The decision needs the updates, so they are computed in any case.
+            # The decision needs the updates, so they are always computed.
             usable = all_finite(evidence, axis_name=self.options.axis_name)
             if loss_is_finite is not None:
                 usable &= loss_is_finite
@@ -253,8 +253,8 @@ class Step:
         if not isinstance(state, _state.LossScaleOptimizerState):
             raise ValueError(
                 "state must be the LossScaleOptimizerState that this optimizer's init "
-                f"returned, got {type(state).__name__}. Where the optimizer is part "
-                "of a chain, call the update of the chain."
+                f"returned, got {type(state).__name__}. If the optimizer is part of a "
+                "chain, call the update of the chain."
             )
         _state.check_state(state, self._expected_state)
         _leaves.check_leaves(state.leaf_statistics, self.options.track_leaves)
@@ -271,7 +271,7 @@ class Step:
         return all_finite(value, axis_name=self.options.axis_name), extra
 
     def _leave_out_none(self, grads, extra, inner_state, params):
-        """Returns the inputs and the parameters without those that have no gradient."""
+        """Returns inputs and parameters, without parameters that have no gradient."""
         given, seen = _inner.leave_out_none(self.inner, grads, inner_state, params)
         if seen is not params and "grad" in extra:
             grad, _ = _inner.leave_out_none(

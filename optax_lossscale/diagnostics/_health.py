@@ -1,4 +1,4 @@
-"""Telling, on the host, whether training still gets anywhere."""
+"""Checks, on the host, whether training still makes progress."""
 
 from typing import Any, NamedTuple
 
@@ -9,27 +9,27 @@ from optax_lossscale import _check as check
 from optax_lossscale._step.state import find_state, unbox
 from optax_lossscale.diagnostics._common import check_host
 
-# As many skips in a row may be needed at the start: from 2**24 down to 1 by halves.
+# Up to this many skips in a row are normal at the start: halving 2**24 down to 1.
 START_UP = 24
 
 CALL_INSIDE = (
     "make sure that value_and_grad and get_scaled_loss are called inside the step, "
-    "with the current state: a function that was made once, before the loop, keeps "
-    "the first scale, however far the one in the state falls. Then "
+    "with the current state: a function made once before the loop keeps the first "
+    "scale. Then "
 )
 
 
 class Health(NamedTuple):
     """What `check_health` found, in plain Python values.
 
-    Where the state is that of many members or devices, the numbers are those of the
-    one that is worst off. Of several losses the scale is the lowest.
+    For a state of many members or devices, the numbers are those of the worst one.
+    For several losses, `loss_scale` is the lowest scale.
 
     Attributes:
-      healthy: Whether training gets somewhere.
-      message: What is wrong and what to do about it, or that nothing is.
+      healthy: Whether training makes progress.
+      message: What is wrong and how to fix it, or that nothing is wrong.
       loss_scale: The current loss scale.
-      stuck_steps: Steps skipped in a row though the scale stood at its minimum.
+      stuck_steps: Steps skipped in a row although the scale was at its minimum.
       consecutive_skipped_steps: Steps skipped since one was applied.
       skipped_steps: Steps skipped so far.
       nonfinite_loss_steps: Steps skipped so far because of the loss.
@@ -60,36 +60,36 @@ def check_health(
     max_consecutive_skipped_steps: int = 1000,
     raise_error: bool = True,
 ) -> Health:
-    """Tells whether training still gets anywhere, and what to do if not.
+    """Tells whether training still makes progress, and what to do if not.
 
-    A compiled step cannot raise, so one that can never succeed is skipped for ever:
-    call this now and then, where losses are logged. It waits for the state and copies
-    a few numbers to the host.
+    A compiled step cannot raise an error, so training may skip every step unnoticed.
+    Call this from time to time, for example when you log losses. It waits for the
+    state and copies a few numbers to the host.
 
     Args:
       state: The state after a step; a pytree that holds one
-        `LossScaleOptimizerState`, also that of many members (`jax.vmap`), devices
-        (`jax.pmap`) or losses (`num_losses`), of which the worst counts. A loss scale
-        that is no number from 2**-126 to 2**126 is never healthy.
-      patience: As many `stuck_steps` are too many: steps skipped in a row though
-        the scale stood at its minimum. (With a rule that names no `min_scale`,
-        `FixedLossScale` among them: though the scale did not fall.)
-      max_consecutive_skipped_steps: As many steps skipped in a row, for whatever
-        reason, are too many.
-      raise_error: Whether to raise where training is not healthy, or to return it.
+        `LossScaleOptimizerState`. For many members (`jax.vmap`), devices (`jax.pmap`)
+        or losses (`num_losses`), the worst one counts. A loss scale that is nan or
+        not between 2**-126 and 2**126 is never healthy.
+      patience: The number of `stuck_steps` that makes training unhealthy: steps
+        skipped in a row although the scale was at its minimum. (For a rule without
+        `min_scale`, such as `FixedLossScale`: although the scale did not fall.)
+      max_consecutive_skipped_steps: The number of steps skipped in a row, for any
+        reason, that makes training unhealthy.
+      raise_error: Whether to raise an error if training is not healthy.
 
     Returns:
-      A `Health`. Where no step is ever skipped (a `FixedLossScale` without
-      `skip_nonfinite` and `check_loss`) it always looks healthy. If more than 24 steps
-      in a row were skipped while the scale fell, and the loss does not explain them,
-      the message also says how a scale that is frozen in a function comes about.
+      A `Health`. If steps are never skipped (a `FixedLossScale` without
+      `skip_nonfinite` and `check_loss`), it always looks healthy. If more than 24
+      steps in a row were skipped while the scale fell, and the loss does not explain
+      them, the message also warns of functions that keep the first scale.
 
     Raises:
       FloatingPointError: If training is not healthy, unless `raise_error=False`.
       TypeError: Under a transformation of JAX, such as `jax.jit`; if an argument is
         of the wrong type.
-      ValueError: If `state` holds none or several of these states, or is that of no
-        members; if an argument is out of its range.
+      ValueError: If `state` holds none or several of these states, or has no members;
+        if an argument is out of its range.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -114,32 +114,31 @@ def check_health(
     if is_damaged(health.loss_scale):
         message = (
             f"The loss scale is {health.loss_scale}{where}, and must be at least "
-            "2**-126 and at most 2**126: the state is damaged, and no gradient is "
-            "right. Restore an earlier checkpoint, or begin the scale anew: "
+            "2**-126 and at most 2**126: the state is damaged, and gradients are "
+            "wrong. Restore an earlier checkpoint, or begin the scale anew: "
             "state._replace(loss_scale_state=optimizer.init(params).loss_scale_state)."
         )
     elif health.stuck_steps >= patience:
         message = (
             f"The loss scale, {health.loss_scale}, could not go lower, and "
             f"{health.stuck_steps} steps in a row were still skipped{where}: look at "
-            "the loss. If it is not finite, there is a nan or inf in the data or the "
-            "parameters, or the forward pass overflows (check_loss=True counts such "
-            f"steps apart, and spares the scale). If it is finite, {first}lower the "
-            "scale if it is high (min_scale, or the fixed one), compute what overflows "
-            "in float32, clip gradients or lower the learning rate. (With "
-            "check_updates=True the inner optimizer may make updates that are not "
-            "finite.) "
-            "Parameters are as the last applied step left them."
+            "the loss. If it is not finite, the data or the parameters hold nan or "
+            "inf, or the forward pass overflows (check_loss=True counts such steps "
+            f"separately and keeps the scale). If it is finite, {first}lower the scale "
+            "if it is high (min_scale, or the fixed scale), compute what overflows in "
+            "float32, clip gradients or lower the learning rate. (With "
+            "check_updates=True the updates may be non-finite.) "
+            "Parameters have not changed since the last applied step."
         )
     elif health.consecutive_skipped_steps >= limit:
         message = (
             f"{health.consecutive_skipped_steps} steps in a row were skipped{where}, "
             f"the loss scale is {health.loss_scale}, and {health.nonfinite_loss_steps} "
             "steps had a non-finite loss so far: look at the loss. If it is not "
-            "finite, there is a nan or inf in the data or the parameters, or the "
-            f"forward pass overflows. If it is finite, {first}start from a lower "
-            "initial_scale, or take a smaller backoff_factor. "
-            "Parameters are as the last applied step left them."
+            "finite, the data or the parameters hold nan or inf, or the forward pass "
+            f"overflows. If it is finite, {first}start from a lower "
+            "initial_scale or use a smaller backoff_factor. "
+            "Parameters have not changed since the last applied step."
         )
     else:
         return health
@@ -155,10 +154,10 @@ def is_damaged(scale: Any) -> Any:
 
 
 def may_be_frozen(health: Health) -> bool:
-    """Whether the scale fell for many steps, and the gradients did not follow it.
+    """Whether the scale fell for many steps and gradients still overflowed.
 
-    Skips that the loss explains do not count, and a scale that was at its minimum all
-    the time did not fall.
+    Skips that the loss explains do not count, and a scale that was always at its
+    minimum did not fall.
     """
     skips = health.consecutive_skipped_steps
     unexplained = skips - health.nonfinite_loss_steps
@@ -166,24 +165,24 @@ def may_be_frozen(health: Health) -> bool:
 
 
 def _read(state: Any, patience: int, limit: int) -> tuple[Health, str]:
-    """Copies the numbers to the host; says which member they are of."""
+    """Returns the numbers of the worst member, and which one that is."""
     names = Health._fields[3:]
     arrays = [state.loss_scale_state.loss_scale, *(getattr(state, n) for n in names)]
     arrays = [unbox(array) for array in arrays]
     check_host("check_health", arrays)
     scale, *counts = jax.device_get(arrays)
     if np.ndim(scale) > np.ndim(counts[0]):
-        # Of the scales of several losses, which share the counts.
+        # Several losses share the counts. Take the lowest scale.
         first = np.argmin(np.where(is_damaged(scale), -np.inf, scale), -1)
         scale = np.take_along_axis(scale, first[..., None], -1)[..., 0]
     scale, *counts = np.broadcast_arrays(scale, *counts)
     if not scale.size:
         raise ValueError(
             f"state is that of no members: its arrays are of shape {scale.shape}. "
-            "Make it by jax.vmap over at least one."
+            "Make it with jax.vmap over at least one."
         )
     stuck_steps, consecutive, *_ = counts
-    # Of many members the one that is nearest to a limit, or furthest beyond.
+    # Take the member that is nearest to a limit, or furthest beyond it.
     measure = np.maximum(stuck_steps / patience, consecutive / limit)
     measure = np.ravel(np.where(is_damaged(scale), np.inf, measure))
     worst = np.lexsort((np.ravel(scale), -measure))[0]
