@@ -9,7 +9,7 @@ import optax
 from optax_lossscale import _check as check
 from optax_lossscale._numerics import at_least_float32
 from optax_lossscale._optimizer import LossScaleOptimizer
-from optax_lossscale._step.inner import check_loss_value, check_optimizer
+from optax_lossscale._step.inner import check_loss_value, check_optimizer, map_with_none
 from optax_lossscale._step.skip import run_or_skip
 from optax_lossscale._step.state import find_state, nodes_of, unbox
 from optax_lossscale._tree import is_inexact, strongly_typed, zero_update
@@ -129,7 +129,7 @@ def accumulate_gradients(
         # Its count may be beyond the window.
         micro_step = jnp.clip(state.micro_step, 0, micro_steps - 1)
         is_last = micro_step == micro_steps - 1
-        total = _map(
+        total = map_with_none(
             lambda grad, total: add(total, grad) if is_inexact(grad) else total,
             updates,
             state.accumulated_grads,
@@ -142,7 +142,7 @@ def accumulate_gradients(
 
         def run(inputs, total, _value, inner_state, params):
             grads, extra_args = inputs
-            grads = _map(lambda g, t: t if is_inexact(g) else g, grads, total)
+            grads = map_with_none(lambda g, t: t if is_inexact(g) else g, grads, total)
             new = inner.update(grads, inner_state, params, **extra_args)
             zeros = jax.tree.map(jnp.zeros_like, total)
             return *new, zeros, jnp.zeros((), jnp.float32)
@@ -217,10 +217,6 @@ def _zeros(param):
     if not is_inexact(param):
         return None
     return jnp.zeros_like(param, at_least_float32(jnp.asarray(param).dtype))
-
-
-def _map(function, grads, total):
-    return jax.tree.map(function, grads, total, is_leaf=lambda x: x is None)
 
 
 def _keep(like, total, value, inner_state, _params):

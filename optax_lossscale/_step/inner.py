@@ -162,7 +162,7 @@ def leave_out_none(
     if params is None or jax.tree.structure(grads) == jax.tree.structure(params):
         return grads, params
     try:
-        chosen = _map(lambda g, p: None if g is None else p, grads, params)
+        chosen = map_with_none(lambda g, p: None if g is None else p, grads, params)
     except ValueError:
         # The structures differ, as with optax.lookahead.
         return grads, params
@@ -174,7 +174,7 @@ def leave_out_none(
         return jax.tree.map(jnp.zeros_like, param) if grad is None else grad
 
     params = without_constants(params)
-    return _map(zeros, grads, params), params
+    return map_with_none(zeros, grads, params), params
 
 
 def put_back_none(grads: Any, new: Any, old: Any) -> Any:
@@ -189,8 +189,8 @@ def put_back_none(grads: Any, new: Any, old: Any) -> Any:
       `new`, but with the leaves of `old`, or None, where a gradient is None.
     """
     if old is None:
-        return _map(lambda g, new: None if g is None else new, grads, new)
-    return _map(lambda g, new, old: old if g is None else new, grads, new, old)
+        return map_with_none(lambda g, new: None if g is None else new, grads, new)
+    return map_with_none(lambda g, new, old: old if g is None else new, grads, new, old)
 
 
 def as_parameters(proposed: Any, params: Any) -> Any:
@@ -208,8 +208,9 @@ def expand_none(grads: Any, params: Any) -> Any:
     def expand(grad, param):
         return jax.tree.map(lambda _: None, param) if grad is None else grad
 
-    return _map(expand, grads, params)
+    return map_with_none(expand, grads, params)
 
 
-def _map(function, grads, *trees):
+def map_with_none(function: Callable[..., Any], grads: Any, *trees: Any) -> Any:
+    """Maps over trees; None in the first, a missing gradient, is a leaf."""
     return jax.tree.map(function, grads, *trees, is_leaf=lambda x: x is None)

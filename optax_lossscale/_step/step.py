@@ -1,6 +1,5 @@
 """The training step: scale the loss, unscale the gradients, run or keep."""
 
-import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
@@ -8,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jax.core import Tracer
 
@@ -25,24 +23,22 @@ from optax_lossscale._step.outcome import Outcome, Parameters
 from optax_lossscale._tree import cast_like, select, strongly_typed
 
 
-@dataclasses.dataclass(frozen=True)
 class Step:
-    """Implements the methods of `LossScaleOptimizer`, which documents them."""
+    """What a `LossScaleOptimizer` does; its methods document each public method."""
 
-    options: Options
-
-    @functools.cached_property
-    def inner(self) -> optax.GradientTransformationExtraArgs:
-        """The inner optimizer, masked and in at least float32."""
-        inner = _inner.check_optimizer("inner_optimizer", self.options.inner_optimizer)
-        return self.options.mask.wrap(_inner.in_float32(inner))
+    def __init__(self, options: Options):
+        inner = _inner.check_optimizer("inner_optimizer", options.inner_optimizer)
+        self.options = options
+        self.scaler, self.mask = options.scaler, options.mask
+        self.inner = self.mask.wrap(_inner.in_float32(inner))
+        self.all_finite = functools.partial(all_finite, axis_name=options.axis_name)
 
     def init(self, params: Any) -> _state.LossScaleOptimizerState:
         """Returns the state before the first step."""
         params = _inner.without_constants(params)
         if jax.tree.leaves(params):
             # optax.tree_map_params passes a tree without leaves, which fits no mask.
-            self.options.mask.expand(params)
+            self.mask.expand(params)
         inner_state = strongly_typed(self.inner.init(params))
         _inner.check_no_loss_scale(inner_state)
         if _state.find_states(inner_state):
@@ -51,7 +47,7 @@ class Step:
                 "bug. Keep only the outer one."
             )
         leaves = _leaves.initial_leaves(params) if self.options.track_leaves else None
-        state = _state.initial_state(inner_state, self.options.scaler.init())
+        state = _state.initial_state(inner_state, self.scaler.init())
         return state._replace(leaf_statistics=leaves)
 
     # Reading the scale.
@@ -59,9 +55,7 @@ class Step:
     @functools.cached_property
     def _expected_state(self) -> _state.LossScaleOptimizerState:
         """The shapes of a state, without those of the inner optimizer."""
-        return jax.eval_shape(
-            lambda: _state.initial_state(None, self.options.scaler.init())
-        )
+        return jax.eval_shape(lambda: _state.initial_state(None, self.scaler.init()))
 
     def _rule_state(self, state):
         found = _state.find_state(state).loss_scale_state
@@ -70,16 +64,16 @@ class Step:
 
     def current_scales(self, state: Any) -> jax.Array:
         """Returns the scale, or the scales of several losses (members, devices)."""
-        return self.options.scaler.rule.loss_scale(self._rule_state(state))
+        return self.scaler.rule.loss_scale(self._rule_state(state))
 
     def _held_scales(self, state):
         """Returns the scales in the state, if there is one for each loss."""
         scales = _state.unbox(self._rule_state(state).loss_scale)
-        return self.options.scaler.check_scales(scales)
+        return self.scaler.check_scales(scales)
 
     def _scales(self, state: Any) -> jax.Array:
         """Returns the scales to compute with."""
-        is_fixed = isinstance(self.options.scaler.rule, FixedLossScale)
+        is_fixed = isinstance(self.scaler.rule, FixedLossScale)
         is_traced = isinstance(self._held_scales(state), Tracer)
         if not is_fixed and not is_traced and _skip.is_recording():
             # Warn from this line: Python shows a warning once for each line.
@@ -99,7 +93,7 @@ class Step:
         """Scales a loss, or a function that returns one."""
         if callable(loss):
             return lambda *args, **kwargs: self.scale(loss(*args, **kwargs), state)
-        return self.options.scaler.scale(loss, self._scales(state))
+        return self.scaler.scale(loss, self._scales(state))
 
     def unscale(self, grads: Any, state: Any) -> Any:
         """Unscales gradients."""
@@ -108,9 +102,7 @@ class Step:
 
     def _unscale(self, grads, scales):
         grads = _skip.barrier_on_cpu(self.options.effective_skip, grads)
-        return self.options.mask.combine(
-            self.options.scaler.unscale(grads, scales), grads
-        )
+        return self.mask.combine(self.scaler.unscale(grads, scales), grads)
 
     def value_and_grad(
         self, fun: Callable[..., Any], state: Any, has_aux: bool, transform: Any
@@ -123,7 +115,7 @@ class Step:
             # place.
             scales = self._scales(state)
             _state.warn_if_in_multi_steps(state)
-            scaled = self.options.scaler.value_and_grad(fun, scales, has_aux, transform)
+            scaled = self.scaler.value_and_grad(fun, scales, has_aux, transform)
             value, grads = scaled(*args, **kwargs)
             return value, self._unscale(grads, scales)
 
@@ -146,20 +138,20 @@ class Step:
         # gradient. Unscaling again in the step was slower (CPU).
         value_and_grad = self.value_and_grad(loss_fn, state, has_aux, transform)
         value, grads = value_and_grad(params, *args, **kwargs)
-        grad = self.options.scaler.sum_gradients(grads)
+        grad = self.scaler.sum_gradients(grads)
 
         def value_fn(proposed):
-            proposed = self.options.mask.complete(proposed, params)
+            proposed = self.mask.complete(proposed, params)
             proposed = _inner.put_back_none(grad, proposed, params)
             value = loss_fn(_inner.as_parameters(proposed, params), *args, **kwargs)
-            return self.options.scaler.sum_losses(value[0] if has_aux else value)
+            return self.scaler.sum_losses(value[0] if has_aux else value)
 
-        loss = self.options.scaler.sum_losses(value[0] if has_aux else value)
+        loss = self.scaler.sum_losses(value[0] if has_aux else value)
         extra = {"value": loss, "grad": grad, "value_fn": value_fn}
         taken = {k: v for k, v in extra.items() if _inner.accepts(self.inner.update, k)}
         if self.options.check_loss:
             taken["value"] = loss
-        return *self(grads, state, params, taken, Parameters(self.options.mask)), value
+        return *self(grads, state, params, taken, Parameters(self.mask)), value
 
     def __call__(
         self,
@@ -180,10 +172,7 @@ class Step:
         """
         self._check(grads, state)
         loss_is_finite, extra = self._check_value(extra)
-        evidence, grads = (
-            self.options.mask.partition(grads),
-            self.options.scaler.sum_gradients(grads),
-        )
+        evidence, grads = self.mask.partition(grads), self.scaler.sum_gradients(grads)
         # A restored or hand-set state may hold Python numbers.
         inner_state = strongly_typed(state.inner_state)
         inputs, seen = self._leave_out_none(grads, extra, inner_state, params)
@@ -198,56 +187,59 @@ class Step:
         updates_are_finite, made = None, None
         if self.options.check_updates:
             # The decision needs the updates, so they are always computed.
-            usable = all_finite(evidence, axis_name=self.options.axis_name)
+            usable = self.all_finite(evidence)
             if loss_is_finite is not None:
                 usable &= loss_is_finite
             made = make_updates(_skip.small_unless(usable, inputs), inner_state, seen)
             updates = made[0]
             if not is_whole:
                 updates = _inner.put_back_none(grads, updates, None)
-            updates_are_finite = all_finite(
-                self.options.mask.partition(updates), axis_name=self.options.axis_name
-            )
+            updates_are_finite = self.all_finite(self.mask.partition(updates))
 
         def run(inputs, inner_state, params):
             updates, new = made or make_updates(inputs, inner_state, params)
             return outcome.finish(updates, params), new
 
-        before = state.loss_scale_state
-        after, decisions = self.options.scaler.update(
-            evidence, updates_are_finite, before, self.options.axis_name
+        state, should_apply = self._decide(
+            evidence, grads, state, loss_is_finite, updates_are_finite
         )
-        should_apply = self.options.scaler.should_apply(
-            decisions, grads, self.options.axis_name
+        skip, keep = self.options.effective_skip, outcome.keep
+        result, inner_state = _skip.run_or_skip(
+            skip, should_apply, run, keep, inputs, inner_state, seen
         )
+        if not is_whole:
+            result = outcome.put_back(grads, result, params)
+            grads = _inner.expand_none(grads, params)
+        statistics = state.leaf_statistics
+        if self.options.track_leaves:
+            statistics = _leaves.count_leaves(
+                statistics, self.mask.partition(grads), self.options.axis_name
+            )
+        return result, state._replace(
+            inner_state=inner_state, leaf_statistics=statistics
+        )
+
+    def _decide(self, evidence, grads, state, loss_is_finite, updates_are_finite):
+        """Returns the state with new scales and counters, and whether to apply."""
+        before, axis_name = state.loss_scale_state, self.options.axis_name
+        after, decisions = self.scaler.update(
+            evidence, updates_are_finite, before, axis_name
+        )
+        should_apply = self.scaler.should_apply(decisions, grads, axis_name)
         if updates_are_finite is not None:
             should_apply &= updates_are_finite
         if loss_is_finite is not None:
             kept = cast_like(strongly_typed(before), after)
             after = select(loss_is_finite, after, kept)
             should_apply &= loss_is_finite
-
-        skip = self.options.effective_skip
-        result, inner_state = _skip.run_or_skip(
-            skip, should_apply, run, outcome.keep, inputs, inner_state, seen
-        )
-        if not is_whole:
-            result = outcome.put_back(grads, result, params)
-        if skip is None:
+        if self.options.effective_skip is None:
             state = _state.count_applied(state)
         else:
-            rule = self.options.scaler.rule
-            is_stuck = ~decisions & rule._is_at_minimum(rule(before), rule(after))
-            is_stuck = jnp.any(is_stuck)
-            state = _state.count_step(state, should_apply, loss_is_finite, is_stuck)
-        if self.options.track_leaves:
-            gradients = grads if is_whole else _inner.expand_none(grads, params)
-            gradients = self.options.mask.partition(gradients)
-            leaves = _leaves.count_leaves(
-                state.leaf_statistics, gradients, self.options.axis_name
-            )
-            state = state._replace(leaf_statistics=leaves)
-        return result, state._replace(inner_state=inner_state, loss_scale_state=after)
+            rule = self.scaler.rule
+            stuck = ~decisions & rule._is_at_minimum(rule(before), rule(after))
+            stuck = jnp.any(stuck)
+            state = _state.count_step(state, should_apply, loss_is_finite, stuck)
+        return state._replace(loss_scale_state=after), should_apply
 
     def _check(self, grads, state):
         if not isinstance(state, _state.LossScaleOptimizerState):
@@ -268,14 +260,12 @@ class Step:
         _inner.check_loss_value(value)
         if not _inner.accepts(self.inner.update, "value"):
             extra = {k: v for k, v in extra.items() if k != "value"}
-        return all_finite(value, axis_name=self.options.axis_name), extra
+        return self.all_finite(value), extra
 
     def _leave_out_none(self, grads, extra, inner_state, params):
         """Returns inputs and parameters, without parameters that have no gradient."""
-        given, seen = _inner.leave_out_none(self.inner, grads, inner_state, params)
+        fit = functools.partial(_inner.leave_out_none, self.inner)
+        given, seen = fit(grads, inner_state, params)
         if seen is not params and "grad" in extra:
-            grad, _ = _inner.leave_out_none(
-                self.inner, extra["grad"], inner_state, params
-            )
-            extra = extra | {"grad": grad}
+            extra = extra | {"grad": fit(extra["grad"], inner_state, params)[0]}
         return (given, extra), seen
