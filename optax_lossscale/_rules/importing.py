@@ -123,7 +123,7 @@ def import_state(
     if steps >= interval:
         raise ValueError(
             f"Damaged state of {peer.name}: {known[1]} must be below {interval}, where "
-            f"the scale grows, got {steps!r}. (For a fixed scale use "
+            f"the scale grows, got {steps!r}. (A fixed scale is "
             f"FixedLossScale({scale!r}).)"
         )
     arrays = {name: jnp.asarray(count, jnp.int32) for name, count in counters.items()}
@@ -175,8 +175,8 @@ def _recognize(saved: Any, fields: dict[str, Any]) -> Peer:
         return found[0]
     known = "; ".join(f"{_listed(peer.marks.split())}: {peer.name}" for peer in PEERS)
     raise ValueError(
-        "saved, with the keyword arguments, must have the names of exactly one of "
-        f"{{{known}}}, got a {type(saved).__name__} "
+        "saved is recognized by its names and the keyword arguments, which must fit "
+        f"exactly one of {{{known}}}, got a {type(saved).__name__} "
         f"with {_listed(fields)}."
     )
 
