@@ -127,6 +127,7 @@ def test_count_exponents():
     assert {bin_: counts[bin_] for bin_ in np.flatnonzero(counts)} == expected
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_float16_needs_no_scaling_where_gradients_are_large(optimizer, monkeypatch):
     monkeypatch.setattr(_demo, "WAYS", [_demo.UNSCALED])
