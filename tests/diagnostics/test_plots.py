@@ -11,7 +11,7 @@ import matplotlib as mpl
 import numpy as np
 import optax
 import pytest
-from helpers import INF, NAN
+from helpers import INF, NAN, exhaustive_but
 
 from optax_lossscale import LossScaleOptimizer
 from optax_lossscale.diagnostics import (
@@ -55,7 +55,10 @@ def figures():
     assert dict(mpl.rcParams) == settings
 
 
-@pytest.fixture(params=["own", "small", "title", "subfigure"])
+PLACES = ["own", "small", "title", "subfigure"]
+
+
+@pytest.fixture(params=exhaustive_but(PLACES, ["own", "title"]))
 def ax(request):
     if request.param == "own":
         return None

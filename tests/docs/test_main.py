@@ -127,6 +127,7 @@ def check_run(way, run):
             assert scaled[np.argmax(histogram.counts)] > -14
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_float16_needs_no_scaling_where_gradients_are_large(optimizer, monkeypatch):
     monkeypatch.setattr(_demo, "WAYS", [_demo.UNSCALED])

@@ -17,6 +17,7 @@ from helpers import (
     assert_close,
     assert_same_bits,
     every_skip,
+    exhaustive_but,
     relaxed,
     signature,
 )
@@ -429,7 +430,7 @@ class TestManyDevices:
         params, _, rows = distributed.train(step, *state, batches)
         self.check(params, rows)
 
-    @pytest.mark.parametrize("check_vma", [True, False])
+    @pytest.mark.parametrize("check_vma", exhaustive_but([True, False], [True]))
     @every_skip
     def test_shard_map(self, skip, check_vma):
         scaler, optimizer = self.optimizer(axis_name="batch", skip=skip)
@@ -456,7 +457,7 @@ class TestManyDevices:
         params, _, rows = distributed.train(step, params, state, self.batches())
         self.check(params, rows)
 
-    @pytest.mark.parametrize("check_vma", [True, False])
+    @pytest.mark.parametrize("check_vma", exhaustive_but([True, False], [True]))
     @every_skip
     def test_sharded_parameters(self, skip, check_vma):
         _, optimizer = self.optimizer(axis_name="d", skip=skip)

@@ -158,6 +158,7 @@ class TestEquinox:
             model = eqx.apply_updates(model, updates)
         assert_same_model(model, plain(1)[0])
 
+    @pytest.mark.exhaustive
     def test_a_line_search(self, init):
         model = Model()
         optimizer = LossScaleOptimizer(relaxed(optax.lbfgs()))

@@ -17,7 +17,6 @@ from helpers import (
     ROOT,
     SUPPORT,
     assert_same_bits,
-    exhaustive_but,
     plain_step,
     recipe,
     scaled_step,
@@ -415,7 +414,8 @@ def check_half_precision_parameters(page):
     assert np.isnan(updates[1])
 
 
-@pytest.mark.parametrize("name", exhaustive_but(PAGES, ["plain_jax"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", PAGES)
 def test_page(name, tmp_path, monkeypatch):
     check = globals()[f"check_{name}"]
     for module in MODULES.get(name, []):

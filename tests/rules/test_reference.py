@@ -149,7 +149,7 @@ def step_by_step(rule, grads):
 
 # Each example compiles a rule of its own.
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(st.data())
 def test_is_the_reference(kind, data):
     config, grads = data.draw(kind.configs), data.draw(gradients)

@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import OUT_OF_BOUNDS, SKIPS, assert_same_bits, scan_updates, signature
+from helpers import (
+    OUT_OF_BOUNDS,
+    SKIPS,
+    assert_same_bits,
+    exhaustive_but,
+    scan_updates,
+    signature,
+)
 from jax.sharding import AxisType, PartitionSpec as P
 
 from benchmarks import hlo
@@ -258,7 +265,9 @@ def over_devices(rule, way):
 
 
 @every_rule
-@pytest.mark.parametrize("way", ["vmap", "pmap", "shard_map"])
+@pytest.mark.parametrize(
+    "way", exhaustive_but(["vmap", "pmap", "shard_map"], ["vmap", "shard_map"])
+)
 def test_devices_decide_as_one_that_sees_all_gradients(rule, way):
     grads, (states, applied) = over_devices(rule, way)
     alone, expected = scan_updates(rule, grads.T)

@@ -16,6 +16,7 @@ from helpers import (
     WRAPS,
     assert_same_bits,
     every_skip,
+    exhaustive_but,
     relaxed,
     signature,
 )
@@ -44,7 +45,7 @@ def found(state, params=PARAMS):
     return [tuple(leaf) for leaf in nonfinite_leaves(state, params)]
 
 
-@pytest.mark.parametrize("value", [INF, -INF, NAN])
+@pytest.mark.parametrize("value", exhaustive_but([INF, -INF, NAN], [INF]))
 def test_each_of_200_leaves_is_named(value):
     params = {
         f"block_{i}": {
