@@ -10,7 +10,12 @@ import numpy as np
 
 from optax_lossscale import _check as check
 from optax_lossscale._rules.dynamic import DynamicLossScale
-from optax_lossscale._rules.peers import APEX_ATTRIBUTES, KERAS_POSITIONS, PEERS, Peer
+from optax_lossscale._rules.other_libraries import (
+    APEX_ATTRIBUTES,
+    KERAS_POSITIONS,
+    PEERS,
+    Peer,
+)
 from optax_lossscale._rules.tolerant import TolerantLossScale
 
 
