@@ -407,6 +407,6 @@ def test_update_starts_from_the_scale_that_is_read(rule):
         for grad in (1.0, np.inf):
             args = jnp.float32(restored), jnp.float32(grad)
             read, after, expected = read_and_update(*args)
-            assert read == np.fmin(np.fmax(restored, low), high)
+            assert read == np.fmin(np.fmax(np.float32(restored), low), high)
             assert rule(rule.init()._replace(loss_scale=args[0])) == read
             assert_same_bits(after, expected)
