@@ -12,7 +12,6 @@ from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._rules.identifiers import get_loss_scale, keras_loss_scale
 from optax_lossscale._step.mask import Mask, MaskLike
 from optax_lossscale._step.options import Options
-from optax_lossscale._step.outcome import Parameters, Updates
 from optax_lossscale._step.skip import Skip
 from optax_lossscale._step.state import LossScaleOptimizerState, find_state, unbox
 from optax_lossscale._step.step import Step
@@ -149,7 +148,6 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             lambda params: self.init(params),
             lambda *args, **kwargs: self.update(*args, **kwargs),
         )
-        mask = mask if isinstance(mask, Mask) else Mask(mask)
         self._options = Options(
             inner_optimizer=inner_optimizer,
             loss_scale=chosen,
@@ -159,7 +157,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             check_updates=check_updates,
             track_leaves=track_leaves,
             num_losses=num_losses,
-            mask=mask,
+            mask=Mask(mask),
         )
         self._step = Step(self._options)
         return self
@@ -180,7 +178,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
     def __reduce__(self):
         # Copies of the tuple's functions would still call the original.
-        return functools.partial(type(self), **vars(self._options)), ()
+        options = vars(self._options) | {"mask": self._options.mask.spec}
+        arguments = options.pop("inner_optimizer"), options.pop("loss_scale")
+        return functools.partial(type(self), **options), arguments
 
     @property
     def inner_optimizer(self) -> Any:
@@ -444,9 +444,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           ValueError: If `state` is not a `LossScaleOptimizerState`.
           TypeError: With `check_loss`, if `value` is missing or not a real scalar.
         """
-        self._options.mask.check_params(params)
-        outcome = Updates(self._options.mask)
-        return self._step(updates, state, params, extra_args, outcome)
+        return self._step.update(updates, state, params, extra_args)
 
     def apply_gradients(
         self, grads: Any, params: Any, state: LossScaleOptimizerState, **extra_args: Any
@@ -470,8 +468,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           ValueError: If `state` is not a `LossScaleOptimizerState`.
           TypeError: With `check_loss`, if `value` is missing or not a real scalar.
         """
-        outcome = Parameters(self._options.mask)
-        return self._step(grads, state, params, extra_args, outcome)
+        return self._step.apply(grads, params, state, extra_args)
 
     def minimize(
         self,
@@ -531,8 +528,10 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> print(params, loss)
           [0.5   0.875] 1.25
         """
+        # Through the two methods, which a subclass may override.
+        methods = self.value_and_grad, self.apply_gradients
         return self._step.minimize(
-            loss_fn, params, state, has_aux, transform, args, kwargs
+            *methods, loss_fn, params, state, has_aux, transform, args, kwargs
         )
 
 

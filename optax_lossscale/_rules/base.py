@@ -172,12 +172,13 @@ class AdaptiveLossScale(LossScale):
     """The base class of the rules of this package that adapt the scale.
 
     A subclass has the fields below among its hyperparameters, calls `_check` with a
-    check for each other field, and defines `init` and `_advance`.
+    check for each other field, and defines `_initial` and `_advance`.
     """
 
     initial_scale: float
     min_scale: float
     max_scale: float
+    growth_interval: int
     _needs_largest: ClassVar[bool] = False
 
     def _check(self, **checks: Callable[[str, Any], Any]) -> None:
@@ -187,7 +188,8 @@ class AdaptiveLossScale(LossScale):
           **checks: By name, a check for each field that this class does not have.
         """
         scales = dict.fromkeys(("initial_scale", "min_scale", "max_scale"), check.scale)
-        for name, convert in {**scales, **checks}.items():
+        checks = {**scales, "growth_interval": check.count, **checks}
+        for name, convert in checks.items():
             # The dataclass is frozen.
             object.__setattr__(self, name, convert(name, getattr(self, name)))
         if not self.min_scale <= self.initial_scale <= self.max_scale:
@@ -198,12 +200,20 @@ class AdaptiveLossScale(LossScale):
             )
 
     @abc.abstractmethod
+    def _initial(self) -> Any:
+        """Returns the initial state, a named tuple of arrays."""
+
+    def init(self) -> Any:
+        """Returns the initial state; see the base class."""
+        return self._initial()
+
+    @abc.abstractmethod
     def _advance(self, state: Any, finite: jax.Array, largest: Any) -> Any:
         """Returns the state after a step.
 
         Args:
-          state: The state before it, in the dtypes of `init`. Its scale is within the
-            bounds; other numbers may be out of range if the state was restored.
+          state: The state before it, in the dtypes of `_initial`. Its scale is
+            within the bounds; other numbers may be out of range, if it was restored.
           finite: bool[], whether the gradients of the step are finite.
           largest: f32[], their largest magnitude, meaningless unless `finite`; None
             unless `_needs_largest`.
@@ -225,30 +235,27 @@ class AdaptiveLossScale(LossScale):
     @functools.partial(jax.jit, static_argnums=0)
     def _advance_within_bounds(self, state, finite, largest):
         # A restored state may have other dtypes and hold any numbers.
-        like = jax.eval_shape(self.init)
+        like = jax.eval_shape(self._initial)
         cast = {
             name: jnp.asarray(getattr(state, name), field.dtype)
             for name, field in like._asdict().items()
+            if name != "loss_scale"
         }
-        cast["loss_scale"] = self.loss_scale(state)
-        new = self._advance(like._replace(**cast), finite, largest)
+        within = like._replace(loss_scale=self.loss_scale(state), **cast)
+        new = self._advance(within, finite, largest)
         return new._replace(loss_scale=self._clip(new.loss_scale))
 
 
 class FactorLossScale(AdaptiveLossScale):
     """The base class of the rules that change the scale by constant factors."""
 
-    growth_interval: int
     growth_factor: float
     backoff_factor: float
 
     def _check(self, **checks: Callable[[str, Any], Any]) -> None:
-        super()._check(
-            growth_interval=check.count,
-            growth_factor=check.growth_factor,
-            backoff_factor=check.backoff_factor,
-            **checks,
-        )
+        factors = {"growth_factor": check.growth_factor}
+        factors["backoff_factor"] = check.backoff_factor
+        super()._check(**factors, **checks)
 
     def _rescale(self, scale, grow, back_off):
         scale = jnp.where(grow, scale * jnp.float32(self.growth_factor), scale)

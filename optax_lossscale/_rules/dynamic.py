@@ -99,8 +99,7 @@ class DynamicLossScale(FactorLossScale):
     def __post_init__(self):
         self._check(hysteresis=check.count, consecutive_hysteresis=check.boolean)
 
-    def init(self) -> LossScaleState:
-        """Returns the initial state; see the base class."""
+    def _initial(self) -> LossScaleState:
         return LossScaleState(
             loss_scale=jnp.asarray(self.initial_scale, jnp.float32),
             good_steps=jnp.zeros((), jnp.int32),

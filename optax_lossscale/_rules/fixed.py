@@ -16,7 +16,7 @@ class FixedLossScaleState(NamedTuple):
     """The state of a fixed loss scale.
 
     Attributes:
-      loss_scale: f32[], the loss scale, always `loss_scale_value`.
+      loss_scale: f32[], `loss_scale_value`. Other values are ignored.
     """
 
     loss_scale: jax.Array

@@ -106,13 +106,11 @@ class HeadroomLossScale(AdaptiveLossScale):
         self._check(
             dtype=check.dtype,
             min_margin=check.bits,
-            growth_interval=check.count,
             release_steps=check.count,
             hysteresis=check.bits,
         )
 
-    def init(self) -> HeadroomLossScaleState:
-        """Returns the initial state; see the base class."""
+    def _initial(self) -> HeadroomLossScaleState:
         # The peak at which the first scale is the highest allowed.
         limit = overflow_exponent(self.dtype)
         peak = limit - self.min_margin - math.log2(self.initial_scale)

@@ -118,12 +118,10 @@ class LogMaxLossScale(AdaptiveLossScale):
             mean_decay=check.decay,
             variance_decay=check.decay,
             deviations=check.bits,
-            growth_interval=check.count,
             powers_of_two=check.boolean,
         )
 
-    def init(self) -> LogMaxLossScaleState:
-        """Returns the initial state; see the base class."""
+    def _initial(self) -> LogMaxLossScaleState:
         # One buffer for each field: donating a buffer twice is an error.
         return LogMaxLossScaleState(
             loss_scale=jnp.asarray(self.initial_scale, jnp.float32),

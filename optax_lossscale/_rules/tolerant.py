@@ -99,8 +99,7 @@ class TolerantLossScale(FactorLossScale):
     def __post_init__(self):
         self._check(tolerance=check.share)
 
-    def init(self) -> TolerantLossScaleState:
-        """Returns the initial state; see the base class."""
+    def _initial(self) -> TolerantLossScaleState:
         return TolerantLossScaleState(
             loss_scale=jnp.asarray(self.initial_scale, jnp.float32),
             good_steps=jnp.zeros((), jnp.int32),

@@ -64,21 +64,14 @@ def check_leaves(statistics: Any, track_leaves: bool) -> None:
     """Raises if a restored state lacks statistics or has damaged ones."""
     if statistics is None and not track_leaves:
         return
-    advice = (
-        "Begin new ones: state._replace(leaf_statistics="
-        "optimizer.init(params).leaf_statistics)."
-    )
-    if statistics is None:
-        raise ValueError(
-            "track_leaves=True needs a state with leaf_statistics, got None: the state "
-            f"was made or saved without. {advice}"
-        )
     fields = statistics if isinstance(statistics, LeafStatistics) else ()
     shapes = {jnp.shape(x) if is_array(x) else None for x in fields}
     if len(shapes) != 1 or [len(shape or ()) for shape in shapes] != [1]:
         raise ValueError(
             "state.leaf_statistics must be LeafStatistics of three arrays of shape "
-            f"(n,), or None without track_leaves, got {statistics!r}. {advice}"
+            "(n,) with track_leaves=True, and these or None without it, got "
+            f"{statistics!r}. Begin new ones: state._replace(leaf_statistics="
+            "optimizer.init(params).leaf_statistics)."
         )
 
 

@@ -6,9 +6,7 @@ from typing import Any, get_args
 
 from optax_lossscale import _check as check
 from optax_lossscale._rules.base import LossScale
-from optax_lossscale._step.inner import check_optimizer
 from optax_lossscale._step.mask import Mask
-from optax_lossscale._step.scaler import Scaler
 from optax_lossscale._step.skip import Skip, choose_skip
 
 
@@ -27,7 +25,6 @@ class Options:
     mask: Mask
 
     def __post_init__(self):
-        check_optimizer("inner_optimizer", self.inner_optimizer)
         if self.skip not in get_args(Skip):
             raise ValueError(
                 f'skip must be "auto", "where" or "cond", got {self.skip!r}.'
@@ -51,11 +48,6 @@ class Options:
     def is_plain(self) -> bool:
         """Whether gradients are a single tree like the parameters."""
         return self.num_losses is None and self.mask.spec is None
-
-    @property
-    def scaler(self) -> Scaler:
-        """The rule, for one loss or several."""
-        return Scaler(self.loss_scale, self.num_losses)
 
     @property
     def effective_skip(self) -> Skip | None:

@@ -68,6 +68,3 @@ class Parameters:
     def put_back(self, grads: Any, result: Any, params: Any) -> Any:
         """See `Updates`."""
         return put_back_none(grads, result, params)
-
-
-Outcome = Updates | Parameters

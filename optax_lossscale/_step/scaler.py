@@ -12,7 +12,6 @@ from jax import lax
 
 from optax_lossscale._numerics import all_finite, scale_down, scale_up
 from optax_lossscale._rules.base import LossScale
-from optax_lossscale._step.differentiate import scaled_value_and_grad
 from optax_lossscale._tree import is_float0, is_inexact, strongly_typed
 
 
@@ -63,18 +62,22 @@ class Scaler:
         """Makes a function that returns `fun`'s output and its scaled gradients."""
 
         def of_loss(index, scale):
-            def loss_of(out):
+            def scaled(*args, **kwargs):
+                out = fun(*args, **kwargs)
                 losses = self._losses_of(out, has_aux)
-                return losses if self.num_losses is None else losses[index]
+                loss = losses if self.num_losses is None else losses[index]
+                # The loss itself is passed along: the scaled one may be inf.
+                return scale_up(loss, scale), _Out(out)
 
-            return scaled_value_and_grad(fun, loss_of, scale, transform)
+            differentiated = transform(scaled, has_aux=True)
+            return lambda *args, **kwargs: _unpack(differentiated(*args, **kwargs))
 
         if self.num_losses is None:
             return of_loss(None, scales)
         functions = [of_loss(i, scales[i]) for i in range(self.num_losses)]
 
         def value_and_grad(*args, **kwargs):
-            # One forward pass for each loss. They are equal, so jit runs only one.
+            # A forward pass for each loss; they are the same, and jit runs one for all.
             pairs = [function(*args, **kwargs) for function in functions]
             values, grads = zip(*pairs, strict=True)
             return values[0], list(grads)
@@ -210,3 +213,33 @@ def _types(tree: Any) -> Any:
         return jax.typeof(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__
 
     return jax.tree.map(describe, tree)
+
+
+@jax.tree_util.register_pytree_node_class
+class _Out:
+    """Marks the output of the user's function in what a transform returns."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def tree_flatten(self):
+        return (self.value,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def _unpack(result: Any) -> tuple[Any, Any]:
+    """Returns the value and the gradients, if a transform returned both."""
+    try:
+        (_, out), grads = result
+        if isinstance(out, _Out):
+            return out.value, grads
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(
+        "transform must return the value with the gradients, as jax.value_and_grad, "
+        "eqx.filter_value_and_grad and nnx.value_and_grad do; jax.grad returns only "
+        "gradients."
+    )

@@ -126,11 +126,6 @@ def _count(counters, should_apply, loss_is_finite, is_stuck):
     }
 
 
-def find_states(state: Any) -> list[LossScaleOptimizerState]:
-    """Returns all the states of loss-scaled optimizers in a tree."""
-    return nodes_of(LossScaleOptimizerState, state)
-
-
 def nodes_of(kind: Any, tree: Any) -> list[Any]:
     """Returns the outermost nodes of a tree that are instances of `kind`."""
 
@@ -142,7 +137,7 @@ def nodes_of(kind: Any, tree: Any) -> list[Any]:
 
 def find_state(state: Any) -> LossScaleOptimizerState:
     """Returns the one state of a loss-scaled optimizer in a tree."""
-    found = find_states(state)
+    found = nodes_of(LossScaleOptimizerState, state)
     if len(found) == 1:
         return found[0]
     raise ValueError(
@@ -203,7 +198,7 @@ def warn_if_in_multi_steps(state: Any) -> None:
     """Warns of a loss-scaled optimizer inside `optax.MultiSteps`, once a process."""
     nodes = nodes_of(optax.MultiStepsState | LossScaleOptimizerState, state)
     multi_steps = [node for node in nodes if isinstance(node, optax.MultiStepsState)]
-    if find_states(multi_steps):
+    if nodes_of(LossScaleOptimizerState, multi_steps):
         # Warn from this line: Python shows a warning once for each line.
         warnings.warn(
             "A LossScaleOptimizer is inside optax.MultiSteps, which keeps non-finite "

@@ -19,17 +19,19 @@ from optax_lossscale._step import (
     state as _state,
 )
 from optax_lossscale._step.options import Options
-from optax_lossscale._step.outcome import Outcome, Parameters
+from optax_lossscale._step.outcome import Parameters, Updates
+from optax_lossscale._step.scaler import Scaler
 from optax_lossscale._tree import cast_like, select, strongly_typed
 
 
 class Step:
-    """What a `LossScaleOptimizer` does; its methods document each public method."""
+    """Does the work of a `LossScaleOptimizer`, whose methods are documented there."""
 
     def __init__(self, options: Options):
         inner = _inner.check_optimizer("inner_optimizer", options.inner_optimizer)
         self.options = options
-        self.scaler, self.mask = options.scaler, options.mask
+        self.scaler = Scaler(options.loss_scale, options.num_losses)
+        self.mask = options.mask
         self.inner = self.mask.wrap(_inner.in_float32(inner))
         self.all_finite = functools.partial(all_finite, axis_name=options.axis_name)
 
@@ -41,7 +43,7 @@ class Step:
             self.mask.expand(params)
         inner_state = strongly_typed(self.inner.init(params))
         _inner.check_no_loss_scale(inner_state)
-        if _state.find_states(inner_state):
+        if _state.nodes_of(_state.LossScaleOptimizerState, inner_state):
             raise TypeError(
                 "inner_optimizer holds a LossScaleOptimizer, and scaling twice is a "
                 "bug. Keep only the outer one."
@@ -63,18 +65,15 @@ class Step:
         return found
 
     def current_scales(self, state: Any) -> jax.Array:
-        """Returns the scale, or the scales of several losses (members, devices)."""
+        """Returns the scale, or those of several losses (or members, or devices)."""
         return self.scaler.rule.loss_scale(self._rule_state(state))
-
-    def _held_scales(self, state):
-        """Returns the scales in the state, if there is one for each loss."""
-        scales = _state.unbox(self._rule_state(state).loss_scale)
-        return self.scaler.check_scales(scales)
 
     def _scales(self, state: Any) -> jax.Array:
         """Returns the scales to compute with."""
+        found = self._rule_state(state)
+        scales = self.scaler.check_scales(_state.unbox(found.loss_scale))
         is_fixed = isinstance(self.scaler.rule, FixedLossScale)
-        is_traced = isinstance(self._held_scales(state), Tracer)
+        is_traced = isinstance(scales, Tracer)
         if not is_fixed and not is_traced and _skip.is_recording():
             # Warn from this line: Python shows a warning once for each line.
             warnings.warn(
@@ -87,7 +86,7 @@ class Step:
                 stacklevel=1,
             )
         # The scale cancels out, so it has no derivative.
-        return lax.stop_gradient(self.current_scales(state))
+        return lax.stop_gradient(self.scaler.rule.loss_scale(found))
 
     def scale(self, loss: Any, state: Any) -> Any:
         """Scales a loss, or a function that returns one."""
@@ -108,7 +107,8 @@ class Step:
         self, fun: Callable[..., Any], state: Any, has_aux: bool, transform: Any
     ) -> Callable[..., tuple[Any, Any]]:
         """Makes a function that returns the value and unscaled gradients of `fun`."""
-        self._held_scales(state)  # Raises early.
+        found = self._rule_state(state)
+        self.scaler.check_scales(_state.unbox(found.loss_scale))  # Raises early.
 
         def value_and_grad(*args, **kwargs):
             # Read once: scaling and unscaling must agree, and a state may change in
@@ -125,6 +125,8 @@ class Step:
 
     def minimize(
         self,
+        value_and_grad: Callable[..., Any],
+        apply_gradients: Callable[..., Any],
         loss_fn: Callable[..., Any],
         params: Any,
         state: Any,
@@ -136,8 +138,9 @@ class Step:
         """Takes a whole step: loss, gradients, update."""
         # Unscale once, for both check and step: XLA fuses it with the end of the
         # gradient. Unscaling again in the step was slower (CPU).
-        value_and_grad = self.value_and_grad(loss_fn, state, has_aux, transform)
-        value, grads = value_and_grad(params, *args, **kwargs)
+        value, grads = value_and_grad(
+            loss_fn, state, has_aux=has_aux, transform=transform
+        )(params, *args, **kwargs)
         grad = self.scaler.sum_gradients(grads)
 
         def value_fn(proposed):
@@ -151,16 +154,22 @@ class Step:
         taken = {k: v for k, v in extra.items() if _inner.accepts(self.inner.update, k)}
         if self.options.check_loss:
             taken["value"] = loss
-        return *self(grads, state, params, taken, Parameters(self.mask)), value
+        return *apply_gradients(grads, params, state, **taken), value
 
-    def __call__(
-        self,
-        grads: Any,
-        state: Any,
-        params: Any,
-        extra: dict[str, Any],
-        outcome: Outcome,
+    def update(
+        self, grads: Any, state: Any, params: Any, extra: dict[str, Any]
     ) -> tuple[Any, _state.LossScaleOptimizerState]:
+        """Returns the updates of a step, and the new state."""
+        self.mask.check_params(params)
+        return self._run(grads, state, params, extra, Updates(self.mask))
+
+    def apply(
+        self, grads: Any, params: Any, state: Any, extra: dict[str, Any]
+    ) -> tuple[Any, _state.LossScaleOptimizerState]:
+        """Returns the parameters after a step, and the new state."""
+        return self._run(grads, state, params, extra, Parameters(self.mask))
+
+    def _run(self, grads, state, params, extra, outcome):
         """Advances the scales; runs the inner optimizer, or keeps everything.
 
         Args:
@@ -171,13 +180,13 @@ class Step:
           outcome: What to return.
         """
         self._check(grads, state)
+        own_grads, grads = self.mask.partition(grads), self.scaler.sum_gradients(grads)
         loss_is_finite, extra = self._check_value(extra)
-        evidence, grads = self.mask.partition(grads), self.scaler.sum_gradients(grads)
         # A restored or hand-set state may hold Python numbers.
         inner_state = strongly_typed(state.inner_state)
-        inputs, seen = self._leave_out_none(grads, extra, inner_state, params)
-        is_whole = seen is params
-        seen = strongly_typed(seen)
+        inputs, inner_params = self._leave_out_none(grads, extra, inner_state, params)
+        all_have_gradients = inner_params is params
+        inner_params = strongly_typed(inner_params)
 
         def make_updates(inputs, inner_state, params):
             grads, extra = inputs
@@ -187,12 +196,14 @@ class Step:
         updates_are_finite, made = None, None
         if self.options.check_updates:
             # The decision needs the updates, so they are always computed.
-            usable = self.all_finite(evidence)
+            usable = self.all_finite(own_grads)
             if loss_is_finite is not None:
                 usable &= loss_is_finite
-            made = make_updates(_skip.small_unless(usable, inputs), inner_state, seen)
+            made = make_updates(
+                _skip.small_unless(usable, inputs), inner_state, inner_params
+            )
             updates = made[0]
-            if not is_whole:
+            if not all_have_gradients:
                 updates = _inner.put_back_none(grads, updates, None)
             updates_are_finite = self.all_finite(self.mask.partition(updates))
 
@@ -201,13 +212,13 @@ class Step:
             return outcome.finish(updates, params), new
 
         state, should_apply = self._decide(
-            evidence, grads, state, loss_is_finite, updates_are_finite
+            own_grads, grads, state, loss_is_finite, updates_are_finite
         )
         skip, keep = self.options.effective_skip, outcome.keep
         result, inner_state = _skip.run_or_skip(
-            skip, should_apply, run, keep, inputs, inner_state, seen
+            skip, should_apply, run, keep, inputs, inner_state, inner_params
         )
-        if not is_whole:
+        if not all_have_gradients:
             result = outcome.put_back(grads, result, params)
             grads = _inner.expand_none(grads, params)
         statistics = state.leaf_statistics
@@ -219,11 +230,11 @@ class Step:
             inner_state=inner_state, leaf_statistics=statistics
         )
 
-    def _decide(self, evidence, grads, state, loss_is_finite, updates_are_finite):
+    def _decide(self, own_grads, grads, state, loss_is_finite, updates_are_finite):
         """Returns the state with new scales and counters, and whether to apply."""
         before, axis_name = state.loss_scale_state, self.options.axis_name
         after, decisions = self.scaler.update(
-            evidence, updates_are_finite, before, axis_name
+            own_grads, updates_are_finite, before, axis_name
         )
         should_apply = self.scaler.should_apply(decisions, grads, axis_name)
         if updates_are_finite is not None:
@@ -265,7 +276,7 @@ class Step:
     def _leave_out_none(self, grads, extra, inner_state, params):
         """Returns inputs and parameters, without parameters that have no gradient."""
         fit = functools.partial(_inner.leave_out_none, self.inner)
-        given, seen = fit(grads, inner_state, params)
-        if seen is not params and "grad" in extra:
+        given, inner_params = fit(grads, inner_state, params)
+        if inner_params is not params and "grad" in extra:
             extra = extra | {"grad": fit(extra["grad"], inner_state, params)[0]}
-        return (given, extra), seen
+        return (given, extra), inner_params

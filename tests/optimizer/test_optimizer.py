@@ -457,3 +457,36 @@ class TestExtraArguments:
             params, state, value = step(params, state)
         assert (value[0] if has_aux else value) == 2
         np.testing.assert_allclose(params, target, atol=1e-6)
+
+
+class Logging(LossScaleOptimizer):
+    """A subclass with other names of parameters, which overrides methods."""
+
+    def __new__(cls, inner, rule=None, **options):
+        self = super().__new__(cls, inner, rule, **options)
+        self.log = []
+        return self
+
+    def value_and_grad(self, *args, **kwargs):
+        self.log.append("value_and_grad")
+        return super().value_and_grad(*args, **kwargs)
+
+    def apply_gradients(self, *args, **kwargs):
+        self.log.append("apply_gradients")
+        return super().apply_gradients(*args, **kwargs)
+
+
+class TestSubclasses:
+    def test_minimize_calls_what_they_override(self):
+        optimizer = Logging(optax.sgd(0.1))
+        params = jnp.ones(2)
+        optimizer.minimize(jnp.sum, params, optimizer.init(params))
+        assert optimizer.log == ["value_and_grad", "apply_gradients"]
+
+    @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy])
+    def test_copies_are_equal(self, again):
+        optimizer = Logging(optax.sgd(0.1), mask={"w": True})
+        copied = again(optimizer)
+        assert type(copied) is Logging
+        assert copied == optimizer
+        assert repr(copied) == repr(optimizer)

@@ -2,15 +2,17 @@
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from helpers import OUT_OF_BOUNDS, signature
 
 from optax_lossscale import (
+    DynamicLossScale,
     FixedLossScaleState,
     LossScale,
     LossScaleOptimizer,
@@ -113,3 +115,56 @@ class TestSubclass:
 
         with pytest.raises(TypeError, match="dataclass"):
             Plain().get_config()
+
+
+class CountingState(NamedTuple):
+    loss_scale: jax.Array
+    inner: Any
+    ema: dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting(DynamicLossScale):
+    """A public rule with a state of its own around that of its base class."""
+
+    def init(self):
+        inner = super().init()
+        return CountingState(jnp.array(inner.loss_scale), inner, {"a": jnp.float32(0)})
+
+    def update(self, grads, state, *, axis_name=None):
+        inner, applied = super().update(grads, state.inner, axis_name=axis_name)
+        ema = {"a": state.ema["a"] + 1}
+        return CountingState(jnp.array(inner.loss_scale), inner, ema), applied
+
+
+def test_a_subclass_of_a_public_rule_has_a_state_of_its_own():
+    optimizer = LossScaleOptimizer(optax.sgd(0.5), Counting(growth_interval=2))
+    params = jnp.ones(2)
+    state = optimizer.init(params)
+    scales = []
+    for value in (1, np.inf, 1, 1):
+        grads = jnp.full(2, value, jnp.float32)
+        params, state = optimizer.apply_gradients(grads, params, state)
+        scales.append(float(state.loss_scale_state.loss_scale))
+    assert scales == [2.0**15, 2.0**14, 2.0**14, 2.0**15]
+    assert state.loss_scale_state.ema["a"] == 4
+    assert params.tolist() == [-0.5, -0.5]
+
+
+def test_more_fields_than_those_of_the_base_class():
+    """`update` of the base class returns a state of the base class."""
+
+    class State(NamedTuple):
+        loss_scale: jax.Array
+        good_steps: jax.Array
+        hysteresis_left: jax.Array
+        ema: dict[str, jax.Array]
+
+    class More(DynamicLossScale):
+        def init(self):
+            return State(*super().init(), {"a": jnp.float32(0)})
+
+    rule = More()
+    state, applied = rule.update(jnp.array(jnp.inf), rule.init())
+    assert float(state.loss_scale) == 2.0**14
+    assert not applied

@@ -56,6 +56,8 @@ def _describe(name, value):
             lines.append(f"{name}.{member}")
         elif callable(getattr(value, member)):
             lines.append(f"{name}.{member}{_parameters(getattr(value, member))}")
+        elif isinstance(found, bool | int | float | str):
+            lines.append(f"{name}.{member} = {found!r}")
     return lines
 
 
