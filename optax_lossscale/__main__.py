@@ -68,12 +68,7 @@ def make_parser() -> OneLineParser:
     for name, kind, default, text in (
         ("steps", number(int, 1, 10_000), 500, "training steps per run"),
         ("seed", number(int, 0, 100_000), 0, "the first of three seeds"),
-        (
-            "loss-weight",
-            weight,
-            "1e-5",
-            "weight of the loss; with 1, no scaling is needed",
-        ),
+        ("loss-weight", weight, "1e-5", "weight of the loss; 1 needs no scaling"),
     ):
         parser.add_argument(f"--{name}", type=kind, default=default, help=text)
     parser.add_argument(

@@ -25,14 +25,7 @@ from optax_lossscale import (
     FixedLossScale,
     LossScale,
     LossScaleOptimizer,
-)
-from optax_lossscale.diagnostics import (
-    ExponentHistogram,
-    History,
-    exponent_histogram,
-    metrics,
-    plot_exponents,
-    plot_history,
+    diagnostics,
 )
 
 SEEDS = 3
@@ -89,8 +82,8 @@ class Run(NamedTuple):
 
     accuracy: float
     seconds: float
-    history: History
-    histograms: list[ExponentHistogram]
+    history: diagnostics.History
+    histograms: list[diagnostics.ExponentHistogram]
 
 
 def train_all_ways(steps: int, **options: Any) -> dict[Way, list[Run]]:
@@ -149,9 +142,10 @@ def train(
         grad_fn = optimizer.value_and_grad(loss_fn, opt_state)
         loss, grads = grad_fn(params, images, labels)
         params, opt_state = optimizer.apply_gradients(grads, params, opt_state)
-        histogram = exponent_histogram(grads)
+        histogram = diagnostics.exponent_histogram(grads)
         zeros = histogram.zeros / sum(leaf.size for leaf in jax.tree.leaves(grads))
-        record = metrics(opt_state) | {"loss": loss / loss_weight, "zeros": zeros}
+        record = diagnostics.metrics(opt_state)
+        record |= {"loss": loss / loss_weight, "zeros": zeros}
         return params, opt_state, record, histogram
 
     runs = []
@@ -161,8 +155,8 @@ def train(
         rng = np.random.default_rng(run_seed)
         # The first call compiles. That is not timed.
         train_step(params, opt_state, images[:BATCH_SIZE], labels[:BATCH_SIZE])
-        histograms, history = [], History(capacity=steps + 1)
-        history.record(0, metrics(opt_state))
+        histograms, history = [], diagnostics.History(capacity=steps + 1)
+        history.record(0, diagnostics.metrics(opt_state))
         started = time.perf_counter()
         for step in range(1, steps + 1):
             batch = rng.choice(len(labels), BATCH_SIZE, replace=False)
@@ -258,13 +252,13 @@ def draw_figure(runs: dict[Way, list[Run]], path: Path) -> None:
     axes["l"].legend(frameon=False)
 
     first = runs[DYNAMIC][0]
-    plot_history(first.history, ax=axes["s"])
+    diagnostics.plot_history(first.history, ax=axes["s"])
     # Draw the last step that was applied, or the last one if every step was skipped.
     applied = column([first], "last_step_applied")[0]
     last = len(applied) - 1 - np.argmax(applied[::-1])
     # The history starts with the initial state, so row `last` is before that step.
     scale = first.history.columns["loss_scale"][last]
-    plot_exponents(first.histograms[last], scale, ax=axes["g"])
+    diagnostics.plot_exponents(first.histograms[last], scale, ax=axes["g"])
 
     axes["l"].set_title("Training loss", loc="left", fontweight="bold")
     axes["s"].set_title("Dynamic loss scale", loc="left", fontweight="bold")

@@ -21,19 +21,18 @@ class Mask:
     spec: MaskLike = None
 
     def __post_init__(self):
-        if not self._is_function:
+        if self._function is None:
             _check_bools(self.spec)
 
     @property
-    def _is_function(self) -> bool:
+    def _function(self) -> Callable[[Any], Any] | None:
         # An Equinox model of bools may be callable, but is a tree, not a function.
         leaves = jax.tree.leaves(self.spec)
-        return callable(self.spec) and bool(leaves) and all(map(callable, leaves))
+        is_function = callable(self.spec) and leaves and all(map(callable, leaves))
+        return self.spec if is_function else None
 
     @property
     def _key(self) -> Hashable:
-        if callable(self.spec) and self._is_function:
-            return self.spec
         leaves, treedef = jax.tree.flatten(self.spec)
         return *leaves, treedef
 
@@ -47,9 +46,8 @@ class Mask:
         return repr(self.spec)
 
     def _prefix(self, tree):
-        if callable(self.spec) and self._is_function:
-            return _check_bools(self.spec(tree))
-        return self.spec
+        function = self._function
+        return self.spec if function is None else _check_bools(function(tree))
 
     def expand(self, tree: Any) -> Any:
         """Returns the mask with a leaf for each leaf of the tree.

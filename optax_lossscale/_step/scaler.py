@@ -127,9 +127,8 @@ class Scaler:
 
         if self.num_losses is None:
             return update_one(grads, state)
-        states = [
-            jax.tree.map(operator.itemgetter(i), state) for i in range(self.num_losses)
-        ]
+        indices = range(self.num_losses)
+        states = [jax.tree.map(operator.itemgetter(i), state) for i in indices]
         return _stack(*self._map(update_one, grads, states))
 
     def should_apply(
