@@ -253,9 +253,11 @@ class FactorLossScale(AdaptiveLossScale):
     backoff_factor: float
 
     def _check(self, **checks: Callable[[str, Any], Any]) -> None:
-        factors = {"growth_factor": check.growth_factor}
-        factors["backoff_factor"] = check.backoff_factor
-        super()._check(**factors, **checks)
+        super()._check(
+            growth_factor=check.growth_factor,
+            backoff_factor=check.backoff_factor,
+            **checks,
+        )
 
     def _rescale(self, scale, grow, back_off):
         scale = jnp.where(grow, scale * jnp.float32(self.growth_factor), scale)

@@ -80,7 +80,7 @@ class Mask:
         """Takes the leaves that are gradients from one tree, the others from another.
 
         Args:
-          gradients: The tree with the gradients, complete.
+          gradients: A whole tree, whose gradients are taken.
           values: The other tree, of the same structure.
         """
         if self.spec is None:
@@ -89,7 +89,7 @@ class Mask:
         return jax.tree.map(lambda k, g, v: g if k else v, keep, gradients, values)
 
     def complete(self, proposed: Any, params: Any) -> Any:
-        """Returns all parameters, including those that the inner optimizer proposes.
+        """Fills in the parameters that the inner optimizer does not see.
 
         Args:
           proposed: Parameters as the inner optimizer sees them: with

@@ -96,7 +96,7 @@ def run_or_skip(
       should_apply: bool[].
       run: The step. It is traced once.
       keep: Called as `keep(like, *operands)`. `like` is the result of `run`, or its
-        shapes and dtypes. The result of `run` is cast to the dtypes that it returns.
+        shapes and dtypes. The result of `run` is cast to the dtypes of its result.
       inputs: A pytree that may hold inf or nan if the step is skipped. If `run` is
         computed although the step is skipped, it gets small numbers instead.
         Otherwise differentiating the select would compute 0 * inf = nan.

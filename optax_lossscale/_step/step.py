@@ -68,12 +68,15 @@ class Step:
         """Returns the scale, or those of several losses (or members, or devices)."""
         return self.scaler.rule.loss_scale(self._rule_state(state))
 
+    def _held_scales(self, state):
+        """Returns the scales in the state, if there is one for each loss."""
+        scales = _state.unbox(self._rule_state(state).loss_scale)
+        return self.scaler.check_scales(scales)
+
     def _scales(self, state: Any) -> jax.Array:
         """Returns the scales to compute with."""
-        found = self._rule_state(state)
-        scales = self.scaler.check_scales(_state.unbox(found.loss_scale))
         is_fixed = isinstance(self.scaler.rule, FixedLossScale)
-        is_traced = isinstance(scales, Tracer)
+        is_traced = isinstance(self._held_scales(state), Tracer)
         if not is_fixed and not is_traced and _skip.is_recording():
             # Warn from this line: Python shows a warning once for each line.
             warnings.warn(
@@ -86,7 +89,7 @@ class Step:
                 stacklevel=1,
             )
         # The scale cancels out, so it has no derivative.
-        return lax.stop_gradient(self.scaler.rule.loss_scale(found))
+        return lax.stop_gradient(self.current_scales(state))
 
     def scale(self, loss: Any, state: Any) -> Any:
         """Scales a loss, or a function that returns one."""
@@ -107,8 +110,7 @@ class Step:
         self, fun: Callable[..., Any], state: Any, has_aux: bool, transform: Any
     ) -> Callable[..., tuple[Any, Any]]:
         """Makes a function that returns the value and unscaled gradients of `fun`."""
-        found = self._rule_state(state)
-        self.scaler.check_scales(_state.unbox(found.loss_scale))  # Raises early.
+        self._held_scales(state)  # Raises early.
 
         def value_and_grad(*args, **kwargs):
             # Read once: scaling and unscaling must agree, and a state may change in
