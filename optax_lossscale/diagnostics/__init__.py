@@ -23,6 +23,17 @@ from optax_lossscale.diagnostics._sweep import (
     scale_sweep as scale_sweep,
     suggest_loss_scale as suggest_loss_scale,
 )
+from optax_lossscale.diagnostics._trace.findings import (
+    NumericFinding as NumericFinding,
+)
+from optax_lossscale.diagnostics._trace.operations import (
+    NumericOperation as NumericOperation,
+    NumericRange as NumericRange,
+)
+from optax_lossscale.diagnostics._trace.trace import (
+    NumericsTrace as NumericsTrace,
+    trace_numerics as trace_numerics,
+)
 from optax_lossscale.diagnostics._underflow import (
     ExponentHistogram as ExponentHistogram,
     Underflow as Underflow,

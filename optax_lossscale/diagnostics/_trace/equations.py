@@ -1,0 +1,219 @@
+"""What an equation of a jaxpr says: its line, its scope, its parts.
+
+All that this folder knows about JAX's internals is in this file.
+"""
+
+import contextlib
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+# A line in these packages is not the user's: the line that called them is.
+FRAMEWORKS = ("jax", "jaxlib", "flax", "haiku", "equinox", "optax", "chex", "jmp")
+# Primitives that call one jaxpr, and the parameters that hold it.
+CALLS = (
+    "jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2",
+    "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr",
+)  # fmt: skip
+CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+REMATERIALIZED = ("checkpoint", "remat", "remat2")
+# They return the magnitudes that they get, perhaps in another order.
+MOVES = (
+    "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "rev", "neg",
+    "abs", "copy", "copy_p", "stop_gradient", "optimization_barrier", "pvary",
+    "sharding_constraint", "mesh_cast", "reshard", "real_part_only",
+)  # fmt: skip
+# Products: compilers may add to them without rounding them first.
+PRODUCTS = ("mul", "square", "integer_pow")
+# They work number by number, so new inf and nan can be counted.
+ELEMENTWISE = (
+    "add", "sub", "mul", "div", "add_any", "square", "integer_pow", "pow", "exp",
+    "exp2", "expm1", "convert_element_type", "log", "log1p", "sqrt", "rsqrt", "sinh",
+    "cosh", "tan", "reduce_precision",
+)  # fmt: skip
+# They cannot run in float32, or not twice.
+OPAQUE = (
+    "pallas_call", "tpu_custom_call", "ffi_call", "custom_partitioning", "pure_callback",
+    "io_callback", "debug_callback", "triton_kernel_call",
+)  # fmt: skip
+BITS = ("bitcast_convert_type", "rng_uniform", "nextafter")
+HALF = [
+    jnp.dtype(x)
+    for x in dir(jnp)
+    if x in ("float16", "bfloat16") or x.startswith(("float8_", "float4_"))
+]
+
+
+class Source(NamedTuple):
+    """Where an equation stands in the user's code; line 0 if that is not known."""
+
+    file: str = ""
+    line: int = 0
+    function: str = ""
+
+
+def is_half(dtype: Any) -> bool:
+    """Whether a dtype is a floating-point one of at most 16 bits."""
+    return dtype in HALF
+
+
+def is_inexact(x: Any) -> bool:
+    """Whether an array, or its type, is floating-point or complex."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def source_of(equation: Any, caller: Source) -> Source:
+    """Returns the innermost line of the user.
+
+    Args:
+      equation: An equation.
+      caller: Where the jaxpr that holds it is called. JAX keeps the jaxpr of a jitted
+        function, with the lines of the first call, so only lines inside count.
+    """
+    traceback = equation.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if frame.file_name == __file__:
+            continue
+        if frame.file_name.startswith(PACKAGE + os.sep):
+            break
+        if _is_users(frame.file_name):
+            return Source(frame.file_name, frame.line_num, frame.function_name)
+    return caller
+
+
+def _is_users(file: str) -> bool:
+    if file.startswith("<") and not file.startswith(("<stdin", "<doctest", "<string")):
+        return False
+    library = sysconfig.get_path("stdlib") + os.sep
+    if file.startswith(library) and "-packages" + os.sep not in file:
+        return False
+    modules = (sys.modules.get(name) for name in FRAMEWORKS)
+    files = (getattr(module, "__file__", None) for module in modules)
+    folders = (os.path.dirname(x) + os.sep for x in files if x)
+    return not file.startswith(tuple(folders))
+
+
+def scope_of(equation: Any, outer: str) -> str:
+    """Returns the named scopes, `Model/Block_0` for example, without transforms."""
+    names = str(equation.source_info.name_stack)
+    names = re.sub(r"\b(?:jvp|transpose|vmap|jit|pjit|remat|checkpoint)\(", "(", names)
+    names = names.replace("(", "").replace(")", "").replace("rematted_computation", "")
+    parts = [*outer.split("/"), *names.split("/")]
+    return "/".join(part for part in parts if part)
+
+
+def called_jaxpr(equation: Any) -> ClosedJaxpr:
+    """Returns the jaxpr that a primitive in `CALLS` calls."""
+    found = next(equation.params[x] for x in CALLED if x in equation.params)
+    return found if isinstance(found, ClosedJaxpr) else ClosedJaxpr(found, ())
+
+
+def bind(equation: Any, args: Sequence[Any], params: Any = None) -> list[Any]:
+    """Runs an equation, perhaps with other parameters."""
+    params = equation.params if params is None else params
+    params = equation.primitive.get_bind_params(params)
+    functions = ()
+    if isinstance(params, tuple):  # Older versions return functions as well.
+        functions, params = params
+    with equation.ctx.manager:
+        out = equation.primitive.bind(*functions, *args, **params)
+    return list(out) if equation.primitive.multiple_results else [out]
+
+
+class _Unknown(tuple):
+    """An empty traceback: JAX then takes that of the call itself."""
+
+    def as_python_traceback(self) -> None:
+        """Returns nothing to show in an error."""
+
+
+@contextlib.contextmanager
+def lines_of_backward_rules() -> Iterator[None]:
+    """Inside, equations of a `jax.custom_vjp` rule keep the lines of the rule.
+
+    JAX would give them the line of the call.
+    """
+    call = jax.custom_vjp.__call__
+    changed = []
+
+    def with_lines(rule):
+        def backward(*args, **kwargs):
+            names = source_info_util.current_name_stack()
+            with source_info_util.user_context(_Unknown(), name_stack=names):
+                return rule(*args, **kwargs)
+
+        return backward
+
+    def patched(self, *args, **kwargs):
+        rule = getattr(self, "bwd", None)
+        if rule is not None and not any(self is other for other, _ in changed):
+            changed.append((self, rule))
+            self.bwd = with_lines(rule)
+        return call(self, *args, **kwargs)
+
+    jax.custom_vjp.__call__ = patched
+    try:
+        yield
+    finally:
+        jax.custom_vjp.__call__ = call
+        for function, rule in changed:
+            function.bwd = rule
+
+
+# The same equation in float32.
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """Returns float32 for half precision, other dtypes as they are."""
+    return jnp.dtype(jnp.float32) if is_half(dtype) else dtype
+
+
+def widen(x: Any) -> Any:
+    """Converts half precision to float32."""
+    return jnp.asarray(x, jnp.float32) if is_inexact(x) and is_half(x.dtype) else x
+
+
+def bind_wide(equation: Any, args: Sequence[Any]) -> list[Any]:
+    """Runs an equation in float32 where it is in half precision."""
+    params = {name: _widen_parameter(x) for name, x in equation.params.items()}
+    return bind(equation, args, params)
+
+
+def _widen_parameter(x: Any) -> Any:
+    if isinstance(x, ClosedJaxpr):
+        return _widen_jaxpr(x)
+    if isinstance(x, Jaxpr):
+        return _widen_jaxpr(ClosedJaxpr(x, ())).jaxpr
+    if type(x) is tuple:  # Named tuples hold no dtypes.
+        return tuple(map(_widen_parameter, x))
+    is_dtype = isinstance(x, jnp.dtype) or (isinstance(x, type) and hasattr(x, "dtype"))
+    return wide_dtype(jnp.dtype(x)) if is_dtype else x
+
+
+def _widen_jaxpr(closed: ClosedJaxpr) -> ClosedJaxpr:
+    def run(*args):
+        values = dict(zip(closed.jaxpr.constvars, map(widen, closed.consts)))
+        values |= zip(closed.jaxpr.invars, args)
+
+        def read(x):
+            return widen(x.val) if hasattr(x, "val") else values[x]
+
+        for equation in closed.jaxpr.eqns:
+            found = bind_wide(equation, list(map(read, equation.invars)))
+            values.update(zip(equation.outvars, found, strict=True))
+        return list(map(read, closed.jaxpr.outvars))
+
+    shapes = [
+        jax.ShapeDtypeStruct(v.aval.shape, wide_dtype(v.aval.dtype))
+        for v in closed.jaxpr.invars
+    ]
+    return jax.make_jaxpr(run)(*shapes)

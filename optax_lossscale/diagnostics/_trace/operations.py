@@ -1,0 +1,337 @@
+"""What is known of each operation after a run, as Python numbers."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale.diagnostics import _bits
+from optax_lossscale.diagnostics._trace import equations
+from optax_lossscale.diagnostics._trace.interpreter import Key, Site
+from optax_lossscale.diagnostics._trace.program import Program
+
+
+class NumericRange(NamedTuple):
+    """The numbers of an array. If it is in a loop, those of all iterations.
+
+    Attributes:
+      dtype: The name of its dtype.
+      shape: Its shape.
+      smallest: The smallest magnitude that is not zero; 0.0 if there is none.
+      largest: The largest finite magnitude; 0.0 if there is none.
+      float32_largest: The largest finite magnitude if every operation in half precision
+        were in float32.
+      zeros: The share of zeros, from 0 to 1.
+      subnormals: The share of subnormal numbers.
+      infs: The share of inf and -inf.
+      nans: The share of nan.
+      flushed: The share that is zero, or too small for the dtype, but not zero in
+        float32.
+      error: The largest difference from float32, relative to `float32_largest`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from optax_lossscale import diagnostics
+      >>> def loss_fn(w):
+      ...     return jnp.sum(w.astype(jnp.float16)).astype(jnp.float32)
+      >>> trace = diagnostics.trace_numerics(loss_fn, jnp.array([1.0, 2.0, 0.0]))
+      >>> cast = trace.operations[0].output
+      >>> print(cast.dtype, cast.smallest, cast.largest, round(cast.zeros, 2))
+      float16 1.0 2.0 0.33
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    smallest: float
+    largest: float
+    float32_largest: float
+    zeros: float
+    subnormals: float
+    infs: float
+    nans: float
+    flushed: float
+    error: float
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether it holds neither inf nor nan."""
+        return not self.infs and not self.nans
+
+
+class NumericOperation(NamedTuple):
+    """A floating-point result of an operation, in the forward or backward pass.
+
+    Attributes:
+      phase: "forward" or "backward".
+      file: The file of the user's line; "" if the line is not known.
+      line: The line. An operation of the backward pass has the line of the operation
+        that it differentiates, or of the user's own backward rule. 0 if not known.
+      function: The qualified name of the function with that line.
+      scope: The named scopes around it, `Model/Block_0/Dense_1` for example.
+      primitive: The name of the JAX primitive.
+      dtype: The name of its dtype.
+      shape: Its shape.
+      iteration: If it is in a loop, the first iteration with inf or nan; a tuple for
+        loops in loops, the outermost first. Else None.
+      loss: The index of the loss whose gradient this is, if there are several.
+      inputs: The ranges of its floating-point inputs.
+      output: The range of its result.
+      opaque: Whether JAX cannot look into it (a Pallas kernel, a callback), or it could
+        not run in float32: `float32_largest` and `error` start anew here.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from optax_lossscale import diagnostics
+      >>> def loss_fn(w):
+      ...     return jnp.sum(jnp.exp(w.astype(jnp.float16))).astype(jnp.float32)
+      >>> trace = diagnostics.trace_numerics(loss_fn, jnp.array([1.0, 12.0]))
+      >>> found = trace.first_nonfinite
+      >>> print(found.phase, found.primitive, found.dtype, found.shape, found.line)
+      forward exp float16 (2,) 2
+    """
+
+    phase: str
+    file: str
+    line: int
+    function: str
+    scope: str
+    primitive: str
+    dtype: str
+    shape: tuple[int, ...]
+    iteration: int | tuple[int, ...] | None
+    loss: int | None
+    inputs: tuple[NumericRange, ...]
+    output: NumericRange
+    opaque: bool
+
+    @property
+    def place(self) -> str:
+        """Where it stands: file, line, function and scope."""
+        place = f"{_short(self.file)}:{self.line}" if self.line else "unknown line"
+        if self.function and self.function != "<module>":
+            place += f", in {self.function}"
+        return f"{place} ({self.scope})" if self.scope else place
+
+    def __str__(self):
+        shape = ",".join(map(str, self.shape))
+        iteration = "" if self.iteration is None else f", iteration {self.iteration}"
+        return (
+            f"{self.place}: {self.primitive} {self.dtype}[{shape}]{iteration}, "
+            f"{self.phase} pass"
+        )
+
+
+def _short(file: str) -> str:
+    """Returns the last two parts of a path."""
+    return "/".join(file.replace("\\", "/").split("/")[-2:])
+
+
+class Run:
+    """One run of the program: what was measured at some loss scales."""
+
+    def __init__(self, program: Program, scales: Any, dtype: str | None):
+        """Runs the program.
+
+        Args:
+          program: The program.
+          scales: The loss scales, f32[n].
+          dtype: The dtype that wider numbers should fit into, or None.
+        """
+        keys, self._statistics, self.losses = program.run(scales)
+        self.program, self.scales, self._dtype = program, scales, dtype
+        self._rows = {key: i for i, key in enumerate(keys)}
+        self._ranges: dict[Key, NumericRange] = {}
+        executed = (key for key in program.sites if self._seen(key))
+        #: The keys of everything that ran, in order of execution; arguments come first.
+        self.keys = sorted(executed, key=self._order)
+
+    def _row(self, key: Key) -> int:
+        return self._rows[self.site(key).moved or key]
+
+    def _seen(self, key):
+        return self._statistics.seen[self._row(key)] > 0
+
+    def site(self, key: Key) -> Site:
+        """Returns what is measured."""
+        return self.program.sites[key]
+
+    def first(self, key: Key) -> tuple[int, ...]:
+        """Returns in which iteration of each loop the first inf or nan was."""
+        count = len(self.site(key).loops)
+        return tuple(self._statistics.first[self._row(key)][:count].tolist())
+
+    def _order(self, key):
+        iterations = iter(self.first(key) if self.is_bad(key) else ())
+        kinds = {"loop": lambda: next(iterations, 0), "condition": lambda: -1}
+
+        def number(part):
+            if isinstance(part, str):
+                return kinds.get(part, lambda: 0)()
+            return part
+
+        is_operation = self.site(key).phase != "argument"
+        return is_operation, tuple(map(number, key)) if is_operation else key
+
+    def range(self, key: Key) -> NumericRange:
+        """Returns the numbers at a site."""
+        if key not in self._ranges:
+            self._ranges[key] = self._read(key)
+        return self._ranges[key]
+
+    def _read(self, key):
+        site, found = self.site(key), self._statistics
+        row = self._row(key)
+        measured = self.site(site.moved or key)
+        seen = max(float(found.seen[row]), 1.0)
+
+        def share(name):
+            return float(getattr(found, name)[row]) / seen
+
+        def number(name, dtype):
+            return _decode(int(getattr(found, name)[row]), dtype)
+
+        wide = number("wide_largest", "float32")
+        if measured.dtype in ("float64", "complex128"):
+            wide = number("largest", "float64")
+        is_empty = share("zeros") + share("nans") + share("infs") >= 1
+        return NumericRange(
+            dtype=site.dtype,
+            shape=site.shape,
+            smallest=0.0 if is_empty else number("smallest", measured.dtype),
+            largest=number("largest", measured.dtype),
+            float32_largest=wide,
+            zeros=share("zeros"),
+            subnormals=share("subnormals") if site.dtype == measured.dtype else 0.0,
+            infs=share("infs"),
+            nans=share("nans"),
+            flushed=share("flushed"),
+            error=number("error", "float32") / wide if wide else 0.0,
+        )
+
+    def operation(self, key: Key) -> NumericOperation:
+        """Returns an operation."""
+        site, several = self.site(key), len(self.scales) > 1
+        iteration: Any = None
+        if site.loops and self.is_bad(key) and min(self.first(key)) >= 0:
+            steps = zip(self.first(key), site.loops, strict=True)
+            found = [(x.length or 0) - 1 - i if x.reverse else i for i, x in steps]
+            iteration = found[0] if len(found) == 1 else tuple(found)
+        inputs = (self.inputs(x) for x in site.inputs)
+        return NumericOperation(
+            phase=site.phase,
+            file=site.source.file,
+            line=site.source.line,
+            function=site.source.function,
+            scope=site.scope,
+            primitive=site.primitive,
+            dtype=site.dtype,
+            shape=site.shape,
+            iteration=iteration,
+            loss=key[0] if several and site.phase == "backward" else None,
+            inputs=tuple(self.range(x[-1]) for x in inputs if x),
+            output=self.range(key),
+            opaque=site.opaque,
+        )
+
+    def inputs(self, keys: tuple[Key, ...]) -> list[Key]:
+        """Returns the sites of an input that ran."""
+        found = []
+        for key in keys:
+            if key in self.program.before:
+                before, after = self.program.before[key]
+                found += self.inputs(before) + self.inputs(after)
+            elif self._seen(key):
+                found.append(key)
+        return found
+
+    # What is not finite.
+
+    def limit(self, key: Key) -> _bits.Limits | None:
+        """Returns the limits of half precision that apply, if any do."""
+        dtype = self.site(key).dtype
+        if not equations.is_half(jnp.dtype(dtype)):
+            dtype = self._dtype
+        return None if dtype is None else _bits.limits_of(dtype)
+
+    def exceeds(self, key: Key) -> bool:
+        """Whether it overflows in float32's place, or would."""
+        limits = self.limit(key)
+        largest = self.range(key).float32_largest
+        return limits is not None and (
+            largest > limits.overflow
+            or (largest == limits.overflow and limits.tie_overflows)
+        )
+
+    def is_bad(self, key: Key) -> bool:
+        """Whether there is inf or nan, or would be in the dtype in question."""
+        row = self._row(key)
+        if self._statistics.infs[row] or self._statistics.nans[row]:
+            return True
+        is_wide = not equations.is_half(jnp.dtype(self.site(key).dtype))
+        return self._dtype is not None and is_wide and self.exceeds(key)
+
+    def is_origin(self, key: Key) -> bool:
+        """Whether inf or nan begins here."""
+        site = self.site(key)
+        if site.phase == "argument" or not self.is_bad(key):
+            return False
+        sources = [k for keys in site.inputs for k in self._known(keys)]
+        bad = self.inputs(tuple(k for k in sources if self._was_bad(k, key)))
+        constants = [x for x in site.constants if not math.isfinite(x)]
+        if not bad and not constants:
+            return True
+        found = self.range(key)
+        had_nan = any(self.range(k).nans for k in bad) or any(
+            map(math.isnan, constants)
+        )
+        if found.nans and not had_nan:
+            return True
+        # Number by number: more of them than the inputs have.
+        is_elementwise = site.primitive in equations.ELEMENTWISE and not constants
+        shares = [self.range(k) for k in bad]
+        return (
+            is_elementwise
+            and all(self.site(k).loops == site.loops for k in bad)
+            and all(x.shape == site.shape for x in shares)
+            and found.infs + found.nans > 1.001 * sum(x.infs + x.nans for x in shares)
+        )
+
+    def _known(self, keys):
+        return [k for k in keys if k in self.program.before or self._seen(k)]
+
+    def _was_bad(self, key, reader):
+        """Whether `key` held inf or nan when `reader` first did."""
+        when = self.first(reader)
+        if key in self.program.before:
+            before, after = self.program.before[key]
+            if any(self.is_bad(k) for k in self.inputs(before)):
+                return True
+            depth = key.count("loop")
+            return any(
+                self.is_bad(k) and self.first(k)[:depth] < when[:depth]
+                for k in self.inputs(after)
+            )
+        if not self.is_bad(key):
+            return False
+        depth = 0
+        for x, y in zip(key, reader, strict=False):
+            if x != y:
+                break
+            depth += x == "loop"
+        return self.first(key)[:depth] == when[:depth]
+
+    def origins(self, phase: str | None = None) -> list[Key]:
+        """Returns where inf or nan begins, in order of execution."""
+        return [
+            key
+            for key in self.keys
+            if phase in (None, self.site(key).phase) and self.is_origin(key)
+        ]
+
+
+def _decode(code: int, dtype: str) -> float:
+    """Returns a number from its bits in `Statistics`."""
+    if dtype in ("float64", "complex128"):
+        return float(np.int64(code << 32).view(np.float64))
+    return float(np.int32(code).view(np.float32))

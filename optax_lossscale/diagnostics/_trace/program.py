@@ -1,0 +1,280 @@
+"""The program that computes the loss and its scaled gradient, and measures them."""
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale._rules.fixed import FixedLossScale
+from optax_lossscale._step.scaler import Scaler
+from optax_lossscale._tree import is_inexact
+from optax_lossscale.diagnostics._common import named_leaves
+from optax_lossscale.diagnostics._trace import equations
+from optax_lossscale.diagnostics._trace.interpreter import (
+    Interpreter,
+    Key,
+    Place,
+    Site,
+    Value,
+)
+from optax_lossscale.diagnostics._trace.statistics import Statistics
+
+PATIENCE = 10  # Seconds before a line says that this takes long.
+
+
+class Call(NamedTuple):
+    """A call of a loss function, with its arrays apart from everything else.
+
+    Attributes:
+      loss_fn: The function.
+      has_aux: Whether it returns auxiliary data as well.
+      num_losses: How many losses it returns, or None.
+      treedef: The structure of the arguments.
+      leaves: The leaves of the arguments: params, args and kwargs.
+      names: Their names.
+      differentiated: The indices of the leaves to differentiate.
+      arrays: The indices of the other arrays.
+    """
+
+    loss_fn: Callable[..., Any]
+    has_aux: bool
+    num_losses: int | None
+    treedef: Any
+    leaves: list[Any]
+    names: list[str]
+    differentiated: list[int]
+    arrays: list[int]
+
+    def __call__(self, parameters: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        """Calls the function with other arrays."""
+        leaves = list(self.leaves)
+        for i, x in zip(self.differentiated, parameters, strict=True):
+            leaves[i] = x
+        for i, x in zip(self.arrays, arrays, strict=True):
+            leaves[i] = x
+        params, args, kwargs = jax.tree.unflatten(self.treedef, leaves)
+        return self.loss_fn(params, *args, **kwargs)
+
+    def flat(self) -> list[Any]:
+        """Returns the arrays, the differentiated ones first."""
+        return [self.leaves[i] for i in (*self.differentiated, *self.arrays)]
+
+    def flat_names(self) -> list[str]:
+        """Returns the names of the arrays."""
+        return [self.names[i] for i in (*self.differentiated, *self.arrays)]
+
+
+def make_call(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    has_aux: bool,
+    num_losses: int | None,
+) -> Call:
+    """Takes a call apart.
+
+    Raises:
+      TypeError: If `params` has no floating-point array.
+    """
+    leaves, treedef = jax.tree.flatten((params, args, kwargs))
+    names = [
+        *_names(params, "params"),
+        *(name for i, x in enumerate(args) for name in _names(x, f"args[{i}]")),
+        *(name for key in sorted(kwargs) for name in _names(kwargs[key], key)),
+    ]
+    count = len(jax.tree.leaves(params))
+    is_array = [isinstance(x, jax.Array | np.ndarray | np.generic) for x in leaves]
+    differentiated = [
+        i for i in range(count) if is_inexact(leaves[i]) and not callable(leaves[i])
+    ]
+    if not differentiated:
+        raise TypeError(
+            "params must have a floating-point array to differentiate, got "
+            f"{type(params).__name__} with none. If it is a model that is not a "
+            "pytree, pass its parameters, and build the model in loss_fn."
+        )
+    chosen = set(differentiated)
+    arrays = [i for i, array in enumerate(is_array) if array and i not in chosen]
+    return Call(
+        loss_fn, has_aux, num_losses, treedef, leaves, names, differentiated, arrays
+    )
+
+
+def _names(tree: Any, name: str) -> list[str]:
+    return [key for key, x in named_leaves(tree, name).items() if x is not None]
+
+
+class Program(NamedTuple):
+    """A compiled program.
+
+    Attributes:
+      run: Maps a scale for each loss, f32[n], to keys, their statistics, and the losses
+        with what they would be in float32, f32[n, 2].
+      sites: By key, what it measures, in order of execution.
+      before: See `Interpreter`.
+      gradients: For each loss, the names of the gradients and the keys of their sites.
+      arguments: The names of the arguments, by key.
+    """
+
+    run: Callable[[Any], tuple[list[Key], Statistics, np.ndarray]]
+    sites: dict[Key, Site]
+    before: dict[Key, tuple[tuple[Key, ...], tuple[Key, ...]]]
+    gradients: list[dict[str, tuple[Key, ...]]]
+    arguments: dict[Key, str]
+
+
+class _Traced(NamedTuple):
+    jaxpr: Any
+    loss_scale: Any
+    consts: list[Any]
+    gradients: int
+
+
+def _trace(call: Call, index: int | None) -> _Traced:
+    """Traces the scaled gradient of one loss."""
+    scaler = Scaler(FixedLossScale(1.0))
+
+    def loss_fn(parameters, arrays):
+        out = call(parameters, arrays)
+        if index is None:
+            return out
+        if not call.has_aux:
+            return _pick(out, index, call.num_losses)
+        return _pick(out[0], index, call.num_losses), out[1]
+
+    def program(scale, parameters, arrays):
+        function = scaler.value_and_grad(
+            loss_fn, scale, call.has_aux, jax.value_and_grad
+        )
+        value, grads = function(parameters, arrays)
+        return value[0] if call.has_aux else value, grads
+
+    parameters = [call.leaves[i] for i in call.differentiated]
+    arrays = [call.leaves[i] for i in call.arrays]
+    with equations.lines_of_backward_rules():
+        closed = jax.make_jaxpr(program)(jnp.float32(1), parameters, arrays)
+    return _Traced(
+        closed.jaxpr, closed.jaxpr.invars[0], list(closed.consts), len(parameters)
+    )
+
+
+def _pick(losses: Any, index: int, count: int | None) -> Any:
+    if not isinstance(losses, tuple | list) or len(losses) != count:
+        raise TypeError(
+            f"There are {count} loss scales, so loss_fn must return a tuple or list of "
+            f"{count} losses, got {type(losses).__name__}."
+        )
+    return losses[index]
+
+
+def make_program(call: Call, dtype: str) -> tuple[Program, bool]:
+    """Traces and compiles.
+
+    Args:
+      call: The call to follow.
+      dtype: The dtype in question.
+
+    Returns:
+      The program; and whether it computes in `dtype`. If it does not, its statistics
+      are those of numbers that should fit into it.
+    """
+    indices = [None] if call.num_losses is None else range(call.num_losses)
+    traced = [_trace(call, index) for index in indices]
+    computes = any(_computes_in(x.jaxpr, jnp.dtype(dtype)) for x in traced)
+    judged = None if computes else jnp.dtype(dtype)
+    known: dict[str, Any] = {}
+
+    @jax.jit
+    def run(zero, scales, arrays, consts):
+        interpreter = Interpreter(zero, judged)
+        recorder = interpreter.new_recorder()
+        names = call.flat_names()
+        arguments = [
+            interpreter.argument((name,), x, recorder)
+            for name, x in zip(names, arrays, strict=True)
+        ]
+        gradients, losses = [], []
+        for i, part in enumerate(traced):
+            constants = [
+                interpreter.argument((f"constant {i}.{j}",), x, recorder)
+                for j, x in enumerate(consts[i])
+            ]
+            scale = Value(scales[i], scales[i])
+            found = interpreter.run(
+                part.jaxpr,
+                constants,
+                [scale, *arguments],
+                Place((i,)),
+                recorder,
+                part.loss_scale,
+            )
+            gradients.append(found[-part.gradients :])
+            pair = (found[0].real, found[0].shadow)
+            losses.append([jnp.asarray(x, jnp.float32) for x in pair])
+        known.update(interpreter=interpreter, gradients=gradients, keys=recorder)
+        return recorder.finish(), jnp.asarray(losses)
+
+    arrays, consts = call.flat(), [x.consts for x in traced]
+    arguments = (jnp.uint32(0), jnp.ones(len(traced), jnp.float32), arrays, consts)
+    count = sum(_count(x.jaxpr) for x in traced)
+    with _patience(f"trace_numerics: compiling {count} operations, please wait ..."):
+        compiled = run.lower(*arguments).compile(
+            compiler_options={"xla_allow_excess_precision": False}
+        )
+    interpreter = known["interpreter"]
+
+    def run_at(scales):
+        scales = jnp.asarray(scales, jnp.float32)
+        found = compiled(jnp.uint32(0), scales, arrays, consts)
+        return known["keys"].keys, *jax.device_get(found)
+
+    names = call.flat_names()[: len(call.differentiated)]
+    program = Program(
+        run=run_at,
+        sites=interpreter.sites,
+        before=interpreter.before,
+        gradients=[
+            dict(zip(names, (x.keys for x in found), strict=True))
+            for found in known["gradients"]
+        ],
+        arguments={key: key[0] for key in interpreter.sites if len(key) == 1},
+    )
+    return program, computes
+
+
+def _computes_in(jaxpr: Any, dtype: Any) -> bool:
+    return any(
+        getattr(x.aval, "dtype", None) == dtype
+        for equation in jaxpr.eqns
+        for x in equation.outvars
+    ) or any(
+        _computes_in(inner, dtype)
+        for equation in jaxpr.eqns
+        for inner in jax.extend.core.jaxprs_in_params(equation.params)
+    )
+
+
+def _count(jaxpr: Any) -> int:
+    inner = jax.extend.core.jaxprs_in_params
+    return sum(1 + sum(map(_count, inner(e.params))) for e in jaxpr.eqns)
+
+
+class _patience:  # noqa: N801: used like a function.
+    """Writes a line to stderr if something takes long."""
+
+    def __init__(self, text: str):
+        write = functools.partial(print, text, file=sys.stderr, flush=True)
+        self._timer = threading.Timer(PATIENCE, write)
+
+    def __enter__(self):
+        self._timer.daemon = True
+        self._timer.start()
+
+    def __exit__(self, *_):
+        self._timer.cancel()
