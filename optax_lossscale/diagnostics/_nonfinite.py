@@ -46,6 +46,11 @@ def nonfinite_leaves(state: Any, params: Any) -> list[NonfiniteLeaf]:
     It needs `LossScaleOptimizer(..., track_leaves=True)`. Call it on the host, and only
     now and then: it waits for the state.
 
+    The names do not tell the cause if several leaves are not finite at once. An inf in
+    the forward pass can reach every parameter, and one in the backward pass every
+    parameter whose gradient is computed after it, in the layers nearer to the input.
+    `trace_numerics` names the operation where it began, and its line.
+
     Args:
       state: The state after a step; a pytree that holds one
         `LossScaleOptimizerState`. If it belongs to many members (`jax.vmap`) or
@@ -149,6 +154,9 @@ def describe_nonfinite(grads: Any) -> list[NonfiniteGradient]:
     """Names the gradients of a tree that are not finite, and counts inf and nan.
 
     Call it on the host, with any tree. It needs no optimizer and no state.
+
+    As with `nonfinite_leaves`, several names at once do not tell the cause, because an
+    inf spreads towards the input. `trace_numerics` names the operation where it began.
 
     Args:
       grads: Gradients, scaled or not; any pytree. Leaves that are not floating-point

@@ -17,12 +17,24 @@ from optax_lossscale.diagnostics._nonfinite import (
 
 SHOWN = 8
 WIDTH = 79
+SPREAD = (
+    "find where the inf or nan began. The table does not tell: from the forward pass "
+    "it can reach every parameter, and from the backward pass every parameter whose "
+    "gradient is computed after it, in the layers nearer to the input. In the second "
+    "case the bad leaf nearest to the loss is next to the cause, but the tree does not "
+    "say which that is. If the data and the parameters are finite, "
+    "diagnostics.trace_numerics(loss_fn, params, batch, state=state) names the "
+    "operation and its line."
+)
 
 
 def report(state: Any, params: Any = None) -> str:
     """Says how loss scaling is doing, and what to do next.
 
     Call it on the host, between steps: it waits for the state.
+
+    It says where to look only if one leaf of several was not finite in the last
+    non-finite step. Otherwise it points to `trace_numerics`, because an inf spreads.
 
     Args:
       state: The state after a step; a pytree that holds one
@@ -66,11 +78,13 @@ def report(state: Any, params: Any = None) -> str:
     found = find_state(state)
     statistics = found.leaf_statistics
     leaves: list[NonfiniteLeaf] = []
+    tracked = 0
     if statistics is not None:
         names = None if params is None else leaf_names(params)
         leaves = read_statistics(statistics, names)
+        tracked = unbox(statistics.last).shape[-1]
     never_skipped = not np.any(jax.device_get(unbox(found.skipped_steps)))
-    headline, advice = _judge(health, leaves, never_skipped)
+    headline, advice = _judge(health, leaves, tracked, never_skipped)
     lines = [headline, *_numbers(health), *_table(leaves)]
     return "\n".join([*lines, *textwrap.wrap(f"What to do: {advice}", WIDTH)])
 
@@ -108,7 +122,10 @@ def _table(leaves: list[NonfiniteLeaf]) -> list[str]:
 
 
 def _judge(
-    health: _health.Health, leaves: list[NonfiniteLeaf], never_skipped: bool
+    health: _health.Health,
+    leaves: list[NonfiniteLeaf],
+    tracked: int,
+    never_skipped: bool,
 ) -> tuple[str, str]:
     """Returns what is wrong, if anything, and what to do about it."""
     if _health.is_damaged(health.loss_scale):
@@ -126,24 +143,28 @@ def _judge(
             "if this continues, look for a nan or inf in the data or the parameters, "
             "and for an overflow in the forward pass.",
         )
+    last = [leaf for leaf in leaves if leaf.last != "finite"]
+    # The only leaf of a tree is not finite whatever the cause.
+    alone = len(last) == 1 < tracked
     if not health.healthy:
         headline = "Many steps in a row were skipped."
         if health.stuck_steps:
             headline = "Steps are skipped, and the loss scale cannot go lower."
         # Above its minimum the scale itself may be too high: blame no gradient yet.
-        suspect = _suspect(leaves) if health.stuck_steps else None
-        if suspect is None:
+        if not last or not health.stuck_steps:
             return headline, health.message
+        suspect = _suspect(last[0]) if alone else SPREAD
         if _health.may_be_frozen(health):
             suspect = f"if the loss is finite, {_health.CALL_INSIDE}{suspect}"
         return headline, suspect
     if skips:
-        last = [leaf for leaf in leaves if leaf.last != "finite"]
-        look = f"look at {last[0].name}" if last else "call check_health"
+        look = SPREAD if last else "call check_health."
+        if alone:
+            look = f"look at {last[0].name}."
         return (
             "The last step was skipped, and the loss scale is still adjusting.",
             "nothing yet. Each skip lowers the scale, and a few in a row are usual at "
-            f"the start. If they continue, {look}.",
+            f"the start. If they continue, {look}",
         )
     if health.loss_scale <= 1:
         return (
@@ -154,22 +175,13 @@ def _judge(
     return "The last step was applied.", "nothing."
 
 
-def _suspect(leaves: list[NonfiniteLeaf]) -> str | None:
-    """Advises on the gradients that were not finite in the last non-finite step."""
-    last = [leaf for leaf in leaves if leaf.last != "finite"]
-    if not last:
-        return None
-    if len(last) > SHOWN:
+def _suspect(leaf: NonfiniteLeaf) -> str:
+    """Advises on the only gradient that was not finite in the last non-finite step."""
+    name = f"{leaf.name} ({leaf.last})"
+    if leaf.last == "nan":
         return (
-            f"{len(last)} gradients were not finite at once, so look for a common "
-            "cause: is the loss finite (check_loss=True counts the steps where it is "
-            "not)? Are the data and the parameters? Does the forward pass overflow?"
-        )
-    names = ", ".join(f"{leaf.name} ({leaf.last})" for leaf in last)
-    if all(leaf.last == "nan" for leaf in last):
-        return (
-            f"look at {names}: nan rather than inf comes from 0/0, inf - inf, log or "
+            f"look at {name}: nan rather than inf comes from 0/0, inf - inf, log or "
             "sqrt at 0, or from an overflow in the layer after it. Fix that, or "
             "compute it in float32."
         )
-    return f"compute {names} in float32, lower the learning rate or clip gradients."
+    return f"compute {name} in float32, lower the learning rate or clip gradients."

@@ -33,7 +33,9 @@ def suggest_loss_scale(
     activations. `scale_sweep` tries scales instead.
 
     You may call it inside `jax.jit`, `jax.lax.scan` and `jax.vmap`, and on sharded
-    arrays.
+    arrays. With the loss function at hand, on the host, `trace_numerics` is better: it
+    finds the largest scale exactly, gradients of activations included, and names the
+    line that overflows or underflows.
 
     Args:
       grads: Unscaled gradients, any pytree, as `value_and_grad` returns them. None
@@ -130,7 +132,9 @@ def scale_sweep(
     It scales the loss and unscales the gradients as `LossScaleOptimizer` does. So it
     finds overflows of activations too, which `suggest_loss_scale` cannot see. One batch
     says little about the next: use a typical one, and repeat this with trained
-    parameters.
+    parameters. It shows what each scale loses of the gradients of parameters. For the
+    line that overflows or underflows, and the largest scale exactly, use
+    `trace_numerics`.
 
     Call it on the host. It compiles one function and calls it for one scale after the
     other. It needs memory for two booleans per parameter. Arrays may be sharded.

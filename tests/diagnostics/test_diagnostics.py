@@ -273,6 +273,12 @@ class TestDescribeNonfinite:
             jax.jit(lambda grads: len(describe_nonfinite(grads)))(GOOD)
 
 
+TRACE = (
+    "diagnostics.trace_numerics(loss_fn, params, batch, state=state) names the "
+    "operation and its line."
+)
+
+
 def advice(text):
     return " ".join(text.split("What to do: ")[1].split())
 
@@ -320,6 +326,35 @@ class TestReport:
         state = run(bad, loss_scale=DynamicLossScale(1.0), track_leaves=True)
         assert "nan rather than inf comes from 0/0" in advice(report(state, PARAMS))
 
+    @pytest.mark.parametrize("kind", [INF, NAN])
+    @pytest.mark.parametrize("start", [2.0**15, 1.0], ids=["adjusting", "stuck"])
+    def test_blames_no_leaf_if_several_are_bad(self, start, kind):
+        bad = jax.tree.map(lambda x: x * kind, GOOD)
+        rule = DynamicLossScale(start)
+        text = report(run(bad, bad, loss_scale=rule, track_leaves=True), PARAMS)
+        table, _ = text.split("What to do: ")
+        counts = "2       0  inf" if kind == INF else "0       2  nan"
+        for name in ("params['block']['ln']['scale']", "params['block']['w']"):
+            assert f"       {counts}      {name}\n" in table
+        assert "params[" not in advice(text)
+        assert "find where the inf or nan began" in advice(text)
+        assert "in the layers nearer to the input" in advice(text)
+        assert advice(text).endswith(TRACE)
+        # One leaf alone afterwards is named again.
+        text = report(run(bad, BAD, loss_scale=rule, track_leaves=True), PARAMS)
+        assert "params['block']['ln']['scale']" in advice(text)
+        assert "trace_numerics" not in advice(text)
+
+    @pytest.mark.parametrize("start", [2.0**15, 1.0], ids=["adjusting", "stuck"])
+    def test_blames_no_leaf_if_there_is_no_other(self, start):
+        optimizer = LossScaleOptimizer(
+            optax.sgd(0.5), DynamicLossScale(start), track_leaves=True
+        )
+        params = {"w": jnp.ones(2)}
+        state = optimizer.update({"w": params["w"] * INF}, optimizer.init(params))[1]
+        assert "params['w']" not in advice(report(state, params))
+        assert advice(report(state, params)).endswith(TRACE)
+
     def test_stuck_everywhere(self):
         params = {f"w{i}": jnp.ones(2) for i in range(20)}
         optimizer = LossScaleOptimizer(optax.sgd(0.5), "dynamic", track_leaves=True)
@@ -329,7 +364,7 @@ class TestReport:
         nans = jax.tree.map(lambda x: x * NAN, params)
         text = report(optimizer.update(nans, state)[1], params)
         assert "  and 12 more: see nonfinite_leaves" in text
-        assert advice(text).startswith("20 gradients were not finite at once")
+        assert advice(text).startswith("find where the inf or nan began.")
         assert len(text.splitlines()) <= 24
         assert max(map(len, text.splitlines())) <= 80
 
