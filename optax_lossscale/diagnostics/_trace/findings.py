@@ -303,8 +303,8 @@ class Verdict:
             f"No loss scale fits both: above {_power(best.scales[loss])}, {first} "
             f"overflows; at that scale {share:.0%} of the results of {second} are "
             f"still flushed to zero: the largest is 2^{_log2(best, low):.1f}. They are "
-            f"{bits} bits apart. Keep one of the two lines in float32, or give the loss "
-            "that feeds the second a scale of its own (num_losses)."
+            f"{bits} bits apart. Keep one of the two lines in float32, or give the "
+            "loss that feeds the second a scale of its own (num_losses)."
         )
         return NumericFinding("no_scale", text, first, second, float(bits))
 
