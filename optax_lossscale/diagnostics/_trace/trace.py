@@ -18,9 +18,10 @@ from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._common import check_host
 from optax_lossscale.diagnostics._files import write_file
 from optax_lossscale.diagnostics._trace import search
-from optax_lossscale.diagnostics._trace.findings import NumericFinding, Verdict
+from optax_lossscale.diagnostics._trace.findings import NumericFinding
 from optax_lossscale.diagnostics._trace.operations import NumericOperation, Run
 from optax_lossscale.diagnostics._trace.program import make_call, make_program
+from optax_lossscale.diagnostics._trace.verdict import find_all
 
 WIDTH = 79
 SHOWN = 6
@@ -213,7 +214,7 @@ def trace_numerics(
         return values[0] if count is None else tuple(values)
 
     return NumericsTrace(
-        findings=Verdict(run, best, dtype).findings(),
+        findings=find_all(run, best, dtype),
         first_nonfinite=run.operation(factual[0]) if factual else None,
         largest_scale=one(largest),
         scale=one(scales),
