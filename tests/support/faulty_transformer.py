@@ -100,17 +100,19 @@ def marked(name: str | None, *files: str) -> tuple[set, set]:
 
     Args:
       name: The name of a fault.
-      *files: Source files. Only the first with a marker of this fault counts.
+      *files: Source files. The first with a marker counts.
     """
-    for file in files:
-        source = Path(file).read_text(encoding="utf-8").splitlines()
-        breaks, causes = (
-            {(file, i) for i, line in enumerate(source, 1) if line.endswith(marker)}
-            for marker in (f"  # breaks: {name}", f"  # fault: {name}")
-        )
-        if causes:
-            return breaks or causes, causes
-    return set(), set()
+
+    def lines(marker):
+        for file in files:
+            source = Path(file).read_text(encoding="utf-8").splitlines()
+            found = {(file, i) for i, line in enumerate(source, 1) if marker in line}
+            if found:
+                return found
+        return set()
+
+    causes = lines(f"  # fault: {name}")
+    return lines(f"  # breaks: {name}") or causes, causes
 
 
 def inputs(name: str | None, *, mended: bool = False) -> tuple[Any, dict[str, Any]]:
@@ -120,7 +122,7 @@ def inputs(name: str | None, *, mended: bool = False) -> tuple[Any, dict[str, An
 
     def normal(*shape, std=None):
         std = shape[0] ** -0.5 if std is None else std
-        return np.float32(std * random.standard_normal(shape))
+        return (std * random.standard_normal(shape)).astype(np.float32)
 
     shapes = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH)}
     shapes |= {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
