@@ -1,13 +1,12 @@
 """A small transformer with float16 compute in which one of twelve faults is planted.
 
-Each fault is the one computation in float16, or the one wrong input, with which people
-lose a training run. The line that breaks ends in the comment `# fault: NAME`. Mended,
-the same parameters and the same batch go through the sound form of that line.
+Each fault is one computation in float16, or one wrong input, that breaks a step. The
+line to change ends in `# fault: NAME`. If another line breaks first, it ends in
+`# breaks: NAME`. Mended, the model computes the line to change in its sound form.
 
     faulty = faulty_transformer.plant("gelu")
-    value_and_grad = jax.value_and_grad(faulty.loss_fn)
-    value_and_grad(faulty.params, *faulty.args)
-    faulty.lines  # {("/.../faulty_transformer.py", 171)}
+    jax.value_and_grad(faulty.loss_fn)(faulty.params, *faulty.args)
+    faulty.lines  # where it breaks: files and line numbers
 """
 
 from collections.abc import Callable
@@ -64,9 +63,9 @@ class Faulty(NamedTuple):
       params: float32 parameters.
       args: The batch: `loss_fn(params, *args)`.
       scale: The loss scale to use.
-      lines: The file and the number of each line that can break first. For "data",
+      lines: The file and the number of each line that may break first. For "data",
         the line that reads the argument with the nan.
-      causes: The lines to change. They differ from `lines` only for "sum".
+      causes: The lines to change, which differ from `lines` only for "sum".
     """
 
     loss_fn: Callable[..., jax.Array]
@@ -96,7 +95,7 @@ def plant(
 
 
 def marked(name: str | None, *files: str) -> tuple[set, set]:
-    """Returns the lines that break and the lines to change: their files and numbers.
+    """Returns the lines that break and the lines to change, as files and numbers.
 
     Args:
       name: The name of a fault.
