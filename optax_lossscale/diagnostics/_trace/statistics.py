@@ -11,9 +11,10 @@ from jax import lax
 from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._trace import equations
 
-# Arrays are measured in groups, which compile faster: small ones are padded to PADDED
-# numbers, and a group has at most GROUPED numbers, to save memory.
-PADDED, GROUPED = 2**12, 2**20
+# Arrays of the same size are measured in groups, which compile faster. A group has at
+# most GROUPED numbers, to save memory. Small arrays are repeated up to ROW numbers, if
+# that is a multiple of their size.
+ROW, GROUPED = 2**12, 2**20
 
 
 class Statistics(NamedTuple):
@@ -49,6 +50,7 @@ class Statistics(NamedTuple):
 
 
 MAXIMA = ("largest", "wide_largest", "error")
+COUNTS = ("seen", "zeros", "subnormals", "infs", "nans", "flushed")
 NOT_SEEN = {"smallest": np.iinfo(np.int32).max, "first": -1}
 
 
@@ -122,8 +124,10 @@ class Recorder:
         if self.dtype is not None and not equations.is_half(judged):
             judged = self.dtype
         kind = (real.dtype, judged, has_shadow)
-        size = max(real.size, PADDED)
-        if not real.size:
+        size = real.size
+        if 0 < size < ROW and ROW % size == 0:
+            size = ROW
+        if not size:
             self._extend([key], neutral(1, 0))
         elif 2 * size > GROUPED or not _is_replicated(real):
             found = _measure(real, shadow, judged, has_shadow, range(real.ndim))
@@ -155,18 +159,18 @@ class Recorder:
         def stack(arrays):
             rows = []
             for x in arrays:
-                x = lax.reshape(x, (1, x.size))
-                rows.append(
-                    lax.pad(x, x.dtype.type(0), [(0, 0, 0), (0, size - x.size, 0)])
-                )
+                # Not padded: on CPU, fusions with a pad read beyond the array.
+                flat = lax.reshape(x, (1, x.size))
+                repeated = lax.broadcast_in_dim(flat, (size // x.size, x.size), (0, 1))
+                rows.append(lax.reshape(repeated, (1, size)))
             return lax.concatenate(rows, 0)
 
         real = stack(reals)
         shadow = stack(shadows) if has_shadow else real
         found = _measure(real, shadow, judged, has_shadow, (1,))
-        padding = jnp.asarray([size - x.size for x in reals], jnp.float32)
-        found = found._replace(seen=found.seen - padding, zeros=found.zeros - padding)
-        self._extend(list(keys), found)
+        share = jnp.asarray([x.size / size for x in reals], jnp.float32)
+        counts = {name: getattr(found, name) * share for name in COUNTS}
+        self._extend(list(keys), found._replace(**counts))
 
 
 def _as_real(x):
