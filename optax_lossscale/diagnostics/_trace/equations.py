@@ -42,8 +42,8 @@ ELEMENTWISE = (
 )  # fmt: skip
 # They cannot run in float32, or not twice.
 OPAQUE = (
-    "pallas_call", "tpu_custom_call", "ffi_call", "custom_partitioning", "pure_callback",
-    "io_callback", "debug_callback", "triton_kernel_call",
+    "pallas_call", "tpu_custom_call", "triton_kernel_call", "ffi_call", "pure_callback",
+    "io_callback", "debug_callback", "custom_partitioning",
 )  # fmt: skip
 BITS = ("bitcast_convert_type", "rng_uniform", "nextafter")
 HALF = [
@@ -201,8 +201,9 @@ def _widen_parameter(x: Any) -> Any:
 
 def _widen_jaxpr(closed: ClosedJaxpr) -> ClosedJaxpr:
     def run(*args):
-        values = dict(zip(closed.jaxpr.constvars, map(widen, closed.consts)))
-        values |= zip(closed.jaxpr.invars, args)
+        consts = map(widen, closed.consts)
+        values = dict(zip(closed.jaxpr.constvars, consts, strict=True))
+        values |= zip(closed.jaxpr.invars, args, strict=True)
 
         def read(x):
             return widen(x.val) if hasattr(x, "val") else values[x]

@@ -13,7 +13,6 @@ LOST = 0.01
 SHOWN = 3
 # A scale that is at most this many bits too high comes down within a few skipped steps.
 USUAL_BITS = 4
-FAR = 60  # Bits that are tried beyond the largest scale.
 
 
 class NumericFinding(NamedTuple):
@@ -54,16 +53,15 @@ class NumericFinding(NamedTuple):
 class Verdict:
     """Finds what to say about a run."""
 
-    def __init__(self, run: Run, best: list[Run | None], higher, dtype: str):
+    def __init__(self, run: Run, best: list[Run | None], dtype: str):
         """Prepares the verdict.
 
         Args:
           run: The run at the scale in question.
           best: For each loss, the run at its largest scale.
-          higher: Runs the program with other scales.
           dtype: The dtype in question.
         """
-        self.run, self.best, self.higher, self.dtype = run, best, higher, dtype
+        self.run, self.best, self.dtype = run, best, dtype
 
     def findings(self) -> list[NumericFinding]:
         """Returns what was found, what to fix first."""
@@ -230,9 +228,9 @@ class Verdict:
             f" (it would be 2^{_log2(run, key):.1f})"
         )  # fmt: skip
         text = (
-            f"{operation}: {_kinds(run, key)} begins here{would}, in the backward pass, "
-            f"at the loss scale {_power(scale)}. The largest scale with which nothing "
-            f"in the backward pass overflows is {_power(largest)}."
+            f"{operation}: {_kinds(run, key)} begins here{would}, at the loss scale "
+            f"{_power(scale)}. The largest scale with which nothing in the backward "
+            f"pass overflows is {_power(largest)}."
         )
         if not operation.line:
             text += " This is the gradient of the loss itself, which has the dtype of "
@@ -270,16 +268,17 @@ class Verdict:
 
     def _underflow(self, loss: int, best: Run) -> list[NumericFinding]:
         run = self.run
-        if is_lossless := self._lost(run, loss) < LOST:
+        if self._lost(run, loss) < LOST:
             return []
         found = []
-        for key in self._losers(run, loss)[: 0 if is_lossless else SHOWN]:
+        for key in self._losers(run, loss)[:SHOWN]:
             now, then = run.range(key).flushed, best.range(key).flushed
             operation = run.operation(key)
             text = (
-                f"{operation}: {now:.0%} of the results are flushed to zero at the loss "
-                f"scale {_power(run.scales[loss])}, and {then:.0%} at "
-                f"{_power(best.scales[loss])}, the largest with which nothing overflows."
+                f"{operation}: {now:.0%} of the results are flushed to zero at the "
+                f"loss scale {_power(run.scales[loss])}, and {then:.0%} at "
+                f"{_power(best.scales[loss])}, the largest with which nothing "
+                "overflows."
             )
             kind = "underflow" if run.range(key).zeros else "would_underflow"
             found.append(NumericFinding(kind, text, operation))
@@ -287,32 +286,33 @@ class Verdict:
 
     def _conflict(self, loss: int, best: Run) -> NumericFinding | None:
         """Finds two operations that no loss scale fits."""
-        losers = self._losers(best, loss)
-        if self._lost(best, loss) < LOST or not losers:
+        if self._lost(best, loss) < LOST:
             return None
-        low = losers[0]
-        backward = [
+        tiny = {key: -self._normal_bits(best, key) for key in self._losers(best, loss)}
+        low = next((key for key, bits in tiny.items() if bits > 0), None)
+        if low is None:
+            return None
+        backward = (
             k for k in best.keys if best.site(k).phase == "backward" and k[0] == loss
-        ]
+        )
         high = min(backward, key=lambda k: headroom(best, k))
-        exponent = math.log2(best.scales[loss])
-        for bits in range(1, FAR):
-            if exponent + bits > 126:
-                break
-            scales = list(best.scales)
-            scales[loss] = 2.0 ** (exponent + bits)
-            if self.higher(scales).range(low).flushed < LOST:
-                break
+        bits = math.ceil(tiny[low])
         first, second = best.operation(high), best.operation(low)
         share = best.range(low).flushed
         text = (
             f"No loss scale fits both: above {_power(best.scales[loss])}, {first} "
-            f"overflows; at that scale {share:.0%} of the results of {second} are still "
-            f"flushed to zero. They are {bits} bits apart. Keep one of the two lines in "
-            "float32, or give the loss that feeds the second a scale of its own "
-            "(num_losses)."
+            f"overflows; at that scale {share:.0%} of the results of {second} are "
+            f"still flushed to zero: the largest is 2^{_log2(best, low):.1f}. They are "
+            f"{bits} bits apart. Keep one of the two lines in float32, or give the loss "
+            "that feeds the second a scale of its own (num_losses)."
         )
         return NumericFinding("no_scale", text, first, second, float(bits))
+
+    def _normal_bits(self, run: Run, key: Key) -> float:
+        """Returns how many bits the largest result is above the subnormal numbers."""
+        limits = run.limit(key)
+        assert limits is not None  # Only such operations lose.
+        return _log2(run, key) - math.log2(limits.normal)
 
     def _fine(self) -> NumericFinding:
         largest = [run.scales[i] for i, run in enumerate(self.best) if run is not None]

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer, eval_jaxpr
 from jax.sharding import PartitionSpec
 
 from optax_lossscale.diagnostics._trace import equations, statistics
 from optax_lossscale.diagnostics._trace.statistics import Recorder
 
 Key = tuple[Any, ...]
+NOWHERE = equations.Source()
 
 
 class Value(NamedTuple):
@@ -59,7 +61,7 @@ class Site:
     primitive: str = ""
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    source: equations.Source = equations.Source()
+    source: equations.Source = NOWHERE
     scope: str = ""
     phase: str = ""
     loops: tuple[Loop, ...] = ()
@@ -73,7 +75,7 @@ class Place(NamedTuple):
     """Where a jaxpr is called."""
 
     key: Key
-    source: equations.Source = equations.Source()
+    source: equations.Source = NOWHERE
     scope: str = ""
     phase: str = "forward"
     loops: tuple[Loop, ...] = ()
@@ -188,7 +190,7 @@ class Interpreter:
     def _operation(self, equation, inputs, place, recorder):
         reals = equations.bind(equation, [x.real for x in inputs])
         # Of arrays made of constants, the compiler would compute all that is measured.
-        constant = not any(isinstance(x.real, jax.core.Tracer) for x in inputs)
+        constant = not any(isinstance(x.real, Tracer) for x in inputs)
         if constant or equation.primitive.name in equations.PRODUCTS:
             reals = [self._hold(x) for x in reals]
         shadows, opaque = self._shadows(equation, inputs, reals)
@@ -256,7 +258,7 @@ class Interpreter:
         try:
             args = [equations.widen(x.shadow) for x in inputs]
             found = equations.bind_wide(equation, args)
-        except Exception:  # noqa: BLE001: whatever a primitive does not support.
+        except Exception:  # Whatever a primitive does not support.
             return wide, True
         fits = all(
             x.shape == y.shape and x.dtype == y.dtype
@@ -359,7 +361,7 @@ class Interpreter:
         def continues(state):
             values = [x.real for x in _join(state[2], [()] * len(carry))]
             args = [*(x.real for x in asked), *values]
-            (again,) = jax.core.eval_jaxpr(condition.jaxpr, condition.consts, *args)
+            (again,) = eval_jaxpr(condition.jaxpr, condition.consts, *args)
             return again
 
         def loop_over(step, state):
@@ -492,7 +494,7 @@ def _keeps_magnitudes(equation: Any) -> bool:
 
 def _constant(x: Any) -> list[float]:
     """Returns a number that is constant in the program."""
-    if isinstance(x, jax.core.Tracer) or np.size(x) != 1 or jnp.iscomplexobj(x):
+    if isinstance(x, Tracer) or np.size(x) != 1 or jnp.iscomplexobj(x):
         return []
     return [float(np.asarray(x, np.float64).reshape(()))]
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._step.scaler import Scaler
@@ -256,12 +257,12 @@ def _computes_in(jaxpr: Any, dtype: Any) -> bool:
     ) or any(
         _computes_in(inner, dtype)
         for equation in jaxpr.eqns
-        for inner in jax.extend.core.jaxprs_in_params(equation.params)
+        for inner in jaxprs_in_params(equation.params)
     )
 
 
 def _count(jaxpr: Any) -> int:
-    inner = jax.extend.core.jaxprs_in_params
+    inner = jaxprs_in_params
     return sum(1 + sum(map(_count, inner(e.params))) for e in jaxpr.eqns)
 
 

@@ -199,7 +199,7 @@ def codes_of(dtype: Any, judged: Any) -> Codes:
     """
     if dtype == jnp.float64:
         return Codes(0x00100000, 0x7FF00000, 0)
-    normal, flushed = np.finfo(np.float32).tiny, 0.0
+    normal, flushed = float(np.finfo(np.float32).tiny), 0.0
     if judged != jnp.float32 and judged != jnp.float64:
         limits = _bits.limits_of(jnp.dtype(judged).name)
         normal, flushed = limits.normal, limits.flushed

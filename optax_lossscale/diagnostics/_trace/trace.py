@@ -1,4 +1,4 @@
-"""`trace_numerics`: which operation, in which line, breaks in half precision, and why."""
+"""`trace_numerics`: which line breaks in half precision, and why."""
 
 import csv
 import json
@@ -203,7 +203,7 @@ def trace_numerics(
         return values[0] if count is None else tuple(values)
 
     return NumericsTrace(
-        findings=Verdict(run, best, at, dtype).findings(),
+        findings=Verdict(run, best, dtype).findings(),
         first_nonfinite=run.operation(factual[0]) if factual else None,
         largest_scale=one(largest),
         scale=one(scales),

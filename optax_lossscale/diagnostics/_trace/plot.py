@@ -1,0 +1,149 @@
+"""The picture of a trace: the exponents of each operation, forward above backward."""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale.diagnostics import _drawing
+from optax_lossscale.diagnostics._trace import equations
+from optax_lossscale.diagnostics._trace.operations import NumericOperation
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BLUE, GRAY, RED, ORANGE = "#0072B2", "#9A9A9A", "#C4161C", "#D55E00"
+# Below this, float32 numbers say nothing about half precision.
+MARGIN = 6.0
+
+
+def plot_numerics(
+    trace: Any, *, axes: "tuple[Axes, Axes] | None" = None
+) -> "tuple[Axes, Axes]":
+    """Draws the range of each operation, in the forward and in the backward pass.
+
+    Args:
+      trace: A `NumericsTrace`, as `trace_numerics` returns it.
+      axes: Two matplotlib Axes, for the forward and the backward pass; a new figure if
+        None.
+
+    Returns:
+      The two Axes. x is the operation, in order of execution, y the exponent. A bar
+      goes from the smallest to the largest magnitude; those of half precision are blue,
+      others gray. A line shows the largest magnitude in float32. Where numbers of
+      `trace.dtype` are zero, subnormal or overflow is shaded.
+
+    Raises:
+      ImportError: If matplotlib is not installed.
+      TypeError: If `trace` is not a `NumericsTrace`, or `axes` are not two Axes.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from optax_lossscale import diagnostics
+      >>> def loss_fn(w):
+      ...     return jnp.sum(jnp.square(w.astype(jnp.float16))).astype(jnp.float32)
+      >>> trace = diagnostics.trace_numerics(loss_fn, jnp.array([1.0, 2.0]))
+      >>> forward, backward = diagnostics.plot_numerics(trace)
+      >>> print(backward.get_xlabel())
+      operation
+    """
+    if not hasattr(trace, "operations"):
+        raise TypeError(
+            "trace must be a NumericsTrace, as trace_numerics returns it, got a "
+            f"{type(trace).__name__}."
+        )
+    forward, backward = _get_axes(axes)
+    low, high = _limits(trace)
+    for ax, phase in ((forward, "forward"), (backward, "backward")):
+        chosen = [x for x in trace.operations if x.phase == phase]
+        _shade(ax, trace.dtype, low, high)
+        _draw(ax, chosen, low, high)
+        ax.set(ylabel=f"{phase} pass", ylim=(low, high))
+        ax.set_xlim(-1, max(len(chosen), 1))
+        ax.spines[["top", "right"]].set_visible(False)
+    backward.set_xlabel("operation")
+    handles = {}
+    for ax in (backward, forward):
+        handles |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
+    forward.legend(
+        handles.values(), handles.keys(), fontsize="small", loc="lower left", ncols=4,
+        bbox_to_anchor=(0, 1.02), borderaxespad=0, frameon=False,
+    )  # fmt: skip
+    return forward, backward
+
+
+def _get_axes(axes):
+    if axes is None:
+        _drawing.get_axes(None).figure.clear()
+        import matplotlib.pyplot as plt
+
+        figure = plt.gcf()
+        figure.set_size_inches(9, 6)
+        axes = tuple(figure.subplots(2, 1))
+    if not isinstance(axes, tuple | list | np.ndarray) or len(axes) != 2:
+        raise TypeError("axes must be two matplotlib Axes, or None for a new figure.")
+    return tuple(map(_drawing.get_axes, axes))
+
+
+def _log2(x: float) -> float:
+    return math.log2(x) if x > 0 and math.isfinite(x) else math.nan
+
+
+def _limits(trace: Any) -> tuple[float, float]:
+    """Returns the exponents to show: the range of the dtype, and what leaves it."""
+    flushed, _, overflow = _drawing.boundaries(trace.dtype)
+    wide = [_log2(x.output.float32_largest) for x in trace.operations]
+    largest = np.nanmax([overflow, *wide])
+    smallest = [_log2(x.output.smallest) for x in trace.operations]
+    smallest = np.nanmin([flushed, *smallest])
+    low = max(smallest, flushed - 3 * MARGIN) - MARGIN
+    return low, min(largest, overflow + 8 * MARGIN) + MARGIN
+
+
+def _shade(ax: Any, dtype: str, low: float, high: float) -> None:
+    flushed, normal, overflow = _drawing.boundaries(dtype)
+    areas = (
+        (low, flushed, "#F3D9C9", "zero"),
+        (flushed, normal, "#FBF3D0", "subnormal"),
+        (overflow, high, "#F3D9C9", "overflow"),
+    )
+    for start, stop, color, name in areas:
+        ax.axhspan(start, stop, facecolor=color, zorder=0, linewidth=0)
+        ax.text(
+            1.005, (start + stop) / 2, name, transform=ax.get_yaxis_transform(),
+            fontsize="small", va="center",
+        )  # fmt: skip
+    ticks = sorted({round(x) for x in (flushed, normal, 0, overflow)})
+    ax.set_yticks([x for x in ticks if low <= x <= high])
+    ax.yaxis.set_major_formatter("$2^{{{x:.0f}}}$")
+
+
+def _draw(ax: Any, chosen: list[NumericOperation], low: float, high: float) -> None:
+    half = [equations.is_half(jnp.dtype(x.dtype)) for x in chosen]
+    for is_half, color, label in (
+        (True, BLUE, "half precision"),
+        (False, GRAY, "other dtypes"),
+    ):
+        bars = [
+            (i, _log2(x.output.smallest), _log2(x.output.largest))
+            for i, x in enumerate(chosen)
+            if half[i] == is_half and x.output.largest
+        ]
+        if bars:
+            index, bottom, top = (np.array(x) for x in zip(*bars, strict=True))
+            bottom = np.maximum(bottom, low)
+            width = float(np.clip(300 / len(chosen), 0.6, 4))
+            ax.vlines(index, bottom, np.maximum(top, bottom + 0.2), color=color,
+                      linewidth=width, label=label)  # fmt: skip
+    wide = [_log2(x.output.float32_largest) for x in chosen]
+    if wide:
+        ax.plot(wide, color="black", linewidth=0.8, label="largest in float32")
+    bad = [i for i, x in enumerate(chosen) if not x.output.is_finite]
+    if bad:
+        ax.plot(bad, [high - 1] * len(bad), "x", color=RED, label="inf or nan",
+                markersize=4, clip_on=False)  # fmt: skip
+    lost = [i for i, x in enumerate(chosen) if x.output.flushed >= 0.01]
+    if lost:
+        ax.plot(lost, [low + 1] * len(lost), "v", color=ORANGE, markersize=4,
+                label="flushed to zero", clip_on=False)  # fmt: skip
