@@ -10,9 +10,9 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 FORMAT = "optax_lossscale History"
 COUNTS = ("capacity", "stride", "records")
@@ -40,15 +40,28 @@ class Table(NamedTuple):
 
 
 def write_table(path: str | os.PathLike[str], table: Table) -> None:
-    """Writes a file atomically: a crash leaves the old file or the new one."""
+    """Writes a table to a file."""
     write = {".csv": _write_csv, ".json": _write_json}[_suffix(path)]
+    write_file(path, lambda file: write(file, table))
+
+
+def write_file(path: str | os.PathLike[str], write: Callable[[TextIO], object]) -> Path:
+    """Writes a file atomically: a crash leaves the old file or the new one.
+
+    Args:
+      path: The file.
+      write: Writes to an open file.
+
+    Returns:
+      The path, absolute.
+    """
     path = Path(path).resolve()
     _remove_abandoned(path.parent)
     # Random: threads and containers may share a process id.
     aside = path.with_name(f"{ASIDE}{secrets.token_hex(8)}.tmp")
     try:
         with aside.open("x", encoding="utf-8", newline="") as file:
-            write(file, table)
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         # Keep the permissions of the old file, if there is one.
@@ -57,6 +70,7 @@ def write_table(path: str | os.PathLike[str], table: Table) -> None:
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+    return path
 
 
 def _remove_abandoned(folder: Path) -> None:

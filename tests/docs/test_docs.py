@@ -53,6 +53,10 @@ def test_public_names():
         "History",
         "NonfiniteGradient",
         "NonfiniteLeaf",
+        "NumericFinding",
+        "NumericOperation",
+        "NumericRange",
+        "NumericsTrace",
         "ScaleSweep",
         "Underflow",
         "UnderflowStats",
@@ -62,10 +66,12 @@ def test_public_names():
         "nonfinite_leaves",
         "plot_exponents",
         "plot_history",
+        "plot_numerics",
         "plot_sweep",
         "report",
         "scale_sweep",
         "suggest_loss_scale",
+        "trace_numerics",
         "underflow_stats",
     }
     assert PUBLIC.keys() - DIAGNOSTICS.keys() == {

@@ -16,11 +16,11 @@ CONTRACTS = CONFIGURATION["tool"]["importlinter"]["contracts"]
 def mapped():
     """Returns the modules in the map, in its order."""
     _, text, _ = TEXT[TEXT.index("## Layout") :].split("```", 2)
-    modules, folder = [], ""
+    modules, folders = [], ["optax_lossscale"]
     for indent, name, slash in re.findall(r"(?m)^( *)(\w+)(?:\.py|(/))", text):
-        folder = folder if indent else ""
-        modules.append(f"optax_lossscale.{folder}{name}")
-        folder = f"{name}." if slash else folder
+        folders = folders[: 1 + len(indent) // 2]
+        modules.append(".".join([*folders, name]))
+        folders += [name] if slash else []
     return modules
 
 

@@ -234,6 +234,10 @@ class Run:
             opaque=site.opaque,
         )
 
+    def operands(self, key: Key) -> list[Key]:
+        """Returns the sites of the inputs of an operation."""
+        return [k for keys in self.site(key).inputs for k in self.inputs(keys)]
+
     def inputs(self, keys: tuple[Key, ...]) -> list[Key]:
         """Returns the sites of an input that ran."""
         found = []

@@ -16,10 +16,12 @@ from optax_lossscale import _check as check
 from optax_lossscale._step.state import find_state, unbox
 from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._common import check_host
+from optax_lossscale.diagnostics._files import write_file
 from optax_lossscale.diagnostics._trace import search
-from optax_lossscale.diagnostics._trace.findings import NumericFinding, Verdict
+from optax_lossscale.diagnostics._trace.findings import NumericFinding
 from optax_lossscale.diagnostics._trace.operations import NumericOperation, Run
 from optax_lossscale.diagnostics._trace.program import make_call, make_program
+from optax_lossscale.diagnostics._trace.verdict import find_all
 
 WIDTH = 79
 SHOWN = 6
@@ -85,31 +87,40 @@ class NumericsTrace(NamedTuple):
         }
         return "\n".join([*lines, ", ".join(f"{k} {v}" for k, v in facts.items())])
 
-    def to_csv(self, path: str | os.PathLike[str]) -> None:
+    def to_csv(self, path: str | os.PathLike[str]) -> Path:
         """Writes the operations to a file, one row each.
 
         Args:
           path: The file; an old one is replaced.
+
+        Returns:
+          The path of the file, absolute.
         """
-        rows = [_flat(x) for x in self.operations]
-        with Path(path).open("w", encoding="utf-8", newline="") as file:
+        rows = list(map(_flat, self.operations))
+
+        def write(file):
             writer = csv.DictWriter(file, list(rows[0]) if rows else [])
             writer.writeheader()
             writer.writerows(rows)
 
-    def to_json(self, path: str | os.PathLike[str]) -> None:
+        return write_file(path, write)
+
+    def to_json(self, path: str | os.PathLike[str]) -> Path:
         """Writes the findings and the operations to a file.
 
         Args:
           path: The file; an old one is replaced.
+
+        Returns:
+          The path of the file, absolute.
         """
         found = self._asdict() | {
             "findings": [x._asdict() | _named(x) for x in self.findings],
             "first_nonfinite": self.first_nonfinite and _flat(self.first_nonfinite),
-            "operations": [_flat(x) for x in self.operations],
+            "operations": list(map(_flat, self.operations)),
         }
         text = json.dumps(_plain(found), indent=1, allow_nan=False)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        return write_file(path, lambda file: file.write(text + "\n"))
 
 
 def trace_numerics(
@@ -203,7 +214,7 @@ def trace_numerics(
         return values[0] if count is None else tuple(values)
 
     return NumericsTrace(
-        findings=Verdict(run, best, dtype).findings(),
+        findings=find_all(run, best, dtype),
         first_nonfinite=run.operation(factual[0]) if factual else None,
         largest_scale=one(largest),
         scale=one(scales),

@@ -1,0 +1,144 @@
+"""The verdict on the forward pass, where no loss scale helps."""
+
+import math
+
+from optax_lossscale.diagnostics import _bits
+from optax_lossscale.diagnostics._trace.findings import (
+    SHOWN,
+    NumericFinding,
+    distinct_lines,
+    gradients_of,
+    kinds_of,
+    log2_of,
+)
+from optax_lossscale.diagnostics._trace.interpreter import Key
+from optax_lossscale.diagnostics._trace.operations import Run
+
+# Results agree with float32 if they differ by less, relative to the largest.
+CLOSE = 0.1
+
+
+def find_nonfinite_arguments(run: Run) -> list[NumericFinding]:
+    """Says whether a parameter or the data was not finite, and it shows."""
+    names = run.program.arguments
+    bad = [k for k in run.keys if k in names and not run.range(k).is_finite]
+    losses = range(len(run.scales))
+    results = [k for i in losses for k in gradients_of(run, i)]
+    if not bad or all(run.range(k).is_finite for k in results):
+        return []
+    name = names[bad[0]]
+    readers = (k for k in run.keys if any(bad[0] in x for x in run.site(k).inputs))
+    operation = next(map(run.operation, readers), None)
+    used = "" if operation is None else f" It is first used at {operation}."
+    more = "" if len(bad) == 1 else f" (and {len(bad) - 1} more)"
+    if name.startswith("params"):
+        kind = "parameter"
+        fix = (
+            "Restore a checkpoint, and find the step that was applied though its "
+            "gradients were not finite."
+        )
+    else:
+        kind, fix = "argument", "Look for the bad example in the data."
+    message = (
+        f"The {kind} {name}{more} held {kinds_of(run, bad[0])} before anything was "
+        f"computed.{used} No loss scale helps. {fix}"
+    )
+    return [NumericFinding("nonfinite_argument", message, operation)]
+
+
+def find_forward(run: Run, dtype: str) -> list[NumericFinding]:
+    """Says where inf and nan begin in the forward pass.
+
+    Args:
+      run: The run.
+      dtype: The dtype in question.
+    """
+    keys = distinct_lines(run, run.origins("forward"))[:SHOWN]
+    found = [_describe(run, key, dtype) for key in keys]
+    known = {run.site(key).source for key in keys}
+    later = [
+        key
+        for key in run.keys
+        if run.site(key).phase == "forward"
+        and run.exceeds(key)
+        and run.site(key).source not in known
+    ]
+    if found and later:
+        later = distinct_lines(run, later)[:SHOWN]
+        lines = (f"{run.operation(k).place} (2^{log2_of(run, k):.1f})" for k in later)
+        message = "In float32 these results are too large as well: "
+        message += "; ".join(lines) + "."
+        kind, operation = found[0].kind, run.operation(later[0])
+        found.append(NumericFinding(kind, message, operation))
+    return found
+
+
+def is_harmless(run: Run) -> bool:
+    """Whether the losses and the gradients of a run agree with float32."""
+    losses = range(len(run.scales))
+    results = [run.range(k) for i in losses for k in gradients_of(run, i)]
+    pairs = run.losses.T.tolist()
+    agree = all(math.isclose(x, y, rel_tol=CLOSE) for x, y in zip(*pairs, strict=True))
+    return agree and all(x.is_finite and x.error < CLOSE for x in results)
+
+
+def _describe(run: Run, key: Key, dtype: str) -> NumericFinding:
+    operation, found = run.operation(key), run.range(key)
+    limits = run.limit(key)
+    text = f"{operation}: {kinds_of(run, key)} begins here"
+    bits = None
+    if limits is not None and run.exceeds(key):
+        needed, end = log2_of(run, key), math.log2(limits.overflow)
+        bits = needed - end
+        name = found.dtype if limits == _limits_of(found.dtype) else dtype
+        text += (
+            f". The largest result would be 2^{needed:.1f}; {name} ends at "
+            f"2^{end:.0f}. No loss scale helps, since this is the forward pass: "
+            "compute this line in float32, or make its inputs smaller."
+        )
+    else:
+        text += (
+            f", and it is no overflow. {_why(run, key)} No loss scale helps: compute "
+            "this line in float32."
+        )
+    kind = "would_overflow" if found.is_finite else "forward"
+    return NumericFinding(kind, text, operation, bits=bits)
+
+
+def _limits_of(dtype: str) -> _bits.Limits | None:
+    is_wide = dtype in ("float32", "float64", "complex64", "complex128")
+    return None if is_wide else _bits.limits_of(dtype)
+
+
+def _why(run: Run, key: Key) -> str:
+    """Explains an operation that makes inf or nan of numbers that are not large."""
+    inputs = run.operands(key)
+    flushed = max(inputs, key=lambda k: run.range(k).flushed, default=None)
+    if flushed is not None and run.range(flushed).flushed:
+        origin = run.operation(_flushed_first(run, flushed))
+        return (
+            "Its input holds zeros that float32 would not have: they were flushed at "
+            f"{origin.place}."
+        )
+    if any(run.range(k).zeros for k in inputs):
+        return (
+            "An input holds zeros. Constants below 2^-25, like 1e-8, are zero in "
+            "float16."
+        )
+    if any(not run.range(k).is_finite for k in inputs) or run.site(key).constants:
+        return (
+            "It computes inf - inf, 0 * inf or 0 / 0. A constant like -1e9 is -inf in "
+            "float16."
+        )
+    return "An input is outside of the domain of the function."
+
+
+def _flushed_first(run: Run, key: Key) -> Key:
+    """Returns the operation from which flushed zeros come."""
+    while True:
+        lost = [
+            k for k in run.operands(key) if run.range(k).flushed and run.operands(k)
+        ]
+        if not lost:
+            return key
+        key = max(lost, key=lambda k: run.range(k).flushed)

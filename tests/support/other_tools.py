@@ -1,0 +1,106 @@
+"""What JAX's own tools say about the faults of `faulty_transformer` and `faulty_linen`.
+
+Prints one Markdown table per model, in a few minutes:
+
+    python tests/support/other_tools.py
+"""
+
+import contextlib
+import io
+import traceback
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import faulty_linen
+import faulty_transformer
+import jax
+from faulty_transformer import FAULTS, Faulty
+from jax.experimental import checkify
+
+MODELS = (faulty_transformer, faulty_linen)
+
+
+def scaled_value_and_grad(faulty: Faulty) -> Any:
+    """Returns the function that computes the scaled loss and its gradient."""
+
+    def scaled_loss(params, *args):
+        return faulty.loss_fn(params, *args) * faulty.scale
+
+    return jax.value_and_grad(scaled_loss)
+
+
+def debug_nans(faulty: Faulty, *, infs: bool = False) -> str:
+    """Returns what `jax_debug_nans` says about a jitted step.
+
+    Args:
+      faulty: The loss and its arguments.
+      infs: Whether to set `jax_debug_infs` as well.
+    """
+    step = jax.jit(scaled_value_and_grad(faulty))
+    # JAX prints that it runs the function again, one operation after another.
+    quiet = contextlib.redirect_stdout(io.StringIO())
+    try:
+        with jax.debug_nans(True), jax.debug_infs(infs), quiet:
+            jax.block_until_ready(step(faulty.params, *faulty.args))
+    except FloatingPointError as error:
+        return describe(error, faulty)
+    return "nothing"
+
+
+def debug_nans_and_infs(faulty: Faulty) -> str:
+    """Returns what `jax_debug_nans` and `jax_debug_infs` together say."""
+    return debug_nans(faulty, infs=True)
+
+
+def check_floats(faulty: Faulty) -> str:
+    """Returns what `checkify.float_checks` says about a jitted step."""
+    step = scaled_value_and_grad(faulty)
+    checked = jax.jit(checkify.checkify(step, errors=checkify.float_checks))
+    error, _ = checked(faulty.params, *faulty.args)
+    try:
+        error.throw()
+    except checkify.JaxRuntimeError as error:
+        return describe(error, faulty)
+    return "nothing"
+
+
+TOOLS = {
+    "jax_debug_nans": debug_nans,
+    "jax_debug_nans and jax_debug_infs": debug_nans_and_infs,
+    "checkify": check_floats,
+}
+
+
+def describe(error: BaseException, faulty: Faulty) -> str:
+    """Returns the message of an error, and the line of the model that it names."""
+    message = str(error).splitlines()[0].rstrip(".")
+    files = {model.__file__ for model in MODELS}
+    named = [
+        (frame.filename, frame.lineno)
+        for link in (error, error.__cause__)
+        for frame in traceback.extract_tb(link.__traceback__ if link else None)
+        if frame.filename in files
+    ]
+    if not named:
+        return f"{message}; names no line"
+    file, line = named[-1]
+    verdict = "the faulty line" if named[-1] in faulty.lines else "another line"
+    return f"{message}; names {Path(file).name}:{line}, {verdict}"
+
+
+def table(model: ModuleType) -> str:
+    """Returns the Markdown table of one model."""
+    rows = [["fault", *TOOLS], ["---"] * (1 + len(TOOLS))]
+    for name in (None, *(fault.name for fault in FAULTS)):
+        faulty = model.plant(name)
+        rows.append([name or "none", *(tool(faulty) for tool in TOOLS.values())])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+if __name__ == "__main__":
+    # The mask: NumPy warns that -1e9 overflows in float16.
+    warnings.filterwarnings("ignore", "overflow encountered in cast")
+    for model in MODELS:
+        print(f"## {model.__name__}\n\n{table(model)}\n", flush=True)
