@@ -445,7 +445,7 @@ def test_troubleshooting(capsys):
     """It prints what it shows, and says what is the case."""
     run_page("troubleshooting")
     text = (RECIPES / "troubleshooting.md").read_text()
-    shown = re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    shown = re.findall(r"```python\n.*?```\n\n```\n(.*?)```", text, re.DOTALL)
     assert capsys.readouterr().out == "".join(shown)
     assert len(shown) == text.count("\n## ") == 6
 
