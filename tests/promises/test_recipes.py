@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 
@@ -25,8 +26,9 @@ from helpers import (
 
 from optax_lossscale import LossScaleOptimizer
 
-# test_multi_steps.py and test_optax_table.py are about these two.
-ELSEWHERE = {"accumulation", "optax"}
+# test_multi_steps.py and test_optax_table.py are about two of these, and a test below
+# about the third, which does not train.
+ELSEWHERE = {"accumulation", "optax", "troubleshooting"}
 PAGES = sorted({path.stem for path in RECIPES.glob("*.md")} - ELSEWHERE)
 # Keras reads its backend once, where it is imported: it gets a process of its own.
 ALONE = {"keras"}
@@ -436,6 +438,16 @@ def test_page(name, tmp_path, monkeypatch):
         timeout=120,
     )
     assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.exhaustive
+def test_troubleshooting(capsys):
+    """It prints what it shows, and says what is the case."""
+    run_page("troubleshooting")
+    text = (RECIPES / "troubleshooting.md").read_text()
+    shown = re.findall(r"```python\n.*?```\n\n```\n(.*?)```", text, re.DOTALL)
+    assert capsys.readouterr().out == "".join(shown)
+    assert len(shown) == text.count("\n## ") == 6
 
 
 @pytest.mark.parametrize("box", ["with_partitioning", "with_logical_partitioning"])
