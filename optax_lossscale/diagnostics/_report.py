@@ -17,14 +17,16 @@ from optax_lossscale.diagnostics._nonfinite import (
 
 SHOWN = 8
 WIDTH = 79
+TRACE = (
+    "diagnostics.trace_numerics(loss_fn, params, batch, state=state) names the "
+    "operation and its line."
+)
 SPREAD = (
     "find where the inf or nan began. The table does not tell: from the forward pass "
     "it can reach every parameter, and from the backward pass every parameter whose "
     "gradient is computed after it, in the layers nearer to the input. In the second "
     "case the bad leaf nearest to the loss is next to the cause, but the tree does not "
-    "say which that is. If the data and the parameters are finite, "
-    "diagnostics.trace_numerics(loss_fn, params, batch, state=state) names the "
-    "operation and its line."
+    f"say which that is. {TRACE}"
 )
 
 
@@ -141,7 +143,7 @@ def _judge(
         return (
             "The last step was skipped, because its loss was not finite.",
             "if this continues, look for a nan or inf in the data or the parameters, "
-            "and for an overflow in the forward pass.",
+            f"and for an overflow in the forward pass. {TRACE}",
         )
     last = [leaf for leaf in leaves if leaf.last != "finite"]
     # The only leaf of a tree is not finite whatever the cause.
@@ -152,13 +154,13 @@ def _judge(
             headline = "Steps are skipped, and the loss scale cannot go lower."
         # Above its minimum the scale itself may be too high: blame no gradient yet.
         if not last or not health.stuck_steps:
-            return headline, health.message
+            return headline, f"{health.message} {TRACE}"
         suspect = _suspect(last[0]) if alone else SPREAD
         if _health.may_be_frozen(health):
             suspect = f"if the loss is finite, {_health.CALL_INSIDE}{suspect}"
         return headline, suspect
     if skips:
-        look = SPREAD if last else "call check_health."
+        look = SPREAD if last else f"call check_health. {TRACE}"
         if alone:
             look = f"look at {last[0].name}."
         return (
@@ -170,7 +172,7 @@ def _judge(
         return (
             "The last step was applied, but its loss scale is too low to help.",
             "find out what keeps the scale low, and check with underflow_stats whether "
-            "gradients are lost.",
+            f"gradients are lost. {TRACE}",
         )
     return "The last step was applied.", "nothing."
 

@@ -308,7 +308,7 @@ class TestReport:
         assert advice(text).endswith(f"If they continue, look at {name}.")
         without = report(run(BAD, BAD))
         assert "gradients" not in without
-        assert advice(without).endswith("If they continue, call check_health.")
+        assert "If they continue, call check_health." in advice(without)
 
     def test_stuck_names_the_leaf(self):
         state = run(*[BAD] * 5, loss_scale=DynamicLossScale(4.0), track_leaves=True)

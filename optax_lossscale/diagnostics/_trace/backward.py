@@ -5,9 +5,9 @@ import math
 from optax_lossscale.diagnostics._trace.findings import (
     SHOWN,
     NumericFinding,
+    begins,
     distinct_lines,
     gradients_of,
-    kinds_of,
     log2_of,
     power,
 )
@@ -40,7 +40,7 @@ def find_backward(run: Run, best: Run | None, loss: int) -> list[NumericFinding]
 def _at_every_scale(run: Run, key: Key) -> NumericFinding:
     operation = run.operation(key)
     message = (
-        f"{operation}: {kinds_of(run, key)} begins here at every loss scale. Compute "
+        f"{operation}: {begins(run, key)} here at every loss scale. Compute "
         "this line, or its derivative, in float32."
     )
     return NumericFinding("backward", message, operation)
@@ -53,7 +53,7 @@ def _too_high(run: Run, key: Key, best: Run, alone: bool) -> NumericFinding:
     if math.isfinite(headroom(run, key)):
         would = f" (it would be 2^{log2_of(run, key):.1f})"
     text = (
-        f"{operation}: {kinds_of(run, key)} begins here{would}, at the loss scale "
+        f"{operation}: {begins(run, key)} here{would}, at the loss scale "
         f"{power(scale)}. The largest scale with which nothing in the backward pass "
         f"overflows is {power(largest)}."
     )

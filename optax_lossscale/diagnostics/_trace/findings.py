@@ -51,6 +51,12 @@ def kinds_of(run: Run, key: Key) -> str:
     return " and ".join(kinds) or "overflow"
 
 
+def begins(run: Run, key: Key) -> str:
+    """Returns "inf begins", "inf and nan begin" and the like."""
+    kinds = kinds_of(run, key)
+    return f"{kinds} {'begin' if ' and ' in kinds else 'begins'}"
+
+
 def log2_of(run: Run, key: Key) -> float:
     """Returns log2 of the largest magnitude in float32."""
     return math.log2(run.range(key).float32_largest)

@@ -6,6 +6,7 @@ from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._trace.findings import (
     SHOWN,
     NumericFinding,
+    begins,
     distinct_lines,
     gradients_of,
     kinds_of,
@@ -53,7 +54,11 @@ def find_forward(run: Run, dtype: str) -> list[NumericFinding]:
       run: The run.
       dtype: The dtype in question.
     """
-    keys = distinct_lines(run, run.origins("forward"))[:SHOWN]
+    keys = run.origins("forward")
+    if keys and not run.bad_operands(keys[0]):
+        # Where nan comes of an inf, that is a consequence.
+        keys = [key for key in keys if not run.bad_operands(key)]
+    keys = distinct_lines(run, keys)[:SHOWN]
     found = [_describe(run, key, dtype) for key in keys]
     known = {run.site(key).source for key in keys}
     later = [
@@ -85,7 +90,7 @@ def is_harmless(run: Run) -> bool:
 def _describe(run: Run, key: Key, dtype: str) -> NumericFinding:
     operation, found = run.operation(key), run.range(key)
     limits = run.limit(key)
-    text = f"{operation}: {kinds_of(run, key)} begins here"
+    text = f"{operation}: {begins(run, key)} here"
     bits = None
     if limits is not None and run.exceeds(key):
         needed, end = log2_of(run, key), math.log2(limits.overflow)
@@ -114,6 +119,11 @@ def _why(run: Run, key: Key) -> str:
     """Explains an operation that makes inf or nan of numbers that are not large."""
     inputs = run.operands(key)
     flushed = max(inputs, key=lambda k: run.range(k).flushed, default=None)
+    if run.bad_operands(key) or not all(map(math.isfinite, run.site(key).constants)):
+        return (
+            "An input holds inf, and inf - inf, inf / inf and 0 * inf are nan. A "
+            "constant like -1e9 is -inf in float16."
+        )
     if flushed is not None and run.range(flushed).flushed:
         origin = run.operation(_flushed_first(run, flushed))
         return (
@@ -123,11 +133,6 @@ def _why(run: Run, key: Key) -> str:
     if any(run.range(k).zeros for k in inputs):
         return (
             "An input holds zeros. Constants below 2^-25, like 1e-8, are zero in "
-            "float16."
-        )
-    if any(not run.range(k).is_finite for k in inputs) or run.site(key).constants:
-        return (
-            "It computes inf - inf, 0 * inf or 0 / 0. A constant like -1e9 is -inf in "
             "float16."
         )
     return "An input is outside of the domain of the function."

@@ -123,7 +123,9 @@ class NumericOperation(NamedTuple):
 
 
 def _short(file: str) -> str:
-    """Returns the last two parts of a path."""
+    """Returns the last two parts of a path; "cell" for a cell of a notebook."""
+    if "ipykernel_" in file:
+        return "cell"
     return "/".join(file.replace("\\", "/").split("/")[-2:])
 
 
@@ -280,8 +282,7 @@ class Run:
         site = self.site(key)
         if site.phase == "argument" or not self.is_bad(key):
             return False
-        sources = [k for keys in site.inputs for k in self._known(keys)]
-        bad = self.inputs(tuple(k for k in sources if self._was_bad(k, key)))
+        bad = self.bad_operands(key)
         constants = [x for x in site.constants if not math.isfinite(x)]
         if not bad and not constants:
             return True
@@ -301,8 +302,11 @@ class Run:
             and found.infs + found.nans > 1.001 * sum(x.infs + x.nans for x in shares)
         )
 
-    def _known(self, keys):
-        return [k for k in keys if k in self.program.before or self._seen(k)]
+    def bad_operands(self, key: Key) -> list[Key]:
+        """Returns the inputs that held inf or nan when an operation first did."""
+        inputs = (k for keys in self.site(key).inputs for k in keys)
+        ran = (k for k in inputs if k in self.program.before or self._seen(k))
+        return self.inputs(tuple(k for k in ran if self._was_bad(k, key)))
 
     def _was_bad(self, key, reader):
         """Whether `key` held inf or nan when `reader` first did."""
