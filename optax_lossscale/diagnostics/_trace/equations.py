@@ -71,6 +71,16 @@ def is_inexact(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
+def holds(new: Any, old: Any) -> bool:
+    """Whether every number of an inexact dtype is one of another, too."""
+    if jnp.issubdtype(old, jnp.complexfloating) > jnp.issubdtype(
+        new, jnp.complexfloating
+    ):
+        return False
+    a, b = jnp.finfo(old), jnp.finfo(new)
+    return a.nmant <= b.nmant and a.minexp >= b.minexp and a.maxexp <= b.maxexp
+
+
 def source_of(equation: Any, caller: Source) -> Source:
     """Returns the innermost line of the user.
 

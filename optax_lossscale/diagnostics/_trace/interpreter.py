@@ -488,7 +488,7 @@ def _keeps_magnitudes(equation: Any) -> bool:
     if equation.primitive.name == "convert_element_type":
         old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
         inexact = all(jnp.issubdtype(x, jnp.inexact) for x in (old, new))
-        return inexact and jnp.promote_types(old, new) == new and old != jnp.float64
+        return inexact and equations.holds(new, old) and old != jnp.float64
     return equation.primitive.name in equations.MOVES and len(equation.invars) == 1
 
 
