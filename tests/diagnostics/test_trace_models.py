@@ -126,7 +126,7 @@ MODELS = {
     "linen": (run_linen, "Linen", "Linen/last"),
     "nnx": (run_nnx, "", ""),
     "nnx_split": (run_nnx_split, "", ""),
-    "equinox": (run_equinox, "", ""),
+    "equinox": (run_equinox, "", "eqx.nn.Linear"),
     "haiku": (run_haiku, "", "last"),
 }
 

@@ -127,6 +127,12 @@ def called_jaxpr(equation: Any) -> ClosedJaxpr:
     return found if isinstance(found, ClosedJaxpr) else ClosedJaxpr(found, ())
 
 
+def manual_axes(equation: Any) -> tuple[str, ...]:
+    """Returns the axes that a `shard_map` maps over."""
+    names = ("newly_manual_axes", "manual_axes")  # The second in older versions.
+    return tuple(next(equation.params[x] for x in names if x in equation.params))
+
+
 def bind(equation: Any, args: Sequence[Any], params: Any = None) -> list[Any]:
     """Runs an equation, perhaps with other parameters."""
     params = equation.params if params is None else params
