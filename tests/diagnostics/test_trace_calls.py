@@ -2,6 +2,7 @@
 
 import csv
 import json
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -64,13 +65,14 @@ class TestNumbers:
         rng = np.random.default_rng(0)
         params = {"in": rng.normal(size=(4, 8)), "out": rng.normal(size=(8, 3)) * gain}
         params = jax.tree.map(lambda x: x.astype(np.float32), params)
-        x = rng.normal(size=(5, 4)).astype(np.float16)
+        # Powers of two: in a compiled program, x / 5 is x * 0.2.
+        x = rng.normal(size=(2, 4)).astype(np.float16)
         scale = 2.0**9
 
         def scaled(params):
             return mlp_loss(params, x) * scale
 
-        closed = jax.make_jaxpr(jax.grad(scaled))(params)
+        closed = jax.make_jaxpr(jax.value_and_grad(scaled))(params)
         expected = []
         for equation, found in run_eagerly(
             closed.jaxpr, closed.consts, jax.tree.leaves(params)
@@ -82,8 +84,9 @@ class TestNumbers:
         trace = trace_numerics(mlp_loss, params, x, scale=scale)
         actual = [(x.primitive, *numbers(x.output)) for x in trace.operations]
         assert len(actual) > 60
-        assert sorted(set(actual)) == sorted(set(actual) & set(expected))
-        assert len(set(expected) - set(actual)) <= 3  # The loss is scaled elsewhere.
+        actual, expected = Counter(actual), Counter(expected)
+        assert not actual - expected
+        assert (expected - actual).total() <= 2  # What scales the loss is left out.
 
     def test_what_it_would_be_in_float32(self):
         def loss_fn(w):
@@ -231,7 +234,7 @@ class TestArguments:
         ],
     )
     def test_a_loss_that_is_no_real_scalar(self, loss_fn):
-        with pytest.raises(TypeError, match="loss|scalar|real"):
+        with pytest.raises(TypeError, match=r"loss|scalar|real"):
             trace_numerics(loss_fn, W)
 
     def test_under_jit(self):
@@ -248,7 +251,7 @@ class TestReports:
                 x = jnp.exp(x) if i % 2 else -x * 1e3
             return total(x)
 
-        return trace_numerics(loss_fn, W * jnp.array([1, -1]), scale=2.0**10)
+        return trace_numerics(loss_fn, W * jnp.array([1.0, -1.0]), scale=2.0**10)
 
     def test_one_screen(self, trace):
         lines = str(trace).splitlines()
