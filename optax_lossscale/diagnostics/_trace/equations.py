@@ -133,6 +133,15 @@ def manual_axes(equation: Any) -> tuple[str, ...]:
     return tuple(next(equation.params[x] for x in names if x in equation.params))
 
 
+def scan_counts(equation: Any) -> tuple[int, int]:
+    """Returns how many constants a scan has, and how many parts its state."""
+    params = equation.params
+    if "ft_in" not in params:  # Older versions of JAX.
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))
+
+
 def bind(equation: Any, args: Sequence[Any], params: Any = None) -> list[Any]:
     """Runs an equation, perhaps with other parameters."""
     params = equation.params if params is None else params

@@ -323,7 +323,7 @@ class Interpreter:
 
     def _scan(self, equation, inputs, place, recorder):
         params = equation.params
-        n, m = params["num_consts"], params["num_carry"]
+        n, m = equations.scan_counts(equation)
         consts, carry, xs = inputs[:n], inputs[n : n + m], inputs[n + m :]
         loop = Loop(params["length"], params["reverse"])
         closed = params["jaxpr"]
