@@ -95,6 +95,8 @@ def source_of(equation: Any, caller: Source) -> Source:
             continue
         if frame.file_name.startswith(PACKAGE + os.sep):
             break
+        if frame.function_name == "_create_pjit_jaxpr":  # In older versions of JAX.
+            break
         if _is_users(frame.file_name):
             return Source(frame.file_name, frame.line_num, frame.function_name)
     return caller
@@ -125,6 +127,16 @@ def called_jaxpr(equation: Any) -> ClosedJaxpr:
     """Returns the jaxpr that a primitive in `CALLS` calls."""
     found = next(equation.params[x] for x in CALLED if x in equation.params)
     return found if isinstance(found, ClosedJaxpr) else ClosedJaxpr(found, ())
+
+
+def inner_jaxprs(equation: Any) -> Iterator[Jaxpr]:
+    """Yields the jaxprs among an equation's parameters."""
+    for parameter in equation.params.values():
+        for x in parameter if isinstance(parameter, tuple) else (parameter,):
+            if isinstance(x, ClosedJaxpr):
+                yield x.jaxpr
+            elif isinstance(x, Jaxpr):
+                yield x
 
 
 def manual_axes(equation: Any) -> tuple[str, ...]:
