@@ -11,6 +11,7 @@ import optax
 import pytest
 from helpers import INF, NAN
 from jax import lax
+from tracing import total
 
 from optax_lossscale import LossScaleOptimizer
 from optax_lossscale.diagnostics import trace_numerics
@@ -19,10 +20,6 @@ from optax_lossscale.diagnostics._trace.equations import bind
 W = jnp.array([1.0, 2.0])
 # Two names of `jax.jit` in jaxprs, old and new.
 CALLS = ("jit", "pjit", "custom_jvp_call", "custom_vjp_call")
-
-
-def total(x):
-    return jnp.sum(x.astype(jnp.float32))
 
 
 def loss_fn(w, x=1.0):

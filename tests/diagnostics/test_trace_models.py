@@ -1,7 +1,5 @@
 """`trace_numerics` names the user's line in the models of each framework."""
 
-from pathlib import Path
-
 import equinox as eqx
 import haiku as hk
 import jax
@@ -9,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from flax import linen, nnx
 from helpers import exhaustive_but
+from tracing import line_of
 
 from optax_lossscale.diagnostics import trace_numerics
 
@@ -16,13 +15,6 @@ X = jnp.full((2, 3), 10.0)
 # In the model: 10 * 3 * 0.1 = 3 before the gain; then 3 * gain * 2 * weight.
 SMALL, LARGE = 0.1, 3e4
 PLANTED, LAYER = {"gain": 3e4, "weight": SMALL}, {"gain": 10.0, "weight": LARGE}
-
-
-def line_of(mark):
-    """Returns the number of the line of this file that ends with a comment."""
-    lines = Path(__file__).read_text().splitlines()
-    (found,) = (i for i, text in enumerate(lines, 1) if text.endswith(f"# {mark}"))
-    return found
 
 
 class Linen(linen.Module):
@@ -136,7 +128,7 @@ def test_overflow_in_the_users_line(name):
     run, scope, _ = MODELS[name]
     found = run(**PLANTED).first_nonfinite
     assert (found.phase, found.primitive) == ("forward", "mul")
-    assert found.line == line_of(f"planted: {name.split('_')[0]}")
+    assert found.line == line_of(f"planted: {name.split('_')[0]}", __file__)
     assert found.file == __file__
     assert found.scope == scope
 
@@ -146,6 +138,6 @@ def test_overflow_in_a_layer(name):
     run, _, scope = MODELS[name]
     found = run(**LAYER).first_nonfinite
     assert (found.phase, found.primitive) == ("forward", "dot_general")
-    assert found.line == line_of(f"layer: {name.split('_')[0]}")
+    assert found.line == line_of(f"layer: {name.split('_')[0]}", __file__)
     assert found.file == __file__
     assert found.scope == scope
