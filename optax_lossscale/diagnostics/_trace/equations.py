@@ -71,6 +71,16 @@ def is_inexact(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
+def holds(new: Any, old: Any) -> bool:
+    """Whether every number of an inexact dtype is one of another, too."""
+    if jnp.issubdtype(old, jnp.complexfloating) > jnp.issubdtype(
+        new, jnp.complexfloating
+    ):
+        return False
+    a, b = jnp.finfo(old), jnp.finfo(new)
+    return a.nmant <= b.nmant and a.minexp >= b.minexp and a.maxexp <= b.maxexp
+
+
 def source_of(equation: Any, caller: Source) -> Source:
     """Returns the innermost line of the user.
 
@@ -84,6 +94,8 @@ def source_of(equation: Any, caller: Source) -> Source:
         if frame.file_name == __file__:
             continue
         if frame.file_name.startswith(PACKAGE + os.sep):
+            break
+        if frame.function_name == "_create_pjit_jaxpr":  # In older versions of JAX.
             break
         if _is_users(frame.file_name):
             return Source(frame.file_name, frame.line_num, frame.function_name)
@@ -115,6 +127,31 @@ def called_jaxpr(equation: Any) -> ClosedJaxpr:
     """Returns the jaxpr that a primitive in `CALLS` calls."""
     found = next(equation.params[x] for x in CALLED if x in equation.params)
     return found if isinstance(found, ClosedJaxpr) else ClosedJaxpr(found, ())
+
+
+def inner_jaxprs(equation: Any) -> Iterator[Jaxpr]:
+    """Yields the jaxprs among an equation's parameters."""
+    for parameter in equation.params.values():
+        for x in parameter if isinstance(parameter, tuple) else (parameter,):
+            if isinstance(x, ClosedJaxpr):
+                yield x.jaxpr
+            elif isinstance(x, Jaxpr):
+                yield x
+
+
+def manual_axes(equation: Any) -> tuple[str, ...]:
+    """Returns the axes that a `shard_map` maps over."""
+    names = ("newly_manual_axes", "manual_axes")  # The second in older versions.
+    return tuple(next(equation.params[x] for x in names if x in equation.params))
+
+
+def scan_counts(equation: Any) -> tuple[int, int]:
+    """Returns how many constants a scan has, and how many parts its state."""
+    params = equation.params
+    if "ft_in" not in params:  # Older versions of JAX.
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))
 
 
 def bind(equation: Any, args: Sequence[Any], params: Any = None) -> list[Any]:

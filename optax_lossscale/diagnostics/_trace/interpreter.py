@@ -1,6 +1,7 @@
 """Runs a jaxpr, and beside it the same one in float32, and measures every result."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -106,6 +107,7 @@ class Interpreter:
           judged: The dtype that wider numbers should fit into, or None.
         """
         self.zero = zero
+        self.varying: Any = None
         self.judged = judged
         self.sites: dict[Key, Site] = {}
         self.before: dict[Key, tuple[tuple[Key, ...], tuple[Key, ...]]] = {}
@@ -305,7 +307,7 @@ class Interpreter:
         def complete(k):
             def branch(packed):
                 out, found = functions[k](packed)
-                parts = [statistics.neutral(*x.first.shape) for x in shapes]
+                parts = list(map(self._neutral, shapes))
                 parts[k] = found
                 return out, statistics.join_rows(parts)
 
@@ -321,7 +323,7 @@ class Interpreter:
 
     def _scan(self, equation, inputs, place, recorder):
         params = equation.params
-        n, m = params["num_consts"], params["num_carry"]
+        n, m = equations.scan_counts(equation)
         consts, carry, xs = inputs[:n], inputs[n : n + m], inputs[n + m :]
         loop = Loop(params["length"], params["reverse"])
         closed = params["jaxpr"]
@@ -399,24 +401,58 @@ class Interpreter:
 
         start = (jnp.int32(0), None, _pack(carry, apart=True))
         (_, shapes, _), _ = jax.eval_shape(step, start, x)
-        total = statistics.neutral(*shapes.first.shape)
+        total = self._neutral(shapes)
         (_, found, packed), out = loop_over(step, (start[0], total, start[2]))
-        for key, old, new in zip(states, carry, known["new"], strict=True):
-            self.before[key] = (old.keys, new.keys)
         recorder.extend(known["keys"], found)
-        ends = [
-            (*old.keys, *new.keys) for old, new in zip(carry, known["new"], strict=True)
+        new = [x.keys for x in known["new"]]
+        leave = self._sources(states, [x.keys for x in carry], new)
+        ends = [leave((key,)) for key in states]
+        return [
+            *_join(packed, ends),
+            *_join(out, [leave(y.keys) for y in known["out"]]),
         ]
-        return [*_join(packed, ends), *_join(out, [y.keys for y in known["out"]])]
+
+    def _sources(self, states, old, new):
+        """Notes where the state of a loop comes from.
+
+        Args:
+          states: The keys of its parts.
+          old: For each part, the keys before the loop.
+          new: For each part, the keys after an iteration.
+
+        Returns:
+          A function that replaces keys of the state by those where it comes from.
+        """
+        before = dict(zip(states, old, strict=True))
+        after = dict(zip(states, new, strict=True))
+
+        def split(keys):
+            found = list(keys)
+            for key in found:  # It grows: parts of the state may change places.
+                found += [k for k in after.get(key, ()) if k not in found]
+            starts = tuple(k for key in found for k in before.get(key, ()))
+            return starts, tuple(key for key in found if key not in before)
+
+        self.before |= {key: split([key]) for key in states}
+        return lambda keys: sum(split(keys), ())
+
+    def _neutral(self, like):
+        """Returns statistics of nothing, which vary where `shard_map` asks for it."""
+        found = statistics.neutral(*like.first.shape)
+        if self.varying is None:
+            return found
+        return jax.tree.map(lambda x: x + self.varying.astype(x.dtype), found)
 
     def _shard_map(self, equation, inputs, place, recorder):
         params = equation.params
-        axes = tuple(params["manual_axes"])
+        axes = equations.manual_axes(equation)
+        devices = math.prod(params["mesh"].shape[x] for x in axes)
         known: dict[str, Any] = {}
-        zero = self.zero
+        outer = self.zero, self.varying
 
-        def body(zero, packed):
-            self.zero, own = zero, self.new_recorder()
+        def body(zero, varying, packed):
+            self.zero, self.varying = zero, varying[0]
+            own = self.new_recorder()
             out = self.run(params["jaxpr"], (), _unpack(packed, inputs), place, own)
             known.update(keys=own.keys, out=out)
             found = jax.tree.map(lambda x: x[None], own.finish())
@@ -431,15 +467,19 @@ class Interpreter:
         out, found = jax.shard_map(
             body,
             mesh=params["mesh"],
-            in_specs=(PartitionSpec(), specs(inputs, params["in_specs"])),
+            in_specs=(
+                PartitionSpec(),
+                PartitionSpec(axes),
+                specs(inputs, params["in_specs"]),
+            ),
             out_specs=(
                 specs(out_types, params["out_specs"], True),
                 PartitionSpec(axes),
             ),
             axis_names=set(axes),
             check_vma=params["check_vma"],
-        )(zero, _pack(inputs))
-        self.zero = zero
+        )(self.zero, jnp.zeros(devices, jnp.int32), _pack(inputs))
+        self.zero, self.varying = outer
         rows = [
             jax.tree.map(lambda x, i=i: x[i], found) for i in range(found.infs.shape[0])
         ]
@@ -488,7 +528,7 @@ def _keeps_magnitudes(equation: Any) -> bool:
     if equation.primitive.name == "convert_element_type":
         old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
         inexact = all(jnp.issubdtype(x, jnp.inexact) for x in (old, new))
-        return inexact and jnp.promote_types(old, new) == new and old != jnp.float64
+        return inexact and equations.holds(new, old) and old != jnp.float64
     return equation.primitive.name in equations.MOVES and len(equation.invars) == 1
 
 
