@@ -11,9 +11,9 @@ from optax_lossscale.diagnostics._trace.findings import (
     log2_of,
     power,
 )
-from optax_lossscale.diagnostics._trace.interpreter import Key
 from optax_lossscale.diagnostics._trace.operations import Run
 from optax_lossscale.diagnostics._trace.search import headroom
+from optax_lossscale.diagnostics._trace.values import Key
 
 # A smaller share of gradients that are flushed to zero is not worth a word.
 LOST = 0.01

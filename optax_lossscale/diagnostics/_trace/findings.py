@@ -3,8 +3,8 @@
 import math
 from typing import NamedTuple
 
-from optax_lossscale.diagnostics._trace.interpreter import Key
 from optax_lossscale.diagnostics._trace.operations import NumericOperation, Run
+from optax_lossscale.diagnostics._trace.values import Key
 
 SHOWN = 3
 

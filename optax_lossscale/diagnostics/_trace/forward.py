@@ -12,8 +12,8 @@ from optax_lossscale.diagnostics._trace.findings import (
     kinds_of,
     log2_of,
 )
-from optax_lossscale.diagnostics._trace.interpreter import Key
 from optax_lossscale.diagnostics._trace.operations import Run
+from optax_lossscale.diagnostics._trace.values import Key
 
 # Results agree with float32 if they differ by less, relative to the largest.
 CLOSE = 0.1

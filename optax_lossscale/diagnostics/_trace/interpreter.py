@@ -1,93 +1,31 @@
 """Runs a jaxpr, and beside it the same one in float32, and measures every result."""
 
-import dataclasses
-import math
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer, eval_jaxpr
-from jax.sharding import PartitionSpec
+from jax.core import Tracer
 
-from optax_lossscale.diagnostics._trace import equations, statistics
+from optax_lossscale.diagnostics._trace import control_flow, equations
 from optax_lossscale.diagnostics._trace.statistics import Recorder
+from optax_lossscale.diagnostics._trace.values import (
+    Key,
+    Place,
+    Site,
+    Value,
+    pack,
+    unpack,
+)
 
-Key = tuple[Any, ...]
-NOWHERE = equations.Source()
-
-
-class Value(NamedTuple):
-    """An array, what it would be in float32, and where it was measured.
-
-    Attributes:
-      real: The array.
-      shadow: The array in float32; the same object as `real` if they cannot differ.
-      keys: The keys of the sites that measured it; several if it may come from either.
-    """
-
-    real: Any
-    shadow: Any
-    keys: tuple[Key, ...] = ()
-
-
-class Loop(NamedTuple):
-    """A loop: its number of iterations, if known, and whether it runs backwards."""
-
-    length: int | None = None
-    reverse: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Site:
-    """One result of an operation.
-
-    Attributes:
-      primitive: The name of the primitive; "" for an argument of the program.
-      dtype: The name of the dtype.
-      shape: The shape.
-      source: The user's line.
-      scope: The named scopes.
-      phase: "forward" or "backward".
-      loops: The loops around it, the outermost first.
-      inputs: For each floating-point input, the keys of the sites that measured it.
-      constants: The inputs that are constants in the program.
-      moved: The key of the site that measured the same magnitudes, if not this one.
-      opaque: Whether it was not followed in float32.
-      joined: For a loop's state, the keys before and after an iteration.
-    """
-
-    primitive: str = ""
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    source: equations.Source = NOWHERE
-    scope: str = ""
-    phase: str = ""
-    loops: tuple[Loop, ...] = ()
-    inputs: tuple[tuple[Key, ...], ...] = ()
-    constants: tuple[float, ...] = ()
-    moved: Key | None = None
-    opaque: bool = False
-
-
-class Place(NamedTuple):
-    """Where a jaxpr is called."""
-
-    key: Key
-    source: equations.Source = NOWHERE
-    scope: str = ""
-    phase: str = "forward"
-    loops: tuple[Loop, ...] = ()
-
-    def at(self, equation: Any, index: int) -> "Place":
-        """Returns the place of an equation."""
-        return self._replace(
-            key=(*self.key, index),
-            source=equations.source_of(equation, self.source),
-            scope=equations.scope_of(equation, self.scope),
-        )
+FLOW = {
+    "cond": control_flow.run_cond,
+    "scan": control_flow.run_scan,
+    "while": control_flow.run_while,
+    "shard_map": control_flow.run_shard_map,
+}
 
 
 class Interpreter:
@@ -172,13 +110,7 @@ class Interpreter:
         name = equation.primitive.name
         if name in equations.CALLS:
             return self._call
-        handlers = {
-            "cond": self._cond,
-            "scan": self._scan,
-            "while": self._while,
-            "shard_map": self._shard_map,
-        }
-        return handlers.get(name, self._operation)
+        return functools.partial(FLOW[name], self) if name in FLOW else self._operation
 
     def _unmeasured(self, handler, equation, inputs, place):
         known = set(self.sites)
@@ -278,249 +210,10 @@ class Interpreter:
         closed = equations.called_jaxpr(equation)
         if equation.primitive.name in equations.REMATERIALIZED:
             # Otherwise the compiler would find that the forward pass has this already.
-            packed = _pack(inputs)
-            inputs = _unpack(lax.optimization_barrier(packed), inputs)
+            packed = pack(inputs)
+            inputs = unpack(lax.optimization_barrier(packed), inputs)
         consts = [Value(x, x) for x in closed.consts]
         return self.run(closed.jaxpr, consts, inputs, place, recorder)
-
-    def _cond(self, equation, inputs, place, recorder):
-        index, *operands = inputs
-        branches = equation.params["branches"]
-        results: list[Any] = [None] * len(branches)
-
-        def make(k):
-            def branch(packed):
-                own = self.new_recorder()
-                inner = place._replace(key=(*place.key, f"branch {k}"))
-                values = _unpack(packed, operands)
-                consts = [Value(x, x) for x in branches[k].consts]
-                out = self.run(branches[k].jaxpr, consts, values, inner, own)
-                results[k] = (own.keys, out)
-                return _pack(out, apart=True), own.finish()
-
-            return branch
-
-        packed = _pack(operands)
-        functions = list(map(make, range(len(branches))))
-        shapes = [jax.eval_shape(f, packed)[1] for f in functions]
-
-        def complete(k):
-            def branch(packed):
-                out, found = functions[k](packed)
-                parts = list(map(self._neutral, shapes))
-                parts[k] = found
-                return out, statistics.join_rows(parts)
-
-            return branch
-
-        out, found = lax.switch(
-            index.real, list(map(complete, range(len(branches)))), packed
-        )
-        recorder.extend([key for keys, _ in results for key in keys], found)
-        columns = zip(*(out for _, out in results), strict=True)
-        keys = [tuple(k for x in column for k in x.keys) for column in columns]
-        return _join(out, keys)
-
-    def _scan(self, equation, inputs, place, recorder):
-        params = equation.params
-        n, m = equations.scan_counts(equation)
-        consts, carry, xs = inputs[:n], inputs[n : n + m], inputs[n + m :]
-        loop = Loop(params["length"], params["reverse"])
-        closed = params["jaxpr"]
-
-        def body(values, x, inner, own):
-            x = _unpack(x, xs)
-            out = self.run(
-                closed.jaxpr, [Value(c, c) for c in closed.consts],
-                [*consts, *values, *x], inner, own,
-            )  # fmt: skip
-            return out[:m], out[m:]
-
-        def loop_over(step, state):
-            return lax.scan(
-                step, state, _pack(xs), length=params["length"],
-                reverse=params["reverse"], unroll=params["unroll"],
-            )  # fmt: skip
-
-        first = jax.tree.map(lambda x: x[0] if params["length"] else x, _pack(xs))
-        if not params["length"]:
-            first = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), _pack(xs))
-        return self._loop(body, loop_over, carry, first, loop, place, recorder)
-
-    def _while(self, equation, inputs, place, recorder):
-        params = equation.params
-        n, m = params["cond_nconsts"], params["body_nconsts"]
-        asked, consts, carry = inputs[:n], inputs[n : n + m], inputs[n + m :]
-        condition, closed = params["cond_jaxpr"], params["body_jaxpr"]
-
-        def body(values, _, inner, own):
-            asking = inner._replace(key=(*inner.key, "condition"))
-            known = [Value(c, c) for c in condition.consts]
-            self.run(condition.jaxpr, known, [*asked, *values], asking, own)
-            known = [Value(c, c) for c in closed.consts]
-            return self.run(closed.jaxpr, known, [*consts, *values], inner, own), []
-
-        def continues(state):
-            values = [x.real for x in _join(state[2], [()] * len(carry))]
-            args = [*(x.real for x in asked), *values]
-            (again,) = eval_jaxpr(condition.jaxpr, condition.consts, *args)
-            return again
-
-        def loop_over(step, state):
-            state = lax.while_loop(continues, lambda s: step(s, None)[0], state)
-            return state, ([], [])
-
-        return self._loop(body, loop_over, carry, None, Loop(), place, recorder)
-
-    def _loop(self, body, loop_over, carry, x, loop, place, recorder):
-        """Runs a loop whose state also holds statistics.
-
-        Args:
-          body: Maps values, a slice, a place and a recorder to values and outputs.
-          loop_over: Runs a function of state and slice on an initial state.
-          carry: The initial values.
-          x: One slice.
-          loop: What is known of the loop.
-          place: Where it is.
-          recorder: The recorder around it.
-        """
-        inner = place._replace(key=(*place.key, "loop"), loops=(*place.loops, loop))
-        states = [(*inner.key, "state", i) for i in range(len(carry))]
-        known: dict[str, Any] = {}
-
-        def step(state, x):
-            index, total, packed = state
-            own = self.new_recorder()
-            values = _join(packed, [(key,) for key in states])
-            new, out = body(values, x, inner, own)
-            known.update(keys=own.keys, new=new, out=out)
-            found = statistics.in_iteration(own.finish(), index)
-            if total is not None:
-                found = statistics.merge(total, found)
-            return (index + 1, found, _pack(new, apart=True)), _pack(out, apart=True)
-
-        start = (jnp.int32(0), None, _pack(carry, apart=True))
-        (_, shapes, _), _ = jax.eval_shape(step, start, x)
-        total = self._neutral(shapes)
-        (_, found, packed), out = loop_over(step, (start[0], total, start[2]))
-        recorder.extend(known["keys"], found)
-        new = [x.keys for x in known["new"]]
-        leave = self._sources(states, [x.keys for x in carry], new)
-        ends = [leave((key,)) for key in states]
-        return [
-            *_join(packed, ends),
-            *_join(out, [leave(y.keys) for y in known["out"]]),
-        ]
-
-    def _sources(self, states, old, new):
-        """Notes where the state of a loop comes from.
-
-        Args:
-          states: The keys of its parts.
-          old: For each part, the keys before the loop.
-          new: For each part, the keys after an iteration.
-
-        Returns:
-          A function that replaces keys of the state by those where it comes from.
-        """
-        before = dict(zip(states, old, strict=True))
-        after = dict(zip(states, new, strict=True))
-
-        def split(keys):
-            found = list(keys)
-            for key in found:  # It grows: parts of the state may change places.
-                found += [k for k in after.get(key, ()) if k not in found]
-            starts = tuple(k for key in found for k in before.get(key, ()))
-            return starts, tuple(key for key in found if key not in before)
-
-        self.before |= {key: split([key]) for key in states}
-        return lambda keys: sum(split(keys), ())
-
-    def _neutral(self, like):
-        """Returns statistics of nothing, which vary where `shard_map` asks for it."""
-        found = statistics.neutral(*like.first.shape)
-        if self.varying is None:
-            return found
-        return jax.tree.map(lambda x: x + self.varying.astype(x.dtype), found)
-
-    def _shard_map(self, equation, inputs, place, recorder):
-        params = equation.params
-        axes = equations.manual_axes(equation)
-        devices = math.prod(params["mesh"].shape[x] for x in axes)
-        known: dict[str, Any] = {}
-        outer = self.zero, self.varying
-
-        def body(zero, varying, packed):
-            self.zero, self.varying = zero, varying[0]
-            own = self.new_recorder()
-            out = self.run(params["jaxpr"], (), _unpack(packed, inputs), place, own)
-            known.update(keys=own.keys, out=out)
-            found = jax.tree.map(lambda x: x[None], own.finish())
-            return _pack(out, apart=True), found
-
-        def specs(values, given, apart=False):
-            reals = list(given)
-            pairs = zip(values, given, strict=True)
-            return reals, [spec for x, spec in pairs if _is_apart(x, apart)]
-
-        out_types = [Value(v.aval, v.aval) for v in equation.outvars]
-        out, found = jax.shard_map(
-            body,
-            mesh=params["mesh"],
-            in_specs=(
-                PartitionSpec(),
-                PartitionSpec(axes),
-                specs(inputs, params["in_specs"]),
-            ),
-            out_specs=(
-                specs(out_types, params["out_specs"], True),
-                PartitionSpec(axes),
-            ),
-            axis_names=set(axes),
-            check_vma=params["check_vma"],
-        )(self.zero, jnp.zeros(devices, jnp.int32), _pack(inputs))
-        self.zero, self.varying = outer
-        rows = [
-            jax.tree.map(lambda x, i=i: x[i], found) for i in range(found.infs.shape[0])
-        ]
-        total = rows[0]
-        for row in rows[1:]:
-            total = statistics.merge(total, row)
-        recorder.extend(known["keys"], total)
-        return _join(out, [x.keys for x in known["out"]])
-
-
-def _is_apart(x: Value, always: bool) -> bool:
-    return equations.is_inexact(x.real) and (always or x.shadow is not x.real)
-
-
-def _pack(values: Sequence[Value], apart: bool = False) -> tuple[list[Any], list[Any]]:
-    """Returns the arrays of values, and the shadows that are arrays of their own.
-
-    Args:
-      values: The values.
-      apart: Whether to return a shadow for every floating-point value.
-    """
-    shadows = [equations.widen(x.shadow) for x in values if _is_apart(x, apart)]
-    return [x.real for x in values], shadows
-
-
-def _unpack(packed: Any, like: Sequence[Value]) -> list[Value]:
-    """Returns packed values; `like` says which have a shadow of their own."""
-    reals, shadows = packed[0], iter(packed[1])
-    return [
-        Value(real, next(shadows) if _is_apart(x, False) else real, x.keys)
-        for real, x in zip(reals, like, strict=True)
-    ]
-
-
-def _join(packed: Any, keys: Sequence[tuple[Key, ...]]) -> list[Value]:
-    """Returns values that were packed with a shadow for each."""
-    reals, shadows = packed[0], iter(packed[1])
-    return [
-        Value(real, next(shadows) if equations.is_inexact(real) else real, found)
-        for real, found in zip(reals, keys, strict=True)
-    ]
 
 
 def _keeps_magnitudes(equation: Any) -> bool:

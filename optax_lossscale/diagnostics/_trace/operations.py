@@ -8,8 +8,8 @@ import numpy as np
 
 from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._trace import equations
-from optax_lossscale.diagnostics._trace.interpreter import Key, Site
 from optax_lossscale.diagnostics._trace.program import Program
+from optax_lossscale.diagnostics._trace.values import Key, Site
 
 
 class NumericRange(NamedTuple):

@@ -16,14 +16,9 @@ from optax_lossscale._step.scaler import Scaler
 from optax_lossscale._tree import is_inexact
 from optax_lossscale.diagnostics._common import named_leaves
 from optax_lossscale.diagnostics._trace import equations
-from optax_lossscale.diagnostics._trace.interpreter import (
-    Interpreter,
-    Key,
-    Place,
-    Site,
-    Value,
-)
+from optax_lossscale.diagnostics._trace.interpreter import Interpreter
 from optax_lossscale.diagnostics._trace.statistics import Statistics
+from optax_lossscale.diagnostics._trace.values import Key, Place, Site, Value
 
 PATIENCE = 10  # Seconds before a line says that this takes long.
 

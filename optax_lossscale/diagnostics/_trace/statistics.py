@@ -80,6 +80,22 @@ def merge(left: Statistics, right: Statistics) -> Statistics:
     return Statistics(*map(join, Statistics._fields))
 
 
+def over_devices(statistics: Statistics) -> Statistics:
+    """Joins the statistics of devices, which are along the first axis."""
+
+    def join(name):
+        x = getattr(statistics, name)
+        if name == "first":
+            bad = statistics.infs + statistics.nans > 0
+            device = jnp.argmax(bad, axis=0)
+            return jnp.take_along_axis(x, device[None, :, None], axis=0)[0]
+        if name == "smallest":
+            return x.min(0)
+        return x.max(0) if name in MAXIMA else x.sum(0)
+
+    return Statistics(*map(join, Statistics._fields))
+
+
 def in_iteration(statistics: Statistics, index: Any) -> Statistics:
     """Adds an outer loop to `first`."""
     index = jnp.broadcast_to(index, statistics.infs.shape).astype(jnp.int32)
