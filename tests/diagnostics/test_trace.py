@@ -9,7 +9,7 @@ from tracing import assert_found, half, line_of, total
 
 from optax_lossscale.diagnostics import trace_numerics
 
-TWO = jnp.array([1.0, 2.0])
+TWO = jnp.array([1.0, 2.0], jnp.float32)
 of_loops_in_loops = pytest.mark.xfail(
     strict=False, reason="an inner loop takes the outer loop's results for its inputs"
 )

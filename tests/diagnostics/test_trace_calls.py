@@ -17,7 +17,7 @@ from optax_lossscale import LossScaleOptimizer
 from optax_lossscale.diagnostics import trace_numerics
 from optax_lossscale.diagnostics._trace.equations import bind
 
-W = jnp.array([1.0, 2.0])
+W = jnp.array([1.0, 2.0], jnp.float32)
 # Two names of `jax.jit` in jaxprs, old and new.
 CALLS = ("jit", "pjit", "custom_jvp_call", "custom_vjp_call")
 
