@@ -10,9 +10,6 @@ from tracing import assert_found, half, line_of, total
 from optax_lossscale.diagnostics import trace_numerics
 
 TWO = jnp.array([1.0, 2.0], jnp.float32)
-of_loops_in_loops = pytest.mark.xfail(
-    strict=False, reason="an inner loop takes the outer loop's results for its inputs"
-)
 
 
 class TestCalls:
@@ -125,7 +122,6 @@ class TestLoops:
         assert_found(trace, "backward of scan", "backward", iteration=1)
         assert trace.largest_scale == 2.0**-3
 
-    @of_loops_in_loops
     def test_nested_scans(self):
         def loss_fn(w):
             def inner(x, _):
@@ -139,7 +135,6 @@ class TestLoops:
         trace = trace_numerics(loss_fn, TWO)
         assert_found(trace, "nested", iteration=(2, 1))
 
-    @of_loops_in_loops
     def test_a_state_whose_parts_change_places(self):
         def loss_fn(w):
             def inner(state, _):

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 # A line in these packages is not the user's: the line that called them is.
@@ -28,12 +26,15 @@ CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 REMATERIALIZED = ("checkpoint", "remat", "remat2")
 # They return the magnitudes that they get, perhaps in another order.
 MOVES = (
-    "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "rev", "neg",
-    "abs", "copy", "copy_p", "stop_gradient", "optimization_barrier", "pvary",
-    "sharding_constraint", "mesh_cast", "reshard", "real_part_only",
+    "reshape", "transpose", "broadcast_in_dim", "squeeze", "rev", "neg", "abs", "copy",
+    "stop_gradient", "optimization_barrier", "pvary", "sharding_constraint",
+    "mesh_cast", "reshard",
 )  # fmt: skip
-# Products: compilers may add to them without rounding them first.
-PRODUCTS = ("mul", "square", "integer_pow")
+# Compilers rewrite these together with the next operation, which rounds differently:
+# x * y + z, x / y / z, 1 / sqrt(x), exp(x) * exp(y) and the like.
+REWRITTEN = (
+    "mul", "square", "integer_pow", "div", "sqrt", "rsqrt", "exp", "exp2", "pow", "log",
+)  # fmt: skip
 # They work number by number, so new inf and nan can be counted.
 ELEMENTWISE = (
     "add", "sub", "mul", "div", "add_any", "square", "integer_pow", "pow", "exp",
@@ -123,20 +124,26 @@ def scope_of(equation: Any, outer: str) -> str:
     return "/".join(part for part in parts if part)
 
 
-def called_jaxpr(equation: Any) -> ClosedJaxpr:
-    """Returns the jaxpr that a primitive in `CALLS` calls."""
-    found = next(equation.params[x] for x in CALLED if x in equation.params)
-    return found if isinstance(found, ClosedJaxpr) else ClosedJaxpr(found, ())
+def opened(x: Any) -> tuple[Any, Sequence[Any]] | None:
+    """Returns a jaxpr and its constants, if `x` is one, closed or not."""
+    if hasattr(x, "jaxpr"):
+        return x.jaxpr, x.consts
+    return (x, ()) if hasattr(x, "eqns") else None
 
 
-def inner_jaxprs(equation: Any) -> Iterator[Jaxpr]:
+def called_jaxpr(equation: Any) -> tuple[Any, Sequence[Any]]:
+    """Returns the jaxpr that a primitive in `CALLS` calls, and its constants."""
+    found = opened(next(equation.params[x] for x in CALLED if x in equation.params))
+    assert found is not None
+    return found
+
+
+def inner_jaxprs(equation: Any) -> Iterator[Any]:
     """Yields the jaxprs among an equation's parameters."""
     for parameter in equation.params.values():
         for x in parameter if isinstance(parameter, tuple) else (parameter,):
-            if isinstance(x, ClosedJaxpr):
-                yield x.jaxpr
-            elif isinstance(x, Jaxpr):
-                yield x
+            if found := opened(x):
+                yield found[0]
 
 
 def manual_axes(equation: Any) -> tuple[str, ...]:
@@ -179,6 +186,9 @@ def lines_of_backward_rules() -> Iterator[None]:
 
     JAX would give them the line of the call.
     """
+    # Here: it takes 50 ms to import.
+    from jax.extend import source_info_util
+
     call = jax.custom_vjp.__call__
     changed = []
 
@@ -226,32 +236,30 @@ def bind_wide(equation: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def _widen_parameter(x: Any) -> Any:
-    if isinstance(x, ClosedJaxpr):
-        return _widen_jaxpr(x)
-    if isinstance(x, Jaxpr):
-        return _widen_jaxpr(ClosedJaxpr(x, ())).jaxpr
+    if found := opened(x):
+        widened = _widen_jaxpr(*found)
+        return widened if hasattr(x, "jaxpr") else widened.jaxpr
     if type(x) is tuple:  # Named tuples hold no dtypes.
         return tuple(map(_widen_parameter, x))
     is_dtype = isinstance(x, jnp.dtype) or (isinstance(x, type) and hasattr(x, "dtype"))
     return wide_dtype(jnp.dtype(x)) if is_dtype else x
 
 
-def _widen_jaxpr(closed: ClosedJaxpr) -> ClosedJaxpr:
+def _widen_jaxpr(jaxpr: Any, consts: Sequence[Any]) -> Any:
     def run(*args):
-        consts = map(widen, closed.consts)
-        values = dict(zip(closed.jaxpr.constvars, consts, strict=True))
-        values |= zip(closed.jaxpr.invars, args, strict=True)
+        values = dict(zip(jaxpr.constvars, map(widen, consts), strict=True))
+        values |= zip(jaxpr.invars, args, strict=True)
 
         def read(x):
             return widen(x.val) if hasattr(x, "val") else values[x]
 
-        for equation in closed.jaxpr.eqns:
+        for equation in jaxpr.eqns:
             found = bind_wide(equation, list(map(read, equation.invars)))
             values.update(zip(equation.outvars, found, strict=True))
-        return list(map(read, closed.jaxpr.outvars))
+        return list(map(read, jaxpr.outvars))
 
     shapes = [
         jax.ShapeDtypeStruct(v.aval.shape, wide_dtype(v.aval.dtype))
-        for v in closed.jaxpr.invars
+        for v in jaxpr.invars
     ]
     return jax.make_jaxpr(run)(*shapes)

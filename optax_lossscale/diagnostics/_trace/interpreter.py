@@ -122,10 +122,18 @@ class Interpreter:
     # One operation.
 
     def _operation(self, equation, inputs, place, recorder):
-        reals = equations.bind(equation, [x.real for x in inputs])
+        known = [not isinstance(x.real, Tracer) for x in inputs]
+        args = [x.real for x in inputs]
+        if equation.primitive.name == "div":
+            # The compiler would multiply by the reciprocal of a constant.
+            pairs = zip(args, known, strict=True)
+            args = [
+                self._hold(jnp.asarray(x)) if is_known else x for x, is_known in pairs
+            ]
+        reals = equations.bind(equation, args)
         # Of arrays made of constants, the compiler would compute all that is measured.
-        constant = not any(isinstance(x.real, Tracer) for x in inputs)
-        if constant or equation.primitive.name in equations.PRODUCTS:
+        constant = all(known)
+        if any(known) or constant or equation.primitive.name in equations.REWRITTEN:
             reals = [self._hold(x) for x in reals]
         shadows, opaque = self._shadows(equation, inputs, reals)
         if constant:
@@ -207,13 +215,13 @@ class Interpreter:
     # Operations that call jaxprs.
 
     def _call(self, equation, inputs, place, recorder):
-        closed = equations.called_jaxpr(equation)
+        jaxpr, consts = equations.called_jaxpr(equation)
         if equation.primitive.name in equations.REMATERIALIZED:
             # Otherwise the compiler would find that the forward pass has this already.
             packed = pack(inputs)
             inputs = unpack(lax.optimization_barrier(packed), inputs)
-        consts = [Value(x, x) for x in closed.consts]
-        return self.run(closed.jaxpr, consts, inputs, place, recorder)
+        known = [Value(x, x) for x in consts]
+        return self.run(jaxpr, known, inputs, place, recorder)
 
 
 def _keeps_magnitudes(equation: Any) -> bool:

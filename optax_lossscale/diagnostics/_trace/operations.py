@@ -282,6 +282,9 @@ class Run:
         site = self.site(key)
         if site.phase == "argument" or not self.is_bad(key):
             return False
+        known = (k for keys in site.inputs for k in keys if k in self.program.sites)
+        if any(0 in self.site(k).shape for k in known):
+            return False  # The largest number of none is -inf.
         bad = self.bad_operands(key)
         constants = [x for x in site.constants if not math.isfinite(x)]
         if not bad and not constants:
@@ -304,16 +307,18 @@ class Run:
 
     def bad_operands(self, key: Key) -> list[Key]:
         """Returns the inputs that held inf or nan when an operation first did."""
-        inputs = (k for keys in self.site(key).inputs for k in keys)
-        ran = (k for k in inputs if k in self.program.before or self._seen(k))
+        ran = (k for keys in self.site(key).inputs for k in self._ran(keys))
         return self.inputs(tuple(k for k in ran if self._was_bad(k, key)))
+
+    def _ran(self, keys):
+        return [k for k in keys if k in self.program.before or self._seen(k)]
 
     def _was_bad(self, key, reader):
         """Whether `key` held inf or nan when `reader` first did."""
         when = self.first(reader)
         if key in self.program.before:
             before, after = self.program.before[key]
-            if any(self.is_bad(k) for k in self.inputs(before)):
+            if any(self._was_bad(k, reader) for k in self._ran(before)):
                 return True
             depth = key.count("loop")
             return any(

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxprs_in_params
 
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._step.scaler import Scaler
@@ -219,7 +218,7 @@ def make_program(call: Call, dtype: str) -> tuple[Program, bool]:
     arrays, consts = call.flat(), [x.consts for x in traced]
     arguments = (jnp.uint32(0), jnp.ones(len(traced), jnp.float32), arrays, consts)
     count = sum(_count(x.jaxpr) for x in traced)
-    with _patience(f"trace_numerics: compiling {count} operations, please wait ..."):
+    with _Patience(f"trace_numerics: compiling {count} operations, please wait ..."):
         compiled = run.lower(*arguments).compile(
             compiler_options={"xla_allow_excess_precision": False}
         )
@@ -252,16 +251,16 @@ def _computes_in(jaxpr: Any, dtype: Any) -> bool:
     ) or any(
         _computes_in(inner, dtype)
         for equation in jaxpr.eqns
-        for inner in jaxprs_in_params(equation.params)
+        for inner in equations.inner_jaxprs(equation)
     )
 
 
 def _count(jaxpr: Any) -> int:
-    inner = jaxprs_in_params
-    return sum(1 + sum(map(_count, inner(e.params))) for e in jaxpr.eqns)
+    inner = equations.inner_jaxprs
+    return sum(1 + sum(map(_count, inner(e))) for e in jaxpr.eqns)
 
 
-class _patience:  # noqa: N801: used like a function.
+class _Patience:
     """Writes a line to stderr if something takes long."""
 
     def __init__(self, text: str):

@@ -277,7 +277,7 @@ def _summarize(real, shadow, judged, has_shadow, axes):
 
 
 def _measure(real, shadow, judged, has_shadow, axes) -> Statistics:
-    size = np.prod([real.shape[i] for i in axes], dtype=float)
+    size = float(np.prod([real.shape[i] for i in axes]))
     axes = tuple(axes)
     # No int32 count overflows: the rows of a huge array are counted apart.
     apart = axes[:1] if size >= _bits.COUNTABLE else ()
