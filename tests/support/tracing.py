@@ -4,6 +4,8 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
+from optax_lossscale.diagnostics._trace import equations
+
 
 def line_of(mark, file):
     """Returns the number of the line of a file that ends with a comment."""
@@ -29,3 +31,38 @@ def assert_found(trace, mark, phase="forward", **expected):
     assert {k: getattr(found, k) for k in expected} == expected
     assert not found.output.is_finite
     assert trace.findings[0].kind != "fine"
+
+
+def run_eagerly(jaxpr, consts, args):
+    """Runs a jaxpr equation by equation; yields each equation and its results."""
+    values = dict(zip(jaxpr.constvars, consts, strict=True))
+    values |= zip(jaxpr.invars, args, strict=True)
+
+    def read(x):
+        return x.val if hasattr(x, "val") else values[x]
+
+    for equation in jaxpr.eqns:
+        inputs = list(map(read, equation.invars))
+        if equation.primitive.name in equations.CALLS:
+            found = yield from run_eagerly(*equations.called_jaxpr(equation), inputs)
+        elif equation.primitive.name == "scan":
+            found = yield from _scan_eagerly(equation, inputs)
+        else:
+            found = equations.bind(equation, inputs)
+            yield equation, found
+        values.update(zip(equation.outvars, found, strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
+def _scan_eagerly(equation, inputs):
+    n, m = equations.scan_counts(equation)
+    consts, carry, xs = inputs[:n], inputs[n : n + m], inputs[n + m :]
+    steps = range(equation.params["length"])
+    steps = reversed(steps) if equation.params["reverse"] else steps
+    inner, ys = equation.params["jaxpr"], {}
+    for i in steps:
+        args = [*consts, *carry, *(x[i] for x in xs)]
+        found = yield from run_eagerly(inner.jaxpr, inner.consts, args)
+        carry, ys[i] = found[:m], found[m:]
+    stacked = (jnp.stack(y) for y in zip(*(ys[i] for i in sorted(ys)), strict=True))
+    return [*carry, *stacked]
