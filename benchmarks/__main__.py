@@ -2,7 +2,7 @@
 
 Each system runs in turns with a plain Optax step. The result is the median of the
 ratios of their times. Writes JSON, a Markdown table per workload, and a plot. The last
-workload, "compile time", has its own files.
+workloads, "compile time" and "trace_numerics", have their own files.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import jax
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks import compile_time, report
+from benchmarks import compile_time, report, trace
 from benchmarks.measure import measure
 from benchmarks.workloads import make_workloads
 
@@ -43,8 +43,8 @@ def main() -> None:
         for workload in make_workloads(options.quick, accelerator=platform != "cpu")
         if options.workload in workload.name
     ]
-    compiles = options.workload in compile_time.NAME
-    if not workloads and not compiles:
+    others = [x for x in (compile_time, trace) if options.workload in x.NAME]
+    if not workloads and not others:
         parser.error(f"no workload has a name that contains {options.workload!r}")
     seconds = options.seconds or (0.1 if options.quick else 1.0)
     results = {"machine": report.machine(), "versions": report.versions(), "rows": []}
@@ -61,9 +61,9 @@ def main() -> None:
         report.write(results, stem)
         print(report.timing_table(results))
         print(f"Wrote {stem}.json, .md and .png")
-    if compiles:
-        stem = options.out / f"{platform}_compile_time"
-        print(compile_time.run(stem, quick=options.quick))
+    for other in others:
+        stem = options.out / f"{platform}_{other.NAME.replace(' ', '_')}"
+        print(other.run(stem, quick=options.quick))
         print(f"Wrote {stem}.json and .md")
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import ROOT, exhaustive_but
 
-from benchmarks import compile_time, hlo, report
+from benchmarks import compile_time, hlo, report, trace
 from benchmarks.measure import measure
 from benchmarks.systems import PLAIN, SKIPS, lower
 from benchmarks.workloads import mlp, optimizer_step, transformer
@@ -179,12 +179,13 @@ class TestCompileTime:
         program = compile_time.make_programs(1)[0]
         assert compile_time.compile_time(program) > 0
 
-    def test_page_shows_the_results(self):
-        for path in report.RESULTS.glob("*_compile_time.json"):
+    @pytest.mark.parametrize("measured", [compile_time, trace])
+    def test_page_shows_the_results(self, measured):
+        paths = list(report.RESULTS.glob(f"*_{measured.NAME.replace(' ', '_')}.json"))
+        assert paths
+        for path in paths:
             results = report.load(path)
-            assert (
-                compile_time.full_report(results) == path.with_suffix(".md").read_text()
-            )
+            assert measured.full_report(results) == path.with_suffix(".md").read_text()
             assert results["machine"].keys() == report.machine().keys()
             assert "jaxlib" in results["versions"]
             names = [p.name for p in compile_time.make_programs(1)]

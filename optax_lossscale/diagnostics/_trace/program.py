@@ -115,6 +115,7 @@ class Program(NamedTuple):
       before: See `Interpreter`.
       gradients: For each loss, the names of the gradients and the keys of their sites.
       arguments: The names of the arguments, by key.
+      compiled: The compiled program.
     """
 
     run: Callable[[Any], tuple[list[Key], Statistics, np.ndarray]]
@@ -122,6 +123,7 @@ class Program(NamedTuple):
     before: dict[Key, tuple[tuple[Key, ...], tuple[Key, ...]]]
     gradients: list[dict[str, tuple[Key, ...]]]
     arguments: dict[Key, str]
+    compiled: Any
 
 
 class _Traced(NamedTuple):
@@ -239,6 +241,7 @@ def make_program(call: Call, dtype: str) -> tuple[Program, bool]:
             for found in known["gradients"]
         ],
         arguments={key: key[0] for key in interpreter.sites if len(key) == 1},
+        compiled=compiled,
     )
     return program, computes
 
