@@ -59,9 +59,14 @@ def run_cond(
 
         return branch
 
-    out, found = lax.switch(
-        index.real, list(map(complete, range(len(branches)))), packed
-    )
+    chosen = list(map(complete, range(len(branches))))
+    platforms = equation.params.get("branches_platforms")
+    if platforms is None:
+        out, found = lax.switch(index.real, chosen, packed)
+    else:
+        pairs = zip(chosen, platforms, strict=True)
+        by_name = {x: f for f, names in pairs for x in names or ("default",)}
+        out, found = lax.platform_dependent(packed, **by_name)
     recorder.extend([key for keys, _ in results for key in keys], found)
     columns = zip(*(out for _, out in results), strict=True)
     keys = [tuple(k for x in column for k in x.keys) for column in columns]
@@ -96,9 +101,10 @@ def run_scan(
             reverse=params["reverse"], unroll=params["unroll"],
         )  # fmt: skip
 
-    first = jax.tree.map(lambda x: x[0] if params["length"] else x, pack(xs))
-    if not params["length"]:
-        first = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), pack(xs))
+    def first_of(x):
+        return x[0] if params["length"] else jnp.zeros(x.shape[1:], x.dtype)
+
+    first = jax.tree.map(first_of, pack(xs))
     return _loop(interpreter, body, loop_over, carry, first, loop, place, recorder)
 
 

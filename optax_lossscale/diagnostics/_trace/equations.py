@@ -1,6 +1,7 @@
 """What an equation of a jaxpr says: its line, its scope, its parts.
 
-All that this folder knows about JAX's internals is in this file.
+What this folder knows about JAX's primitives and its internals is here, but for loops
+and branches: see `control_flow`.
 """
 
 import contextlib
@@ -8,6 +9,7 @@ import os
 import re
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+PATCHING = threading.RLock()
 # A line in these packages is not the user's: the line that called them is.
 FRAMEWORKS = ("jax", "jaxlib", "flax", "haiku", "equinox", "optax", "chex", "jmp")
 # Primitives that call one jaxpr, and the parameters that hold it.
@@ -41,7 +44,7 @@ ELEMENTWISE = (
     "exp2", "expm1", "convert_element_type", "log", "log1p", "sqrt", "rsqrt", "sinh",
     "cosh", "tan", "reduce_precision",
 )  # fmt: skip
-# They cannot run in float32, or not twice.
+# They cannot run in float32, or have side effects that must not run twice.
 OPAQUE = (
     "pallas_call", "tpu_custom_call", "triton_kernel_call", "ffi_call", "pure_callback",
     "io_callback", "debug_callback", "custom_partitioning",
@@ -184,12 +187,12 @@ class _Unknown(tuple):
 def lines_of_backward_rules() -> Iterator[None]:
     """Inside, equations of a `jax.custom_vjp` rule keep the lines of the rule.
 
-    JAX would give them the line of the call.
+    JAX would give them the line of the call. One thread at a time may be inside.
     """
     # Here: it takes 50 ms to import.
     from jax.extend import source_info_util
 
-    call = jax.custom_vjp.__call__
+    call: Any = None
     changed = []
 
     def with_lines(rule):
@@ -207,13 +210,15 @@ def lines_of_backward_rules() -> Iterator[None]:
             self.bwd = with_lines(rule)
         return call(self, *args, **kwargs)
 
-    jax.custom_vjp.__call__ = patched
-    try:
-        yield
-    finally:
-        jax.custom_vjp.__call__ = call
-        for function, rule in changed:
-            function.bwd = rule
+    with PATCHING:
+        call = jax.custom_vjp.__call__
+        jax.custom_vjp.__call__ = patched
+        try:
+            yield
+        finally:
+            jax.custom_vjp.__call__ = call
+            for function, rule in changed:
+                function.bwd = rule
 
 
 # The same equation in float32.

@@ -2,7 +2,10 @@
 
 import math
 
+import jax.numpy as jnp
+
 from optax_lossscale.diagnostics import _bits
+from optax_lossscale.diagnostics._trace import equations
 from optax_lossscale.diagnostics._trace.findings import (
     SHOWN,
     NumericFinding,
@@ -20,7 +23,7 @@ CLOSE = 0.1
 
 
 def find_nonfinite_arguments(run: Run) -> list[NumericFinding]:
-    """Says whether a parameter or the data was not finite, and it shows."""
+    """Finds inf or nan in the arguments, if a gradient is not finite either."""
     names = run.program.arguments
     bad = [k for k in run.keys if k in names and not run.range(k).is_finite]
     losses = range(len(run.scales))
@@ -32,7 +35,7 @@ def find_nonfinite_arguments(run: Run) -> list[NumericFinding]:
     operation = next(map(run.operation, readers), None)
     used = "" if operation is None else f" It is first used at {operation}."
     more = "" if len(bad) == 1 else f" (and {len(bad) - 1} more)"
-    if name.startswith("params"):
+    if bad[0] in run.program.parameters:
         kind = "parameter"
         fix = (
             "Restore a checkpoint, and find the step that was applied though its "
@@ -56,15 +59,16 @@ def find_forward(run: Run, dtype: str) -> list[NumericFinding]:
     """
     keys = run.origins("forward")
     if keys and not run.bad_operands(keys[0]):
-        # Where nan comes of an inf, that is a consequence.
+        # A nan made from an inf is a consequence, not a cause.
         keys = [key for key in keys if not run.bad_operands(key)]
     keys = distinct_lines(run, keys)[:SHOWN]
-    found = [_describe(run, key, dtype) for key in keys]
+    found = [describe(run, key, dtype) for key in keys]
     known = {run.site(key).source for key in keys}
     later = [
         key
         for key in run.keys
         if run.site(key).phase == "forward"
+        and run.site(key).primitive
         and run.exceeds(key)
         and run.site(key).source not in known
     ]
@@ -87,9 +91,11 @@ def is_harmless(run: Run) -> bool:
     return agree and all(x.is_finite and x.error < CLOSE for x in results)
 
 
-def _describe(run: Run, key: Key, dtype: str) -> NumericFinding:
+def describe(run: Run, key: Key, dtype: str) -> NumericFinding:
+    """Says why an operation of the forward pass makes inf or nan."""
     operation, found = run.operation(key), run.range(key)
     limits = run.limit(key)
+    is_half = equations.is_half(jnp.dtype(found.dtype))
     text = f"{operation}: {begins(run, key)} here"
     bits = None
     if limits is not None and run.exceeds(key):
@@ -99,12 +105,20 @@ def _describe(run: Run, key: Key, dtype: str) -> NumericFinding:
         text += (
             f". The largest result would be 2^{needed:.1f}; {name} ends at "
             f"2^{end:.0f}. No loss scale helps, since this is the forward pass: "
-            "compute this line in float32, or make its inputs smaller."
+            f"{'compute' if is_half else 'keep'} this line in float32, or make its "
+            "inputs smaller."
         )
-    else:
+    elif is_half:
         text += (
             f", and it is no overflow. {_why(run, key)} No loss scale helps: compute "
             "this line in float32."
+        )
+    else:
+        text += (
+            f". {_why(run, key)} No loss scale helps, and this line is in "
+            f"{found.dtype} already: keep its inputs inside the domain of the "
+            "operation and of its derivative. Add an epsilon, or guard sqrt, norm and "
+            "division with a second jnp.where."
         )
     kind = "would_overflow" if found.is_finite else "forward"
     return NumericFinding(kind, text, operation, bits=bits)
@@ -121,8 +135,8 @@ def _why(run: Run, key: Key) -> str:
     flushed = max(inputs, key=lambda k: run.range(k).flushed, default=None)
     if run.bad_operands(key) or not all(map(math.isfinite, run.site(key).constants)):
         return (
-            "An input holds inf, and inf - inf, inf / inf and 0 * inf are nan. A "
-            "constant like -1e9 is -inf in float16."
+            "An input holds inf, and inf - inf, inf / inf and 0 * inf are nan. (A "
+            "constant like -1e9 is -inf in float16.)"
         )
     if flushed is not None and run.range(flushed).flushed:
         origin = run.operation(_flushed_first(run, flushed))
@@ -132,8 +146,8 @@ def _why(run: Run, key: Key) -> str:
         )
     if any(run.range(k).zeros for k in inputs):
         return (
-            "An input holds zeros. Constants below 2^-25, like 1e-8, are zero in "
-            "float16."
+            "An input holds zeros. (A constant below 2^-25, like 1e-8, is zero in "
+            "float16.)"
         )
     return "An input is outside of the domain of the function."
 

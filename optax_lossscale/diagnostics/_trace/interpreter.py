@@ -1,6 +1,5 @@
 """Runs a jaxpr, and beside it the same one in float32, and measures every result."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -110,7 +109,29 @@ class Interpreter:
         name = equation.primitive.name
         if name in equations.CALLS:
             return self._call
-        return functools.partial(FLOW[name], self) if name in FLOW else self._operation
+        return self._flow if name in FLOW else self._operation
+
+    def _flow(self, equation, inputs, place, recorder):
+        """Measures the results of loops and branches: only some sites are in them."""
+        found = FLOW[equation.primitive.name](self, equation, inputs, place, recorder)
+        values = []
+        for i, x in enumerate(found):
+            if equations.is_inexact(x.real):
+                key = (*place.key, "result", i)
+                self.sites[key] = Site(
+                    dtype=x.real.dtype.name,
+                    shape=x.real.shape,
+                    source=place.source,
+                    scope=place.scope,
+                    phase=place.phase,
+                    loops=place.loops,
+                    inputs=(x.keys,),
+                )
+                recorder.add(key, x.real, x.shadow)
+                values.append(x._replace(keys=(key,)))
+            else:
+                values.append(x)
+        return values
 
     def _unmeasured(self, handler, equation, inputs, place):
         known = set(self.sites)
@@ -131,7 +152,7 @@ class Interpreter:
                 self._hold(jnp.asarray(x)) if is_known else x for x, is_known in pairs
             ]
         reals = equations.bind(equation, args)
-        # Of arrays made of constants, the compiler would compute all that is measured.
+        # XLA would fold constants, and their statistics, at compile time.
         constant = all(known)
         if any(known) or constant or equation.primitive.name in equations.REWRITTEN:
             reals = [self._hold(x) for x in reals]
@@ -140,7 +161,7 @@ class Interpreter:
             pairs = zip(reals, shadows, strict=True)
             shadows = [y if y is x else self._hold(y) for x, y in pairs]
         moved = None
-        if _keeps_magnitudes(equation) and self._is_measured(inputs[0].keys):
+        if _keeps_magnitudes(equation) and recorder.has(inputs[0].keys):
             (moved,) = inputs[0].keys
             moved = self.sites[moved].moved or moved
         numbers = [x for x in inputs if equations.is_inexact(x.real)]
@@ -165,11 +186,10 @@ class Interpreter:
             )
             if moved is None:
                 recorder.add(key, real, shadow)
+            else:
+                recorder.known.add(key)
             values.append(Value(real, shadow, (key,)))
         return values
-
-    def _is_measured(self, keys):
-        return len(keys) == 1 and keys[0] in self.sites
 
     def _hold(self, x):
         """Makes the compiler round `x`: it does not know that `zero` changes nothing.
@@ -225,7 +245,7 @@ class Interpreter:
 
 
 def _keeps_magnitudes(equation: Any) -> bool:
-    """Whether the result has the magnitudes of the only input, as often as it does."""
+    """Whether the result has the same magnitudes, in the same shares, as its input."""
     if equation.primitive.name == "convert_element_type":
         old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
         inexact = all(jnp.issubdtype(x, jnp.inexact) for x in (old, new))

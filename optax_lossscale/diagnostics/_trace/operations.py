@@ -109,6 +109,8 @@ class NumericOperation(NamedTuple):
     def place(self) -> str:
         """Where it stands: file, line, function and scope."""
         place = f"{_short(self.file)}:{self.line}" if self.line else "unknown line"
+        if not self.line and self.phase == "backward":
+            place = "gradient of the loss"
         if self.function and self.function != "<module>":
             place += f", in {self.function}"
         return f"{place} ({self.scope})" if self.scope else place
@@ -215,7 +217,7 @@ class Run:
         """Returns an operation."""
         site, several = self.site(key), len(self.scales) > 1
         iteration: Any = None
-        if site.loops and self.is_bad(key) and min(self.first(key)) >= 0:
+        if site.loops and not self.range(key).is_finite:
             steps = zip(self.first(key), site.loops, strict=True)
             found = [(x.length or 0) - 1 - i if x.reverse else i for i, x in steps]
             iteration = found[0] if len(found) == 1 else tuple(found)
@@ -261,7 +263,7 @@ class Run:
         return None if dtype is None else _bits.limits_of(dtype)
 
     def exceeds(self, key: Key) -> bool:
-        """Whether it overflows in float32's place, or would."""
+        """Whether the result in float32 is too large for the dtype."""
         limits = self.limit(key)
         largest = self.range(key).float32_largest
         return limits is not None and (
@@ -280,7 +282,7 @@ class Run:
     def is_origin(self, key: Key) -> bool:
         """Whether inf or nan begins here."""
         site = self.site(key)
-        if site.phase == "argument" or not self.is_bad(key):
+        if not site.primitive or not self.is_bad(key):
             return False
         known = (k for keys in site.inputs for k in keys if k in self.program.sites)
         if any(0 in self.site(k).shape for k in known):

@@ -1,6 +1,7 @@
 """The program that computes the loss and its scaled gradient, and measures them."""
 
 import functools
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -84,7 +85,7 @@ def make_call(
         *(name for key in sorted(kwargs) for name in _names(kwargs[key], key)),
     ]
     count = len(jax.tree.leaves(params))
-    is_array = [isinstance(x, jax.Array | np.ndarray | np.generic) for x in leaves]
+    is_array = [_is_array(x) for x in leaves]
     differentiated = [
         i for i in range(count) if is_inexact(leaves[i]) and not callable(leaves[i])
     ]
@@ -94,11 +95,24 @@ def make_call(
             f"{type(params).__name__} with none. If it is a model that is not a "
             "pytree, pass its parameters, and build the model in loss_fn."
         )
+    for name, x in zip(names, leaves, strict=True):
+        if isinstance(x, jax.Array) and x.is_deleted():
+            raise ValueError(
+                f"{name} was deleted: the step donated it (donate_argnums). Pass a "
+                "copy that was made before the step."
+            )
     chosen = set(differentiated)
     arrays = [i for i, array in enumerate(is_array) if array and i not in chosen]
     return Call(
         loss_fn, has_aux, num_losses, treedef, leaves, names, differentiated, arrays
     )
+
+
+def _is_array(x: Any) -> bool:
+    """Whether an argument can be an argument of a compiled function."""
+    if isinstance(x, np.ndarray | np.generic):
+        return jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
+    return isinstance(x, jax.Array)
 
 
 def _names(tree: Any, name: str) -> list[str]:
@@ -115,6 +129,7 @@ class Program(NamedTuple):
       before: See `Interpreter`.
       gradients: For each loss, the names of the gradients and the keys of their sites.
       arguments: The names of the arguments, by key.
+      parameters: The keys of those that are differentiated.
       compiled: The compiled program.
     """
 
@@ -123,6 +138,7 @@ class Program(NamedTuple):
     before: dict[Key, tuple[tuple[Key, ...], tuple[Key, ...]]]
     gradients: list[dict[str, tuple[Key, ...]]]
     arguments: dict[Key, str]
+    parameters: set[Key]
     compiled: Any
 
 
@@ -143,6 +159,8 @@ def _trace(call: Call, index: int | None) -> _Traced:
             return out
         if not call.has_aux:
             return _pick(out, index, call.num_losses)
+        if not isinstance(out, tuple | list) or len(out) != 2:
+            raise TypeError("With has_aux=True loss_fn must return losses and aux.")
         return _pick(out[0], index, call.num_losses), out[1]
 
     def program(scale, parameters, arrays):
@@ -165,7 +183,8 @@ def _pick(losses: Any, index: int, count: int | None) -> Any:
     if not isinstance(losses, tuple | list) or len(losses) != count:
         raise TypeError(
             f"There are {count} loss scales, so loss_fn must return a tuple or list of "
-            f"{count} losses, got {type(losses).__name__}."
+            f"{count} losses, got {jax.tree.map(jnp.shape, losses)}. If the state "
+            "belongs to many members or devices, pass the state of one."
         )
     return losses[index]
 
@@ -198,9 +217,10 @@ def make_program(call: Call, dtype: str) -> tuple[Program, bool]:
         ]
         gradients, losses = [], []
         for i, part in enumerate(traced):
+            names = (f"(array {j} that loss_fn closes over)" for j in itertools.count())
             constants = [
-                interpreter.argument((f"constant {i}.{j}",), x, recorder)
-                for j, x in enumerate(consts[i])
+                interpreter.argument((i, name), x, recorder)
+                for name, x in zip(names, consts[i], strict=False)
             ]
             scale = Value(scales[i], scales[i])
             found = interpreter.run(
@@ -220,7 +240,8 @@ def make_program(call: Call, dtype: str) -> tuple[Program, bool]:
     arrays, consts = call.flat(), [x.consts for x in traced]
     arguments = (jnp.uint32(0), jnp.ones(len(traced), jnp.float32), arrays, consts)
     count = sum(_count(x.jaxpr) for x in traced)
-    with _Patience(f"trace_numerics: compiling {count} operations, please wait ..."):
+    text = f"trace_numerics: compiling {count} operations, please wait ..."
+    with jax.disable_jit(False), _Patience(text):
         compiled = run.lower(*arguments).compile(
             compiler_options={"xla_allow_excess_precision": False}
         )
@@ -228,7 +249,8 @@ def make_program(call: Call, dtype: str) -> tuple[Program, bool]:
 
     def run_at(scales):
         scales = jnp.asarray(scales, jnp.float32)
-        found = compiled(jnp.uint32(0), scales, arrays, consts)
+        with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
+            found = compiled(jnp.uint32(0), scales, arrays, consts)
         return known["keys"].keys, *jax.device_get(found)
 
     names = call.flat_names()[: len(call.differentiated)]
@@ -240,7 +262,12 @@ def make_program(call: Call, dtype: str) -> tuple[Program, bool]:
             dict(zip(names, (x.keys for x in found), strict=True))
             for found in known["gradients"]
         ],
-        arguments={key: key[0] for key in interpreter.sites if len(key) == 1},
+        arguments={
+            key: key[-1]
+            for key, site in interpreter.sites.items()
+            if site.phase == "argument"
+        },
+        parameters={(name,) for name in names},
         compiled=compiled,
     )
     return program, computes

@@ -86,9 +86,14 @@ def over_devices(statistics: Statistics) -> Statistics:
     def join(name):
         x = getattr(statistics, name)
         if name == "first":
+            # The earliest iteration, comparing the outer loops first.
             bad = statistics.infs + statistics.nans > 0
-            device = jnp.argmax(bad, axis=0)
-            return jnp.take_along_axis(x, device[None, :, None], axis=0)[0]
+            late = np.iinfo(np.int32).max
+            x = jnp.where(bad[..., None], x, late)
+            for i in range(x.shape[-1]):
+                earliest = x[..., i] == x[..., i].min(0)
+                x = jnp.where(earliest[..., None], x, late)
+            return x.min(0)
         if name == "smallest":
             return x.min(0)
         return x.max(0) if name in MAXIMA else x.sum(0)
@@ -124,15 +129,17 @@ class Recorder:
         """Prepares to measure.
 
         Args:
-          dtype: Ask of float32 numbers whether they would fit into this dtype.
+          dtype: The dtype that wider numbers are checked against, or None.
         """
         self.dtype = dtype
         self.keys: list[Any] = []
+        self.known: set[Any] = set()
         self._parts: list[Statistics] = []
         self._groups: dict[Any, list[Any]] = {}
 
     def add(self, key: Any, real: Any, shadow: Any) -> None:
         """Measures an array, and remembers its key."""
+        self.known.add(key)
         has_shadow = shadow is not real
         real = _as_real(real)
         shadow = _as_real(shadow).astype(jnp.float32) if has_shadow else real
@@ -153,6 +160,10 @@ class Recorder:
             group.append((key, real, shadow))
             if (len(group) + 1) * size > GROUPED:
                 self._measure_group((*kind, size))
+
+    def has(self, keys: tuple[Any, ...]) -> bool:
+        """Whether one array was measured here, and not in a loop or branch around."""
+        return len(keys) == 1 and keys[0] in self.known
 
     def extend(self, keys: list[Any], statistics: Statistics) -> None:
         """Adds arrays that were measured elsewhere."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from optax_lossscale import _check as check
 from optax_lossscale._step.state import find_state, unbox
@@ -18,13 +19,13 @@ from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._common import check_host
 from optax_lossscale.diagnostics._files import write_file
 from optax_lossscale.diagnostics._trace import search
-from optax_lossscale.diagnostics._trace.findings import NumericFinding
+from optax_lossscale.diagnostics._trace.findings import NumericFinding, power
 from optax_lossscale.diagnostics._trace.operations import NumericOperation, Run
 from optax_lossscale.diagnostics._trace.program import make_call, make_program
 from optax_lossscale.diagnostics._trace.verdict import find_all
 
 WIDTH = 79
-SHOWN = 6
+SHOWN_FINDINGS = 6
 
 
 class NumericsTrace(NamedTuple):
@@ -33,7 +34,8 @@ class NumericsTrace(NamedTuple):
     Attributes:
       findings: What breaks and what to do, the most urgent first.
       first_nonfinite: The first operation whose inputs are finite and whose result is
-        not, or which makes nan of inf; also if the inf is swallowed later. Else None.
+        not, or which turns inf into nan, even if later operations discard it. None if
+        there is none.
       largest_scale: The largest power of two with which nothing in the backward pass
         overflows, from 2**-126 to 2**126; None if there is none. A tuple for several
         losses.
@@ -67,22 +69,28 @@ class NumericsTrace(NamedTuple):
 
     def __str__(self):
         lines = []
-        for finding in self.findings[:SHOWN]:
+        if not self.computes_in_dtype:
+            text = (
+                f"No operation computes in {self.dtype}. The findings say what would "
+                "overflow or underflow if all did."
+            )
+            lines += textwrap.wrap(text, WIDTH)
+        for finding in self.findings[:SHOWN_FINDINGS]:
             lines += textwrap.wrap(finding.message, WIDTH, subsequent_indent="  ")
-        if len(self.findings) > SHOWN:
-            lines.append(f"and {len(self.findings) - SHOWN} more: see findings")
+        if len(self.findings) > SHOWN_FINDINGS:
+            lines.append(
+                f"and {len(self.findings) - SHOWN_FINDINGS} more: see findings"
+            )
         opaque = {x.primitive for x in self.operations if x.opaque}
         if opaque:
             names = ", ".join(sorted(opaque))
             text = f"Not followed in float32: {names}."
             lines += textwrap.wrap(text, WIDTH, subsequent_indent="  ")
-        if not self.computes_in_dtype:
-            lines.append(f"No operation computes in {self.dtype}: would it fit?")
         facts = {
-            "loss": _text(self.loss),
-            "in float32": _text(self.float32_loss),
-            "loss scale": _text(self.scale),
-            "largest": _text(self.largest_scale),
+            "loss": _text(self.loss, "{:.6g}".format),
+            "in float32": _text(self.float32_loss, "{:.6g}".format),
+            "loss scale": _text(self.scale, power),
+            "largest": _text(self.largest_scale, power),
             "operations": f"{len(self.operations)}",
         }
         return "\n".join([*lines, ", ".join(f"{k} {v}" for k, v in facts.items())])
@@ -144,8 +152,10 @@ def trace_numerics(
 
     Call it on the host with the arguments of a step that went wrong. It compiles one
     program, which returns a few numbers for each operation, so it needs little memory;
-    arrays may be sharded. Use `scale_sweep` to see what each scale loses of the
-    parameters' gradients, and `suggest_loss_scale` under `jax.jit`.
+    arrays may be sharded. It runs the program a few times, with callbacks in it. With
+    several losses it traces each, with its forward pass. Use `scale_sweep` to see what
+    each scale loses of the parameters' gradients, and `suggest_loss_scale` under
+    `jax.jit`.
 
     Args:
       loss_fn: Called as `loss_fn(params, *args, **kwargs)`; returns a real scalar loss,
@@ -161,16 +171,18 @@ def trace_numerics(
       dtype: The dtype in question: "float16", "bfloat16" or a float8. If no operation
         computes in it, the trace says what would happen if all did.
       has_aux: Whether `loss_fn` returns auxiliary data as well.
-      **kwargs: More arguments of `loss_fn`.
+      **kwargs: More arguments of `loss_fn`. If it has a keyword `state`, `scale`,
+        `dtype` or `has_aux` itself, bind that with `functools.partial`.
 
     Returns:
       A `NumericsTrace`. Print it to read what breaks, why, and what to do.
 
     Raises:
-      ValueError: If both `state` and `scale` are given, a scale is out of range, or
-        `dtype` is no such dtype; if `state` holds no loss scale, or several states.
+      ValueError: If both `state` and `scale` are given, or a scale is out of range; if
+        `state` holds no loss scale, or several states; if an argument was donated.
       TypeError: If `params` has nothing to differentiate, the loss is not a real
-        scalar, or under a transformation of JAX, such as `jax.jit`.
+        scalar, `dtype` is no such dtype, or under a transformation of JAX, such as
+        `jax.jit`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -190,7 +202,15 @@ def trace_numerics(
       The shadow in higher precision follows LLVM's
       [NumericalStabilitySanitizer](https://clang.llvm.org/docs/NumericalStabilitySanitizer.html).
     """
-    check_host("trace_numerics", (params, args, kwargs, state))
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function, got {loss_fn!r}.")
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves((params, args, kwargs))):
+        raise TypeError(
+            "trace_numerics is for the host: call it outside of jit, scan, vmap and "
+            "the like, with the arguments of the step."
+        )
+    check_host("trace_numerics", (state, scale))
+    has_aux = check.boolean("has_aux", has_aux)
     dtype = check.dtype("dtype", dtype)
     _bits.limits_of(dtype)
     scales, count = _scales(state, scale)
@@ -214,7 +234,7 @@ def trace_numerics(
         return values[0] if count is None else tuple(values)
 
     return NumericsTrace(
-        findings=find_all(run, best, dtype),
+        findings=find_all(run, best, dtype, computes),
         first_nonfinite=run.operation(factual[0]) if factual else None,
         largest_scale=one(largest),
         scale=one(scales),
@@ -232,11 +252,10 @@ def _scales(state: Any, scale: Any) -> tuple[list[float], int | None]:
         raise ValueError("Pass state or scale, not both: a state has its loss scale.")
     found = 1.0 if scale is None else scale
     if state is not None:
-        check_host("trace_numerics", state)
         found = jax.device_get(unbox(find_state(state).loss_scale_state.loss_scale))
     name = "scale" if state is None else "the loss scale of state"
     array = np.asarray(found)
-    if array.ndim > 1:
+    if array.ndim > 1 or not array.size:
         raise ValueError(
             f"{name} must be a number, or one for each loss, got shape {array.shape}. "
             "If the state belongs to many members or devices, pass the state of one."
@@ -247,13 +266,10 @@ def _scales(state: Any, scale: Any) -> tuple[list[float], int | None]:
     return checked, len(checked)
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, write: Callable[[float], str]) -> str:
     if isinstance(value, tuple):
-        return "(" + ", ".join(map(_text, value)) + ")"
-    if value is None:
-        return "none"
-    is_power = value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5
-    return f"2^{int(math.log2(value))}" if is_power and value != 1 else f"{value:.6g}"
+        return "(" + ", ".join(_text(x, write) for x in value) + ")"
+    return "none" if value is None else write(value)
 
 
 def _flat(operation: NumericOperation) -> dict[str, Any]:
