@@ -1,6 +1,6 @@
-"""What JAX's own tools say about the faults of `faulty_transformer` and `faulty_linen`.
+"""What JAX's tools and ours say about `faulty_transformer` and `faulty_linen`.
 
-Prints one Markdown table per model, in a few minutes:
+Prints one Markdown table per model, in about ten minutes:
 
     python tests/support/other_tools.py
 """
@@ -18,6 +18,8 @@ import faulty_transformer
 import jax
 from faulty_transformer import FAULTS, Faulty
 from jax.experimental import checkify
+
+from optax_lossscale.diagnostics import trace_numerics
 
 MODELS = (faulty_transformer, faulty_linen)
 
@@ -66,10 +68,22 @@ def check_floats(faulty: Faulty) -> str:
     return "nothing"
 
 
+def trace(faulty: Faulty) -> str:
+    """Returns what the first finding of `trace_numerics` says."""
+    scale = faulty.scale
+    found = trace_numerics(faulty.loss_fn, faulty.params, *faulty.args, scale=scale)
+    operation = found.findings[0].operation
+    if operation is None:
+        return "nothing"
+    place = operation.file, operation.line
+    return f"{operation.phase}, {operation.primitive}; {compare(place, faulty)}"
+
+
 TOOLS = {
     "jax_debug_nans": debug_nans,
     "jax_debug_nans and jax_debug_infs": debug_nans_and_infs,
     "checkify": check_floats,
+    "trace_numerics": trace,
 }
 
 
@@ -85,9 +99,14 @@ def describe(error: BaseException, faulty: Faulty) -> str:
     ]
     if not named:
         return f"{message}; names no line"
-    file, line = named[-1]
-    verdict = "the faulty line" if named[-1] in faulty.lines else "another line"
-    return f"{message}; names {Path(file).name}:{line}, {verdict}"
+    return f"{message}; {compare(named[-1], faulty)}"
+
+
+def compare(place: tuple[str, int], faulty: Faulty) -> str:
+    """Returns the file and the line that a tool names, and whether it is right."""
+    file, line = place
+    verdict = "the faulty line" if place in faulty.lines else "another line"
+    return f"names {Path(file).name}:{line}, {verdict}"
 
 
 def table(model: ModuleType) -> str:

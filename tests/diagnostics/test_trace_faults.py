@@ -1,0 +1,86 @@
+"""`trace_numerics` names the line of each planted fault; mended, nothing breaks."""
+
+import itertools
+
+import faulty_linen
+import faulty_transformer
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from faulty_transformer import FAULTS
+from jax.flatten_util import ravel_pytree
+
+from optax_lossscale.diagnostics import trace_numerics
+
+KINDS = {
+    "forward": "forward",
+    "backward": "scale_too_high",
+    "data": "nonfinite_argument",
+}
+FAST = {
+    (faulty_transformer, "gelu"),
+    (faulty_transformer, "sum"),
+    (faulty_transformer, None),
+}
+FAULT_OF = {fault.name: fault for fault in FAULTS}
+# NumPy makes -inf of -1e9.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+
+
+def cases(names):
+    """Returns each of the two models with each of the faults."""
+    return [
+        pytest.param(
+            model,
+            name,
+            id=f"{model.__name__}-{name}",
+            marks=() if (model, name) in FAST else pytest.mark.exhaustive,
+        )
+        for model, name in itertools.product((faulty_transformer, faulty_linen), names)
+    ]
+
+
+def follow(faulty):
+    scale = faulty.scale
+    return trace_numerics(faulty.loss_fn, faulty.params, *faulty.args, scale=scale)
+
+
+@pytest.mark.parametrize(("model", "name"), cases(FAULT_OF))
+def test_names_the_faulty_line(model, name):
+    faulty, phase = model.plant(name), FAULT_OF[name].phase
+    trace = follow(faulty)
+    finding = trace.findings[0]
+    assert finding.kind == KINDS[phase]
+    found = finding.operation
+    assert (found.file, found.line) in faulty.lines, str(trace)
+    if phase == "data":
+        assert trace.first_nonfinite is None
+    else:
+        assert found == trace.first_nonfinite
+        assert found.phase == phase
+        assert not found.output.is_finite
+
+
+@pytest.mark.parametrize(("model", "name"), cases([None]))
+def test_finds_nothing_in_the_sound_model(model, name):
+    trace = follow(model.plant(name))
+    assert [finding.kind for finding in trace.findings] == ["fine"]
+    assert trace.first_nonfinite is None
+
+
+@pytest.mark.parametrize(("model", "name"), cases(FAULT_OF))
+def test_mended_model_agrees_with_float32(model, name):
+    def gradients(dtype):
+        mended = model.plant(name, mended=True, dtype=dtype)
+
+        def scaled_loss(params, *args):
+            return mended.loss_fn(params, *args) * mended.scale
+
+        found = jax.jit(jax.value_and_grad(scaled_loss))(mended.params, *mended.args)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
+        return ravel_pytree(found[1])[0]
+
+    expected = gradients(jnp.float32)
+    difference = gradients(jnp.float16) - expected
+    assert jnp.linalg.norm(difference) < 0.02 * jnp.linalg.norm(expected)
