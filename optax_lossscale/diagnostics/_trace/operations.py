@@ -175,7 +175,7 @@ class Run:
             return part
 
         is_operation = self.site(key).phase != "argument"
-        return is_operation, tuple(map(number, key)) if is_operation else key
+        return is_operation, tuple(map(number, key)) if is_operation else ()
 
     def range(self, key: Key) -> NumericRange:
         """Returns the numbers at a site."""
