@@ -63,9 +63,9 @@ def log2_of(run: Run, key: Key) -> float:
 
 
 def power(scale: float) -> str:
-    """Writes a number as a power of two."""
+    """Writes a number as a power of two, but for 1."""
     exponent = math.log2(scale)
-    return f"2^{exponent:.{0 if exponent.is_integer() else 2}f}"
+    return "1" if exponent == 0 else f"2^{exponent:.{0 if exponent.is_integer() else 2}f}"
 
 
 def distinct_lines(run: Run, keys: list[Key]) -> list[Key]:

@@ -75,7 +75,7 @@ def find_forward(run: Run, dtype: str) -> list[NumericFinding]:
     if found and later:
         later = distinct_lines(run, later)[:SHOWN]
         lines = (f"{run.operation(k).place} (2^{log2_of(run, k):.1f})" for k in later)
-        message = "In float32 these results are too large as well: "
+        message = "These lines have results that do not fit either: "
         message += "; ".join(lines) + "."
         kind, operation = found[0].kind, run.operation(later[0])
         found.append(NumericFinding(kind, message, operation))
