@@ -65,7 +65,9 @@ def log2_of(run: Run, key: Key) -> float:
 def power(scale: float) -> str:
     """Writes a number as a power of two, but for 1."""
     exponent = math.log2(scale)
-    return "1" if exponent == 0 else f"2^{exponent:.{0 if exponent.is_integer() else 2}f}"
+    if exponent == 0:
+        return "1"
+    return f"2^{exponent:.{0 if exponent.is_integer() else 2}f}"
 
 
 def distinct_lines(run: Run, keys: list[Key]) -> list[Key]:
