@@ -151,7 +151,7 @@ def test_examples_run_on_their_own(name, public):
 
 
 def test_readme_runs(capsys):
-    *blocks, diagnose, pmap, shard_map, sharded_jit, _ = readme_blocks()
+    *blocks, diagnose, trace, pmap, shard_map, sharded_jit, _ = readme_blocks()
     assert len(blocks) == 4
     params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
     x, y = jnp.ones((4, 3)), jnp.ones((4, 2))
@@ -173,7 +173,10 @@ def test_readme_runs(capsys):
         assert scope["optimizer"].current_loss_scale(state) == 2**23
         exec(diagnose, scope)
         assert loss_fn(scope["params"], x, y) < losses[3]
-    assert capsys.readouterr().out.startswith("The last step was applied.")
+        exec(trace, scope)
+    out = capsys.readouterr().out
+    assert out.startswith("The last step was applied.")
+    assert "Nothing overflows, and no gradients are lost." in out
 
     start, x, y = params, jnp.ones((16, 3)), jnp.full((16, 2), 2.9)
     losses = []
