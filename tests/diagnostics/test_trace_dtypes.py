@@ -90,6 +90,22 @@ class TestDtypes:
         assert np.isclose(trace.loss, 3 * factor)
         assert f"No operation computes in {dtype}" in str(trace)
 
+    def test_a_bfloat16_program_in_float16(self):
+        def loss_fn(w):
+            x = w.astype(jnp.bfloat16)
+            return total(x * jnp.bfloat16(1e5))  # wider
+
+        trace = trace_numerics(loss_fn, TWO)
+        assert not trace.computes_in_dtype
+        assert trace.first_nonfinite is None
+        finding = trace.findings[0]
+        assert finding.kind == "would_overflow"
+        assert finding.operation.dtype == "bfloat16"
+        assert finding.operation.line == line_of("wider", __file__)
+        assert "float16 ends at 2^16" in finding.message
+        own = trace_numerics(loss_fn, TWO, dtype="bfloat16")
+        assert own.findings[0].kind == "fine"
+
     def test_a_float8_program(self):
         def loss_fn(w):
             x = (w * 250).astype(jnp.float8_e5m2).astype(jnp.float16)

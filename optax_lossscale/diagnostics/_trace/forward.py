@@ -4,7 +4,6 @@ import math
 
 import jax.numpy as jnp
 
-from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._trace import equations
 from optax_lossscale.diagnostics._trace.findings import (
     SHOWN,
@@ -50,19 +49,14 @@ def find_nonfinite_arguments(run: Run) -> list[NumericFinding]:
     return [NumericFinding("nonfinite_argument", message, operation)]
 
 
-def find_forward(run: Run, dtype: str) -> list[NumericFinding]:
-    """Says where inf and nan begin in the forward pass.
-
-    Args:
-      run: The run.
-      dtype: The dtype in question.
-    """
+def find_forward(run: Run) -> list[NumericFinding]:
+    """Says where inf and nan begin in the forward pass."""
     keys = run.origins("forward")
     if keys and not run.bad_operands(keys[0]):
         # A nan made from an inf is a consequence, not a cause.
         keys = [key for key in keys if not run.bad_operands(key)]
     keys = distinct_lines(run, keys)[:SHOWN]
-    found = [describe(run, key, dtype) for key in keys]
+    found = [describe(run, key) for key in keys]
     known = {run.site(key).source for key in keys}
     later = [
         key
@@ -91,7 +85,7 @@ def is_harmless(run: Run) -> bool:
     return agree and all(x.is_finite and x.error < CLOSE for x in results)
 
 
-def describe(run: Run, key: Key, dtype: str) -> NumericFinding:
+def describe(run: Run, key: Key) -> NumericFinding:
     """Says why an operation of the forward pass makes inf or nan."""
     operation, found = run.operation(key), run.range(key)
     limits = run.limit(key)
@@ -101,7 +95,7 @@ def describe(run: Run, key: Key, dtype: str) -> NumericFinding:
     if limits is not None and run.exceeds(key):
         needed, end = log2_of(run, key), math.log2(limits.overflow)
         bits = needed - end
-        name = found.dtype if limits == _limits_of(found.dtype) else dtype
+        name = run.dtype or found.dtype
         text += (
             f". The largest result would be 2^{needed:.1f}; {name} ends at "
             f"2^{end:.0f}. No loss scale helps, since this is the forward pass: "
@@ -122,11 +116,6 @@ def describe(run: Run, key: Key, dtype: str) -> NumericFinding:
         )
     kind = "would_overflow" if found.is_finite else "forward"
     return NumericFinding(kind, text, operation, bits=bits)
-
-
-def _limits_of(dtype: str) -> _bits.Limits | None:
-    is_wide = dtype in ("float32", "float64", "complex64", "complex128")
-    return None if is_wide else _bits.limits_of(dtype)
 
 
 def _why(run: Run, key: Key) -> str:

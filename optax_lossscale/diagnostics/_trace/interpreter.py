@@ -41,7 +41,7 @@ class Interpreter:
 
         Args:
           zero: u32[], a zero that the compiler does not know.
-          judged: The dtype that wider numbers should fit into, or None.
+          judged: The dtype that all numbers should fit into; None for their own.
         """
         self.zero = zero
         self.varying: Any = None

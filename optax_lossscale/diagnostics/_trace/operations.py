@@ -140,10 +140,10 @@ class Run:
         Args:
           program: The program.
           scales: The loss scales, f32[n].
-          dtype: The dtype that wider numbers should fit into, or None.
+          dtype: The dtype that all numbers should fit into; None for their own.
         """
         keys, self._statistics, self.losses = program.run(scales)
-        self.program, self.scales, self._dtype = program, scales, dtype
+        self.program, self.scales, self.dtype = program, scales, dtype
         self._rows = {key: i for i, key in enumerate(keys)}
         self._ranges: dict[Key, NumericRange] = {}
         executed = (key for key in program.sites if self._seen(key))
@@ -257,10 +257,8 @@ class Run:
 
     def limit(self, key: Key) -> _bits.Limits | None:
         """Returns the limits of half precision that apply, if any do."""
-        dtype = self.site(key).dtype
-        if not equations.is_half(jnp.dtype(dtype)):
-            dtype = self._dtype
-        return None if dtype is None else _bits.limits_of(dtype)
+        dtype = self.dtype or self.site(key).dtype
+        return _bits.limits_of(dtype) if equations.is_half(jnp.dtype(dtype)) else None
 
     def exceeds(self, key: Key) -> bool:
         """Whether the result in float32 is too large for the dtype."""
@@ -276,8 +274,7 @@ class Run:
         row = self._row(key)
         if self._statistics.infs[row] or self._statistics.nans[row]:
             return True
-        is_wide = not equations.is_half(jnp.dtype(self.site(key).dtype))
-        return self._dtype is not None and is_wide and self.exceeds(key)
+        return self.dtype is not None and self.exceeds(key)
 
     def is_origin(self, key: Key) -> bool:
         """Whether inf or nan begins here."""

@@ -124,7 +124,7 @@ class Program(NamedTuple):
 
     Attributes:
       run: Maps a scale for each loss, f32[n], to keys, their statistics, and the losses
-        with what they would be in float32, f32[n, 2].
+        with what they would be in float32, float64[n, 2].
       sites: By key, what it measures, in order of execution.
       before: See `Interpreter`.
       gradients: For each loss, the names of the gradients and the keys of their sites.
@@ -233,9 +233,9 @@ def make_program(call: Call, dtype: str) -> tuple[Program, bool]:
             )
             gradients.append(found[-part.gradients :])
             pair = (found[0].real, found[0].shadow)
-            losses.append([jnp.asarray(x, jnp.float32) for x in pair])
+            losses.append(pair)
         known.update(interpreter=interpreter, gradients=gradients, keys=recorder)
-        return recorder.finish(), jnp.asarray(losses)
+        return recorder.finish(), losses
 
     arrays, consts = call.flat(), [x.consts for x in traced]
     arguments = (jnp.uint32(0), jnp.ones(len(traced), jnp.float32), arrays, consts)
@@ -251,7 +251,8 @@ def make_program(call: Call, dtype: str) -> tuple[Program, bool]:
         scales = jnp.asarray(scales, jnp.float32)
         with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
             found = compiled(jnp.uint32(0), scales, arrays, consts)
-        return known["keys"].keys, *jax.device_get(found)
+        measured, losses = jax.device_get(found)
+        return known["keys"].keys, measured, np.array(losses, np.float64)
 
     names = call.flat_names()[: len(call.differentiated)]
     program = Program(

@@ -13,7 +13,8 @@ LOWEST, HIGHEST = -126, 126
 def find_largest(run: Run, at: Callable[[list[float]], Run], loss: int) -> Run | None:
     """Returns the run with the largest scale of one loss, or None if there is none.
 
-    It tries scales, so it is exact: the prediction only says where to begin.
+    It tries scales, so it is exact: the prediction only says where to begin. What fits
+    at a scale must fit at every lower one.
 
     Args:
       run: A run.
@@ -28,23 +29,22 @@ def find_largest(run: Run, at: Callable[[list[float]], Run], loss: int) -> Run |
         found[exponent] = at(scales)
         return is_sound(found[exponent], loss)
 
+    # What fits, and what does not; both are out of range until one was tried.
     below, above = LOWEST - 1, HIGHEST + 1
     exponent = int(np.clip(_predict(run, loss), LOWEST, HIGHEST))
     step = 1
-    while LOWEST <= exponent <= HIGHEST and above - below > 1:
+    while above - below > 1:
         if fits(exponent):
             below = exponent
-            exponent += step
         else:
             above = exponent
-            exponent -= step
-        if below >= LOWEST and above <= HIGHEST:
+        if below < LOWEST:
+            exponent = max(above - step, LOWEST)
+        elif above > HIGHEST:
+            exponent = min(below + step, HIGHEST)
+        else:
             exponent = (below + above) // 2
-        elif below < exponent < above and exponent not in (LOWEST, HIGHEST):
-            step *= 2
-        exponent = min(max(exponent, max(below + 1, LOWEST)), min(above - 1, HIGHEST))
-        if exponent in found:
-            break
+        step *= 2
     return found.get(below)
 
 

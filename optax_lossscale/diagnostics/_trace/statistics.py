@@ -9,7 +9,6 @@ import numpy as np
 from jax import lax
 
 from optax_lossscale.diagnostics import _bits
-from optax_lossscale.diagnostics._trace import equations
 
 # Arrays of the same size are measured in groups, which compile faster. A group has at
 # most GROUPED numbers, to save memory. Small arrays are repeated up to ROW numbers, if
@@ -129,7 +128,7 @@ class Recorder:
         """Prepares to measure.
 
         Args:
-          dtype: The dtype that wider numbers are checked against, or None.
+          dtype: The dtype that all numbers are checked against; None for their own.
         """
         self.dtype = dtype
         self.keys: list[Any] = []
@@ -143,9 +142,7 @@ class Recorder:
         has_shadow = shadow is not real
         real = _as_real(real)
         shadow = _as_real(shadow).astype(jnp.float32) if has_shadow else real
-        judged = real.dtype
-        if self.dtype is not None and not equations.is_half(judged):
-            judged = self.dtype
+        judged = real.dtype if self.dtype is None else self.dtype
         kind = (real.dtype, judged, has_shadow)
         size = real.size
         if 0 < size < ROW and ROW % size == 0:

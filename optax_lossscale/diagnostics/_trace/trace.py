@@ -228,13 +228,13 @@ def trace_numerics(
     best = [search.find_largest(run, at, i) for i in range(len(scales))]
     largest = [None if x is None else x.scales[i] for i, x in enumerate(best)]
     factual = [k for k in run.origins() if not run.range(k).is_finite]
-    losses = np.asarray(run.losses, np.float64).T.tolist()
+    losses = run.losses.T.tolist()
 
     def one(values):
         return values[0] if count is None else tuple(values)
 
     return NumericsTrace(
-        findings=find_all(run, best, dtype, computes),
+        findings=find_all(run, best),
         first_nonfinite=run.operation(factual[0]) if factual else None,
         largest_scale=one(largest),
         scale=one(scales),

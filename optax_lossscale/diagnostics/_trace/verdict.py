@@ -17,24 +17,20 @@ from optax_lossscale.diagnostics._trace.operations import Run
 HARMLESS = " The loss and the gradients of this batch agree with float32 all the same."
 
 
-def find_all(
-    run: Run, best: list[Run | None], dtype: str, computes: bool
-) -> list[NumericFinding]:
+def find_all(run: Run, best: list[Run | None]) -> list[NumericFinding]:
     """Returns what was found, what to fix first.
 
     Args:
       run: The run at the scale in question.
       best: For each loss, the run at the largest scale with which nothing in its
         backward pass overflows; None if there is no such scale.
-      dtype: The dtype in question.
-      computes: Whether the program computes in it.
     """
-    forward, arguments = find_forward(run, dtype), find_nonfinite_arguments(run)
+    forward, arguments = find_forward(run), find_nonfinite_arguments(run)
     starts = run.origins("forward")
     if starts and run.bad_operands(starts[0]):
         # The first nan was made from an inf: that of an argument, if there is one.
         forward = arguments or forward
-    harmless = computes and all(x is not None and is_harmless(x) for x in best)
+    harmless = run.dtype is None and all(x is not None and is_harmless(x) for x in best)
     urgent = [] if harmless else forward or arguments
     if urgent:
         return urgent
@@ -43,7 +39,7 @@ def find_all(
         found = [*find_backward(run, other, loss), *found]
     if not found and (None in best or not np.isfinite(run.losses).all()):
         bad = (k for k in run.keys if run.site(k).primitive and run.is_bad(k))
-        found = [describe(run, key, dtype) for key in itertools.islice(bad, 1)]
+        found = [describe(run, key) for key in itertools.islice(bad, 1)]
     return found or [_fine(best)]
 
 
