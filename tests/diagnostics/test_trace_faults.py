@@ -1,7 +1,5 @@
 """`trace_numerics` names the line of each planted fault; mended, nothing breaks."""
 
-import itertools
-
 import faulty_linen
 import faulty_transformer
 import jax
@@ -28,8 +26,15 @@ FAULT_OF = {fault.name: fault for fault in FAULTS}
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 
 
-def cases(names):
-    """Returns each of the two models with each of the faults."""
+def cases(plain, linen):
+    """Returns the faults of the two models to test.
+
+    `other_tools.py` follows every fault of both; here Linen has those that break in the
+    source of Flax.
+    """
+    chosen = [(faulty_transformer, x) for x in plain] + [
+        (faulty_linen, x) for x in linen
+    ]
     return [
         pytest.param(
             model,
@@ -37,7 +42,7 @@ def cases(names):
             id=f"{model.__name__}-{name}",
             marks=() if (model, name) in FAST else pytest.mark.exhaustive,
         )
-        for model, name in itertools.product((faulty_transformer, faulty_linen), names)
+        for model, name in chosen
     ]
 
 
@@ -46,7 +51,9 @@ def follow(faulty):
     return trace_numerics(faulty.loss_fn, faulty.params, *faulty.args, scale=scale)
 
 
-@pytest.mark.parametrize(("model", "name"), cases(FAULT_OF))
+@pytest.mark.parametrize(
+    ("model", "name"), cases(FAULT_OF, ["variance", "gelu", "sum"])
+)
 def test_names_the_faulty_line(model, name):
     faulty, phase = model.plant(name), FAULT_OF[name].phase
     trace = follow(faulty)
@@ -62,14 +69,14 @@ def test_names_the_faulty_line(model, name):
         assert not found.output.is_finite
 
 
-@pytest.mark.parametrize(("model", "name"), cases([None]))
+@pytest.mark.parametrize(("model", "name"), cases([None], [None]))
 def test_finds_nothing_in_the_sound_model(model, name):
     trace = follow(model.plant(name))
     assert [finding.kind for finding in trace.findings] == ["fine"]
     assert trace.first_nonfinite is None
 
 
-@pytest.mark.parametrize(("model", "name"), cases(FAULT_OF))
+@pytest.mark.parametrize(("model", "name"), cases(FAULT_OF, ["variance"]))
 def test_mended_model_agrees_with_float32(model, name):
     def gradients(dtype):
         mended = model.plant(name, mended=True, dtype=dtype)
