@@ -72,15 +72,21 @@ def make_programs(leaves: int) -> list[Program]:
     return programs
 
 
+def cpu_seconds(function: Callable[[], Any]) -> tuple[float, Any]:
+    """Returns the CPU time of a call, summed over threads, and its result."""
+    jax.clear_caches()
+    start = time.process_time()
+    result = function()
+    return time.process_time() - start, result
+
+
 def compile_time(program: Program) -> float:
     """Returns the CPU seconds, summed over threads, to trace and compile.
 
     Caches are emptied first. CPU time depends little on what else the machine does.
     """
-    jax.clear_caches()
-    start = time.process_time()
-    jax.jit(program.function).lower(*program.arguments).compile()
-    return time.process_time() - start
+    lower = jax.jit(program.function).lower
+    return cpu_seconds(lambda: lower(*program.arguments).compile())[0]
 
 
 def measure(leaves: int, repeats: int) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,6 @@
 """Measures what `trace_numerics` costs, next to a training step."""
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import optax
 
 from benchmarks import report
+from benchmarks.compile_time import cpu_seconds
 from benchmarks.workloads import Workload, transformer
 from optax_lossscale import LossScaleOptimizer
 from optax_lossscale.diagnostics._trace.program import make_call, make_program
@@ -27,14 +27,6 @@ def memory(compiled: Any) -> int:
         - found.alias_size_in_bytes
         + found.temp_size_in_bytes
     )
-
-
-def cpu_seconds(function: Callable[[], Any]) -> tuple[float, Any]:
-    """Returns the CPU time of a call, summed over threads, and its result."""
-    jax.clear_caches()
-    start = time.process_time()
-    result = function()
-    return time.process_time() - start, result
 
 
 def measure(workload: Workload, rounds: int) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from optax_lossscale.diagnostics._trace.findings import (
     NumericFinding,
     begins,
     distinct_lines,
-    gradients_of,
     log2_of,
     power,
 )
@@ -76,7 +75,7 @@ def _too_high(run: Run, key: Key, best: Run, alone: bool) -> NumericFinding:
 
 def _lost(run: Run, loss: int) -> float:
     """Returns the largest share of a parameter's gradient that is flushed."""
-    return max((run.range(k).flushed for k in gradients_of(run, loss)), default=0.0)
+    return max((run.range(k).flushed for k in run.gradients(loss)), default=0.0)
 
 
 def _losers(run: Run, loss: int) -> list[Key]:

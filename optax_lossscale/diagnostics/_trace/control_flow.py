@@ -39,8 +39,8 @@ def run_cond(
             own = interpreter.new_recorder()
             inner = place._replace(key=(*place.key, f"branch {k}"))
             values = unpack(packed, operands)
-            consts = [Value(x, x) for x in branches[k].consts]
-            out = interpreter.run(branches[k].jaxpr, consts, values, inner, own)
+            jaxpr, consts = branches[k].jaxpr, branches[k].consts
+            out = interpreter.enter(jaxpr, consts, values, inner, own)
             results[k] = (own.keys, out)
             return pack(out, apart=True), own.finish()
 
@@ -89,10 +89,8 @@ def run_scan(
 
     def body(values, x, inner, own):
         x = unpack(x, xs)
-        out = interpreter.run(
-            closed.jaxpr, [Value(c, c) for c in closed.consts],
-            [*consts, *values, *x], inner, own,
-        )  # fmt: skip
+        args = [*consts, *values, *x]
+        out = interpreter.enter(closed.jaxpr, closed.consts, args, inner, own)
         return out[:m], out[m:]
 
     def loop_over(step, state):
@@ -123,10 +121,10 @@ def run_while(
 
     def body(values, _, inner, own):
         asking = inner._replace(key=(*inner.key, "condition"))
-        known = [Value(c, c) for c in condition.consts]
-        interpreter.run(condition.jaxpr, known, [*asked, *values], asking, own)
-        known = [Value(c, c) for c in closed.consts]
-        return interpreter.run(closed.jaxpr, known, [*consts, *values], inner, own), []
+        args = [*asked, *values]
+        interpreter.enter(condition.jaxpr, condition.consts, args, asking, own)
+        args = [*consts, *values]
+        return interpreter.enter(closed.jaxpr, closed.consts, args, inner, own), []
 
     def continues(state):
         values = [x.real for x in join(state[2], [()] * len(carry))]

@@ -77,9 +77,3 @@ def distinct_lines(run: Run, keys: list[Key]) -> list[Key]:
         site = run.site(key)
         found.setdefault((site.source, site.scope, site.source.line or key), key)
     return list(found.values())
-
-
-def gradients_of(run: Run, loss: int) -> list[Key]:
-    """Returns the sites of the parameters' gradients."""
-    gradients = run.program.gradients[loss].values()
-    return run.inputs(tuple(key for keys in gradients for key in keys))

@@ -10,7 +10,6 @@ from optax_lossscale.diagnostics._trace.findings import (
     NumericFinding,
     begins,
     distinct_lines,
-    gradients_of,
     kinds_of,
     log2_of,
 )
@@ -26,7 +25,7 @@ def find_nonfinite_arguments(run: Run) -> list[NumericFinding]:
     names = run.program.arguments
     bad = [k for k in run.keys if k in names and not run.range(k).is_finite]
     losses = range(len(run.scales))
-    results = [k for i in losses for k in gradients_of(run, i)]
+    results = [k for i in losses for k in run.gradients(i)]
     if not bad or all(run.range(k).is_finite for k in results):
         return []
     name = names[bad[0]]
@@ -79,7 +78,7 @@ def find_forward(run: Run) -> list[NumericFinding]:
 def is_harmless(run: Run) -> bool:
     """Whether the losses and the gradients of a run agree with float32."""
     losses = range(len(run.scales))
-    results = [run.range(k) for i in losses for k in gradients_of(run, i)]
+    results = [run.range(k) for i in losses for k in run.gradients(i)]
     pairs = run.losses.T.tolist()
     agree = all(math.isclose(x, y, rel_tol=CLOSE) for x, y in zip(*pairs, strict=True))
     return agree and all(x.is_finite and x.error < CLOSE for x in results)

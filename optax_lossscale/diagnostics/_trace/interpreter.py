@@ -105,6 +105,18 @@ class Interpreter:
                 del values[variable]
         return list(map(read, jaxpr.outvars))
 
+    def enter(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        args: Sequence[Value],
+        place: Place,
+        recorder: Recorder,
+    ) -> list[Value]:
+        """Evaluates a jaxpr inside the program, whose constants are not measured."""
+        known = [Value(x, x) for x in consts]
+        return self.run(jaxpr, known, args, place, recorder)
+
     def _handler(self, equation: Any) -> Callable[..., list[Value]]:
         name = equation.primitive.name
         if name in equations.CALLS:
@@ -240,8 +252,7 @@ class Interpreter:
             # Otherwise the compiler would find that the forward pass has this already.
             packed = pack(inputs)
             inputs = unpack(lax.optimization_barrier(packed), inputs)
-        known = [Value(x, x) for x in consts]
-        return self.run(jaxpr, known, inputs, place, recorder)
+        return self.enter(jaxpr, consts, inputs, place, recorder)
 
 
 def _keeps_magnitudes(equation: Any) -> bool:

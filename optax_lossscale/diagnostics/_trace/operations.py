@@ -242,6 +242,10 @@ class Run:
         """Returns the sites of the inputs of an operation."""
         return [k for keys in self.site(key).inputs for k in self.inputs(keys)]
 
+    def gradients(self, loss: int) -> list[Key]:
+        """Returns the sites of the parameters' gradients."""
+        return self.inputs(self.program.gradients[loss])
+
     def inputs(self, keys: tuple[Key, ...]) -> list[Key]:
         """Returns the sites of an input that ran."""
         found = []

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BLUE, GRAY, RED, ORANGE = "#0072B2", "#9A9A9A", "#C4161C", "#D55E00"
-# Below this, float32 numbers say nothing about half precision.
+# Exponents to show beyond the largest and the smallest.
 MARGIN = 6.0
 
 
@@ -75,10 +75,8 @@ def plot_numerics(
 
 def _get_axes(axes):
     if axes is None:
-        _drawing.get_axes(None).figure.clear()
-        import matplotlib.pyplot as plt
-
-        figure = plt.gcf()
+        figure = _drawing.get_axes(None).figure
+        figure.clear()
         figure.set_size_inches(9, 6)
         axes = tuple(figure.subplots(2, 1))
     if not isinstance(axes, tuple | list | np.ndarray) or len(axes) != 2:

@@ -85,7 +85,6 @@ def make_call(
         *(name for key in sorted(kwargs) for name in _names(kwargs[key], key)),
     ]
     count = len(jax.tree.leaves(params))
-    is_array = [_is_array(x) for x in leaves]
     differentiated = [
         i for i in range(count) if is_inexact(leaves[i]) and not callable(leaves[i])
     ]
@@ -102,7 +101,7 @@ def make_call(
                 "copy that was made before the step."
             )
     chosen = set(differentiated)
-    arrays = [i for i, array in enumerate(is_array) if array and i not in chosen]
+    arrays = [i for i, x in enumerate(leaves) if _is_array(x) and i not in chosen]
     return Call(
         loss_fn, has_aux, num_losses, treedef, leaves, names, differentiated, arrays
     )
@@ -127,7 +126,7 @@ class Program(NamedTuple):
         with what they would be in float32, float64[n, 2].
       sites: By key, what it measures, in order of execution.
       before: See `Interpreter`.
-      gradients: For each loss, the names of the gradients and the keys of their sites.
+      gradients: For each loss, the keys of the parameters' gradients.
       arguments: The names of the arguments, by key.
       parameters: The keys of those that are differentiated.
       compiled: The compiled program.
@@ -136,7 +135,7 @@ class Program(NamedTuple):
     run: Callable[[Any], tuple[list[Key], Statistics, np.ndarray]]
     sites: dict[Key, Site]
     before: dict[Key, tuple[tuple[Key, ...], tuple[Key, ...]]]
-    gradients: list[dict[str, tuple[Key, ...]]]
+    gradients: list[tuple[Key, ...]]
     arguments: dict[Key, str]
     parameters: set[Key]
     compiled: Any
@@ -232,8 +231,7 @@ def make_program(call: Call, dtype: str) -> tuple[Program, bool]:
                 part.loss_scale,
             )
             gradients.append(found[-part.gradients :])
-            pair = (found[0].real, found[0].shadow)
-            losses.append(pair)
+            losses.append((found[0].real, found[0].shadow))
         known.update(interpreter=interpreter, gradients=gradients, keys=recorder)
         return recorder.finish(), losses
 
@@ -260,8 +258,7 @@ def make_program(call: Call, dtype: str) -> tuple[Program, bool]:
         sites=interpreter.sites,
         before=interpreter.before,
         gradients=[
-            dict(zip(names, (x.keys for x in found), strict=True))
-            for found in known["gradients"]
+            tuple(key for x in found for key in x.keys) for found in known["gradients"]
         ],
         arguments={
             key: key[-1]

@@ -50,8 +50,7 @@ def find_largest(run: Run, at: Callable[[list[float]], Run], loss: int) -> Run |
 
 def is_sound(run: Run, loss: int) -> bool:
     """Whether nothing in the backward pass of a loss overflows, at the run's scales."""
-    gradients = run.program.gradients[loss].values()
-    if any(run.is_bad(key) for keys in gradients for key in run.inputs(keys)):
+    if any(map(run.is_bad, run.gradients(loss))):
         return False
     return not any(key[0] == loss for key in run.origins("backward"))
 
