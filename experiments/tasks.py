@@ -1,5 +1,6 @@
-"""Three small tasks for float16: a perceptron, a transformer, a recurrent network."""
+"""Small tasks for float16: three that train without loss scaling, and one that fails."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import optax
 from sklearn.datasets import load_digits
 
 from benchmarks import language_model
+from optax_lossscale import _demo
 
 CORPUS = ("argparse.py", "ast.py", "dataclasses.py", "inspect.py", "pathlib.py")
 
@@ -123,4 +125,24 @@ def recurrent(steps: int) -> Task:
     return Task("recurrent, digits", init, loss_fn, digits(), optax.adam(2e-3), steps)
 
 
+def detector(steps: int) -> Task:
+    """The network of the demonstration, which fails in float16 without loss scaling."""
+    photos, digits = _demo.load_pictures()
+
+    def init(key):
+        return _demo.Detector(jnp.float32).init(key, jnp.zeros((1, 64)))["params"]
+
+    def loss_fn(params, batch, dtype):
+        patches, has_digit = batch
+        logits = _demo.Detector(dtype).apply({"params": params}, patches)
+        return optax.sigmoid_binary_cross_entropy(logits, has_digit).mean()
+
+    batch = functools.partial(
+        _demo.make_batch, photos=photos, digits=digits, size=2**16
+    )
+    optimizer = optax.adam(3e-3)
+    return Task("detector, photographs", init, loss_fn, batch, optimizer, steps)
+
+
+# Those of `experiments.rules`.
 TASKS = (perceptron, transformer, recurrent)
