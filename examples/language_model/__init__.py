@@ -1,0 +1,1 @@
+"""A language model in float16: `python -m examples.language_model --help`."""

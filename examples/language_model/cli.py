@@ -1,0 +1,169 @@
+"""The command line: reads the settings, keeps them with the run, and trains."""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+
+from examples.language_model.config import PRESETS, Config, SettingError
+from examples.language_model.data import Corpus
+from examples.language_model.sharding import make_mesh
+from examples.language_model.train import Result, train
+
+PROGRAM = "python -m examples.language_model"
+DESCRIPTION = """
+Trains a language model on the sources of Python's standard library, in float16 with
+loss scaling. Run it again with the same folder, and it goes on where it stopped.
+"""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser that prints errors on one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the message and exits with status 2."""
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Trains as the command line says.
+
+    Args:
+      arguments: Its arguments. If None, they are taken from `sys.argv`.
+
+    Raises:
+      SystemExit: With status 2, after one line on stderr, if an argument is wrong; with
+        128 and the number of a signal, if that ended the training early.
+    """
+    parser = make_parser()
+    options = vars(parser.parse_args(arguments))
+    out, preset = options.pop("out"), options.pop("preset")
+    try:
+        connect(
+            *(options.pop(name) for name in ("coordinator", "processes", "process"))
+        )
+        config = make_config(preset, options)
+        mesh = make_mesh(config.mesh, jax.devices())
+        check_batch(config, mesh.size)
+        corpus = Corpus(config.corpus, config.vocabulary, config.context, config.seed)
+        keep_settings(out, config, corpus)
+    except SettingError as error:
+        option = "--" + error.name.replace("_", "-")
+        parser.error(f"argument {option}: must {error.rule}, got {error.value!r}")
+    result = train(config, corpus, mesh, out)
+    say(describe(result))
+    if result.stopped_by:
+        raise SystemExit(128 + result.stopped_by)
+
+
+def make_parser() -> OneLineParser:
+    """Returns the command-line parser: an option for each setting, and a few more."""
+    parser = OneLineParser(prog=PROGRAM, description=DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
+    parser.add_argument(
+        "--preset", choices=PRESETS, default="tiny", help="gives all other settings"
+    )
+    settings = parser.add_argument_group("settings, and what they are in tiny")
+    for field in dataclasses.fields(Config):
+        is_flag = field.type is bool
+        settings.add_argument(
+            "--" + field.name.replace("_", "-"),
+            action=argparse.BooleanOptionalAction if is_flag else "store",
+            default=argparse.SUPPRESS,
+            help=f"{field.metadata['help']} ({field.default})",
+        )
+    several = parser.add_argument_group("several processes")
+    several.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="address of the first process, or auto: ask the cluster for all of it",
+    )
+    several.add_argument("--processes", type=int, help="how many there are")
+    several.add_argument("--process", type=int, help="which one this is, from 0")
+    return parser
+
+
+def connect(
+    coordinator: str | None, processes: int | None, process: int | None
+) -> None:
+    """Connects to the other processes, if there are any."""
+    if coordinator == "auto":
+        jax.distributed.initialize()
+    elif coordinator:
+        for name, value in (("processes", processes), ("process", process)):
+            if value is None:
+                raise SettingError(name, "be given with --coordinator", value)
+        jax.distributed.initialize(coordinator, processes, process)
+
+
+def make_config(preset: str, options: dict[str, Any]) -> Config:
+    """Returns a preset with some settings replaced.
+
+    Only float16 needs loss scaling: with another dtype there is none, unless the
+    options say so.
+
+    Args:
+      preset: Its name.
+      options: Settings by name, as strings; flags are bool.
+    """
+    fields = {field.name: field for field in dataclasses.fields(Config)}
+    values = {name: parse(fields[name], value) for name, value in options.items()}
+    if values.get("dtype", "float16") != "float16":
+        values = {"loss_scale": "none"} | values
+    return dataclasses.replace(PRESETS[preset], **values)
+
+
+def parse(field: dataclasses.Field, value: Any) -> Any:
+    """Returns a setting as its type."""
+    try:
+        return field.type(value)
+    except ValueError:
+        noun = "a whole number" if field.type is int else "a number"
+        raise SettingError(field.name, f"be {noun}", value) from None
+
+
+def check_batch(config: Config, devices: int) -> None:
+    """Raises SettingError if a micro-batch cannot be split evenly over the devices."""
+    if config.batch_size // config.accumulate % devices:
+        rule = f"be a multiple of accumulate x devices, {config.accumulate} x {devices}"
+        raise SettingError("batch_size", rule, config.batch_size)
+
+
+def keep_settings(out: Path, config: Config, corpus: Corpus) -> None:
+    """Prints the settings, and saves them as `settings.json`.
+
+    Raises:
+      SettingError: If the folder holds a run whose settings are other ones.
+    """
+    settings = dataclasses.asdict(config) | {"corpus_digest": corpus.digest}
+    path = out / "settings.json"
+    if path.exists():
+        saved = json.loads(path.read_text())
+        fixed = settings.keys() - Config.may_change()
+        other = [k for k in settings if k in fixed and saved.get(k) != settings[k]]
+        if other:
+            pairs = (f"{k} {saved.get(k)!r}, not {settings[k]!r}" for k in other)
+            raise SettingError(
+                "out", f"be a new folder: the run has {'; '.join(pairs)}", str(out)
+            )
+    say("  ".join(f"{name}={value}" for name, value in settings.items()))
+    if jax.process_index() == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def describe(result: Result) -> str:
+    """Returns one line on what came of a training."""
+    if result.perplexity is None:
+        return f"stopped after step {result.step}; the same command goes on from there"
+    return f"perplexity {result.perplexity:.2f} after step {result.step}"
+
+
+def say(line: str) -> None:
+    """Prints a line, once for all processes."""
+    if jax.process_index() == 0:
+        print(line, flush=True)

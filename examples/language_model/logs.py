@@ -1,0 +1,120 @@
+"""Logs that do not make the device wait: a CSV file, TensorBoard, a progress line."""
+
+import collections
+import csv
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from tensorboardX import SummaryWriter
+
+from examples.language_model.config import Config
+from examples.language_model.progress import ProgressLine
+
+# The metrics of a step are read when this many later steps are under way: the device
+# has something to do while the host waits, and the host cannot run far ahead.
+LAG = 2
+
+
+class Logs:
+    """The logs of a run; a context manager. Of several processes the first one writes.
+
+    Args:
+      out: The folder. What an earlier process logged there is kept up to `step`.
+      config: The settings.
+      step: The steps that were taken before.
+    """
+
+    def __init__(self, out: Path, config: Config, step: int):
+        self._every = config.log_every
+        self._pending = collections.deque()
+        self._writes = jax.process_index() == 0
+        if self._writes:
+            self._table = _Table(out / "metrics.csv", step)
+            self._board = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
+            self._line = ProgressLine(step, config.steps)
+
+    def __enter__(self) -> "Logs":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.flush()
+        if self._writes:
+            self._table.close()
+            self._board.close()
+            self._line.close()
+
+    def add(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
+        """Logs the metrics of a step some steps later.
+
+        Args:
+          step: The number of the step.
+          metrics: Scalars on the device, by name.
+        """
+        self._pending.append((step, metrics))
+        if len(self._pending) > LAG:
+            self._write(*self._pending.popleft())
+
+    def flush(self) -> None:
+        """Waits for all steps so far, and writes their rows to the disk."""
+        while self._pending:
+            self._write(*self._pending.popleft())
+        if self._writes:
+            self._table.flush()
+            self._board.flush()
+
+    def _write(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
+        values = {name: x.item() for name, x in jax.device_get(metrics).items()}
+        if not self._writes:
+            return
+        self._line.show(step, values)
+        if step % self._every == 0 or "perplexity" in values:
+            self._table.add({"step": step, **values})
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+
+
+class _Table:
+    """A CSV file, of which the rows beyond a step are dropped at first."""
+
+    def __init__(self, path: Path, step: int):
+        kept = list(_rows_until(path, step))
+        # Replaced as a whole: a process that dies here loses no row.
+        draft = path.with_suffix(".partial")
+        draft.write_text("".join(kept))
+        draft.replace(path)
+        self._file = path.open("a", newline="")
+        self._names = kept[0].strip().split(",") if kept else None
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        if self._names is None:
+            # Few rows have a perplexity, perhaps not the first.
+            self._names = [*dict.fromkeys([*row, "perplexity"])]
+            self._writer().writeheader()
+        self._writer().writerow(row)
+        self._file.flush()
+
+    def _writer(self) -> csv.DictWriter:
+        return csv.DictWriter(self._file, self._names, lineterminator="\n")
+
+    def flush(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _rows_until(path: Path, step: int) -> Iterator[str]:
+    """Yields the header of a CSV file, if there is one, and its rows up to a step."""
+    if step == 0 or not path.exists():
+        return
+    with path.open(newline="") as file:
+        yield file.readline()
+        for row in file:
+            # The last row may be incomplete; it is beyond the last checkpoint then.
+            if not row.endswith("\n") or int(row.split(",")[0]) > step:
+                return
+            yield row

@@ -1,0 +1,179 @@
+"""The training step, compiled for a mesh of devices, and the loop around it."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from optax.microbatching import AccumulationType
+
+from examples.language_model.checkpoint import Checkpoints
+from examples.language_model.config import Config
+from examples.language_model.data import Corpus
+from examples.language_model.interrupt import Interrupt
+from examples.language_model.logs import Logs
+from examples.language_model.model import Transformer
+from examples.language_model.optimizer import averaged_parameters, make_optimizer
+from examples.language_model.sharding import put_batch, shard_batch, shard_state
+from optax_lossscale import LossScaleOptimizer, diagnostics
+
+
+class TrainState(NamedTuple):
+    """All that changes, and all that a checkpoint holds.
+
+    Attributes:
+      step: i32[], the number of steps so far, skipped or not.
+      params: The parameters, float32.
+      opt_state: The state of the optimizer, with the loss scale and the averaged
+        parameters.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+
+
+class Trainer:
+    """The compiled functions of a run.
+
+    Args:
+      config: The settings.
+      mesh: The devices, as `make_mesh` returns them. They need not be present if
+        functions are only compiled.
+
+    Attributes:
+      state: The shapes, dtypes and shardings of the state.
+      batch: The same of a batch.
+      init: Returns the first state, given a random key.
+      step: Maps a state, which it consumes, and a batch to the next state and a
+        dictionary of scalars.
+      evaluate: Maps a state and a stack of batches to the perplexity of the averaged
+        parameters.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh):
+        self._config = config
+        self._mesh = mesh
+        self._optimizer = make_optimizer(config)
+        model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
+        self._graphdef = nnx.graphdef(model)
+
+        shapes = jax.eval_shape(self._init, jax.random.key(0))
+        shardings = shard_state(shapes, mesh)
+        self.state = jax.tree.map(_describe, shapes, shardings)
+        shape = (config.batch_size, config.context + 1)
+        self.batch = jax.ShapeDtypeStruct(
+            shape, jnp.int32, sharding=shard_batch(mesh, len(shape))
+        )
+        everywhere = NamedSharding(mesh, P())
+        self.init = jax.jit(self._init, out_shardings=shardings)
+        self.step = jax.jit(
+            self._step, donate_argnums=0, out_shardings=(shardings, everywhere)
+        )
+        self.evaluate = jax.jit(self._evaluate, out_shardings=everywhere)
+
+    def _init(self, key):
+        model = Transformer(self._config, nnx.Rngs(key))
+        params = nnx.to_pure_dict(nnx.state(model))
+        return TrainState(jnp.int32(0), params, self._optimizer.init(params))
+
+    def _loss(self, params, tokens):
+        model = nnx.merge(self._graphdef, params)
+        logits = model(tokens[:, :-1])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return losses.mean()
+
+    def _step(self, state, tokens):
+        step, params, opt_state = state
+        loss, grads = self._value_and_grad(opt_state)(params, tokens)
+        updates, opt_state = self._optimizer.update(
+            grads, opt_state, params, value=loss
+        )
+        params = optax.apply_updates(params, updates)
+        metrics = {"loss": loss, **self._scaling_metrics(grads, opt_state)}
+        return TrainState(step + 1, params, opt_state), metrics
+
+    def _value_and_grad(self, opt_state):
+        """Returns a function: the loss and its gradients, not scaled and in float32."""
+        if isinstance(self._optimizer, LossScaleOptimizer):
+            function = self._optimizer.value_and_grad(self._loss, opt_state)
+        else:
+            function = jax.value_and_grad(self._loss)
+        if self._config.accumulate == 1:
+            return function
+        return optax.microbatch(
+            function,
+            argnums=1,  # tokens
+            microbatch_size=self._config.batch_size // self._config.accumulate,
+            accumulator=AccumulationType.MEAN,
+        )
+
+    def _scaling_metrics(self, grads, opt_state):
+        if isinstance(self._optimizer, LossScaleOptimizer):
+            return diagnostics.metrics(opt_state)
+        return {"loss_scale": jnp.float32(1), "skipped_steps": jnp.int32(0)}
+
+    def _evaluate(self, state, batches):
+        params = averaged_parameters(state.opt_state)
+        losses = jax.lax.map(lambda tokens: self._loss(params, tokens), batches)
+        return jnp.exp(losses.mean())
+
+
+def _describe(x, sharding):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+class Result(NamedTuple):
+    """What came of a call of `train`.
+
+    Attributes:
+      step: The number of steps that were taken, in this call and before.
+      perplexity: That of the averaged parameters on the validation files, if the run
+        is complete.
+      stopped_by: The signal that ended it early, if one did.
+    """
+
+    step: int
+    perplexity: float | None
+    stopped_by: int | None
+
+
+def train(config: Config, corpus: Corpus, mesh: Mesh, out: Path) -> Result:
+    """Trains until the last step, or until it is told to stop.
+
+    It goes on from the last checkpoint in `out`, to the same end, bit for bit, as if it
+    had never stopped.
+
+    Args:
+      config: The settings.
+      corpus: The batches.
+      mesh: The devices.
+      out: The folder of checkpoints and logs.
+    """
+    trainer = Trainer(config, mesh)
+    validation = corpus.validation_batches(config.eval_batches, config.batch_size)
+    validation = put_batch(validation, mesh)
+    with Checkpoints(out / "checkpoints") as checkpoints:
+        state = checkpoints.restore(trainer.state)
+        if state is None:
+            state = trainer.init(jax.random.key(config.seed))
+        step, stopped_by, perplexity = int(state.step), None, None
+        with Logs(out, config, step) as logs, Interrupt() as interrupt:
+            while step < config.steps and stopped_by is None:
+                batch = corpus.training_batch(step, config.batch_size)
+                state, metrics = trainer.step(state, put_batch(batch, mesh))
+                step += 1
+                stopped_by = interrupt.received(step)
+                if step % config.eval_every == 0:
+                    metrics["perplexity"] = trainer.evaluate(state, validation)
+                logs.add(step, metrics)
+                if step % config.save_every == 0 or stopped_by or step == config.steps:
+                    # The rows of the logs up to a checkpoint are in the file before it.
+                    logs.flush()
+                    checkpoints.save(step, state)
+        if step == config.steps:
+            perplexity = float(trainer.evaluate(state, validation))
+    return Result(step, perplexity, stopped_by)
