@@ -16,6 +16,8 @@ from examples.language_model.progress import ProgressLine
 # The metrics of a step are read when this many later steps are under way: the device
 # has something to do while the host waits, and the host cannot run far ahead.
 LAG = 2
+# The first columns. Only the rows of an evaluation have a perplexity.
+COLUMNS = ("step", "loss", "perplexity", "loss_scale", "skipped_steps")
 
 
 class Logs:
@@ -90,8 +92,7 @@ class _Table:
 
     def add(self, row: Mapping[str, Any]) -> None:
         if self._names is None:
-            # Few rows have a perplexity, perhaps not the first.
-            self._names = [*dict.fromkeys([*row, "perplexity"])]
+            self._names = [*dict.fromkeys((*COLUMNS, *row))]
             self._writer().writeheader()
         self._writer().writerow(row)
         self._file.flush()

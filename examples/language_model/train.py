@@ -112,9 +112,14 @@ class Trainer:
         )
 
     def _scaling_metrics(self, grads, opt_state):
-        if isinstance(self._optimizer, LossScaleOptimizer):
-            return diagnostics.metrics(opt_state)
-        return {"loss_scale": jnp.float32(1), "skipped_steps": jnp.int32(0)}
+        if not isinstance(self._optimizer, LossScaleOptimizer):
+            return {"loss_scale": jnp.float32(1), "skipped_steps": jnp.int32(0)}
+        metrics = diagnostics.metrics(opt_state)
+        # The bits between the largest scaled gradient and the overflow of float16.
+        largest = optax.tree.norm(grads, ord="inf")
+        scale = self._optimizer.current_loss_scale(opt_state)
+        headroom = jnp.log2(float(jnp.finfo(jnp.float16).max) / scale / largest)
+        return metrics | {"headroom": headroom}
 
     def _evaluate(self, state, batches):
         params = averaged_parameters(state.opt_state)
