@@ -2,6 +2,7 @@
 
 import collections
 import csv
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -75,7 +76,8 @@ class Logs:
         if step % self._every == 0 or "perplexity" in values:
             self._table.add({"step": step, **values})
             for name, value in values.items():
-                self._board.add_scalar(name, value, step)
+                if math.isfinite(value):  # of others TensorBoard only warns
+                    self._board.add_scalar(name, value, step)
 
 
 class _Table:
