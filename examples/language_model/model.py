@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from examples.language_model.config import Config
 
@@ -58,9 +59,15 @@ class Transformer(nnx.Module):
 
     The parameters of all blocks are stacked, whether `scan_layers` is set or not:
     checkpoints fit either way.
+
+    Args:
+      config: The settings.
+      rngs: The random keys of the parameters.
+      sharding: Where activations, [batch, time, width], belong. Without it the compiler
+        might gather the activations in place of the sharded parameters.
     """
 
-    def __init__(self, config: Config, rngs: nnx.Rngs):
+    def __init__(self, config: Config, rngs: nnx.Rngs, sharding: NamedSharding):
         embed = functools.partial(
             nnx.Embed,
             features=config.width,
@@ -72,15 +79,17 @@ class Transformer(nnx.Module):
         self.positions = embed(config.context)
         self.blocks = _stack_blocks(config, rngs)
         self.norm = layer_norm(config, rngs)
+        self.sharding = sharding
         self.unroll = 1 if config.scan_layers else config.layers
         self.remat = config.remat
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Maps int32[batch, time] to logits, f32[batch, time, vocabulary]."""
         x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
+        x = jax.lax.with_sharding_constraint(x, self.sharding)
 
         def call(block, x):
-            return block(x)
+            return jax.lax.with_sharding_constraint(block(x), self.sharding)
 
         call = nnx.remat(call) if self.remat else call
         scan = nnx.scan(

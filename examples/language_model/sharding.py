@@ -63,12 +63,17 @@ def shard_state(state: Any, mesh: Mesh) -> Any:
     return jax.tree.map(shard, state)
 
 
-def shard_batch(mesh: Mesh, ndim: int) -> NamedSharding:
-    """Returns the sharding of batches: the last dimension but one is of sequences."""
-    return NamedSharding(mesh, P(*[None] * (ndim - 2), AXES, None))
+def shard_batch(mesh: Mesh, ndim: int, axis: int = 0) -> NamedSharding:
+    """Returns the sharding of an array of sequences, which are along an axis."""
+    spec: list[Any] = [None] * ndim
+    spec[axis] = AXES
+    return NamedSharding(mesh, P(*spec))
 
 
 def put_batch(batch: np.ndarray, mesh: Mesh) -> jax.Array:
-    """Puts a batch on all devices. Each process passes the same, and puts its rows."""
-    sharding = shard_batch(mesh, batch.ndim)
+    """Puts tokens, [..., sequence, time], on all devices.
+
+    Each process passes the same tokens, and puts the rows of its own devices.
+    """
+    sharding = shard_batch(mesh, batch.ndim, axis=-2)
     return jax.make_array_from_callback(batch.shape, sharding, batch.__getitem__)

@@ -53,15 +53,13 @@ class Trainer:
         self._config = config
         self._mesh = mesh
         self._optimizer = make_optimizer(config)
-        model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
-        self._graphdef = nnx.graphdef(model)
-
+        self._graphdef = nnx.graphdef(nnx.eval_shape(lambda: self._model(0)))
         shapes = jax.eval_shape(self._init, jax.random.key(0))
         shardings = shard_state(shapes, mesh)
         self.state = jax.tree.map(_describe, shapes, shardings)
         shape = (config.batch_size, config.context + 1)
         self.batch = jax.ShapeDtypeStruct(
-            shape, jnp.int32, sharding=shard_batch(mesh, len(shape))
+            shape, jnp.int32, sharding=shard_batch(mesh, ndim=2)
         )
         everywhere = NamedSharding(mesh, P())
         self.init = jax.jit(self._init, out_shardings=shardings)
@@ -70,9 +68,12 @@ class Trainer:
         )
         self.evaluate = jax.jit(self._evaluate, out_shardings=everywhere)
 
+    def _model(self, key):
+        sharding = shard_batch(self._mesh, ndim=3)
+        return Transformer(self._config, nnx.Rngs(key), sharding)
+
     def _init(self, key):
-        model = Transformer(self._config, nnx.Rngs(key))
-        params = nnx.to_pure_dict(nnx.state(model))
+        params = nnx.to_pure_dict(nnx.state(self._model(key)))
         return TrainState(jnp.int32(0), params, self._optimizer.init(params))
 
     def _loss(self, params, tokens):
