@@ -147,9 +147,8 @@ def keep_settings(out: Path, config: Config, corpus: Corpus) -> None:
         other = [k for k in settings if k in fixed and saved.get(k) != settings[k]]
         if other:
             pairs = (f"{k} {saved.get(k)!r}, not {settings[k]!r}" for k in other)
-            raise SettingError(
-                "out", f"be a new folder: the run has {'; '.join(pairs)}", str(out)
-            )
+            rule = "be a new folder, or have the settings of its run: "
+            raise SettingError("out", rule + "; ".join(pairs), str(out))
     say("  ".join(f"{name}={value}" for name, value in settings.items()))
     if jax.process_index() == 0:
         out.mkdir(parents=True, exist_ok=True)

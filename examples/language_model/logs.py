@@ -1,24 +1,20 @@
 """Logs that do not make the device wait: a CSV file, TensorBoard, a progress line."""
 
 import collections
-import csv
 import math
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 from tensorboardX import SummaryWriter
 
 from examples.language_model.config import Config
 from examples.language_model.progress import ProgressLine
+from examples.language_model.table import Table
 
 # The metrics of a step are read when this many later steps are under way: the device
 # has something to do while the host waits, and the host cannot run far ahead.
 LAG = 2
-# The first columns. Only the rows of an evaluation have a perplexity.
-COLUMNS = ("step", "loss", "perplexity", "loss_scale", "skipped_steps")
 
 
 class Logs:
@@ -35,7 +31,7 @@ class Logs:
         self._pending = collections.deque()
         self._writes = jax.process_index() == 0
         if self._writes:
-            self._table = _Table(out / "metrics.csv", step)
+            self._table = Table(out / "metrics.csv", step)
             self._board = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
             self._line = ProgressLine(step, config.steps)
 
@@ -78,46 +74,3 @@ class Logs:
             for name, value in values.items():
                 if math.isfinite(value):  # of others TensorBoard only warns
                     self._board.add_scalar(name, value, step)
-
-
-class _Table:
-    """A CSV file, of which the rows beyond a step are dropped at first."""
-
-    def __init__(self, path: Path, step: int):
-        kept = list(_rows_until(path, step))
-        # Replaced as a whole: a process that dies here loses no row.
-        draft = path.with_suffix(".partial")
-        draft.write_text("".join(kept))
-        draft.replace(path)
-        self._file = path.open("a", newline="")
-        self._names = kept[0].strip().split(",") if kept else None
-
-    def add(self, row: Mapping[str, Any]) -> None:
-        if self._names is None:
-            self._names = [*dict.fromkeys((*COLUMNS, *row))]
-            self._writer().writeheader()
-        self._writer().writerow(row)
-        self._file.flush()
-
-    def _writer(self) -> csv.DictWriter:
-        return csv.DictWriter(self._file, self._names, lineterminator="\n")
-
-    def flush(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _rows_until(path: Path, step: int) -> Iterator[str]:
-    """Yields the header of a CSV file, if there is one, and its rows up to a step."""
-    if step == 0 or not path.exists():
-        return
-    with path.open(newline="") as file:
-        yield file.readline()
-        for row in file:
-            # The last row may be incomplete; it is beyond the last checkpoint then.
-            if not row.endswith("\n") or int(row.split(",")[0]) > step:
-                return
-            yield row

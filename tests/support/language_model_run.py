@@ -1,7 +1,7 @@
-"""Runs the language model on a few tokens; an example of a batch may overflow.
+"""Runs the language model on a few tokens, in which one batch overflows.
 
-Imported by the tests, and run by them as a script, with the step after whose save the
-process kills itself (0: never), and the arguments of the command line.
+Imported by the tests, and run by them as a script, with the arguments of the command
+line; `--die-at 8` kills the process while it saves the state of step 8.
 """
 
 import contextlib
@@ -18,16 +18,18 @@ from examples.language_model.checkpoint import Checkpoints
 from examples.language_model.data import Corpus
 from examples.language_model.model import Transformer
 
+STEPS = 12
 ARGUMENTS = [
     *("--corpus=[a-c]*.py", "--vocabulary=512", "--context=16"),
     *("--layers=2", "--width=32", "--heads=2", "--scan-layers"),
-    *("--batch-size=16", "--steps=12", "--warmup-steps=2", "--learning-rate=1e-2"),
-    *("--eval-every=6", "--eval-batches=2", "--log-every=1", "--save-every=4"),
+    *(f"--steps={STEPS}", "--batch-size=16", "--learning-rate=1e-2"),
+    *("--warmup-steps=2", "--eval-every=6", "--eval-batches=2"),
+    *("--log-every=1", "--save-every=4"),
 ]
 # The step whose gradients overflow, and the sequence that makes them do so: of eight
-# devices that of the third.
+# devices that of the third alone.
 OVERFLOW, SEQUENCE = 7, 5
-# No file of the standard library begins a sequence with this token.
+# No file of the standard library has this token.
 MARK = 0
 
 
@@ -55,19 +57,28 @@ def overflow():
 
 
 @contextlib.contextmanager
-def death(fatal_step):
-    """Kills this process while it saves the state of a step."""
+def signal_while_saving(number, fatal_step):
+    """Sends this process a signal while it saves the state of a step."""
     save = Checkpoints.save
 
     def fatal_save(self, step, state):
         save(self, step, state)
         if step == fatal_step:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
 
     with mock.patch.object(Checkpoints, "save", fatal_save):
         yield
 
 
+def main(*arguments):
+    with overflow():
+        cli.main([*ARGUMENTS, *arguments])
+
+
 if __name__ == "__main__":
-    with overflow(), death(int(sys.argv[1])):
-        cli.main([*ARGUMENTS, *sys.argv[2:]])
+    _, *arguments = sys.argv
+    fatal_step = 0
+    if arguments[0] == "--die-at":
+        fatal_step, arguments = int(arguments[1]), arguments[2:]
+    with signal_while_saving(signal.SIGKILL, fatal_step):
+        main(*arguments)
