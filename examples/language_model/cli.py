@@ -5,12 +5,13 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import jax
 
 from examples.language_model.config import PRESETS, Config, SettingError
 from examples.language_model.data import Corpus
+from examples.language_model.files import write_whole
 from examples.language_model.sharding import make_mesh
 from examples.language_model.train import Result, train
 
@@ -117,13 +118,14 @@ def make_config(preset: str, options: dict[str, Any]) -> Config:
     return dataclasses.replace(PRESETS[preset], **values)
 
 
-def parse(field: dataclasses.Field, value: Any) -> Any:
+def parse(field: dataclasses.Field, text: Any) -> Any:
     """Returns a setting as its type."""
+    nouns = {int: "a whole number", float: "a number"}
     try:
-        return field.type(value)
+        return cast(type, field.type)(text)
     except ValueError:
-        noun = "a whole number" if field.type is int else "a number"
-        raise SettingError(field.name, f"be {noun}", value) from None
+        rule = f"be {nouns[cast(type, field.type)]}"
+        raise SettingError(field.name, rule, text) from None
 
 
 def check_batch(config: Config, devices: int) -> None:
@@ -137,22 +139,34 @@ def keep_settings(out: Path, config: Config, corpus: Corpus) -> None:
     """Prints the settings, and saves them as `settings.json`.
 
     Raises:
-      SettingError: If the folder holds a run whose settings are other ones.
+      SettingError: If the folder holds a run whose settings are other ones, or cannot
+        be written.
     """
     settings = dataclasses.asdict(config) | {"corpus_digest": corpus.digest}
     path = out / "settings.json"
-    if path.exists():
-        saved = json.loads(path.read_text())
-        fixed = settings.keys() - Config.may_change()
-        other = [k for k in settings if k in fixed and saved.get(k) != settings[k]]
-        if other:
-            pairs = (f"{k} {saved.get(k)!r}, not {settings[k]!r}" for k in other)
-            rule = "be a new folder, or have the settings of its run: "
-            raise SettingError("out", rule + "; ".join(pairs), str(out))
-    say("  ".join(f"{name}={value}" for name, value in settings.items()))
-    if jax.process_index() == 0:
+    try:
         out.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(settings, indent=2) + "\n")
+        if path.exists():
+            check_same_run(out, json.loads(path.read_text()), settings)
+        if jax.process_index() == 0:
+            write_whole(path, json.dumps(settings, indent=2) + "\n")
+    except OSError as error:
+        rule = f"be a folder that can be written ({error.strerror})"
+        raise SettingError("out", rule, str(out)) from None
+    say("  ".join(f"{name}={value}" for name, value in settings.items()))
+
+
+def check_same_run(out: Path, saved: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Raises SettingError if settings differ that must not when a run goes on."""
+    fixed = [name for name in settings if name not in Config.may_change()]
+    pairs = [
+        f"{name} {saved.get(name)!r}, not {settings[name]!r}"
+        for name in fixed
+        if saved.get(name) != settings[name]
+    ]
+    if pairs:
+        rule = "be a new folder, or have the settings of its run: "
+        raise SettingError("out", rule + "; ".join(pairs), str(out))
 
 
 def describe(result: Result) -> str:

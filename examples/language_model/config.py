@@ -29,7 +29,7 @@ def _setting(default: Any, text: str, **checks: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": text, **checks})
 
 
-def _affects_speed_only(default: Any, text: str, **checks: Any) -> Any:
+def _may_change(default: Any, text: str, **checks: Any) -> Any:
     """Returns a field in which a run that goes on may differ from its beginning."""
     return _setting(default, text, may_change=True, **checks)
 
@@ -57,9 +57,9 @@ class Config:
     # The text and the model.
     corpus: str = _setting("*.py", "files of the standard library, a glob pattern")
     vocabulary: int = _setting(8192, "words and bytes", least=257, most=65536)
-    context: int = _setting(128, "tokens that the model sees", least=1)
-    layers: int = _setting(4, "transformer blocks", least=1)
-    width: int = _setting(128, "channels", least=1)
+    context: int = _setting(64, "tokens that the model sees", least=1)
+    layers: int = _setting(2, "transformer blocks", least=1)
+    width: int = _setting(64, "channels", least=1)
     heads: int = _setting(4, "attention heads, a divisor of the width", least=1)
 
     # The precision.
@@ -68,25 +68,25 @@ class Config:
 
     # The training.
     seed: int = _setting(0, "of the parameters and the batches", least=0)
-    steps: int = _setting(300, "optimizer steps", least=1)
-    batch_size: int = _setting(32, "sequences in a step, on all devices", least=1)
+    steps: int = _setting(60, "optimizer steps", least=1)
+    batch_size: int = _setting(256, "sequences in a step, on all devices", least=1)
     accumulate: int = _setting(1, "micro-batches in a step", least=1)
-    learning_rate: float = _setting(1e-3, "its peak", least=0)
-    warmup_steps: int = _setting(50, "steps until the peak", least=0)
+    learning_rate: float = _setting(3e-3, "its peak", least=0)
+    warmup_steps: int = _setting(10, "steps until the peak", least=0)
     weight_decay: float = _setting(0.1, "of matrices", least=0)
     clip_norm: float = _setting(1.0, "largest norm of the gradients", least=0)
     average_decay: float = _setting(0.99, "of the averaged parameters", least=0, most=1)
 
     # How it runs.
-    eval_every: int = _setting(100, "steps between evaluations", least=1)
-    eval_batches: int = _setting(8, "batches in an evaluation", least=1)
-    log_every: int = _setting(10, "steps between rows of the logs", least=1)
-    save_every: int = _affects_speed_only(100, "steps between checkpoints", least=1)
-    mesh: str = _affects_speed_only(
+    eval_every: int = _setting(20, "steps between evaluations", least=1)
+    eval_batches: int = _setting(4, "micro-batches in an evaluation", least=1)
+    log_every: int = _setting(1, "steps between rows of the logs", least=1)
+    save_every: int = _may_change(20, "steps between checkpoints", least=1)
+    mesh: str = _may_change(
         "data", "devices by axis: data=8, data=2,fsdp=4; no number: all that are left"
     )
-    remat: bool = _affects_speed_only(False, "recompute each block to save memory")
-    scan_layers: bool = _affects_speed_only(False, "compile one block, not each")
+    remat: bool = _may_change(False, "recompute each block to save memory")
+    scan_layers: bool = _may_change(False, "compile one block, not each")
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -118,6 +118,8 @@ _GPT2_SMALL = Config(
     warmup_steps=700,
     average_decay=0.999,
     eval_every=1000,
+    eval_batches=64,
+    log_every=10,
     save_every=1000,
     remat=True,
     scan_layers=True,

@@ -61,11 +61,11 @@ class AverageState(NamedTuple):
     """The state of `average_parameters`.
 
     Attributes:
-      count: i32[], the number of updates.
+      updates: i32[], their number.
       average: The averaged parameters.
     """
 
-    count: jax.Array
+    updates: jax.Array
     average: Any
 
 
@@ -80,11 +80,13 @@ def average_parameters(decay: float) -> optax.GradientTransformation:
         return AverageState(jnp.int32(0), jax.tree.map(jnp.copy, params))
 
     def update(updates, state, params=None):
+        if params is None:
+            raise ValueError("average_parameters needs the parameters: pass params.")
+        n = state.updates
+        rate = 1 - jnp.minimum(decay, (1 + n) / (10 + n))
         new_params = optax.apply_updates(params, updates)
-        rate = 1 - jnp.minimum(decay, (1 + state.count) / (10 + state.count))
         average = optax.incremental_update(new_params, state.average, rate)
-        count = optax.safe_increment(state.count)
-        return updates, AverageState(count, average)
+        return updates, AverageState(n + 1, average)
 
     return optax.GradientTransformation(init, update)
 

@@ -4,6 +4,7 @@ Batches are split over both axes. Parameters and the state of the optimizer are 
 over the axis `fsdp` alone (fully sharded data parallelism), and copied over `data`.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,8 +39,8 @@ def make_mesh(text: str, devices: Sequence[Any]) -> Mesh:
         sizes[axis] = int(size) if equals else 1
         rest = rest if equals else axis
     if rest:
-        sizes[rest] = len(devices) // max(np.prod(list(sizes.values())), 1)
-    if np.prod(list(sizes.values())) != len(devices):
+        sizes[rest] = len(devices) // max(math.prod(sizes.values()), 1)
+    if math.prod(sizes.values()) != len(devices):
         raise SettingError("mesh", f"have all {len(devices)} devices", text)
     grid = np.array(devices).reshape(*sizes.values())
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))

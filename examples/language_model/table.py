@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from examples.language_model.files import write_whole
+
 # The first columns. Only the rows of an evaluation have a perplexity.
 COLUMNS = ("step", "loss", "perplexity", "loss_scale", "skipped_steps")
 
@@ -20,16 +22,13 @@ class Table:
 
     def __init__(self, path: Path, step: int):
         kept = list(_rows_until(path, step))
-        # Replaced as a whole: a process that dies here loses no row.
-        draft = path.with_suffix(".partial")
-        draft.write_text("".join(kept))
-        draft.replace(path)
+        write_whole(path, "".join(kept))
         self._file = path.open("a", newline="")
-        self._names = kept[0].strip().split(",") if kept else None
+        self._names = kept[0].strip().split(",") if kept else []
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Adds a row, which others who read the file see at once."""
-        if self._names is None:
+        if not self._names:
             self._names = [*dict.fromkeys((*COLUMNS, *row))]
             self._writer().writeheader()
         self._writer().writerow(row)

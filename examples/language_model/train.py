@@ -43,14 +43,15 @@ def train(config: Config, corpus: Corpus, mesh: Mesh, out: Path) -> Result:
       out: The folder of checkpoints and logs.
     """
     trainer = Trainer(config, mesh)
-    validation = corpus.validation_batches(config.eval_batches, config.batch_size)
+    micro_batch = config.batch_size // config.accumulate
+    validation = corpus.validation_batches(config.eval_batches, micro_batch)
     validation = put_batch(validation, mesh)
-    with Checkpoints(out / "checkpoints") as checkpoints:
+    with Interrupt() as interrupt, Checkpoints(out / "checkpoints") as checkpoints:
         state = checkpoints.restore(trainer.state)
         if state is None:
             state = trainer.init(jax.random.key(config.seed))
         step, stopped_by, perplexity = int(state.step), None, None
-        with Logs(out, config, step) as logs, Interrupt() as interrupt:
+        with Logs(out, config, step) as logs:
             while step < config.steps and stopped_by is None:
                 batch = corpus.training_batch(step, config.batch_size)
                 state, metrics = trainer.step(state, put_batch(batch, mesh))
