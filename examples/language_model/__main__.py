@@ -2,7 +2,7 @@
 
 import sys
 
-PROGRAM = "python -m examples.language_model"
+from examples.language_model import PROGRAM
 
 
 def main() -> None:

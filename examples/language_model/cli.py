@@ -9,13 +9,13 @@ from typing import Any, NoReturn, cast
 
 import jax
 
+from examples.language_model import PROGRAM
 from examples.language_model.config import PRESETS, Config, SettingError
 from examples.language_model.data import Corpus
 from examples.language_model.files import write_whole
 from examples.language_model.sharding import make_mesh
 from examples.language_model.train import Result, train
 
-PROGRAM = "python -m examples.language_model"
 DESCRIPTION = """
 Trains a language model on the sources of Python's standard library, in float16 with
 loss scaling. Run it again with the same folder, and it goes on where it stopped.
@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Raises:
       SystemExit: With status 2, after one line on stderr, if an argument is wrong; with
-        128 and the number of a signal, if that ended the training early.
+        1 if the loss scale makes no progress any more; with 128 and the number of a
+        signal, if that ended the training early.
     """
     parser = make_parser()
     options = vars(parser.parse_args(arguments))
@@ -55,7 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except SettingError as error:
         option = "--" + error.name.replace("_", "-")
         parser.error(f"argument {option}: must {error.rule}, got {error.value!r}")
-    result = train(config, corpus, mesh, out)
+    try:
+        result = train(config, corpus, mesh, out)
+    except FloatingPointError as error:
+        parser.exit(1, f"{PROGRAM}: {error}\n")
     say(describe(result))
     if result.stopped_by:
         raise SystemExit(128 + result.stopped_by)

@@ -13,7 +13,7 @@ from examples.language_model.config import Config
 from examples.language_model.model import Transformer
 from examples.language_model.optimizer import averaged_parameters, make_optimizer
 from examples.language_model.sharding import shard_batch, shard_state
-from optax_lossscale import LossScaleOptimizer, diagnostics
+from optax_lossscale import LossScaleOptimizer, check_health, diagnostics
 
 
 class TrainState(NamedTuple):
@@ -67,6 +67,14 @@ class Trainer:
             self._step, donate_argnums=0, out_shardings=(shardings, everywhere)
         )
         self.evaluate = jax.jit(self._evaluate, out_shardings=everywhere)
+
+    def check_health(self, state: TrainState) -> None:
+        """Raises FloatingPointError, with advice, if all steps are skipped for long.
+
+        It waits for the device: call it where you save.
+        """
+        if isinstance(self._optimizer, LossScaleOptimizer):
+            check_health(state.opt_state)
 
     def _model(self, key):
         sharding = shard_batch(self._mesh, ndim=3)

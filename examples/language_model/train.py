@@ -41,6 +41,9 @@ def train(config: Config, corpus: Corpus, mesh: Mesh, out: Path) -> Result:
       corpus: The batches.
       mesh: The devices.
       out: The folder of checkpoints and logs.
+
+    Raises:
+      FloatingPointError: If the loss scale makes no progress any more, with advice.
     """
     trainer = Trainer(config, mesh)
     micro_batch = config.batch_size // config.accumulate
@@ -56,14 +59,19 @@ def train(config: Config, corpus: Corpus, mesh: Mesh, out: Path) -> Result:
                 batch = corpus.training_batch(step, config.batch_size)
                 state, metrics = trainer.step(state, put_batch(batch, mesh))
                 step += 1
+                is_last = step == config.steps
                 stopped_by = interrupt.received(step)
-                if step % config.eval_every == 0:
-                    metrics["perplexity"] = trainer.evaluate(state, validation)
+                if step % config.eval_every == 0 or is_last:
+                    perplexity = trainer.evaluate(state, validation)
+                    metrics["perplexity"] = perplexity
                 logs.add(step, metrics)
-                if step % config.save_every == 0 or stopped_by or step == config.steps:
-                    # The rows of the logs up to a checkpoint are in the file before it.
+                if step % config.save_every == 0 or is_last or stopped_by:
+                    # First, so that the file has all rows up to the checkpoint.
                     logs.flush()
+                    trainer.check_health(state)
                     checkpoints.save(step, state)
-        if step == config.steps:
-            perplexity = float(trainer.evaluate(state, validation))
-    return Result(step, perplexity, stopped_by)
+        if step < config.steps:
+            return Result(step, None, stopped_by)
+        if perplexity is None:  # nothing was left to do
+            perplexity = trainer.evaluate(state, validation)
+        return Result(step, float(perplexity), stopped_by)

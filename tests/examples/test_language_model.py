@@ -64,6 +64,7 @@ def start(*arguments, devices=1):
         "XLA_FLAGS": "",
         "JAX_NUM_CPU_DEVICES": str(devices),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiling takes most of the time
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
@@ -186,6 +187,14 @@ class TestCommandLine:
         error = f"python -m examples.language_model: error: argument {message}\n"
         assert capsys.readouterr().err == error
         assert not (tmp_path / "run").exists()
+
+    def test_a_file_is_no_folder(self, tmp_path, capsys):
+        (tmp_path / "file").touch()
+        with pytest.raises(SystemExit, match="2"):
+            main("--out", str(tmp_path / "file"))
+        error = capsys.readouterr().err
+        assert "argument --out: must be a folder that can be written" in error
+        assert error.count("\n") == 1
 
     def test_every_setting_is_an_option_with_help(self, capsys):
         with pytest.raises(SystemExit, match="0"):
