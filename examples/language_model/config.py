@@ -79,7 +79,7 @@ class Config:
 
     # How it runs.
     eval_every: int = _setting(20, "steps between evaluations", least=1)
-    eval_batches: int = _setting(4, "micro-batches in an evaluation", least=1)
+    eval_batches: int = _setting(4, "batches in an evaluation", least=1)
     log_every: int = _setting(1, "steps between rows of the logs", least=1)
     save_every: int = _may_change(20, "steps between checkpoints", least=1)
     mesh: str = _may_change(
@@ -118,7 +118,7 @@ _GPT2_SMALL = Config(
     warmup_steps=700,
     average_decay=0.999,
     eval_every=1000,
-    eval_batches=64,
+    eval_batches=2,
     log_every=10,
     save_every=1000,
     remat=True,

@@ -46,8 +46,10 @@ def train(config: Config, corpus: Corpus, mesh: Mesh, out: Path) -> Result:
       FloatingPointError: If the loss scale makes no progress any more, with advice.
     """
     trainer = Trainer(config, mesh)
-    micro_batch = config.batch_size // config.accumulate
-    validation = corpus.validation_batches(config.eval_batches, micro_batch)
+    # As in a step, no more than a micro-batch at a time has to fit into the memory.
+    validation = corpus.validation_batches(
+        config.eval_batches * config.accumulate, config.batch_size // config.accumulate
+    )
     validation = put_batch(validation, mesh)
     with Interrupt() as interrupt, Checkpoints(out / "checkpoints") as checkpoints:
         state = checkpoints.restore(trainer.state)

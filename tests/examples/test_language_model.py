@@ -29,6 +29,9 @@ from examples.language_model.optimizer import averaged_parameters, make_optimize
 from examples.language_model.sharding import make_mesh
 from examples.language_model.table import COLUMNS, Table
 
+# An old Flax uses what the JAX of its time deprecates.
+WARNINGS = ["-W", "error", "-W", "ignore::DeprecationWarning"]
+
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
 
@@ -72,7 +75,7 @@ def start(*arguments, devices=1):
         environment["JAX_COMPILATION_CACHE_DIR"] = folder
     script = str(SUPPORT / "language_model_run.py")
     return subprocess.Popen(
-        [sys.executable, "-W", "error", script, *map(str, arguments)],
+        [sys.executable, *WARNINGS, script, *map(str, arguments)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -261,13 +264,12 @@ def test_devices_and_processes_train_alike_and_skip_together(tmp_path):
 def test_options_of_speed_and_memory_do_not_change_the_curve(arguments, tmp_path):
     main("--out", str(tmp_path / "plain"))
     main("--out", str(tmp_path / "other"), *arguments)
-    for exact in ("step", "skipped_steps"):
-        assert column(tmp_path / "other", exact) == column(tmp_path / "plain", exact)
-    np.testing.assert_allclose(
-        column(tmp_path / "other", "loss"),
-        column(tmp_path / "plain", "loss"),
-        rtol=2e-3,
-    )
+    for name in ("step", "skipped_steps", "loss", "perplexity"):
+        np.testing.assert_allclose(
+            column(tmp_path / "other", name),
+            column(tmp_path / "plain", name),
+            rtol=2e-3,
+        )
 
 
 @pytest.mark.exhaustive
