@@ -37,7 +37,7 @@ def held(compiled):
 @pytest.mark.parametrize(
     ("target", "preset"), [(H100, "gpt2-small"), (TPU, "gpt2-small-tpu")]
 )
-def test_loss_scaling_adds_next_to_nothing(target, preset, record_property):
+def test_loss_scaling_adds_next_to_nothing(target, preset):
     found = devices(target)
     if found is None:
         pytest.skip(f"the compiler for {target} is not installed")
@@ -46,15 +46,16 @@ def test_loss_scaling_adds_next_to_nothing(target, preset, record_property):
     )
     # The check of the gradients and the headroom of the logs: a scalar each.
     (plain_big, plain_scalars), (big, scalars) = map(collectives, (plain, scaled))
-    record_property("collectives", f"{plain_big} {plain_scalars}, {big} {scalars}")
+    print(f"{target}: without {plain_big} and {plain_scalars} of scalars")
+    print(f"{target}: with    {big} and {scalars} of scalars")
     assert sum(big.values()) <= sum(plain_big.values())
-    assert scalars - plain_scalars <= 3
-    # A scalar less in one all-reduce may be a scalar more in another.
+    assert scalars - plain_scalars <= 2
+    print(f"{target}: {held(plain)} bytes held without, {held(scaled)} with")
     assert held(scaled) <= 1.01 * held(plain) + 4096
     costs = [(compiled.cost_analysis() or {}) for compiled in (plain, scaled)]
     if all("bytes accessed" in cost for cost in costs):
         before, after = (cost["bytes accessed"] for cost in costs)
-        record_property("bytes accessed", f"{before:.4g}, {after:.4g}")
+        print(f"{target}: {before:.4g} bytes accessed without, {after:.4g} with")
         assert after <= 1.03 * before
 
 
