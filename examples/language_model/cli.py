@@ -97,12 +97,20 @@ def connect(
 ) -> None:
     """Connects to the other processes, if there are any."""
     if coordinator == "auto":
-        jax.distributed.initialize()
+        try:
+            jax.distributed.initialize()
+        except ValueError:
+            rule = "be HOST:PORT where JAX recognizes no cluster"
+            raise SettingError("coordinator", rule, coordinator) from None
     elif coordinator:
-        for name, value in (("processes", processes), ("process", process)):
-            if value is None:
-                raise SettingError(name, "be given with --coordinator", value)
+        if processes is None or processes < 1:
+            raise SettingError("processes", "be the number of processes", processes)
+        if process is None or not 0 <= process < processes:
+            raise SettingError("process", f"be from 0 to {processes - 1}", process)
         jax.distributed.initialize(coordinator, processes, process)
+    elif processes is not None or process is not None:
+        rule = "be given with --processes and --process"
+        raise SettingError("coordinator", rule, coordinator)
 
 
 def make_config(preset: str, options: dict[str, Any]) -> Config:

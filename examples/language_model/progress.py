@@ -8,7 +8,6 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
@@ -28,10 +27,9 @@ class ProgressLine:
         self._every = max(steps // LINES, 1)
         self._steps = steps
         columns = (
-            BarColumn(),
+            BarColumn(bar_width=10),
             MofNCompleteColumn(),
             TextColumn("{task.description}"),
-            TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
         self._progress = Progress(

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from language_model_run import (
     signal_while_saving,
 )
 
-from examples.language_model import cli
+from examples.language_model import __main__, cli
 from examples.language_model.config import Config, SettingError
 from examples.language_model.data import BYTES, Corpus, Tokenizer
 from examples.language_model.optimizer import averaged_parameters, make_optimizer
@@ -180,7 +181,20 @@ class TestCommandLine:
             ),
             (
                 ["--coordinator=127.0.0.1:1"],
-                "--processes: must be given with --coordinator, got None",
+                "--processes: must be the number of processes, got None",
+            ),
+            (
+                ["--coordinator=127.0.0.1:1", "--processes=2", "--process=2"],
+                "--process: must be from 0 to 1, got 2",
+            ),
+            (
+                ["--coordinator=auto"],
+                "--coordinator: must be HOST:PORT where JAX recognizes no cluster, "
+                "got 'auto'",
+            ),
+            (
+                ["--process=1"],
+                "--coordinator: must be given with --processes and --process, got None",
             ),
         ],
     )
@@ -199,6 +213,15 @@ class TestCommandLine:
         assert "argument --out: must be a folder that can be written" in error
         assert error.count("\n") == 1
 
+    def test_a_missing_package_gets_one_line(self, monkeypatch, capsys):
+        monkeypatch.setitem(sys.modules, "examples.language_model.cli", None)
+        with pytest.raises(SystemExit, match="2"):
+            __main__.main()
+        assert capsys.readouterr().err == (
+            "python -m examples.language_model: error: needs "
+            "examples.language_model.cli; pip install -e '.[examples]'\n"
+        )
+
     def test_every_setting_is_an_option_with_help(self, capsys):
         with pytest.raises(SystemExit, match="0"):
             cli.main(["--help"])
@@ -212,27 +235,49 @@ def test_killed_while_it_saves_it_comes_to_the_same_end(tmp_path):
     finish(start("--out", whole))
     # The first checkpoint, and a later one.
     for fatal_step in (4, 8):
-        finish(start("--die-at", fatal_step, "--out", killed), -signal.SIGKILL)
+        finish(start("SIGKILL", fatal_step, "--out", killed), -signal.SIGKILL)
     finish(start("--out", killed))
     assert read_rows(killed) == read_rows(whole)
     assert_same_bits(last_state(killed), last_state(whole))
 
 
-def run_two_processes(out):
+def run_two_processes(out, *arguments, send=(), codes=(0, 0)):
+    """Runs two processes of two devices, and returns what each printed.
+
+    Args:
+      out: The folder of the run.
+      *arguments: More arguments of the command line.
+      send: The signal that the second process gets, and while it saves which step.
+      codes: How the two end.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = ["--coordinator", f"127.0.0.1:{port}", "--processes", 2, "--out", out]
+    common += ["--mesh=data=2,fsdp", *arguments]
     processes = [
-        start(*common, "--mesh=data=2,fsdp", "--process", rank, devices=2)
+        start(*(send if rank else ()), *common, "--process", rank, devices=2)
         for rank in range(2)
     ]
     try:
-        for process in processes:
-            finish(process)
+        return [finish(*pair) for pair in zip(processes, codes, strict=True)]
     finally:
         for process in processes:
             process.kill()
+
+
+@pytest.mark.exhaustive
+def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path):
+    first, _ = run_two_processes(
+        tmp_path,
+        "--steps=5000",
+        send=("SIGINT", 4),
+        codes=(128 + signal.SIGTERM, 128 + signal.SIGINT),
+    )
+    (step,) = re.findall("stopped after step (\\d+); the same command goes on", first)
+    assert 4 < int(step) < 5000
+    assert column(tmp_path, "step") == list(range(1, int(step) + 1))
+    assert (tmp_path / "checkpoints" / step).is_dir()
 
 
 def test_devices_and_processes_train_alike_and_skip_together(tmp_path):

@@ -1,7 +1,7 @@
 """Runs the language model on a few tokens, in which one batch overflows.
 
 Imported by the tests, and run by them as a script, with the arguments of the command
-line; `--die-at 8` kills the process while it saves the state of step 8.
+line; before these, `SIGKILL 8` kills the process while it saves the state of step 8.
 """
 
 import contextlib
@@ -77,8 +77,9 @@ def main(*arguments):
 
 if __name__ == "__main__":
     _, *arguments = sys.argv
-    fatal_step = 0
-    if arguments[0] == "--die-at":
-        fatal_step, arguments = int(arguments[1]), arguments[2:]
-    with signal_while_saving(signal.SIGKILL, fatal_step):
+    sent = contextlib.nullcontext()
+    if arguments[0].startswith("SIG"):
+        name, step, *arguments = arguments
+        sent = signal_while_saving(signal.Signals[name], int(step))
+    with sent:
         main(*arguments)
