@@ -23,8 +23,8 @@ from benchmarks.workloads import Workload, optimizer_step
 TPU, H100 = "TPU v5e", "H100"
 
 
-def device(target: str) -> jax.Device | None:
-    """Returns a device to compile for, or None if its compiler is not installed."""
+def devices(target: str) -> list[jax.Device] | None:
+    """Returns devices to compile for, or None if their compiler is not installed."""
     if target == TPU and importlib.util.find_spec("libtpu"):
         # No TPU is used, so several processes may compile at once.
         os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
@@ -37,7 +37,13 @@ def device(target: str) -> jax.Device | None:
         options |= {"target_config": config, "topology": "1x1x1"}
     else:
         return None
-    return topologies.get_topology_desc(**options).devices[0]
+    return topologies.get_topology_desc(**options).devices
+
+
+def device(target: str) -> jax.Device | None:
+    """Returns one of `devices`."""
+    found = devices(target)
+    return found and found[0]
 
 
 def compile_step(

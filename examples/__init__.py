@@ -1,0 +1,1 @@
+"""Complete training scripts."""

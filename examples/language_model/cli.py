@@ -1,0 +1,194 @@
+"""The command line: reads the settings, keeps them with the run, and trains."""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import jax
+
+from examples.language_model import PROGRAM
+from examples.language_model.config import PRESETS, Config, SettingError
+from examples.language_model.data import Corpus
+from examples.language_model.files import write_whole
+from examples.language_model.sharding import make_mesh
+from examples.language_model.train import Result, train
+
+DESCRIPTION = """
+Trains a language model on the sources of Python's standard library, in float16 with
+loss scaling. Run it again with the same folder, and it goes on where it stopped.
+"""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser that prints errors on one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the message and exits with status 2."""
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Trains as the command line says.
+
+    Args:
+      arguments: Its arguments. If None, they are taken from `sys.argv`.
+
+    Raises:
+      SystemExit: With status 2, after one line on stderr, if an argument is wrong; with
+        1 if the loss scale makes no progress any more; with 128 and the number of a
+        signal, if that ended the training early.
+    """
+    parser = make_parser()
+    options = vars(parser.parse_args(arguments))
+    out, preset = options.pop("out"), options.pop("preset")
+    try:
+        connect(
+            *(options.pop(name) for name in ("coordinator", "processes", "process"))
+        )
+        config = make_config(preset, options)
+        mesh = make_mesh(config.mesh, jax.devices())
+        check_batch(config, mesh.size)
+        corpus = Corpus(config.corpus, config.vocabulary, config.context, config.seed)
+        keep_settings(out, config, corpus)
+    except SettingError as error:
+        option = "--" + error.name.replace("_", "-")
+        parser.error(f"argument {option}: must {error.rule}, got {error.value!r}")
+    try:
+        result = train(config, corpus, mesh, out)
+    except FloatingPointError as error:
+        parser.exit(1, f"{PROGRAM}: {error}\n")
+    say(describe(result))
+    if result.stopped_by:
+        raise SystemExit(128 + result.stopped_by)
+
+
+def make_parser() -> OneLineParser:
+    """Returns the command-line parser: an option for each setting, and a few more."""
+    parser = OneLineParser(prog=PROGRAM, description=DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
+    parser.add_argument(
+        "--preset", choices=PRESETS, default="tiny", help="gives all other settings"
+    )
+    settings = parser.add_argument_group("settings, and what they are in tiny")
+    for field in dataclasses.fields(Config):
+        is_flag = field.type is bool
+        settings.add_argument(
+            "--" + field.name.replace("_", "-"),
+            action=argparse.BooleanOptionalAction if is_flag else "store",
+            default=argparse.SUPPRESS,
+            help=f"{field.metadata['help']} ({field.default})",
+        )
+    several = parser.add_argument_group("several processes")
+    several.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="address of the first process, or auto: ask the cluster for all of it",
+    )
+    several.add_argument("--processes", type=int, help="how many there are")
+    several.add_argument("--process", type=int, help="which one this is, from 0")
+    return parser
+
+
+def connect(
+    coordinator: str | None, processes: int | None, process: int | None
+) -> None:
+    """Connects to the other processes, if there are any."""
+    if coordinator == "auto":
+        try:
+            jax.distributed.initialize()
+        except ValueError:
+            rule = "be HOST:PORT where JAX recognizes no cluster"
+            raise SettingError("coordinator", rule, coordinator) from None
+    elif coordinator:
+        if processes is None or processes < 1:
+            raise SettingError("processes", "be the number of processes", processes)
+        if process is None or not 0 <= process < processes:
+            raise SettingError("process", f"be from 0 to {processes - 1}", process)
+        jax.distributed.initialize(coordinator, processes, process)
+    elif processes is not None or process is not None:
+        rule = "be given with --processes and --process"
+        raise SettingError("coordinator", rule, coordinator)
+
+
+def make_config(preset: str, options: dict[str, Any]) -> Config:
+    """Returns a preset with some settings replaced.
+
+    Only float16 needs loss scaling: with another dtype there is none, unless the
+    options say so.
+
+    Args:
+      preset: Its name.
+      options: Settings by name, as strings; flags are bool.
+    """
+    fields = {field.name: field for field in dataclasses.fields(Config)}
+    values = {name: parse(fields[name], value) for name, value in options.items()}
+    if values.get("dtype", "float16") != "float16":
+        values = {"loss_scale": "none"} | values
+    return dataclasses.replace(PRESETS[preset], **values)
+
+
+def parse(field: dataclasses.Field, text: Any) -> Any:
+    """Returns a setting as its type."""
+    nouns = {int: "a whole number", float: "a number"}
+    try:
+        return cast(type, field.type)(text)
+    except ValueError:
+        rule = f"be {nouns[cast(type, field.type)]}"
+        raise SettingError(field.name, rule, text) from None
+
+
+def check_batch(config: Config, devices: int) -> None:
+    """Raises SettingError if a micro-batch cannot be split evenly over the devices."""
+    if config.batch_size // config.accumulate % devices:
+        rule = f"be a multiple of accumulate x devices, {config.accumulate} x {devices}"
+        raise SettingError("batch_size", rule, config.batch_size)
+
+
+def keep_settings(out: Path, config: Config, corpus: Corpus) -> None:
+    """Prints the settings, and saves them as `settings.json`.
+
+    Raises:
+      SettingError: If the folder holds a run whose settings are other ones, or cannot
+        be written.
+    """
+    settings = dataclasses.asdict(config) | {"corpus_digest": corpus.digest}
+    path = out / "settings.json"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            check_same_run(out, json.loads(path.read_text()), settings)
+        if jax.process_index() == 0:
+            write_whole(path, json.dumps(settings, indent=2) + "\n")
+    except OSError as error:
+        rule = f"be a folder that can be written ({error.strerror})"
+        raise SettingError("out", rule, str(out)) from None
+    say("  ".join(f"{name}={value}" for name, value in settings.items()))
+
+
+def check_same_run(out: Path, saved: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Raises SettingError if settings differ that must not when a run goes on."""
+    fixed = [name for name in settings if name not in Config.may_change()]
+    pairs = [
+        f"{name} {saved.get(name)!r}, not {settings[name]!r}"
+        for name in fixed
+        if saved.get(name) != settings[name]
+    ]
+    if pairs:
+        rule = "be a new folder, or have the settings of its run: "
+        raise SettingError("out", rule + "; ".join(pairs), str(out))
+
+
+def describe(result: Result) -> str:
+    """Returns one line on what came of a training."""
+    if result.perplexity is None:
+        return f"stopped after step {result.step}; the same command goes on from there"
+    return f"perplexity {result.perplexity:.2f} after step {result.step}"
+
+
+def say(line: str) -> None:
+    """Prints a line, once for all processes."""
+    if jax.process_index() == 0:
+        print(line, flush=True)

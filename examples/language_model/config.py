@@ -1,0 +1,132 @@
+"""The settings of a run, and the presets."""
+
+import dataclasses
+import typing
+from typing import Any
+
+DTYPES = ("float32", "bfloat16", "float16")
+LOSS_SCALES = ("none", "fixed", "dynamic", "tolerant", "headroom", "logmax")
+
+
+class SettingError(ValueError):
+    """Says which setting is wrong, and what it must be.
+
+    Args:
+      name: The name of the setting.
+      rule: What it must be or do.
+      value: What it is.
+    """
+
+    def __init__(self, name: str, rule: str, value: Any):
+        super().__init__(f"{name} must {rule}, got {value!r}")
+        self.name = name
+        self.rule = rule
+        self.value = value
+
+
+def _setting(default: Any, text: str, **checks: Any) -> Any:
+    """Returns a field: its default, what it is, and `least`, `most` or `choices`."""
+    return dataclasses.field(default=default, metadata={"help": text, **checks})
+
+
+def _may_change(default: Any, text: str, **checks: Any) -> Any:
+    """Returns a field in which a run that goes on may differ from its beginning."""
+    return _setting(default, text, may_change=True, **checks)
+
+
+def check(field: dataclasses.Field, value: Any) -> None:
+    """Raises SettingError if a setting is out of its range."""
+    least, most, choices = map(field.metadata.get, ("least", "most", "choices"))
+    if choices and value not in choices:
+        raise SettingError(field.name, f"be one of {', '.join(choices)}", value)
+    # Not `value < least`, which is false for nan.
+    if least is not None and not value >= least:
+        raise SettingError(field.name, f"be at least {least}", value)
+    if most is not None and not value <= most:
+        raise SettingError(field.name, f"be at most {most}", value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """All settings of a run. Each is also an option of the command line.
+
+    Raises:
+      SettingError: If a value is out of its range, or does not fit another one.
+    """
+
+    # The text and the model.
+    corpus: str = _setting("*.py", "files of the standard library, a glob pattern")
+    vocabulary: int = _setting(8192, "words and bytes", least=257, most=65536)
+    context: int = _setting(64, "tokens that the model sees", least=1)
+    layers: int = _setting(2, "transformer blocks", least=1)
+    width: int = _setting(64, "channels", least=1)
+    heads: int = _setting(4, "attention heads, a divisor of the width", least=1)
+
+    # The precision.
+    dtype: str = _setting("float16", "dtype of the computation", choices=DTYPES)
+    loss_scale: str = _setting("dynamic", "how the loss scales", choices=LOSS_SCALES)
+
+    # The training.
+    seed: int = _setting(0, "of the parameters and the batches", least=0)
+    steps: int = _setting(60, "optimizer steps", least=1)
+    batch_size: int = _setting(256, "sequences in a step, on all devices", least=1)
+    accumulate: int = _setting(1, "micro-batches in a step", least=1)
+    learning_rate: float = _setting(3e-3, "its peak", least=0)
+    warmup_steps: int = _setting(10, "steps until the peak", least=0)
+    weight_decay: float = _setting(0.1, "of matrices", least=0)
+    clip_norm: float = _setting(1.0, "largest norm of the gradients", least=0)
+    average_decay: float = _setting(0.99, "of the averaged parameters", least=0, most=1)
+
+    # How it runs.
+    eval_every: int = _setting(20, "steps between evaluations", least=1)
+    eval_batches: int = _setting(4, "batches in an evaluation", least=1)
+    log_every: int = _setting(1, "steps between rows of the logs", least=1)
+    save_every: int = _may_change(20, "steps between checkpoints", least=1)
+    mesh: str = _may_change(
+        "data", "devices by axis: data=8, data=2,fsdp=4; no number: all that are left"
+    )
+    remat: bool = _may_change(False, "recompute each block to save memory")
+    scan_layers: bool = _may_change(False, "compile one block, not each")
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            check(field, getattr(self, field.name))
+        if self.width % self.heads:
+            raise SettingError("heads", f"divide the width, {self.width}", self.heads)
+        if self.batch_size % self.accumulate:
+            rule = f"divide the batch size, {self.batch_size}"
+            raise SettingError("accumulate", rule, self.accumulate)
+
+    @classmethod
+    def may_change(cls) -> set[str]:
+        """Returns the settings that may differ when a run goes on."""
+        fields = dataclasses.fields(cls)
+        return {field.name for field in fields if field.metadata.get("may_change")}
+
+
+_GPT2_SMALL = Config(
+    corpus="**/*.py",
+    vocabulary=32768,
+    context=1024,
+    layers=12,
+    width=768,
+    heads=12,
+    steps=20_000,
+    batch_size=512,
+    accumulate=32,
+    learning_rate=6e-4,
+    warmup_steps=700,
+    average_decay=0.999,
+    eval_every=1000,
+    eval_batches=2,
+    log_every=10,
+    save_every=1000,
+    remat=True,
+    scan_layers=True,
+)
+
+PRESETS: typing.Final = {
+    "tiny": Config(),
+    "gpt2-small": _GPT2_SMALL,
+    "gpt2-small-tpu": dataclasses.replace(_GPT2_SMALL, accumulate=8, mesh="fsdp"),
+}

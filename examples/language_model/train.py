@@ -1,0 +1,79 @@
+"""The training loop."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from examples.language_model.checkpoint import Checkpoints
+from examples.language_model.config import Config
+from examples.language_model.data import Corpus
+from examples.language_model.interrupt import Interrupt
+from examples.language_model.logs import Logs
+from examples.language_model.sharding import put_batch
+from examples.language_model.step import Trainer
+
+
+class Result(NamedTuple):
+    """What came of a call of `train`.
+
+    Attributes:
+      step: The number of steps that were taken, in this call and before.
+      perplexity: That of the averaged parameters on the validation files, if the run
+        is complete.
+      stopped_by: The signal that ended it early, if one did.
+    """
+
+    step: int
+    perplexity: float | None
+    stopped_by: int | None
+
+
+def train(config: Config, corpus: Corpus, mesh: Mesh, out: Path) -> Result:
+    """Trains until the last step, or until it is told to stop.
+
+    It goes on from the last checkpoint in `out`, to the same end, bit for bit, as if it
+    had never stopped.
+
+    Args:
+      config: The settings.
+      corpus: The batches.
+      mesh: The devices.
+      out: The folder of checkpoints and logs.
+
+    Raises:
+      FloatingPointError: If the loss scale makes no progress any more, with advice.
+    """
+    trainer = Trainer(config, mesh)
+    # As in a step, no more than a micro-batch at a time has to fit into the memory.
+    validation = corpus.validation_batches(
+        config.eval_batches * config.accumulate, config.batch_size // config.accumulate
+    )
+    validation = put_batch(validation, mesh)
+    with Interrupt() as interrupt, Checkpoints(out / "checkpoints") as checkpoints:
+        state = checkpoints.restore(trainer.state)
+        if state is None:
+            state = trainer.init(jax.random.key(config.seed))
+        step, stopped_by, perplexity = int(state.step), None, None
+        with Logs(out, config, step) as logs:
+            while step < config.steps and stopped_by is None:
+                batch = corpus.training_batch(step, config.batch_size)
+                state, metrics = trainer.step(state, put_batch(batch, mesh))
+                step += 1
+                is_last = step == config.steps
+                stopped_by = interrupt.received(step)
+                if step % config.eval_every == 0 or is_last:
+                    perplexity = trainer.evaluate(state, validation)
+                    metrics["perplexity"] = perplexity
+                logs.add(step, metrics)
+                if step % config.save_every == 0 or is_last or stopped_by:
+                    # First, so that the file has all rows up to the checkpoint.
+                    logs.flush()
+                    trainer.check_health(state)
+                    checkpoints.save(step, state)
+        if step < config.steps:
+            return Result(step, None, stopped_by)
+        if perplexity is None:  # nothing was left to do
+            perplexity = trainer.evaluate(state, validation)
+        return Result(step, float(perplexity), stopped_by)

@@ -1,0 +1,405 @@
+"""The language model trains the same wherever it runs, and however often it stops."""
+
+import csv
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from helpers import ROOT, SUPPORT, assert_same_bits
+from language_model_run import (
+    OVERFLOW,
+    SEQUENCE,
+    STEPS,
+    main,
+    signal_while_saving,
+)
+
+from examples import language_model
+from examples.language_model import __main__, cli
+from examples.language_model.config import Config, SettingError
+from examples.language_model.data import BYTES, Corpus, Tokenizer
+from examples.language_model.optimizer import averaged_parameters, make_optimizer
+from examples.language_model.sharding import make_mesh
+from examples.language_model.table import COLUMNS, Table
+
+# An old Flax uses what the JAX of its time deprecates.
+WARNINGS = ["-W", "error", "-W", "ignore::DeprecationWarning"]
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+
+
+@pytest.fixture(autouse=True)
+def standard_dtype_promotion():
+    """Flax and Optax promote dtypes as JAX does by default."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def read_rows(out):
+    with (out / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def column(out, name):
+    return [float(row[name]) for row in read_rows(out) if row[name]]
+
+
+def last_state(out):
+    """Returns the arrays of the last checkpoint, in whatever trees."""
+    with ocp.CheckpointManager(out / "checkpoints") as manager:
+        restored = manager.restore(
+            manager.latest_step(), args=ocp.args.StandardRestore()
+        )
+    return jax.tree.map(np.asarray, restored)
+
+
+def start(*arguments, devices=1):
+    """Starts the command line in a process of its own."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiling takes most of the time
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    if folder := jax.config.jax_compilation_cache_dir:
+        environment["JAX_COMPILATION_CACHE_DIR"] = folder
+    script = str(SUPPORT / "language_model_run.py")
+    return subprocess.Popen(
+        [sys.executable, *WARNINGS, script, *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process, code=0):
+    """Waits for a process, and returns what it printed."""
+    try:
+        output, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == code, output
+    return output
+
+
+class TestCommandLine:
+    def test_a_run_leaves_settings_metrics_and_goes_on(self, tmp_path, capsys):
+        out = tmp_path / "run"
+        main("--out", str(out))
+        first = capsys.readouterr().out.splitlines()
+        assert "dtype=float16" in first[0]
+        assert "corpus_digest=" in first[0]
+        settings = json.loads((out / "settings.json").read_text())
+        assert settings["vocabulary"] == 512
+        assert settings["loss_scale"] == "dynamic"
+
+        rows = read_rows(out)
+        assert tuple(rows[0])[: len(COLUMNS)] == COLUMNS
+        assert column(out, "step") == list(range(1, STEPS + 1))
+        skipped = [float(step >= OVERFLOW) for step in range(1, STEPS + 1)]
+        assert column(out, "skipped_steps") == skipped
+        assert column(out, "loss_scale") == [2.0 ** (15 - s) for s in skipped]
+        headroom = np.array(column(out, "headroom"))
+        assert np.isfinite(headroom).tolist() == [
+            step != OVERFLOW for step in range(1, STEPS + 1)
+        ]
+        assert (headroom[np.isfinite(headroom)] > 0).all()
+        losses, perplexities = column(out, "loss"), column(out, "perplexity")
+        assert losses[-1] < losses[0] - 1
+        assert len(perplexities) == 2
+        assert first[-1] == f"perplexity {perplexities[-1]:.2f} after step {STEPS}"
+        assert list((out / "tensorboard").iterdir())
+
+        # A complete run has nothing left to do, wherever it is looked at.
+        before = (out / "metrics.csv").read_text()
+        main("--out", str(out), "--mesh=data=2,fsdp=4")
+        assert capsys.readouterr().out.splitlines()[-1] == first[-1]
+        assert (out / "metrics.csv").read_text() == before
+        with pytest.raises(SystemExit, match="2"):
+            main("--out", str(out), "--dtype=bfloat16", "--seed=1")
+        assert capsys.readouterr().err == (
+            "python -m examples.language_model: error: argument --out: must be a new "
+            "folder, or have the settings of its run: dtype 'float16', not 'bfloat16'; "
+            f"loss_scale 'dynamic', not 'none'; seed 0, not 1, got '{out}'\n"
+        )
+
+    def test_ctrl_c_saves_and_the_same_command_goes_on(self, tmp_path, capsys):
+        whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+        main("--out", str(whole))
+        capsys.readouterr()
+        with (
+            signal_while_saving(signal.SIGINT, 4),
+            pytest.raises(SystemExit, match=str(128 + signal.SIGINT)),
+        ):
+            main("--out", str(stopped))
+        line = "stopped after step 5; the same command goes on from there"
+        assert capsys.readouterr().out.splitlines()[-1] == line
+        assert column(stopped, "step")[-1] == 5
+        main("--out", str(stopped))
+        assert read_rows(stopped) == read_rows(whole)
+        assert_same_bits(last_state(stopped), last_state(whole))
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--steps=0"], "--steps: must be at least 1, got 0"),
+            (["--steps=many"], "--steps: must be a whole number, got 'many'"),
+            (["--clip-norm=nan"], "--clip-norm: must be at least 0, got nan"),
+            (["--average-decay=2"], "--average-decay: must be at most 1, got 2.0"),
+            (
+                ["--dtype=half"],
+                "--dtype: must be one of float32, bfloat16, float16, got 'half'",
+            ),
+            (["--heads=3"], "--heads: must divide the width, 32, got 3"),
+            (["--accumulate=3"], "--accumulate: must divide the batch size, 16, got 3"),
+            (
+                ["--accumulate=4"],
+                "--batch-size: must be a multiple of accumulate x devices, 4 x 8, "
+                "got 16",
+            ),
+            (
+                ["--mesh=rows=8"],
+                "--mesh: must be like 'data', 'data=8' or 'data=2,fsdp=4', "
+                "got 'rows=8'",
+            ),
+            (["--mesh=data=3"], "--mesh: must have all 8 devices, got 'data=3'"),
+            (
+                ["--corpus=*.txt"],
+                "--corpus: must match more text, as '*.py' does, got '*.txt'",
+            ),
+            (
+                ["--coordinator=127.0.0.1:1"],
+                "--processes: must be the number of processes, got None",
+            ),
+            (
+                ["--coordinator=127.0.0.1:1", "--processes=2", "--process=2"],
+                "--process: must be from 0 to 1, got 2",
+            ),
+            (
+                ["--process=1"],
+                "--coordinator: must be given with --processes and --process, got None",
+            ),
+        ],
+    )
+    def test_a_bad_argument_gets_one_line(self, arguments, message, tmp_path, capsys):
+        with pytest.raises(SystemExit, match="2"):
+            main(*arguments, "--out", str(tmp_path / "run"))
+        error = f"python -m examples.language_model: error: argument {message}\n"
+        assert capsys.readouterr().err == error
+        assert not (tmp_path / "run").exists()
+
+    def test_a_file_is_no_folder(self, tmp_path, capsys):
+        (tmp_path / "file").touch()
+        with pytest.raises(SystemExit, match="2"):
+            main("--out", str(tmp_path / "file"))
+        error = capsys.readouterr().err
+        assert "argument --out: must be a folder that can be written" in error
+        assert error.count("\n") == 1
+
+    def test_a_missing_package_gets_one_line(self, monkeypatch, capsys):
+        monkeypatch.delattr(language_model, "cli")
+        monkeypatch.setitem(sys.modules, "examples.language_model.cli", None)
+        with pytest.raises(SystemExit, match="2"):
+            __main__.main()
+        assert capsys.readouterr().err == (
+            "python -m examples.language_model: error: needs "
+            "examples.language_model.cli; pip install -e '.[examples]'\n"
+        )
+
+    def test_every_setting_is_an_option_with_help(self, capsys):
+        with pytest.raises(SystemExit, match="0"):
+            cli.main(["--help"])
+        text = capsys.readouterr().out
+        for name in Config.__dataclass_fields__:
+            assert "--" + name.replace("_", "-") in text
+
+
+def test_killed_while_it_saves_it_comes_to_the_same_end(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finish(start("--out", whole))
+    # The first checkpoint, and a later one.
+    for fatal_step in (4, 8):
+        finish(start("SIGKILL", fatal_step, "--out", killed), -signal.SIGKILL)
+    finish(start("--out", killed))
+    assert read_rows(killed) == read_rows(whole)
+    assert_same_bits(last_state(killed), last_state(whole))
+
+
+def run_two_processes(out, *arguments, send=(), codes=(0, 0)):
+    """Runs two processes of two devices, and returns what each printed.
+
+    Args:
+      out: The folder of the run.
+      *arguments: More arguments of the command line.
+      send: The signal that the second process gets, and while it saves which step.
+      codes: How the two end.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = ["--coordinator", f"127.0.0.1:{port}", "--processes", 2, "--out", out]
+    common += ["--mesh=data=2,fsdp", *arguments]
+    processes = [
+        start(*(send if rank else ()), *common, "--process", rank, devices=2)
+        for rank in range(2)
+    ]
+    try:
+        return [finish(*pair) for pair in zip(processes, codes, strict=True)]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.mark.exhaustive
+def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path):
+    first, _ = run_two_processes(
+        tmp_path,
+        "--steps=5000",
+        send=("SIGINT", 4),
+        codes=(128 + signal.SIGTERM, 128 + signal.SIGINT),
+    )
+    (step,) = re.findall("stopped after step (\\d+); the same command goes on", first)
+    assert 4 < int(step) < 5000
+    assert column(tmp_path, "step") == list(range(1, int(step) + 1))
+    assert (tmp_path / "checkpoints" / step).is_dir()
+
+
+def test_devices_and_processes_train_alike_and_skip_together(tmp_path):
+    assert SEQUENCE // (16 // 8) == 2
+    meshes = {"one": (1, "data"), "data": (8, "data"), "fsdp": (8, "data=2,fsdp=4")}
+    for name, (devices, mesh) in meshes.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jax, "devices", lambda n=devices: jax.local_devices()[:n])
+            main("--out", str(tmp_path / name), "--mesh", mesh)
+    run_two_processes(tmp_path / "processes")
+    wanted = tmp_path / "one"
+    assert column(wanted, "skipped_steps")[-1] == 1
+    for name in ("data", "fsdp", "processes"):
+        out = tmp_path / name
+        for exact in ("step", "loss_scale", "skipped_steps"):
+            assert column(out, exact) == column(wanted, exact)
+        for close in ("loss", "perplexity"):
+            np.testing.assert_allclose(
+                column(out, close), column(wanted, close), rtol=2e-3
+            )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "arguments",
+    [["--no-scan-layers"], ["--remat"], ["--accumulate=2"]],
+    ids=["unrolled", "remat", "accumulate"],
+)
+def test_options_of_speed_and_memory_do_not_change_the_curve(arguments, tmp_path):
+    main("--out", str(tmp_path / "plain"))
+    main("--out", str(tmp_path / "other"), *arguments)
+    for name in ("step", "skipped_steps", "loss", "perplexity"):
+        np.testing.assert_allclose(
+            column(tmp_path / "other", name),
+            column(tmp_path / "plain", name),
+            rtol=2e-3,
+        )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_only_float16_scales_its_loss(dtype, tmp_path):
+    main("--out", str(tmp_path), f"--dtype={dtype}")
+    assert set(column(tmp_path, "loss_scale")) == {1.0}
+    assert np.isfinite(column(tmp_path, "loss")).all()
+
+
+@pytest.mark.parametrize("rule", ["fixed", "tolerant", "headroom", "logmax"])
+@pytest.mark.exhaustive
+def test_rules(rule, tmp_path):
+    main("--out", str(tmp_path), f"--loss-scale={rule}")
+    assert column(tmp_path, "skipped_steps")[-1] >= 1
+    assert column(tmp_path, "loss")[-1] < column(tmp_path, "loss")[0] - 1
+
+
+def test_a_skipped_step_leaves_the_average_and_matrices_alone_decay():
+    params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+    grads = jax.tree.map(jnp.zeros_like, params)
+    optimizer = make_optimizer(Config(warmup_steps=0))
+    update = jax.jit(optimizer.update)
+    updates, applied = update(grads, optimizer.init(params), params)
+    assert (updates["kernel"] < 0).all()
+    assert (updates["bias"] == 0).all()
+    # The first update is averaged with the weight 9/10.
+    np.testing.assert_allclose(
+        averaged_parameters(applied)["kernel"],
+        params["kernel"] + 0.9 * updates["kernel"],
+        rtol=1e-6,
+    )
+    grads["bias"] = grads["bias"] * jnp.inf
+    _, skipped = update(grads, applied, params)
+    assert_same_bits(skipped.inner_state, applied.inner_state)
+
+
+class TestData:
+    def test_rare_words_are_spelled(self):
+        tokenizer = Tokenizer([b"a b b b rare"], BYTES + 2)
+        assert tokenizer.encode(b"a b rare") == [BYTES + 1, BYTES, *b" rare"]
+        assert tokenizer.encode("ü".encode()) == list("ü".encode())
+
+    def test_batches_depend_on_seed_and_step_alone(self):
+        first, second = (Corpus("a*.py", 512, 16, seed=3) for _ in range(2))
+        np.testing.assert_array_equal(
+            first.training_batch(5, 4), second.training_batch(5, 4)
+        )
+        assert (first.training_batch(5, 4) != first.training_batch(6, 4)).any()
+        batches = first.validation_batches(3, 4)
+        assert batches.shape == (3, 4, 17)
+        assert batches.dtype == np.int32
+        assert first.digest == second.digest
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("data", (8, 1)),
+        ("fsdp", (1, 8)),
+        ("data=8", (8, 1)),
+        ("data=2,fsdp", (2, 4)),
+        ("fsdp=4,data=2", (2, 4)),
+    ],
+)
+def test_meshes(text, shape):
+    assert make_mesh(text, jax.devices()).devices.shape == shape
+
+
+@pytest.mark.parametrize("text", ["", "data=0", "data=-8", "data=3,fsdp", "data=x"])
+def test_meshes_that_do_not_fit(text):
+    with pytest.raises(SettingError, match="mesh must"):
+        make_mesh(text, jax.devices())
+
+
+def test_rows_beyond_a_checkpoint_are_dropped(tmp_path):
+    path = tmp_path / "metrics.csv"
+    row = dict.fromkeys(COLUMNS, 0.5)
+    table = Table(path, step=0)
+    for step in (10, 20, 30):
+        table.add(row | {"step": step})
+    table.close()
+    whole = path.read_text().splitlines(keepends=True)
+    # The process died in the middle of a row.
+    path.write_text("".join(whole[:-1]) + "3")
+    table = Table(path, step=20)
+    table.add(row | {"step": 30})
+    table.close()
+    assert path.read_text() == "".join(whole)
+    Table(path, step=10).close()
+    assert path.read_text() == "".join(whole[:2])
