@@ -12,6 +12,8 @@ import jax
 from benchmarks.systems import PLAIN, PLAIN_KERAS
 
 RESULTS = Path(__file__).with_name("results")
+# The pages that show tables of these results.
+PAGES = [RESULTS.parents[1] / name for name in ("README.md", "docs/guide/costs.md")]
 _PACKAGES = (
     "jax",
     "jaxlib",
@@ -160,6 +162,34 @@ def compiled_table(results: dict[str, Any]) -> str:
     return table(header, list(cells.values()))
 
 
+def summary_table(cpu: dict[str, Any], compiled: dict[str, Any]) -> str:
+    """Returns a small table of the main ratios: a row each, with a column a system."""
+    columns = _columns(cpu)
+    ratios = {"time of Adam alone on a CPU": columns["2e7"]}
+    ratios["time of a training step on a CPU"] = columns["transformer"]
+    ratios = {
+        name: {system: row["ratio"] for system, row in rows.items()}
+        for name, rows in ratios.items()
+    }
+    for target, found in compiled.items():
+        name = f"memory traffic of Adam on {target}"
+        ratios[name] = {
+            row["system"].removesuffix(", auto"): row["ratio"] for row in found["rows"]
+        }
+    systems = {
+        "minimize": "`minimize`",
+        "minimize, fixed scale": "fixed scale",
+        "flax DynamicScale": "Flax",
+        "jmp": "jmp",
+        "Keras 3": "Keras 3",
+    }
+    rows = [
+        [name, *(f"{found[system]:.2f}" for system in systems)]
+        for name, found in ratios.items()
+    ]
+    return table(["relative to no loss scaling", *systems.values()], rows)
+
+
 def plot(results: dict[str, Any], path: Path) -> None:
     """Draws the ratios of all systems, and their dependence on the size."""
     from matplotlib import ticker
@@ -205,16 +235,18 @@ def write(results: dict[str, Any], stem: Path) -> None:
     plot(results, stem.with_suffix(".png"))
 
 
-def refresh(readme: str) -> str:
-    """Returns the README with its tables regenerated from the committed results."""
-    results = load(RESULTS / "cpu.json"), load(RESULTS / "compiled.json")
-    for new in (timing_table(results[0]), compiled_table(results[1])):
+def refresh(page: str) -> str:
+    """Returns a page with its tables regenerated from the committed results."""
+    cpu, compiled = load(RESULTS / "cpu.json"), load(RESULTS / "compiled.json")
+    tables = timing_table(cpu), compiled_table(compiled), summary_table(cpu, compiled)
+    for new in tables:
         head = new[: new.index(" |")]
-        start = readme.index(head)
-        readme = readme[:start] + new + readme[readme.index("\n\n", start) + 1 :]
-    return readme
+        if head in page:
+            start = page.index(head)
+            page = page[:start] + new + page[page.index("\n\n", start) + 1 :]
+    return page
 
 
 if __name__ == "__main__":
-    _README = Path(__file__).parents[1] / "README.md"
-    _README.write_text(refresh(_README.read_text()))
+    for _path in PAGES:
+        _path.write_text(refresh(_path.read_text()))
