@@ -127,67 +127,77 @@ def _columns(results: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
     return found
 
 
-def timing_table(results: dict[str, Any]) -> str:
-    """Returns a table of the ratios of all systems, with a column per main workload.
+def _ratios(rows: dict[str, dict[str, Any]], key: str = "ratio") -> dict[str, float]:
+    return {name.removesuffix(", auto"): row[key] for name, row in rows.items()}
 
-    The last column is the ratio of compile times with 200 leaves, if it was measured.
-    """
-    ratios = _columns(results)
-    names = dict.fromkeys(name for rows in ratios.values() for name in rows)
-    columns = {column: ("ratio", rows) for column, rows in ratios.items()}
-    for workload, systems in by_workload(results).items():
-        if "200 leaves" in workload:
-            rows = {name.removesuffix(", auto"): row for name, row in systems.items()}
-            columns["compile, 200 leaves"] = ("compile_ratio", rows)
+
+def _ratio_table(title: str, columns: dict[str, dict[str, float]]) -> str:
+    """Returns a table of ratios: a row for each system, ours first."""
+    names = list(dict.fromkeys(name for ratios in columns.values() for name in ratios))
     ours = ("minimize", "apply_gradients", "update")
-    names = sorted(names, key=lambda name: not name.startswith(ours))
+    names.sort(key=lambda name: not name.startswith(ours))
     rows = [
-        [name, *(f"{r[name][k]:.2f}" if name in r else "" for k, r in columns.values())]
+        [name, *(f"{r[name]:.2f}" if name in r else "" for r in columns.values())]
         for name in names
     ]
-    return table(["time / plain", *columns], rows)
+    return table([title, *columns], rows)
 
 
-def compiled_table(results: dict[str, Any]) -> str:
-    """Returns a table of the compiled steps, with three columns per target."""
-    header, cells = ["compiled step"], {}
+def timing_tables(results: dict[str, Any]) -> list[str]:
+    """Returns a table of optimizer steps, and one of training steps.
+
+    Each has a column per main workload. The last column of the first is the ratio of
+    compile times with 200 leaves, if it was measured.
+    """
+    steps, training = {}, {}
+    for column, rows in _columns(results).items():
+        given = next(iter(rows.values()))["given"]
+        (steps if given else training)[column] = _ratios(rows)
+    for workload, systems in by_workload(results).items():
+        if "200 leaves" in workload:
+            compiling = _ratios(systems, "compile_ratio")
+            shown = set().union(*steps.values())
+            steps["compile, 200 leaves"] = {
+                name: ratio for name, ratio in compiling.items() if name in shown
+            }
+    tables = {"optimizer step / plain": steps, "training step / plain": training}
+    return [_ratio_table(title, found) for title, found in tables.items() if found]
+
+
+def compiled_tables(results: dict[str, Any]) -> list[str]:
+    """Returns a table of the compiled steps for each target."""
+    tables = []
     for target, found in results.items():
-        header += [f"{target}: bytes / plain", "temporary MB", "copied MB"]
-        for row in found["rows"]:
-            if row["system"].endswith(", where"):  # the same as "auto" here
-                continue
-            name = row["system"].removesuffix(", auto")
-            cells.setdefault(name, [name]).append(f"{row['ratio']:.3f}")
-            cells[name] += [_megabytes(row[k]) for k in ("temp_bytes", "copied_bytes")]
-    return table(header, list(cells.values()))
+        rows = [
+            [
+                row["system"].removesuffix(", auto"),
+                f"{row['ratio']:.3f}",
+                *(_megabytes(row[k]) for k in ("temp_bytes", "copied_bytes")),
+            ]
+            for row in found["rows"]
+            if not row["system"].endswith(", where")  # the same as "auto" here
+        ]
+        header = [f"compiled for {target}", "bytes / plain", "temporary MB"]
+        tables.append(table([*header, "copied MB"], rows))
+    return tables
 
 
 def summary_table(cpu: dict[str, Any], compiled: dict[str, Any]) -> str:
-    """Returns a small table of the main ratios: a row each, with a column a system."""
-    columns = _columns(cpu)
-    ratios = {"time of Adam alone on a CPU": columns["2e7"]}
-    ratios["time of a training step on a CPU"] = columns["transformer"]
-    ratios = {
-        name: {system: row["ratio"] for system, row in rows.items()}
-        for name, rows in ratios.items()
+    """Returns the main ratios of some systems."""
+    measured = _columns(cpu)
+    columns = {
+        "Adam on a CPU": _ratios(measured["2e7"]),
+        "transformer on a CPU": _ratios(measured["transformer"]),
     }
     for target, found in compiled.items():
-        name = f"memory traffic of Adam on {target}"
-        ratios[name] = {
-            row["system"].removesuffix(", auto"): row["ratio"] for row in found["rows"]
-        }
-    systems = {
-        "minimize": "`minimize`",
-        "minimize, fixed scale": "fixed scale",
-        "flax DynamicScale": "Flax",
-        "jmp": "jmp",
-        "Keras 3": "Keras 3",
+        rows = {row["system"]: row for row in found["rows"]}
+        columns[f"bytes on {target}"] = _ratios(rows)
+    systems = ("minimize", "minimize, fixed scale", "flax DynamicScale", "jmp")
+    columns = {
+        title: {name: ratios[name] for name in (*systems, "Keras 3")}
+        for title, ratios in columns.items()
     }
-    rows = [
-        [name, *(f"{found[system]:.2f}" for system in systems)]
-        for name, found in ratios.items()
-    ]
-    return table(["relative to no loss scaling", *systems.values()], rows)
+    return _ratio_table("relative to no scaling", columns)
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
@@ -238,8 +248,8 @@ def write(results: dict[str, Any], stem: Path) -> None:
 def refresh(page: str) -> str:
     """Returns a page with its tables regenerated from the committed results."""
     cpu, compiled = load(RESULTS / "cpu.json"), load(RESULTS / "compiled.json")
-    tables = timing_table(cpu), compiled_table(compiled), summary_table(cpu, compiled)
-    for new in tables:
+    summary = summary_table(cpu, compiled)
+    for new in (*timing_tables(cpu), *compiled_tables(compiled), summary):
         head = new[: new.index(" |")]
         if head in page:
             start = page.index(head)

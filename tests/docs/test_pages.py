@@ -107,7 +107,7 @@ def test_the_diff_in_the_readme():
         script = script.replace(new, old)
     scope = {}
     exec(script[: script.index("print(")], scope)
-    assert scope["loss"] < 0.01
+    assert scope["loss"] < 0.1
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
