@@ -17,8 +17,8 @@ from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Column, Table
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
+from sklearn.datasets import load_digits, load_sample_images
+from sklearn.metrics import average_precision_score
 
 from optax_lossscale import (
     DynamicLossScale,
@@ -28,16 +28,15 @@ from optax_lossscale import (
     diagnostics,
 )
 
-SEEDS = 3
-BATCH_SIZE = 449  # a third of the training set
-TOLERANCE = 0.015  # Accuracies that differ by at most this much count as equal.
+SIDE, WIDTH = 8, 32  # Patches are 8 x 8; hidden layers have 32 units.
+POSITIVES = 0.005  # The share of the patches that have a digit.
+PRIOR = 0.01  # What the network says at first, as in RetinaNet.
+TOLERANCE = 0.03  # Average precisions that differ by at most this much count as equal.
 
-# Gradients are proportional to the loss weight. Dividing the learning rate of SGD by
-# the weight, or multiplying the eps of Adam by it, makes updates independent of it.
-OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {
-    "sgd": lambda weight: optax.sgd(0.2 / weight),
-    "momentum": lambda weight: optax.sgd(0.05 / weight, momentum=0.9),
-    "adam": lambda weight: optax.adam(2e-3, eps=1e-8 * weight),
+OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "sgd": lambda: optax.sgd(3.0),
+    "momentum": lambda: optax.sgd(1.0, momentum=0.9),
+    "adam": lambda: optax.adam(3e-3),
 }
 
 
@@ -57,13 +56,13 @@ class Way(NamedTuple):
     color: str
 
 
-# A scale of 1 means no scaling. The dynamic scale starts far too high on purpose: a
-# scale that is too high halves at every step, but one that is too low doubles only
-# every `growth_interval` steps. Color-blind readers can tell the colors apart.
+# A scale of 1 means no scaling. The dynamic scale starts at its default of 2**15, and
+# doubles every 6 steps, not 2000, as a run has only 80. Color-blind readers can tell
+# the colors apart.
 FLOAT32 = Way("float32", jnp.float32, FixedLossScale(1.0), "#B8B8B8")
 UNSCALED = Way("float16, unscaled", jnp.float16, FixedLossScale(1.0), "#D55E00")
 FIXED = Way("float16, fixed", jnp.float16, FixedLossScale(2.0**15), "#CC79A7")
-DYNAMIC_RULE = DynamicLossScale(initial_scale=2.0**48, growth_interval=25)
+DYNAMIC_RULE = DynamicLossScale(growth_interval=6)
 DYNAMIC = Way("float16, dynamic", jnp.float16, DYNAMIC_RULE, "#0072B2")
 WAYS = (FLOAT32, UNSCALED, FIXED, DYNAMIC)
 
@@ -72,196 +71,246 @@ class Run(NamedTuple):
     """The results of one training run.
 
     Attributes:
-      accuracy: The accuracy on the test set.
+      precision: The average precision on new patches.
       seconds: The duration of the run, without compilation.
       history: The metrics of the initial state (step 0) and of every step. Every step
-        also has `loss`, without the loss weight, and `zeros`, the share of the
-        gradients that are exactly zero.
-      histograms: The exponents of the unscaled gradients of every step.
+        also has `loss` and `zeros`, the share of the gradients of the last hidden
+        layer's activations that are exactly zero.
+      histograms: The exponents of these gradients, unscaled, in every step.
     """
 
-    accuracy: float
+    precision: float
     seconds: float
     history: diagnostics.History
     histograms: list[diagnostics.ExponentHistogram]
 
 
-def train_all_ways(steps: int, **options: Any) -> dict[Way, list[Run]]:
-    """Trains the network in every way, with a progress bar if run in a terminal."""
-    pixels, labels = load_digits(return_X_y=True)
-    images = (pixels / 8 - 1).astype(np.float32)
-    data = train_test_split(images, labels, stratify=labels, random_state=0)
+class Detector(nn.Module):
+    """Says whether there is a digit in a patch, initialized as RetinaNet is.
+
+    Parameters are float32. Layers cast them to `dtype` when they use them.
+    """
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns the logits, f32[patch], of patches, f32[patch, pixel]."""
+        for _ in range(2):
+            init = nn.initializers.he_normal()
+            x = nn.relu(nn.Dense(WIDTH, kernel_init=init, dtype=self.dtype)(x))
+        # The gradient of a zero that is added is the gradient of the activations.
+        x = self.perturb("hidden", x)
+        init = nn.initializers.normal(0.01)
+        prior = nn.initializers.constant(np.log(PRIOR / (1 - PRIOR)))
+        head = nn.Dense(1, kernel_init=init, bias_init=prior, dtype=self.dtype)
+        return head(x)[:, 0].astype(jnp.float32)
+
+
+def load_pictures() -> tuple[jax.Array, jax.Array]:
+    """Returns scikit-learn's photographs and digits, in gray, from -1 to 1."""
+    photos = np.mean(load_sample_images().images, -1) / 127.5 - 1
+    digits = load_digits().images / 8 - 1
+    return jnp.asarray(photos, jnp.float32), jnp.asarray(digits, jnp.float32)
+
+
+def make_batch(
+    key: jax.Array, photos: jax.Array, digits: jax.Array, size: int
+) -> tuple[jax.Array, jax.Array]:
+    """Cuts patches from the photographs, and blends a digit into a few of them.
+
+    Args:
+      key: A random key.
+      photos: f32[photo, height, width].
+      digits: f32[digit, 8, 8].
+      size: The number of patches.
+
+    Returns:
+      The patches, f32[size, 64], and whether they have a digit, bool[size].
+    """
+    corners, choices, draws = jax.random.split(key, 3)
+    last = jnp.array(photos.shape) - jnp.array([0, SIDE, SIDE])
+    corner = jax.random.randint(corners, (size, 3), 0, last)[..., None, None]
+    photo, row, column = jnp.moveaxis(corner, 1, 0)
+    square = jnp.arange(SIDE)
+    patches = photos[photo, row + square[:, None], column + square]
+    has_digit = jax.random.uniform(choices, (size,)) < POSITIVES
+    drawn = digits[jax.random.randint(draws, (size,), 0, len(digits))]
+    patches = jnp.where(has_digit[:, None, None], (patches + drawn) / 2, patches)
+    return patches.reshape(size, -1), has_digit
+
+
+def train_all_ways(steps: int, **options: Any) -> dict[Way, Run]:
+    """Trains the network in every way.
+
+    Shows a progress bar in a terminal, and else writes a line to stderr for each way.
+    """
     runs = {}
     console, hidden = Console(stderr=True), not sys.stderr.isatty()
     with Progress(console=console, transient=True, disable=hidden) as progress:
-        task = progress.add_task("", total=len(WAYS) * SEEDS * steps)
+        task = progress.add_task("", total=len(WAYS) * steps)
         advance = functools.partial(progress.advance, task)
         for way in WAYS:
             progress.update(task, description=f"{way.name:17}")
-            runs[way] = train(way, data, advance, steps, **options)
+            if hidden:
+                print(f"{way.name}: {steps} steps", file=sys.stderr)
+            runs[way] = train(way, advance, steps, **options)
     return runs
 
 
 def train(
     way: Way,
-    data: Any,
     advance: Callable[[], None],
     steps: int,
     seed: int,
-    loss_weight: float,
-    inner_optimizer: str,
-) -> list[Run]:
-    """Trains an 8-layer network in one way, once per seed.
+    batch_size: int,
+    optimizer: str,
+) -> Run:
+    """Trains a detector in one way.
 
     The initial parameters and the batches depend on the seed, but not on the way.
 
     Args:
       way: The way to train.
-      data: Training images and test images, f32[n, 64] in [-1, 1], then their labels.
       advance: Called after every step.
-      steps: The number of steps per run.
-      seed: The first seed.
-      loss_weight: The weight of the loss.
-      inner_optimizer: A name in `OPTIMIZERS`.
+      steps: The number of steps.
+      seed: The seed.
+      batch_size: The number of patches in a batch.
+      optimizer: The name of the inner optimizer, in `OPTIMIZERS`.
     """
-    images, test_images, labels, test_labels = data
-    # Parameters are float32. Layers cast them to this dtype when they use them.
-    dense = functools.partial(nn.Dense, dtype=way.dtype)
-    hidden = [layer for _ in range(7) for layer in (dense(80), nn.tanh)]
-    network: Any = nn.Sequential([*hidden, dense(10)])
-    inner = OPTIMIZERS[inner_optimizer](loss_weight)
-    optimizer = LossScaleOptimizer(inner, way.rule)
+    pictures = load_pictures()
+    network = Detector(way.dtype)
+    wrapped = LossScaleOptimizer(OPTIMIZERS[optimizer](), way.rule)
+    batch_at = functools.partial(make_batch, size=batch_size)
 
-    def loss_fn(params, images, labels):
-        logits = network.apply(params, images).astype(jnp.float32)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        return loss_weight * losses.mean()
+    def loss_fn(variables, patches, has_digit):
+        logits = network.apply(variables, patches)
+        return optax.sigmoid_binary_cross_entropy(logits, has_digit).mean()
 
     @jax.jit
-    def train_step(params, opt_state, images, labels):
-        grad_fn = optimizer.value_and_grad(loss_fn, opt_state)
-        loss, grads = grad_fn(params, images, labels)
-        params, opt_state = optimizer.apply_gradients(grads, params, opt_state)
-        histogram = diagnostics.exponent_histogram(grads)
-        zeros = histogram.zeros / sum(leaf.size for leaf in jax.tree.leaves(grads))
+    def train_step(params, opt_state, key, *pictures):
+        patches, has_digit = batch_at(key, *pictures)
+        probe = {"hidden": jnp.zeros((batch_size, WIDTH), way.dtype)}
+        variables = {"params": params, "perturbations": probe}
+        grad_fn = wrapped.value_and_grad(loss_fn, opt_state)
+        loss, grads = grad_fn(variables, patches, has_digit)
+        params, opt_state = wrapped.apply_gradients(grads["params"], params, opt_state)
+        histogram = diagnostics.exponent_histogram(grads["perturbations"])
         record = diagnostics.metrics(opt_state)
-        record |= {"loss": loss / loss_weight, "zeros": zeros}
+        record |= {"loss": loss, "zeros": histogram.zeros / (batch_size * WIDTH)}
         return params, opt_state, record, histogram
 
-    runs = []
-    for run_seed in range(seed, seed + SEEDS):
-        params = network.init(jax.random.key(run_seed), images[:1])
-        opt_state = optimizer.init(params)
-        rng = np.random.default_rng(run_seed)
-        # The first call compiles. That is not timed.
-        train_step(params, opt_state, images[:BATCH_SIZE], labels[:BATCH_SIZE])
-        histograms, history = [], diagnostics.History(capacity=steps + 1)
-        history.record(0, diagnostics.metrics(opt_state))
-        started = time.perf_counter()
-        for step in range(1, steps + 1):
-            batch = rng.choice(len(labels), BATCH_SIZE, replace=False)
-            params, opt_state, record, histogram = train_step(
-                params, opt_state, images[batch], labels[batch]
-            )
-            history.record(step, record)
-            histograms.append(jax.device_get(histogram))
-            advance()
-        seconds = time.perf_counter() - started
-        guesses = np.argmax(network.apply(params, test_images), axis=-1)
-        accuracy = np.mean(guesses == test_labels)
-        runs.append(Run(accuracy, seconds, history, histograms))
-    return runs
+    @jax.jit
+    def test(params, key, *pictures):
+        patches, has_digit = batch_at(key, *pictures)
+        return Detector(jnp.float32).apply({"params": params}, patches), has_digit
+
+    first, last, *keys = jax.random.split(jax.random.key(seed), steps + 2)
+    params = network.init(first, jnp.zeros((1, SIDE**2)))["params"]
+    opt_state = wrapped.init(params)
+    # The first call compiles. That is not timed.
+    jax.block_until_ready(train_step(params, opt_state, keys[0], *pictures))
+    histograms, history = [], diagnostics.History(capacity=steps + 1)
+    history.record(0, diagnostics.metrics(opt_state))
+    started = time.perf_counter()
+    for step, key in enumerate(keys, 1):
+        params, opt_state, record, histogram = train_step(
+            params, opt_state, key, *pictures
+        )
+        history.record(step, record)
+        histograms.append(jax.device_get(histogram))
+        advance()
+    seconds = time.perf_counter() - started
+    logits, has_digit = map(np.asarray, test(params, last, *pictures))
+    precision = average_precision_score(has_digit, logits)
+    return Run(float(precision), seconds, history, histograms)
 
 
-def column(runs: list[Run], name: str) -> np.ndarray:
-    """Returns a metric of every run and step, [runs, steps]."""
-    return np.stack([run.history.columns[name] for run in runs])[:, 1:]
+def column(run: Run, name: str) -> np.ndarray:
+    """Returns a metric of every step."""
+    return run.history.columns[name][1:]
 
 
-def mean_accuracy(runs: list[Run]) -> float:
-    """Returns the accuracy, averaged over the seeds."""
-    return float(np.mean([run.accuracy for run in runs]))
+def skips(run: Run) -> int:
+    """Returns the number of skipped steps."""
+    return int(column(run, "skipped_steps")[-1])
 
 
-def mean_skips(runs: list[Run]) -> float:
-    """Returns the number of skipped steps, averaged over the seeds."""
-    return column(runs, "skipped_steps")[:, -1].mean()
-
-
-def print_report(runs: dict[Way, list[Run]]) -> None:
+def print_report(runs: dict[Way, Run]) -> None:
     """Prints a table with a row for every way, then a summary in words."""
-    titles = ("accuracy, %", "skipped", "scale", "zeros, %", "seconds")
+    titles = ("average precision, %", "skipped", "scale", "zeros, %", "seconds")
     columns = [Column(title, justify="right") for title in titles]
     table = Table("training", *columns, box=box.SIMPLE_HEAD)
-    for way, some in runs.items():
-        percent = [100 * run.accuracy for run in some]
+    for way, run in runs.items():
         table.add_row(
             way.name,
-            f"{np.mean(percent):.1f} ({min(percent):.1f}-{max(percent):.1f})",
-            f"{mean_skips(some):.0f}",
-            f"2^{np.median(column(some, 'log2_loss_scale')[:, -1]):g}",
-            f"{100 * column(some, 'zeros').mean():.1f}",
-            f"{np.mean([run.seconds for run in some]):.1f}",
+            f"{100 * run.precision:.1f}",
+            f"{skips(run)}",
+            f"2^{column(run, 'log2_loss_scale')[-1]:g}",
+            f"{100 * column(run, 'zeros').mean():.1f}",
+            f"{run.seconds:.1f}",
         )
     Console().print(table)
     print(
-        f"Means over {SEEDS} seeds. accuracy: on the test set (lowest-highest).\n"
-        "skipped: number of skipped steps. scale: median of the final loss scales.\n"
-        "zeros: gradients that are exactly zero. seconds: time of one run, without\n"
-        "compilation.\n"
+        "average precision: on new patches. skipped: number of skipped steps. scale:\n"
+        "the last loss scale. zeros: gradients of the hidden activations that are\n"
+        "exactly zero. seconds: time of the run, without compilation.\n"
     )
     print(describe(runs))
 
 
-def describe(runs: dict[Way, list[Run]]) -> str:
+def describe(runs: dict[Way, Run]) -> str:
     """Returns a summary of the runs in words."""
-    accuracy = {way: mean_accuracy(some) for way, some in runs.items()}
+    precision = {way: run.precision for way, run in runs.items()}
 
     def verdict(way: Way) -> str:
-        if accuracy[way] < 0.2:
-            return f"does not learn ({accuracy[way]:.1%}, guessing gives 10%)"
-        same = abs(accuracy[way] - accuracy[FLOAT32]) <= TOLERANCE
-        return f"{'matches' if same else 'differs from'} float32 ({accuracy[way]:.1%})"
+        percent = f"({precision[way]:.1%})"
+        if abs(precision[way] - precision[FLOAT32]) <= TOLERANCE:
+            return f"matches float32 {percent}"
+        if precision[way] < 0.2:
+            return f"learns next to nothing {percent}"
+        below = precision[way] < precision[FLOAT32]
+        return f"{'falls short of' if below else 'exceeds'} float32 {percent}"
 
-    if accuracy[FLOAT32] < 0.2:
+    if precision[FLOAT32] < 0.2:
         return (
-            f"float32 itself {verdict(FLOAT32)}, so this says nothing about float16: "
-            "try more --steps."
+            f"float32 itself reaches only {precision[FLOAT32]:.1%}, so this says "
+            "nothing about float16: try more --steps."
         )
     return (
-        f"float32 reaches {accuracy[FLOAT32]:.1%}. Without loss scaling float16 "
-        f"{verdict(UNSCALED)}: {column(runs[UNSCALED], 'zeros').mean():.1%} of its "
-        f"gradients are zero. With a fixed scale it {verdict(FIXED)}. With the dynamic "
-        f"scale it {verdict(DYNAMIC)}, and skips {mean_skips(runs[DYNAMIC]):.0f} of "
-        f"{len(runs[DYNAMIC][0].histograms)} steps."
+        f"float32 reaches an average precision of {precision[FLOAT32]:.1%}; guessing "
+        f"gives {POSITIVES:.1%}. Without loss scaling float16 {verdict(UNSCALED)}: "
+        f"{column(runs[UNSCALED], 'zeros').mean():.1%} of the gradients of its hidden "
+        f"activations are zero. With a fixed scale it {verdict(FIXED)}. With the "
+        f"dynamic scale it {verdict(DYNAMIC)}, and skips {skips(runs[DYNAMIC])} of "
+        f"{len(runs[DYNAMIC].histograms)} steps."
     )
 
 
-def draw_figure(runs: dict[Way, list[Run]], path: Path) -> None:
-    """Draws all losses, and the scale and gradients of the first dynamic run."""
+def draw_figure(runs: dict[Way, Run], path: Path) -> None:
+    """Draws all losses, and the scale and gradients of the dynamic run."""
     figure = Figure(figsize=(9, 6.4), dpi=140, layout="constrained")
     axes = figure.subplot_mosaic("ls;gg", height_ratios=[1, 0.85])
 
-    for way, some in runs.items():
+    for way, run in runs.items():
         width, dashes = 5 if way == FLOAT32 else 2, "--" if way == DYNAMIC else "-"
         style = {"color": way.color, "label": way.name, "linestyle": dashes}
-        losses = column(some, "loss").mean(axis=0)
-        axes["l"].semilogy(losses, linewidth=width, **style)
+        axes["l"].semilogy(column(run, "loss"), linewidth=width, **style)
     axes["l"].set(xlabel="step", ylabel="loss")
     axes["l"].spines[["top", "right"]].set_visible(False)
     axes["l"].legend(frameon=False)
 
-    first = runs[DYNAMIC][0]
-    diagnostics.plot_history(first.history, ax=axes["s"])
+    run = runs[DYNAMIC]
+    diagnostics.plot_history(run.history, ax=axes["s"])
     # Draw the last step that was applied, or the last one if every step was skipped.
-    applied = column([first], "last_step_applied")[0]
+    applied = column(run, "last_step_applied")
     last = len(applied) - 1 - np.argmax(applied[::-1])
     # The history starts with the initial state, so row `last` is before that step.
-    scale = first.history.columns["loss_scale"][last]
-    diagnostics.plot_exponents(first.histograms[last], scale, ax=axes["g"])
+    scale = run.history.columns["loss_scale"][last]
+    diagnostics.plot_exponents(run.histograms[last], scale, ax=axes["g"])
 
     axes["l"].set_title("Training loss", loc="left", fontweight="bold")
     axes["s"].set_title("Dynamic loss scale", loc="left", fontweight="bold")
-    title = f"Gradients of step {last + 1}"
+    title = f"Gradients of the hidden activations, step {last + 1}"
     axes["g"].set_title(title, loc="left", fontweight="bold")
     figure.savefig(path)

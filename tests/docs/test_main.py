@@ -14,12 +14,7 @@ import optax_lossscale
 from optax_lossscale import __main__ as demonstration, _demo
 from optax_lossscale.diagnostics import History, exponent_histogram
 
-DEFAULTS = {
-    "steps": 500,
-    "seed": 0,
-    "loss_weight": 1e-5,
-    "inner_optimizer": "momentum",
-}
+DEFAULTS = {"steps": 80, "seed": 0, "batch_size": 2**17, "optimizer": "adam"}
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +24,7 @@ def standard_dtype_promotion(strict_dtype_promotion):
         yield
 
 
-def fake_run(accuracy, *, steps=6, skipped=2, zeros=0.25, loss=1.0, log2_scale=10.0):
+def fake_run(precision, *, steps=6, skipped=2, zeros=0.25, loss=1.0, log2_scale=10.0):
     """Makes a run that skips its first steps."""
     history = History()
     for step in range(steps + 1):
@@ -44,19 +39,19 @@ def fake_run(accuracy, *, steps=6, skipped=2, zeros=0.25, loss=1.0, log2_scale=1
         )
     counts = int(100 * zeros), int(100 * (1 - zeros))
     grads = np.repeat(np.float32([0, 2**-20]), counts)
-    return _demo.Run(accuracy, 1.0, history, [exponent_histogram(grads)] * steps)
+    return _demo.Run(precision, 1.0, history, [exponent_histogram(grads)] * steps)
 
 
-def fake_runs(accuracies, **options):
-    """Makes runs with these accuracies in the four ways."""
+def fake_runs(precisions, **options):
+    """Makes runs with these average precisions in the four ways."""
     return {
-        way: [fake_run(accuracy, **options)] * _demo.SEEDS
-        for way, accuracy in zip(_demo.WAYS, accuracies, strict=True)
+        way: fake_run(precision, **options)
+        for way, precision in zip(_demo.WAYS, precisions, strict=True)
     }
 
 
 @pytest.mark.exhaustive
-def test_scaling_makes_float16_as_accurate_as_float32(capsys, monkeypatch, tmp_path):
+def test_scaling_makes_float16_as_precise_as_float32(capsys, monkeypatch, tmp_path):
     kept = {}
     train_all_ways = _demo.train_all_ways
 
@@ -66,47 +61,47 @@ def test_scaling_makes_float16_as_accurate_as_float32(capsys, monkeypatch, tmp_p
 
     monkeypatch.setattr(_demo, "train_all_ways", keep)
     path = tmp_path / "figure.png"
-    demonstration.main(["--steps", "120", "--plot", str(path)])
+    demonstration.main(["--steps", "50", "--plot", str(path)])
 
     assert list(kept) == list(_demo.WAYS)
-    accuracy = {way: _demo.mean_accuracy(some) for way, some in kept.items()}
-    assert accuracy[_demo.FLOAT32] > 0.95
-    assert accuracy[_demo.UNSCALED] < 0.15
+    assert kept[_demo.FLOAT32].precision > 0.5
+    assert kept[_demo.UNSCALED].precision < 0.1
     for way in (_demo.FIXED, _demo.DYNAMIC):
-        assert abs(accuracy[way] - accuracy[_demo.FLOAT32]) <= 0.015
+        assert abs(kept[way].precision - kept[_demo.FLOAT32].precision) <= 0.03
 
-    first_losses = _demo.column(kept[_demo.FLOAT32], "loss")[:, 0]
-    for way, some in kept.items():
-        losses, zeros = _demo.column(some, "loss"), _demo.column(some, "zeros")
-        assert losses.shape == zeros.shape == (_demo.SEEDS, 120)
-        # Initial parameters and batches depend on the seed, not on the way.
-        np.testing.assert_allclose(losses[:, 0], first_losses, rtol=1e-2)
-        assert len(set(losses[:, 0])) == _demo.SEEDS
+    first_loss = _demo.column(kept[_demo.FLOAT32], "loss")[0]
+    for way, run in kept.items():
+        losses, zeros = _demo.column(run, "loss"), _demo.column(run, "zeros")
+        assert losses.shape == zeros.shape == (50,)
+        # Initial parameters and batches do not depend on the way.
+        np.testing.assert_allclose(losses[0], first_loss, rtol=1e-3)
         if way == _demo.UNSCALED:
-            assert np.all(zeros == 1)
-            assert np.all(losses[:, -1] > 2)
+            assert zeros.mean() > 0.98
+            assert losses[-1] > 0.8 * losses[0]
         else:
-            assert zeros.mean() < 0.01
-            assert np.all(losses[:, -1] < 0.1)
-        for run in some:
-            check_run(way, run)
+            assert zeros.mean() < 0.3
+            assert losses[-1] < 0.4 * losses[0]
+        check_run(way, run)
 
     out, err = capsys.readouterr()
     lines = out.splitlines()
-    assert not err  # no progress bar where there is no terminal
-    assert lines[0].startswith("Training on handwritten digits: steps=120, seed=0, ")
-    assert lines[-1] == _demo.describe(kept)
-    assert "Without loss scaling float16 does not learn" in lines[-1]
-    assert "With a fixed scale it matches float32" in lines[-1]
-    assert "With the dynamic scale it matches float32" in lines[-1]
+    # No progress bar where there is no terminal, but a line for each way.
+    assert err.splitlines() == [f"{way.name}: 50 steps" for way in _demo.WAYS]
+    assert lines[0].startswith("Finding digits in photographs: steps=50, seed=0, ")
+    *_, words, _, where = lines
+    assert where == f"The figure is in {path}."
+    assert words == _demo.describe(kept)
+    assert "Without loss scaling float16 learns next to nothing" in words
+    assert "With a fixed scale it matches float32" in words
+    assert "With the dynamic scale it matches float32" in words
     check_figure(path)
 
 
 def check_run(way, run):
     """Checks that the scale follows its rule, and that only overflows are skipped."""
     columns = run.history.columns
-    assert run.history.steps.tolist() == list(range(121))
-    assert len(run.histograms) == 120
+    assert run.history.steps.tolist() == list(range(51))
+    assert len(run.histograms) == 50
     assert run.seconds > 0
     scales, applied = columns["loss_scale"], columns["last_step_applied"][1:]
     if way != _demo.DYNAMIC:
@@ -115,72 +110,73 @@ def check_run(way, run):
         return
     fell = [new < old for old, new in itertools.pairwise(scales)]
     assert fell == (~applied).tolist()
-    assert scales[0] == 2.0**48
-    assert sum(fell) > 5
+    assert scales[0] == 2.0**15
     assert any(new > old for old, new in itertools.pairwise(scales))
-    for scale, histogram, skipped in zip(scales, run.histograms, fell, strict=False):
-        assert (histogram.infs + histogram.nans > 0) == skipped
-        if not skipped:
-            # After scaling, gradients are in the range of float16, which ends at 2**16.
-            scaled = histogram.exponents + np.log2(scale)
-            assert max(scaled[histogram.counts > 0]) < 16
-            assert scaled[np.argmax(histogram.counts)] > -14
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_float16_needs_no_scaling_where_gradients_are_large(optimizer, monkeypatch):
-    monkeypatch.setattr(_demo, "WAYS", [_demo.UNSCALED])
-    monkeypatch.setattr(_demo, "SEEDS", 1)
-    runs = _demo.train_all_ways(60, seed=3, loss_weight=1.0, inner_optimizer=optimizer)
-    assert _demo.mean_accuracy(runs[_demo.UNSCALED]) > 0.9
+def test_float16_needs_no_scaling_in_small_batches(optimizer, monkeypatch):
+    monkeypatch.setattr(_demo, "WAYS", [_demo.FLOAT32, _demo.UNSCALED])
+    runs = _demo.train_all_ways(300, seed=3, batch_size=1024, optimizer=optimizer)
+    assert runs[_demo.FLOAT32].precision > 0.9
+    assert abs(runs[_demo.UNSCALED].precision - runs[_demo.FLOAT32].precision) < 0.03
+
+
+def test_patches_have_digits_where_the_labels_say():
+    photos, digits = _demo.load_pictures()
+    key = jax.random.key(0)
+    patches, has_digit = _demo.make_batch(key, photos, digits, 20_000)
+    bare, _ = _demo.make_batch(key, photos, np.float32(3) + 0 * digits, 20_000)
+    assert 50 < has_digit.sum() < 150
+    assert np.array_equal(np.any(patches != bare, axis=1), has_digit)
+    assert patches.shape == (20_000, 64)
+    assert -1 <= patches.min() < patches.max() <= 1
 
 
 @pytest.mark.parametrize(
-    ("accuracies", "expected"),
+    ("precisions", "expected"),
     [
         (
             (0.97, 0.09, 0.972, 0.96),
-            "float32 reaches 97.0%. Without loss scaling float16 does not learn "
-            "(9.0%, guessing gives 10%): 25.0% of its gradients are zero. With a "
-            "fixed scale it matches float32 (97.2%). With the dynamic scale it matches "
-            "float32 (96.0%), and skips 2 of 6 steps.",
+            "float32 reaches an average precision of 97.0%; guessing gives 0.5%. "
+            "Without loss scaling float16 learns next to nothing (9.0%): 25.0% of the "
+            "gradients of its hidden activations are zero. With a fixed scale it "
+            "matches float32 (97.2%). With the dynamic scale it matches float32 "
+            "(96.0%), and skips 2 of 6 steps.",
         ),
         (
             (0.9, 0.9, 0.95, 0.8),
-            "float32 reaches 90.0%. Without loss scaling float16 matches float32 "
-            "(90.0%): 25.0% of its gradients are zero. With a fixed scale it differs "
-            "from float32 (95.0%). With the dynamic scale it differs from float32 "
-            "(80.0%), and skips 2 of 6 steps.",
+            "float32 reaches an average precision of 90.0%; guessing gives 0.5%. "
+            "Without loss scaling float16 matches float32 (90.0%): 25.0% of the "
+            "gradients of its hidden activations are zero. With a fixed scale it "
+            "exceeds float32 (95.0%). With the dynamic scale it falls short of "
+            "float32 (80.0%), and skips 2 of 6 steps.",
         ),
         (
             (0.12, 0.1, 0.1, 0.1),
-            "float32 itself does not learn (12.0%, guessing gives 10%), so this says "
-            "nothing about float16: try more --steps.",
+            "float32 itself reaches only 12.0%, so this says nothing about float16: "
+            "try more --steps.",
         ),
     ],
 )
-def test_words_follow_the_numbers(accuracies, expected):
-    assert _demo.describe(fake_runs(accuracies)) == expected
+def test_words_follow_the_numbers(precisions, expected):
+    assert _demo.describe(fake_runs(precisions)) == expected
 
 
 def test_report(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     runs = fake_runs((0.97, 0.09, 0.97, 0.97))
-    runs[_demo.DYNAMIC] = [
-        fake_run(0.94)._replace(seconds=4.0),
-        fake_run(0.97, log2_scale=11.0),
-        fake_run(0.97, skipped=5),
-    ]
+    runs[_demo.DYNAMIC] = fake_run(0.96, skipped=3, log2_scale=11.0)
     _demo.print_report(runs)
     lines = capsys.readouterr().out.splitlines()
     rows = [" ".join(line.split()) for line in lines if line.startswith("  float")]
     assert rows == [
-        "float32 97.0 (97.0-97.0) 2 2^10 25.0 1.0",
-        "float16, unscaled 9.0 (9.0-9.0) 2 2^10 25.0 1.0",
-        "float16, fixed 97.0 (97.0-97.0) 2 2^10 25.0 1.0",
-        "float16, dynamic 96.0 (94.0-97.0) 3 2^10 25.0 2.0",
+        "float32 97.0 2 2^10 25.0 1.0",
+        "float16, unscaled 9.0 2 2^10 25.0 1.0",
+        "float16, fixed 97.0 2 2^10 25.0 1.0",
+        "float16, dynamic 96.0 3 2^11 25.0 1.0",
     ]
     assert max(map(len, lines[:-1])) <= 80
     assert lines[-1] == _demo.describe(runs)
@@ -193,11 +189,8 @@ def test_report(capsys, monkeypatch):
         ("--steps", "x", "must be a whole number from 1 to 10000"),
         ("--steps", "1.5", "must be a whole number from 1 to 10000"),
         ("--seed", "-1", "must be a whole number from 0 to 100000"),
-        ("--loss-weight", "nan", "must be a number from 1e-12 to 1e+12"),
-        ("--loss-weight", "inf", "must be a number from 1e-12 to 1e+12"),
-        ("--loss-weight", "-1", "must be a number from 1e-12 to 1e+12"),
-        ("--loss-weight", "0", "must be a number from 1e-12 to 1e+12"),
-        ("--loss-weight", "small\nish", "must be a number from 1e-12 to 1e+12"),
+        ("--batch-size", "255", "must be a whole number from 256 to 1048576"),
+        ("--batch-size", "big\nish", "must be a whole number from 256 to 1048576"),
         ("--optimizer", "lion", "choose from"),
         *(
             ("--plot", value, "must be a .png file in a directory that exists")
@@ -263,15 +256,23 @@ def test_help_lists_options_and_defaults(capsys):
         demonstration.main(["--help"])
     assert exit_info.value.code == 0
     out = " ".join(capsys.readouterr().out.split())
+    assert "training steps per run, 1 to 10000 (default: 80)" in out
     for option, default in (
-        ("--steps STEPS", "500"),
+        ("--steps STEPS", "80"),
         ("--seed SEED", "0"),
-        ("--loss-weight LOSS_WEIGHT", "1e-5"),
-        ("--optimizer {sgd,momentum,adam}", "momentum"),
+        ("--batch-size BATCH_SIZE", "131072"),
+        ("--optimizer {sgd,momentum,adam}", "adam"),
     ):
         assert re.search(rf"{re.escape(option)} [^()]*\(default: {default}\)", out)
     assert out.count("default") == 4
     assert "--plot FILE.png also draw" in out
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        demonstration.main(["--version"])
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out.split()[1] == optax_lossscale.__version__
 
 
 def test_options_reach_the_experiment(monkeypatch):
@@ -284,9 +285,9 @@ def test_options_reach_the_experiment(monkeypatch):
     monkeypatch.setattr(_demo, "train_all_ways", train_all_ways)
     demonstration.main([])
     for name in _demo.OPTIMIZERS:
-        options = f"--steps 7 --seed 3 --loss-weight 1e-3 --optimizer {name}"
+        options = f"--steps 7 --seed 3 --batch-size 512 --optimizer {name}"
         demonstration.main(options.split())
-        chosen = dict(zip(DEFAULTS, (7, 3, 1e-3, name), strict=True))
+        chosen = dict(zip(DEFAULTS, (7, 3, 512, name), strict=True))
         assert seen == [DEFAULTS, chosen]
         del seen[1:]
 
@@ -299,7 +300,7 @@ def test_interrupt_ends_it_with_status_130():
         text=True,
     )
     with process:
-        assert process.stdout.readline().startswith("Training")
+        assert process.stdout.readline().startswith("Finding")
         process.send_signal(signal.SIGINT)
         _, err = process.communicate()
     assert process.returncode == 130
