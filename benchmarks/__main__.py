@@ -59,7 +59,7 @@ def main() -> None:
             report.save(stem.with_suffix(".json"), results)
     if workloads:
         report.write(results, stem)
-        print(report.timing_table(results))
+        print("\n".join(report.timing_tables(results)))
         print(f"Wrote {stem}.json, .md and .png")
     for other in others:
         stem = options.out / f"{platform}_{other.NAME.replace(' ', '_')}"

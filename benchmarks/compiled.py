@@ -100,7 +100,7 @@ def main() -> None:
         rows = measure(target, workload)
         found = {"versions": report.versions(), "rows": rows}
         report.save(path, {**report.load(path), target: found})
-    print(report.compiled_table(report.load(path)))
+    print("\n".join(report.compiled_tables(report.load(path))))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ import jax
 from benchmarks.systems import PLAIN, PLAIN_KERAS
 
 RESULTS = Path(__file__).with_name("results")
+# The pages that show tables of these results.
+PAGES = [RESULTS.parents[1] / name for name in ("README.md", "docs/guide/costs.md")]
 _PACKAGES = (
     "jax",
     "jaxlib",
@@ -125,39 +127,75 @@ def _columns(results: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
     return found
 
 
-def timing_table(results: dict[str, Any]) -> str:
-    """Returns a table of the ratios of all systems, with a column per main workload.
+def _ratios(rows: dict[str, dict[str, Any]], key: str = "ratio") -> dict[str, float]:
+    return {name.removesuffix(", auto"): row[key] for name, row in rows.items()}
 
-    The last column is the ratio of compile times with 200 leaves, if it was measured.
-    """
-    ratios = _columns(results)
-    names = dict.fromkeys(name for rows in ratios.values() for name in rows)
-    columns = {column: ("ratio", rows) for column, rows in ratios.items()}
-    for workload, systems in by_workload(results).items():
-        if "200 leaves" in workload:
-            rows = {name.removesuffix(", auto"): row for name, row in systems.items()}
-            columns["compile, 200 leaves"] = ("compile_ratio", rows)
+
+def _ratio_table(title: str, columns: dict[str, dict[str, float]]) -> str:
+    """Returns a table of ratios: a row for each system, ours first."""
+    names = list(dict.fromkeys(name for ratios in columns.values() for name in ratios))
     ours = ("minimize", "apply_gradients", "update")
-    names = sorted(names, key=lambda name: not name.startswith(ours))
+    names.sort(key=lambda name: not name.startswith(ours))
     rows = [
-        [name, *(f"{r[name][k]:.2f}" if name in r else "" for k, r in columns.values())]
+        [name, *(f"{r[name]:.2f}" if name in r else "" for r in columns.values())]
         for name in names
     ]
-    return table(["time / plain", *columns], rows)
+    return table([title, *columns], rows)
 
 
-def compiled_table(results: dict[str, Any]) -> str:
-    """Returns a table of the compiled steps, with three columns per target."""
-    header, cells = ["compiled step"], {}
+def timing_tables(results: dict[str, Any]) -> list[str]:
+    """Returns a table of optimizer steps, and one of training steps.
+
+    Each has a column per main workload. The last column of the first is the ratio of
+    compile times with 200 leaves, if it was measured.
+    """
+    steps, training = {}, {}
+    for column, rows in _columns(results).items():
+        given = next(iter(rows.values()))["given"]
+        (steps if given else training)[column] = _ratios(rows)
+    for workload, systems in by_workload(results).items():
+        if "200 leaves" in workload:
+            compiling = _ratios(systems, "compile_ratio")
+            shown = set().union(*steps.values())
+            steps["compile, 200 leaves"] = {
+                name: ratio for name, ratio in compiling.items() if name in shown
+            }
+    tables = {"optimizer step / plain": steps, "training step / plain": training}
+    return [_ratio_table(title, found) for title, found in tables.items() if found]
+
+
+def compiled_tables(results: dict[str, Any]) -> list[str]:
+    """Returns a table of the compiled steps for each target."""
+    tables = []
     for target, found in results.items():
-        header += [f"{target}: bytes / plain", "temporary MB", "copied MB"]
-        for row in found["rows"]:
-            if row["system"].endswith(", where"):  # the same as "auto" here
-                continue
-            name = row["system"].removesuffix(", auto")
-            cells.setdefault(name, [name]).append(f"{row['ratio']:.3f}")
-            cells[name] += [_megabytes(row[k]) for k in ("temp_bytes", "copied_bytes")]
-    return table(header, list(cells.values()))
+        rows = [
+            [
+                row["system"].removesuffix(", auto"),
+                f"{row['ratio']:.3f}",
+                *(_megabytes(row[k]) for k in ("temp_bytes", "copied_bytes")),
+            ]
+            for row in found["rows"]
+            if not row["system"].endswith(", where")  # the same as "auto" here
+        ]
+        header = [f"compiled for {target}", "bytes / plain", "temporary MB"]
+        tables.append(table([*header, "copied MB"], rows))
+    return tables
+
+
+def summary_table(cpu: dict[str, Any], compiled: dict[str, Any]) -> str:
+    """Returns the main ratios of some systems."""
+    measured = _columns(cpu)
+    columns = {
+        "Adam on a CPU": _ratios(measured["2e7"]),
+        "transformer on a CPU": _ratios(measured["transformer"]),
+        "bytes on H100": _ratios({x["system"]: x for x in compiled["H100"]["rows"]}),
+    }
+    systems = ("minimize", "minimize, fixed scale", "flax DynamicScale", "jmp")
+    columns = {
+        title: {name: ratios[name] for name in (*systems, "Keras 3")}
+        for title, ratios in columns.items()
+    }
+    return _ratio_table("relative to no scaling", columns)
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
@@ -205,16 +243,18 @@ def write(results: dict[str, Any], stem: Path) -> None:
     plot(results, stem.with_suffix(".png"))
 
 
-def refresh(readme: str) -> str:
-    """Returns the README with its tables regenerated from the committed results."""
-    results = load(RESULTS / "cpu.json"), load(RESULTS / "compiled.json")
-    for new in (timing_table(results[0]), compiled_table(results[1])):
+def refresh(page: str) -> str:
+    """Returns a page with its tables regenerated from the committed results."""
+    cpu, compiled = load(RESULTS / "cpu.json"), load(RESULTS / "compiled.json")
+    summary = summary_table(cpu, compiled)
+    for new in (*timing_tables(cpu), *compiled_tables(compiled), summary):
         head = new[: new.index(" |")]
-        start = readme.index(head)
-        readme = readme[:start] + new + readme[readme.index("\n\n", start) + 1 :]
-    return readme
+        if head in page:
+            start = page.index(head)
+            page = page[:start] + new + page[page.index("\n\n", start) + 1 :]
+    return page
 
 
 if __name__ == "__main__":
-    _README = Path(__file__).parents[1] / "README.md"
-    _README.write_text(refresh(_README.read_text()))
+    for _path in PAGES:
+        _path.write_text(refresh(_path.read_text()))

@@ -23,7 +23,7 @@ class Workload(NamedTuple):
       parameters: The number of parameters.
       given: Whether the gradients are given: see `systems.make_systems`.
       skips: The values of `skip` to compare.
-      column: The title of its column in the README; empty if it has none.
+      column: The title of its column in the guide; empty if it has none.
       without: The names of systems to leave out.
     """
 

@@ -11,34 +11,36 @@ from pathlib import Path
 
 import nbformat
 from latex2mathml.converter import convert
-from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 from nbconvert import MarkdownExporter
 
 ROOT = Path(__file__).parents[2]
 ON_GITHUB = "https://github.com/optax-lossscale/optax_lossscale/blob/main"
 # Where in the site the files of the repository are that are not below docs.
-PAGES = {
+FILES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
-    "docs/recipes": "recipes/index.md",
-    "notebooks": "notebooks/index.md",
     "benchmarks/results/cpu.md": "benchmarks/cpu.md",
     "benchmarks/results/cpu.png": "benchmarks/cpu.png",
 }
-SECTIONS = ("guide", "benchmarks")
+SOURCES = {uri: path for path, uri in FILES.items()}
+PAGES = {
+    **FILES,
+    "docs/recipes": "recipes/index.md",
+    "notebooks": "notebooks/index.md",
+}
 LINK = re.compile(r"\]\((?!\w+:)([^)\s#]*)(#[^)\s]*)?\)")
-INCLUDE = re.compile(r"<!-- include ([^#\s]+)(?:#(.*?))? -->")
+# Images on other hosts, from which the site loads nothing.
+BADGE = re.compile(r"^\[!\[.*\n", re.MULTILINE)
 FORMULA = re.compile(r"\$([^$\n]+)\$")
 
 
 def on_files(files, config):
-    """Adds the notebooks with their outputs, pictures, and lists of pages."""
-    picture = ROOT / "benchmarks/results/cpu.png"
-    files.append(
-        File.generated(config, "benchmarks/cpu.png", content=picture.read_bytes())
-    )
+    """Adds pages from elsewhere, notebooks with their outputs, and lists of pages."""
+    for path, uri in FILES.items():
+        content = (ROOT / path).read_bytes()
+        files.append(File.generated(config, uri, content=content))
     texts = {}
     for path in sorted(ROOT.glob("notebooks/*.ipynb"), key=_quickstart_first):
         stem = path.stem
@@ -53,28 +55,17 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Includes what a page names, and points links at the site, or else at GitHub."""
+    """Points links at the site, or else at GitHub."""
     uri = page.file.src_uri
+    if uri == FILES["README.md"]:
+        page.meta["hide"] = ["navigation"]
+        markdown = BADGE.sub("", markdown)
     is_notebook = (ROOT / uri).with_suffix(".ipynb").exists()
-    own = _linked(markdown, uri if is_notebook else f"docs/{uri}", uri, files)
-    return INCLUDE.sub(
-        lambda match: _linked(_text(match[1], match[2]), match[1], uri, files), own
-    )
+    source = SOURCES.get(uri, uri if is_notebook else f"docs/{uri}")
+    return _linked(markdown, source, uri)
 
 
-def _text(path, section):
-    """Returns a file; or the section of that title; or what is before the first."""
-    text = (ROOT / path).read_text()
-    if section is None:
-        return text
-    before, *titles_and_texts = re.split(r"^## (.*)\n", text, flags=re.MULTILINE)
-    texts = dict(zip(titles_and_texts[::2], titles_and_texts[1::2], strict=True))
-    if section not in (texts := {"": before, **texts}):
-        raise PluginError(f"{path} has no section {section!r}, only {list(texts)}.")
-    return texts[section]
-
-
-def _linked(markdown, source, uri, files):
+def _linked(markdown, source, uri):
     """Makes links of the file `source` in the repository links of a page `uri`."""
 
     def relative(target):
@@ -83,12 +74,6 @@ def _linked(markdown, source, uri, files):
     def replace(match):
         target, anchor = match[1], match[2] or ""
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
-        path = path if target else source
-        if path == "README.md":
-            # Its sections are pages of the names that their anchors have.
-            for section in (f"{folder}/{anchor[1:]}.md" for folder in SECTIONS):
-                if section in files.src_uris:
-                    return f"]({relative(section)})"
         if not (target and (ROOT / path).exists()):
             return match[0]
         if path in PAGES:

@@ -11,10 +11,7 @@ import tokenize
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from helpers import readme_blocks
 
 import optax_lossscale
 from optax_lossscale import diagnostics
@@ -150,52 +147,7 @@ def test_examples_run_on_their_own(name, public):
     assert runner.summarize(verbose=False).failed == 0
 
 
-def test_readme_runs(capsys):
-    *blocks, diagnose, trace, pmap, shard_map, sharded_jit, _ = readme_blocks()
-    assert len(blocks) == 4
-    params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
-    x, y = jnp.ones((4, 3)), jnp.ones((4, 2))
-
-    def loss_fn(params, x, y):
-        params, x = jax.tree.map(lambda p: p.astype(jnp.float16), (params, x))
-        return jnp.mean(jnp.square(x @ params["w"] + params["b"] - y), dtype="float32")
-
-    scope = {"params": params, "x": x, "y": y, "loss_fn": loss_fn}
-    losses = []
-    with jax.numpy_dtype_promotion("standard"):
-        for block in blocks:
-            exec(block, scope)
-            losses.append(float(loss_fn(scope["params"], x, y)))
-        state = scope["optimizer"].init(params)
-        nans = jax.tree.map(lambda p: p * jnp.nan, params)
-        _, state = scope["optimizer"].update(nans, state)
-        assert losses[0] > losses[1] > losses[2] == losses[3]
-        assert scope["optimizer"].current_loss_scale(state) == 2**23
-        exec(diagnose, scope)
-        assert loss_fn(scope["params"], x, y) < losses[3]
-        exec(trace, scope)
-    out = capsys.readouterr().out
-    assert out.startswith("The last step was applied.")
-    assert "Nothing overflows, and no gradients are lost." in out
-
-    start, x, y = params, jnp.ones((16, 3)), jnp.full((16, 2), 2.9)
-    losses = []
-    with jax.numpy_dtype_promotion("standard"):
-        for block in (pmap, shard_map, sharded_jit):
-            scope |= {"params": start, "x": x, "y": y}
-            exec(block, scope)
-            losses.append(np.unique(scope["loss"]).tolist())
-            # Once more, with an inf in the part of the batch of one device.
-            batch = x.at[5].set(jnp.inf), y
-            if block is pmap:
-                batch = map(scope["split"], batch)
-            params, state, _ = scope["train_step"](*scope["state"], *batch)
-            assert np.all(scope["optimizer"].current_loss_scale(state) == 2**14)
-            assert np.all(np.isfinite(params["w"]))
-    assert losses[0] == losses[1] == losses[2]
-
-
-def test_readme_shows_pictures_of_a_notebook():
+def test_the_guide_shows_pictures_of_a_notebook():
     path = PACKAGE.parent / "notebooks/anatomy_of_underflow.ipynb"
     cells = json.loads(path.read_text())["cells"]
     outputs = [output for cell in cells for output in cell.get("outputs", [])]

@@ -1,4 +1,4 @@
-"""The site has every name, section, recipe and notebook; `.ci/run docs` builds it."""
+"""The site has every name, recipe and notebook; `.ci/run docs` builds it."""
 
 import re
 from pathlib import Path
@@ -9,10 +9,11 @@ from helpers import ROOT
 from test_docs import DIAGNOSTICS, PUBLIC
 
 DOCS = ROOT / "docs"
-SECTIONS = re.findall("^## (.*)", (ROOT / "README.md").read_text(), re.MULTILINE)
-# Pages that the build makes: of notebooks, and the lists of what is in a folder.
+# Pages that the build makes: of notebooks, of other files of the repository, and the
+# lists of what is in a folder.
 NOTEBOOKS = {f"notebooks/{path.stem}.md" for path in ROOT.glob("notebooks/*.ipynb")}
-MADE = NOTEBOOKS | {"notebooks/index.md", "recipes/index.md"}
+MADE = NOTEBOOKS | {"notebooks/index.md", "recipes/index.md", "index.md"}
+MADE |= {"changelog.md", "contributing.md", "benchmarks/cpu.md"}
 PAGES = MADE | {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
 
 
@@ -52,12 +53,3 @@ def test_every_public_name_is_in_the_reference_once():
     found = re.findall(r"^::: optax_lossscale\.(.*)", "\n".join(pages), re.MULTILINE)
     diagnostics = [f"diagnostics.{name}" for name in DIAGNOSTICS]
     assert sorted(found) == sorted([*(PUBLIC.keys() - DIAGNOSTICS), *diagnostics])
-
-
-@pytest.mark.parametrize("section", SECTIONS)
-def test_every_section_of_the_readme_is_on_a_page(section):
-    # A link to the section is pointed at the page of that name: see docs/_mkdocs.
-    name = section.lower().replace(" ", "-") + ".md"
-    page = next(DOCS.rglob(name), DOCS / "index.md").read_text()
-    included = re.findall("<!-- include README.md#(.+) -->", page)
-    assert section in included

@@ -7,6 +7,7 @@ scale and every decision to skip is the same.
 """
 
 import ast
+import dataclasses
 import gzip
 import itertools
 import json
@@ -232,7 +233,7 @@ def test_deepspeed_does_not_count_the_first_finite_step(window):
     assert ours.loss_scale.tolist() == np.array(theirs)[~first].tolist()
     assert np.all(applied == finite[~first])
     assert len(set(theirs)) > 5
-    # As the README has it.
+    # As the guide has it.
     assert late_growth(256.0, 2, [1] * 5)[0] == [256, 256, 512, 512, 1024]
 
 
@@ -273,20 +274,21 @@ def test_what_users_of_keras_write():
         optimizer.apply_gradients(zip(grads, params, strict=True))
 
 
-def readme_rows():
-    """Returns the table of the README: of each peer its call, and what to paste."""
-    text = (ROOT / "README.md").read_text()
-    rows = re.findall(r"^\| ([^|`]+) \| `([^|`]+)` \| `([^|`]+)` \|$", text, re.M)
-    return {name: (theirs, code) for name, theirs, code in rows}
+def guide_entries():
+    """Returns what the guide says: of each peer its call, and what to paste."""
+    text = (ROOT / "docs/guide/coming-from-another-loss-scaler.md").read_text()
+    pattern = r"### ([^\n]*)\n\n```py\n(.*?)```\n\n```python\nloss_scale = (.*?)```"
+    entries = re.findall(pattern, text, re.DOTALL)
+    return {name: (theirs, code) for name, theirs, code in entries}
 
 
-def test_readme_has_every_peer():
-    assert list(readme_rows()) == list(PEERS)
+def test_the_guide_has_every_peer():
+    assert list(guide_entries()) == list(PEERS)
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_readme_says_the_same(name):
-    theirs, code = readme_rows()[name]
+def test_the_guide_says_the_same(name):
+    theirs, code = guide_entries()[name]
     call = ast.parse(theirs, mode="eval").body
     assert PEERS[name].recorded.endswith(ast.unparse(call.func))
     arguments = {k.arg: eval(ast.unparse(k.value)) for k in call.keywords}
@@ -295,3 +297,13 @@ def test_readme_says_the_same(name):
     if name not in ("TensorFlow, fixed", "Optax"):
         # Which are the peer's defaults.
         assert expected == PEERS[name].ours()
+
+
+def test_the_readme_says_the_same_but_for_the_minimum():
+    text = (ROOT / "README.md").read_text()
+    rows = re.findall(r"^\| ([\w ]+?) `.*` \| `(Dynamic.*)` \|$", text, re.M)
+    assert len(rows) == 4
+    for name, code in rows:
+        (expected,) = [peer.ours() for k, peer in PEERS.items() if k.startswith(name)]
+        loss_scale = eval(code, vars(optax_lossscale))
+        assert loss_scale == dataclasses.replace(expected, min_scale=1.0)

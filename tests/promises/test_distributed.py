@@ -18,8 +18,8 @@ from helpers import (
     assert_same_bits,
     every_skip,
     exhaustive_but,
+    page_blocks,
     plain_step,
-    readme_blocks,
     scaled_step,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -371,9 +371,9 @@ class TestAxisName:
         assert_same_bits(run(params, state, jnp.float32(jnp.inf)), params)
 
 
-def test_readme_on_two_processes(tmp_path):
-    *_, script = readme_blocks()
-    assert "jax.distributed.initialize()" in script
+def test_the_guide_on_two_processes(tmp_path):
+    codes = [code for code, _ in page_blocks("docs/guide/many-devices.md")]
+    (script,) = [code for code in codes if "jax.distributed.initialize()" in code]
     checks = """
 assert jax.device_count() == 8 and jax.process_count() == 2
 assert float(loss) < 1
@@ -385,7 +385,7 @@ x = jax.make_array_from_process_local_data(by_batch, local_x)
 assert np.array_equal(state[0], before)
 assert float(optimizer.current_loss_scale(state[1])) == float(scale) / 2
 """
-    path = tmp_path / "readme.py"
+    path = tmp_path / "script.py"
     path.write_text(script + checks)
     run_two_processes(str(path))
 

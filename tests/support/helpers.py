@@ -32,10 +32,10 @@ def exhaustive_but(values, by_default):
 every_skip = pytest.mark.parametrize("skip", exhaustive_but(SKIPS, ["auto", "where"]))
 
 
-def readme_blocks():
-    """Returns the blocks of Python in the README."""
-    text = (ROOT / "README.md").read_text()
-    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+def page_blocks(path):
+    """Returns the blocks of Python of a page, each with the output shown below it."""
+    pattern = r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?"
+    return re.findall(pattern, (ROOT / path).read_text(), re.DOTALL)
 
 
 def recipe(name):

@@ -1,7 +1,7 @@
 """What the arguments of other loss scalers are in ours.
 
 A function takes a peer's arguments, by the peer's names and with the peer's defaults,
-and returns our loss scale. The README says the same for users; the tests compare.
+and returns our loss scale. The guide says the same for users; the tests compare.
 """
 
 from collections.abc import Callable
@@ -236,7 +236,7 @@ class Peer(NamedTuple):
     ours: Callable[..., LossScale]
 
 
-# By the names that the README has for them.
+# By the names that the guide has for them.
 PEERS = {
     "TensorFlow, dynamic": Peer(
         "tensorflow.compat.v1.mixed_precision.DynamicLossScale", tensorflow_dynamic

@@ -1,0 +1,174 @@
+"""Compares ways to train the language model: `python -m experiments.language_model`.
+
+Trains the preset `tiny` of `examples.language_model` in float32, and in float16 without
+loss scaling and with three rules, with three seeds. Then traces the first step, to see
+which operations lose their gradients. Writes `results/language_model.json` and
+`docs/language_model.png`.
+"""
+
+import argparse
+import collections
+import csv
+import dataclasses
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks import report
+from examples.language_model.config import PRESETS, Config
+from examples.language_model.data import Corpus
+from examples.language_model.sharding import make_mesh
+from examples.language_model.step import Trainer
+from examples.language_model.train import train
+from optax_lossscale import diagnostics
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "experiments" / "results" / "language_model.json"
+FIGURE = ROOT / "docs" / "language_model.png"
+
+# The settings of each way, and its color.
+WAYS: dict[str, tuple[dict[str, str], str]] = {
+    "float32": ({"dtype": "float32", "loss_scale": "none"}, "#B8B8B8"),
+    "float16, unscaled": ({"loss_scale": "none"}, "#D55E00"),
+    "float16, fixed": ({"loss_scale": "fixed"}, "#CC79A7"),
+    "float16, dynamic": ({"loss_scale": "dynamic"}, "#0072B2"),
+    "float16, headroom": ({"loss_scale": "headroom"}, "#009E73"),
+}
+# The loss scales at which the first step is traced: none, and the default.
+SCALES = (1.0, 2.0**15)
+
+
+def make_corpus(config: Config) -> Corpus:
+    """Returns the batches of a run."""
+    return Corpus(config.corpus, config.vocabulary, config.context, config.seed)
+
+
+def run(config: Config, out: Path) -> dict[str, Any]:
+    """Trains once, and returns what its logs say."""
+    train(config, make_corpus(config), make_mesh(config.mesh, jax.devices()), out)
+    with (out / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    perplexities = [row for row in rows if row["perplexity"]]
+    return {
+        "loss": [round(float(row["loss"]), 4) for row in rows],
+        "perplexity": {row["step"]: float(row["perplexity"]) for row in perplexities},
+        "skipped": int(float(rows[-1]["skipped_steps"])),
+        "log2_scale": float(np.log2(float(rows[-1]["loss_scale"]))),
+    }
+
+
+def flushed(config: Config) -> dict[str, dict[str, float]]:
+    """Traces the first step, and returns the share of flushed gradients.
+
+    Returns:
+      By loss scale, then by module: the share of the results of the module's backward
+      pass that float16 flushes to zero, and float32 does not.
+    """
+    trainer = Trainer(config, make_mesh("data", jax.devices()))
+    state = trainer.init(jax.random.key(config.seed))
+    batch = make_corpus(config).training_batch(0, config.batch_size)
+    shares = {}
+    for scale in SCALES:
+        trace = diagnostics.trace_numerics(
+            trainer.loss, state.params, batch, scale=scale
+        )
+        lost, total = collections.Counter(), collections.Counter()
+        for operation in trace.operations:
+            if operation.phase == "backward" and operation.dtype == "float16":
+                lost[operation.scope] += operation.flushed * operation.size
+                total[operation.scope] += operation.size
+        shares[f"{scale:g}"] = {name: lost[name] / total[name] for name in total}
+    return shares
+
+
+def compare(config: Config, seeds: int) -> dict[str, Any]:
+    """Runs the whole experiment, with a progress bar if run in a terminal."""
+    found: dict[str, Any] = {
+        "machine": report.machine(),
+        "versions": report.versions(),
+        "settings": dataclasses.asdict(config),
+        "runs": {name: [] for name in WAYS},
+    }
+    console, hidden = Console(stderr=True), not sys.stderr.isatty()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Progress(console=console, transient=True, disable=hidden) as progress,
+    ):
+        bar = progress.add_task("", total=seeds * len(WAYS))
+        for seed in range(seeds):
+            for name, (changes, _) in WAYS.items():
+                progress.update(bar, description=f"{name}, seed {seed}")
+                changed = dataclasses.replace(config, seed=seed, **changes)
+                made = run(changed, Path(folder) / f"{name} {seed}")
+                found["runs"][name].append(made)
+                progress.advance(bar)
+                if hidden:
+                    last = list(made["perplexity"].values())[-1]
+                    print(f"{name}, seed {seed}: perplexity {last:.1f}", flush=True)
+    return found
+
+
+def final(runs: list[dict[str, Any]]) -> list[float]:
+    """Returns the last perplexity of each run."""
+    return [list(run["perplexity"].values())[-1] for run in runs]
+
+
+def table(found: dict[str, Any]) -> str:
+    """Returns a Markdown table of the runs."""
+    cells = []
+    for name, runs in found["runs"].items():
+        last = final(runs)
+        skipped = np.mean([run["skipped"] for run in runs])
+        spread = f"{min(last):.0f} to {max(last):.0f}"
+        cells.append([name, f"{np.mean(last):.0f}", spread, f"{skipped:g}"])
+    header = ["training", "perplexity", "of the seeds", "skipped steps"]
+    return report.table(header, cells)
+
+
+def plot(found: dict[str, Any]) -> Figure:
+    """Plots the loss of every way, as the mean over the seeds."""
+    figure = Figure(figsize=(7, 3.4), layout="constrained")
+    axes = figure.subplots()
+    for name, (_, color) in WAYS.items():
+        losses = np.mean([run["loss"] for run in found["runs"][name]], axis=0)
+        width = 5 if name == "float32" else 1.6
+        style = "--" if name in ("float16, dynamic", "float16, headroom") else "-"
+        steps = np.arange(1, len(losses) + 1)
+        axes.plot(steps, losses, color=color, lw=width, ls=style, label=name)
+    axes.set(xlabel="step", ylabel="training loss")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return figure
+
+
+def main() -> None:
+    """Parses the arguments, runs the experiment and writes its results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, help="steps of each run")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each way")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="the JSON file to write"
+    )
+    options = parser.parse_args()
+    config = PRESETS["tiny"]
+    if options.steps:
+        config = dataclasses.replace(config, steps=options.steps)
+    found = compare(config, options.seeds)
+    print(table(found))
+    found["flushed"] = flushed(config)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(found))
+    if options.out == RESULTS:
+        plot(found).savefig(FIGURE, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

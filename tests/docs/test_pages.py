@@ -1,0 +1,128 @@
+"""The code of the README and of the guide runs as pasted, and prints what is shown."""
+
+import doctest
+import re
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import ROOT, assert_same_bits, page_blocks
+
+DEVICES = "docs/guide/many-devices.md"
+GUIDE = {f"docs/guide/{path.name}" for path in ROOT.glob("docs/guide/*.md")}
+PAGES = ["README.md", *sorted(GUIDE - {DEVICES})]
+CHECKER = doctest.OutputChecker()
+
+
+class Logger(types.ModuleType):
+    """Stands for tensorboardX and wandb, and for what they return."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__("logger")
+        self.steps = []
+
+    def SummaryWriter(self, *args):
+        return self
+
+    def init(self, project):
+        return self
+
+    def add_scalar(self, name, value, step):
+        self.log({name: value}, step)
+
+    def log(self, values, step):
+        assert all(isinstance(value, float) for value in values.values())
+        self.steps.append(step)
+
+    def close(self):
+        pass
+
+    finish = close
+
+
+@pytest.fixture
+def loggers(monkeypatch):
+    found = {name: Logger() for name in ("tensorboardX", "wandb")}
+    for name, logger in found.items():
+        monkeypatch.setitem(sys.modules, name, logger)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def reader(tmp_path, monkeypatch, loggers):
+    """Gives each page a folder, JAX's default promotion, and packages for logs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda: None)
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def run_page(path, capsys):
+    """Runs the blocks of a page as one script, and yields its variables after each."""
+    script, scope = "", {"__name__": "train"}
+    for code, shown in page_blocks(path):
+        before = "\n" * script.count("\n")
+        exec(compile(before + code, "train.py", "exec"), scope)
+        printed = capsys.readouterr().out
+        assert CHECKER.check_output(shown, printed, doctest.ELLIPSIS), printed
+        script += code + "\n"
+        yield code, scope
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if page_blocks(path)])
+def test_page(path, capsys):
+    *_, (_, scope) = run_page(path, capsys)
+    CHECKS.get(path, lambda scope: None)(scope)
+
+
+def check_readme(scope):
+    text = " ".join((ROOT / "README.md").read_text().split())
+    trace = scope["diagnostics"].trace_numerics(
+        scope["loss_fn"], scope["params"], 1e5 * scope["x"], scope["y"]
+    )
+    assert f"inf begins in the cast in line {trace.first_nonfinite.line}," in text
+
+
+def check_logs(scope):
+    assert scope["SummaryWriter"]
+    for name in ("tensorboardX", "wandb"):
+        assert list(dict.fromkeys(sys.modules[name].steps)) == [100, 200, 300, 400]
+
+
+CHECKS = {"README.md": check_readme, "docs/guide/see-what-happens.md": check_logs}
+
+
+def test_the_diff_in_the_readme():
+    """What it removes is plain Optax, and trains as well."""
+    text = (ROOT / "README.md").read_text()
+    script = page_blocks("README.md")[0][0]
+    (diff,) = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
+    for hunk in diff.split("\n\n"):
+        lines = hunk.splitlines()
+        new, old = (
+            "\n".join(line[1:] for line in lines if line[0] != sign) for sign in "-+"
+        )
+        assert script.count(new) == 1
+        script = script.replace(new, old)
+    scope = {}
+    exec(script[: script.index("print(")], scope)
+    assert scope["loss"] < 0.1
+
+
+def test_many_devices(capsys):
+    """All devices skip a batch that overflows on one of them."""
+    checked = 0
+    for code, scope in run_page(DEVICES, capsys):
+        if "def train_step" not in code or "initialize" in code:
+            continue
+        batch = jnp.ones((16, 3)).at[5].set(jnp.inf), jnp.ones((16, 2))
+        if "pmap" in code:
+            batch = map(scope["split"], batch)
+        params, state, _ = scope["train_step"](*scope["state"], *batch)
+        assert np.all(scope["optimizer"].current_loss_scale(state) == 2**14)
+        assert_same_bits(params, scope["state"][0])
+        checked += 1
+    assert checked == 3
