@@ -254,35 +254,11 @@ def plot(report: dict[str, Any]) -> Figure:
     tasks = report["tasks"]
     figure = Figure(figsize=(3.6 * len(tasks), 6.4), layout="constrained")
     axes = figure.subplots(2, len(tasks))
-    # Around each number of skipped steps a rule has a band, and a seed a place in it.
-    bands = np.linspace(-0.27, 0.27, len(RULES))
-    places = np.linspace(-0.06, 0.06, report["seeds"])
     for (name, entry), (top, bottom) in zip(tasks.items(), axes.T, strict=True):
-        for band, (rule, numbers) in zip(bands, entry["rules"].items(), strict=True):
-            curves, style = (
-                entry["curves"][rule],
-                {"color": COLORS[rule], "label": rule},
-            )
-            steps = (
-                np.arange(len(curves["scale"])) * report["steps"] / len(curves["scale"])
-            )
-            top.step(steps, curves["scale"], where="post", lw=1.6, **style)
-            x = np.array(numbers["skipped"]) + band + places
-            bottom.scatter(
-                x, numbers["distance"], s=25, edgecolor="white", lw=0.5, **style
-            )
-        oracle = entry["curves"]["headroom"]["oracle"]
-        top.step(
-            steps, oracle, where="post", color="#BBBBBB", lw=1, zorder=1, label="oracle"
-        )
+        plot_scales(top, entry["curves"], report["steps"])
+        plot_distances(bottom, entry["rules"])
         top.set(title=name, xlabel="step")
-        most = max(max(numbers["skipped"]) for numbers in entry["rules"].values())
-        bottom.set(
-            xlabel="skipped steps", xticks=range(most + 1), xlim=(-0.5, most + 0.5)
-        )
-        for border in range(most):
-            bottom.axvline(border + 0.5, color="#DDDDDD", lw=0.8)
-        bottom.set_ylim(bottom=0)
+        bottom.set(xlabel="skipped steps", ylim=(0, None))
         for panel in (top, bottom):
             panel.spines[["top", "right"]].set_visible(False)
     axes[0, 0].set_ylabel("log2 of the scale")
@@ -290,6 +266,28 @@ def plot(report: dict[str, Any]) -> Figure:
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=5, frameon=False)
     return figure
+
+
+def plot_scales(axes: Any, curves: dict[str, Any], steps: int) -> None:
+    """Plots the scale of every rule, and the oracle."""
+    lines = {rule: curve["scale"] for rule, curve in curves.items()}
+    lines["oracle"] = curves["headroom"]["oracle"]
+    for name, line in lines.items():
+        style = {"color": COLORS.get(name, "#BBBBBB"), "lw": 1.6, "where": "post"}
+        axes.step(np.arange(len(line)) * steps / len(line), line, label=name, **style)
+
+
+def plot_distances(axes: Any, rules: dict[str, Any]) -> None:
+    """Plots a dot for every seed, beside those of other rules and seeds."""
+    bands = np.linspace(-0.27, 0.27, len(rules))
+    for band, (rule, numbers) in zip(bands, rules.items(), strict=True):
+        place = band + np.linspace(-0.06, 0.06, len(numbers["skipped"]))
+        style = {"color": COLORS[rule], "s": 25, "edgecolor": "white", "lw": 0.5}
+        axes.scatter(numbers["skipped"] + place, numbers["distance"], **style)
+    most = max(max(numbers["skipped"]) for numbers in rules.values())
+    axes.set(xticks=range(most + 1), xlim=(-0.5, most + 0.5))
+    for border in range(most):
+        axes.axvline(border + 0.5, color="#DDDDDD", lw=0.8)
 
 
 def main() -> None:
