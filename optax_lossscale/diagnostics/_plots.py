@@ -20,8 +20,8 @@ LIGHT_ORANGE = "#F3C6A5"
 
 # The first of these columns that a history has is drawn as the share that underflows.
 SHARES = ("underflow", "flushed", "zero")
-# Moving averages are over a window of one in this many rows.
-AVERAGES = 50
+# A moving average is over a twentieth of the rows, and drawn if that is five or more.
+WINDOWS, SMALLEST_WINDOW = 20, 5
 
 
 def plot_exponents(
@@ -274,9 +274,9 @@ def _draw_share(axes: Any, steps: np.ndarray, percent: np.ndarray, name: str) ->
     """Draws a share over the steps, and its moving average if there are many rows."""
     known = np.isfinite(percent)
     steps, percent = steps[known], percent[known]
-    width = len(steps) // AVERAGES
+    width = len(steps) // WINDOWS
     color, marker = ORANGE, "o" if len(steps) == 1 else None
-    if width > 1:
+    if width >= SMALLEST_WINDOW:
         kernel = np.full(width, 1 / width)
         means = (np.convolve(x, kernel, "valid") for x in (steps, percent))
         label = f"{name}, mean over {width} rows"

@@ -380,10 +380,10 @@ class TestHistory:
         ax = plot_history(history_of([4.0] * 99, zero=shares[:99]))
         assert labels(panel_of(ax)) == ["zero"]
         panel = panel_of(plot_history(history_of([4.0] * 100, zero=shares)))
-        assert labels(panel) == ["zero, mean over 2 rows", "zero"]
+        assert labels(panel) == ["zero, mean over 5 rows", "zero"]
         mean, rows = panel.lines
-        np.testing.assert_allclose(mean.get_ydata(), np.arange(99) + 0.5)
-        np.testing.assert_allclose(mean.get_xdata(), 10 * np.arange(99) + 5)
+        np.testing.assert_allclose(mean.get_ydata(), np.arange(96) + 2)
+        np.testing.assert_allclose(mean.get_xdata(), 10 * np.arange(96) + 20)
         np.testing.assert_allclose(rows.get_ydata(), np.arange(100))
         assert mean.get_zorder() > rows.get_zorder()
 
