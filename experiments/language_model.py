@@ -7,10 +7,10 @@ which operations lose their gradients. Writes `results/language_model.json` and
 """
 
 import argparse
-import collections
 import csv
 import dataclasses
 import json
+import linecache
 import sys
 import tempfile
 from pathlib import Path
@@ -66,27 +66,27 @@ def run(config: Config, out: Path) -> dict[str, Any]:
 
 
 def flushed(config: Config) -> dict[str, dict[str, float]]:
-    """Traces the first step, and returns the share of flushed gradients.
+    """Traces the first step, and returns the largest share of flushed gradients.
 
     Returns:
-      By loss scale, then by module: the share of the results of the module's backward
-      pass that float16 flushes to zero, and float32 does not.
+      By loss scale, then by line of the model: of the operations of the line's backward
+      pass, the largest share of results that are zero in float16 and not in float32.
     """
     trainer = Trainer(config, make_mesh("data", jax.devices()))
     state = trainer.init(jax.random.key(config.seed))
     batch = make_corpus(config).training_batch(0, config.batch_size)
-    shares = {}
+    found = {}
     for scale in SCALES:
         trace = diagnostics.trace_numerics(
             trainer.loss, state.params, batch, scale=scale
         )
-        lost, total = collections.Counter(), collections.Counter()
+        shares = found[f"{scale:g}"] = {}
         for operation in trace.operations:
             if operation.phase == "backward" and operation.dtype == "float16":
-                lost[operation.scope] += operation.flushed * operation.size
-                total[operation.scope] += operation.size
-        shares[f"{scale:g}"] = {name: lost[name] / total[name] for name in total}
-    return shares
+                line = linecache.getline(operation.file, operation.line).strip()
+                share = float(operation.output.flushed)
+                shares[line] = max(shares.get(line, 0.0), share)
+    return found
 
 
 def compare(config: Config, seeds: int) -> dict[str, Any]:
@@ -133,6 +133,14 @@ def table(found: dict[str, Any]) -> str:
     return report.table(header, cells)
 
 
+def flushed_table(found: dict[str, Any]) -> str:
+    """Returns a Markdown table of the lines that lose most."""
+    unscaled, scaled = found["flushed"].values()
+    worst = sorted(unscaled, key=lambda line: -unscaled[line])[:8]
+    cells = [[f"`{x}`", f"{unscaled[x]:.0%}", f"{scaled[x]:.1%}"] for x in worst]
+    return report.table(["backward pass of", "unscaled", "with 2^15"], cells)
+
+
 def plot(found: dict[str, Any]) -> Figure:
     """Plots the loss of every way, as the mean over the seeds."""
     figure = Figure(figsize=(7, 3.4), layout="constrained")
@@ -164,6 +172,7 @@ def main() -> None:
     found = compare(config, options.seeds)
     print(table(found))
     found["flushed"] = flushed(config)
+    print(flushed_table(found))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(found))
     if options.out == RESULTS:

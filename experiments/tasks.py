@@ -1,4 +1,4 @@
-"""Small tasks for float16: three that train without loss scaling, and one that fails."""
+"""Small tasks for float16: three that need no loss scaling, and one that does."""
 
 import functools
 from collections.abc import Callable
@@ -125,8 +125,13 @@ def recurrent(steps: int) -> Task:
     return Task("recurrent, digits", init, loss_fn, digits(), optax.adam(2e-3), steps)
 
 
-def detector(steps: int) -> Task:
-    """The network of the demonstration, which fails in float16 without loss scaling."""
+def detector(steps: int, size: int = 2**16) -> Task:
+    """The network of the demonstration, which fails in float16 without loss scaling.
+
+    Args:
+      steps: The number of steps per run.
+      size: The number of patches in a batch.
+    """
     photos, digits = _demo.load_pictures()
 
     def init(key):
@@ -137,11 +142,9 @@ def detector(steps: int) -> Task:
         logits = _demo.Detector(dtype).apply({"params": params}, patches)
         return optax.sigmoid_binary_cross_entropy(logits, has_digit).mean()
 
-    batch = functools.partial(
-        _demo.make_batch, photos=photos, digits=digits, size=2**16
-    )
-    optimizer = optax.adam(3e-3)
-    return Task("detector, photographs", init, loss_fn, batch, optimizer, steps)
+    batch = functools.partial(_demo.make_batch, photos=photos, digits=digits, size=size)
+    name = f"detector, 2^{size.bit_length() - 1} patches"
+    return Task(name, init, loss_fn, batch, optax.adam(3e-3), steps)
 
 
 # Those of `experiments.rules`.

@@ -22,11 +22,13 @@ FILES = {
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/results/cpu.md": "benchmarks/cpu.md",
     "benchmarks/results/cpu.png": "benchmarks/cpu.png",
+    "examples/language_model/README.md": "examples/language_model.md",
 }
 SOURCES = {uri: path for path, uri in FILES.items()}
 PAGES = {
     **FILES,
     "docs/recipes": "recipes/README.md",
+    "examples/language_model": "examples/language_model.md",
     "notebooks": "notebooks/index.md",
 }
 LINK = re.compile(r"\]\((?!\w+:)([^)\s#]*)(#[^)\s]*)?\)")

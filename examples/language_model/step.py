@@ -84,7 +84,8 @@ class Trainer:
         params = nnx.to_pure_dict(nnx.state(self._model(key)))
         return TrainState(jnp.int32(0), params, self._optimizer.init(params))
 
-    def _loss(self, params, tokens):
+    def loss(self, params: Any, tokens: jax.Array) -> jax.Array:
+        """Returns the mean cross entropy of predicting each next token, f32[]."""
         model = nnx.merge(self._graphdef, params)
         logits = model(tokens[:, :-1])
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
@@ -103,9 +104,9 @@ class Trainer:
     def _value_and_grad(self, opt_state):
         """Returns a function: the loss and its gradients, not scaled and in float32."""
         if isinstance(self._optimizer, LossScaleOptimizer):
-            function = self._optimizer.value_and_grad(self._loss, opt_state)
+            function = self._optimizer.value_and_grad(self.loss, opt_state)
         else:
-            function = jax.value_and_grad(self._loss)
+            function = jax.value_and_grad(self.loss)
         if self._config.accumulate == 1:
             return function
         return optax.microbatch(
@@ -127,7 +128,7 @@ class Trainer:
 
     def _evaluate(self, state, batches):
         params = averaged_parameters(state.opt_state)
-        losses = jax.lax.map(lambda tokens: self._loss(params, tokens), batches)
+        losses = jax.lax.map(lambda tokens: self.loss(params, tokens), batches)
         return jnp.exp(losses.mean())
 
 

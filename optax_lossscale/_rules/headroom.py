@@ -57,7 +57,9 @@ class HeadroomLossScale(AdaptiveLossScale):
     Args:
       initial_scale: The first scale.
       dtype: What gradients are computed in: "float16", or "float8_e5m2".
-      min_margin: The initial and smallest margin, in bits.
+      min_margin: The initial and smallest margin, in bits. If rare batches have
+        gradients that are up to 2**n times as large as usual, n + 1 saves the skipped
+        steps in which the rule would learn that.
       growth_interval: Finite steps in which the margin shrinks by one bit.
       release_steps: The time constant, in steps, with which the peak falls to smaller
         gradients. It rises to larger ones at once.

@@ -136,6 +136,7 @@ class TestCommandLine:
             f"loss_scale 'dynamic', not 'none'; seed 0, not 1, got '{out}'\n"
         )
 
+    @pytest.mark.exhaustive
     def test_ctrl_c_saves_and_the_same_command_goes_on(self, tmp_path, capsys):
         whole, stopped = tmp_path / "whole", tmp_path / "stopped"
         main("--out", str(whole))
@@ -227,6 +228,7 @@ class TestCommandLine:
             assert "--" + name.replace("_", "-") in text
 
 
+@pytest.mark.exhaustive
 def test_killed_while_it_saves_it_comes_to_the_same_end(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(start("--out", whole))
@@ -277,6 +279,7 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path):
     assert (tmp_path / "checkpoints" / step).is_dir()
 
 
+@pytest.mark.exhaustive
 def test_devices_and_processes_train_alike_and_skip_together(tmp_path):
     assert SEQUENCE // (16 // 8) == 2
     meshes = {"one": (1, "data"), "data": (8, "data"), "fsdp": (8, "data=2,fsdp=4")}
@@ -298,14 +301,10 @@ def test_devices_and_processes_train_alike_and_skip_together(tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "arguments",
-    [["--no-scan-layers"], ["--remat"], ["--accumulate=2"]],
-    ids=["unrolled", "remat", "accumulate"],
-)
-def test_options_of_speed_and_memory_do_not_change_the_curve(arguments, tmp_path):
+def test_options_of_speed_and_memory_do_not_change_the_curve(tmp_path):
     main("--out", str(tmp_path / "plain"))
-    main("--out", str(tmp_path / "other"), *arguments)
+    options = ["--no-scan-layers", "--remat", "--accumulate=2"]
+    main("--out", str(tmp_path / "other"), *options)
     for name in ("step", "skipped_steps", "loss", "perplexity"):
         np.testing.assert_allclose(
             column(tmp_path / "other", name),
@@ -315,15 +314,14 @@ def test_options_of_speed_and_memory_do_not_change_the_curve(arguments, tmp_path
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_only_float16_scales_its_loss(dtype, tmp_path):
-    main("--out", str(tmp_path), f"--dtype={dtype}")
+def test_bfloat16_does_not_scale_its_loss(tmp_path):
+    main("--out", str(tmp_path), "--dtype=bfloat16")
     assert set(column(tmp_path, "loss_scale")) == {1.0}
     assert np.isfinite(column(tmp_path, "loss")).all()
 
 
-@pytest.mark.parametrize("rule", ["fixed", "tolerant", "headroom", "logmax"])
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("rule", ["fixed", "headroom"])
 def test_rules(rule, tmp_path):
     main("--out", str(tmp_path), f"--loss-scale={rule}")
     assert column(tmp_path, "skipped_steps")[-1] >= 1
