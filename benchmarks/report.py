@@ -14,6 +14,8 @@ from benchmarks.systems import PLAIN, PLAIN_KERAS
 RESULTS = Path(__file__).with_name("results")
 # The pages that show tables of these results.
 PAGES = [RESULTS.parents[1] / name for name in ("README.md", "docs/guide/costs.md")]
+# How the names of this package's systems begin. They come first, in another color.
+OURS = ("minimize", "apply_gradients", "update")
 _PACKAGES = (
     "jax",
     "jaxlib",
@@ -134,8 +136,7 @@ def _ratios(rows: dict[str, dict[str, Any]], key: str = "ratio") -> dict[str, fl
 def _ratio_table(title: str, columns: dict[str, dict[str, float]]) -> str:
     """Returns a table of ratios: a row for each system, ours first."""
     names = list(dict.fromkeys(name for ratios in columns.values() for name in ratios))
-    ours = ("minimize", "apply_gradients", "update")
-    names.sort(key=lambda name: not name.startswith(ours))
+    names.sort(key=lambda name: not name.startswith(OURS))
     rows = [
         [name, *(f"{r[name]:.2f}" if name in r else "" for r in columns.values())]
         for name in names
@@ -204,37 +205,62 @@ def plot(results: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     columns = _columns(results)
-    figure = Figure(figsize=(11, 5), layout="constrained")
-    bars, lines = figure.subplots(1, 2, width_ratios=[1.2, 1])
     sizes = [c for c, rows in columns.items() if _is_size(next(iter(rows.values())))]
-    largest = {c: columns[c] for c in columns if c not in sizes[:-1]}
-    names = list(dict.fromkeys(name for rows in largest.values() for name in rows))
-    for i, (column, rows) in enumerate(largest.items()):
-        places = [names.index(name) + (i - len(largest) / 2) * 0.16 for name in rows]
-        bars.barh(places, [r["ratio"] for r in rows.values()], 0.16, label=column)
-    bars.set_yticks(range(len(names)), names)
-    bars.invert_yaxis()
-    for name in names:
-        rows = [columns[c][name] for c in sizes if name in columns[c]]
-        if not rows:
-            continue
-        x, y = [r["parameters"] for r in rows], [r["ratio"] for r in rows]
-        lines.plot(x, y, marker="o", label=name)
-    lines.set(xscale="log", yscale="log", xlabel="parameters, in 20 leaves")
-    for axes, axis in ((bars, bars.xaxis), (lines, lines.yaxis)):
-        axis.set_major_locator(ticker.FixedLocator([1, 1.5, 2, 3, 5, 10, 20]))
-        axis.set_major_formatter("{x:g} x")
+    shown = [c for c in columns if c not in sizes[:-1]]
+    figure = Figure(figsize=(9, 9), layout="constrained")
+    parts: Any = figure.subfigures(2, 1)
+    above, below = parts
+    count = max(len(shown), 1)
+    bars = above.subplots(1, count, sharex=True, sharey=True, squeeze=False)[0]
+    lines = below.subplots()
+    _plot_workloads(bars, {column: columns[column] for column in shown})
+    _plot_sizes(lines, [columns[column] for column in sizes])
+    for axes, axis in (*((axes, axes.xaxis) for axes in bars), (lines, lines.yaxis)):
+        every = [1, 3, 5] if axes in bars else [1, 1.5, 2, 3, 4, 5]
+        axis.set_major_locator(ticker.FixedLocator(every))
+        axis.set_major_formatter("{x:g}x")
         axis.set_minor_locator(ticker.NullLocator())
         axes.grid(axis=axis.axis_name, alpha=0.3)
+        axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-    bars.set_title("Time of a step, relative to plain Optax")
-    bars.axvline(1, color="black", linewidth=1)
-    bars.legend(loc="lower right")
-    lines.set_title("Step of Adam alone, by size")
-    style = {"fontsize": "small", "columnspacing": 0.5, "handlelength": 1.3}
-    lines.legend(handles=lines.lines, ncols=2, loc="upper left", **style)
-    lines.set_ylim(top=1.6 * lines.get_ylim()[1])
+    blue = "blue: optax_lossscale"
+    above.suptitle(f"Time of a step, relative to plain Optax ({blue})")
+    below.suptitle(
+        f"Time of a step of Adam alone, by the number of parameters ({blue})"
+    )
     figure.savefig(path, dpi=120)
+
+
+def _color(system: str) -> str:
+    return "#0072B2" if system.startswith(OURS) else "#D55E00"
+
+
+def _plot_workloads(panels: Any, columns: dict[str, dict[str, dict[str, Any]]]) -> None:
+    """Draws bars: a panel for each workload, a bar for each system."""
+    columns = {
+        title: {name.removesuffix(" of unscaled"): row for name, row in rows.items()}
+        for title, rows in columns.items()
+    }
+    names = list(dict.fromkeys(name for rows in columns.values() for name in rows))
+    for axes, (title, rows) in zip(panels, columns.items(), strict=False):
+        ratios = [row["ratio"] for row in rows.values()]
+        axes.barh(list(rows), ratios, 0.7, color=list(map(_color, rows)))
+        axes.axvline(1, color="black", linewidth=1)
+        axes.set_title(title.replace(", ", "\n"), fontsize="medium")
+    panels[0].set_yticks(range(len(names)), names)
+    panels[0].invert_yaxis()
+
+
+def _plot_sizes(axes: Any, columns: list[dict[str, dict[str, Any]]]) -> None:
+    """Draws a line for each system, with its name at the end."""
+    for name in dict.fromkeys(name for column in columns for name in column):
+        rows = [column[name] for column in columns if name in column]
+        x, y = [r["parameters"] for r in rows], [r["ratio"] for r in rows]
+        axes.plot(x, y, marker="o", color=_color(name))
+        style = {"textcoords": "offset points", "va": "center", "fontsize": "small"}
+        axes.annotate(name, (x[-1], y[-1]), (8, 0), color=_color(name), **style)
+    axes.set(xscale="log", yscale="log", xlabel="parameters, in 20 leaves")
+    axes.axhline(1, color="black", linewidth=1)
 
 
 def write(results: dict[str, Any], stem: Path) -> None:
@@ -256,5 +282,6 @@ def refresh(page: str) -> str:
 
 
 if __name__ == "__main__":
+    write(load(RESULTS / "cpu.json"), RESULTS / "cpu")
     for _path in PAGES:
         _path.write_text(refresh(_path.read_text()))

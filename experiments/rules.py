@@ -4,7 +4,7 @@ Trains three small networks in float16 with each rule. At every tenth step it me
 how far the scale is from the oracle: the largest power of two with which that step does
 not overflow, found by computing the gradients with other scales. It then replays the
 gradients of whole runs with other arguments of the headroom rule. Writes
-`results/rules.json` and `docs/rules.png`.
+`results/rules.json`, which `notebooks/choosing_a_rule.ipynb` draws.
 """
 
 import argparse
@@ -32,9 +32,7 @@ from optax_lossscale import (
     all_finite,
 )
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "experiments" / "results" / "rules.json"
-FIGURE = ROOT / "docs" / "rules.png"
+RESULTS = Path(__file__).parent / "results" / "rules.json"
 
 RULES: dict[str, LossScale] = {
     "dynamic": DynamicLossScale(),
@@ -254,24 +252,42 @@ def table(report: dict[str, Any]) -> Table:
 def plot(report: dict[str, Any]) -> Figure:
     """Plots the scales and oracles of the first seed, and distances of all seeds."""
     tasks = report["tasks"]
-    figure = Figure(figsize=(4 * len(tasks), 6.4), layout="constrained")
+    figure = Figure(figsize=(3.6 * len(tasks), 6.4), layout="constrained")
     axes = figure.subplots(2, len(tasks))
     for (name, entry), (top, bottom) in zip(tasks.items(), axes.T, strict=True):
-        for rule, curves in entry["curves"].items():
-            steps = np.linspace(0, report["steps"], len(curves["scale"]))
-            if rule == "headroom":
-                top.plot(steps, curves["oracle"], color="#BBBBBB", lw=1, label="oracle")
-            top.plot(steps, curves["scale"], color=COLORS[rule], lw=1.4, label=rule)
-        top.set(title=name, xlabel="step", ylabel="log2 of the scale")
-        for rule, numbers in entry["rules"].items():
-            bottom.scatter(
-                numbers["skipped"], numbers["distance"], color=COLORS[rule], label=rule
-            )
-        bottom.set(xlabel="skipped steps", ylabel="bits from the oracle")
-        bottom.set_ylim(bottom=0)
-    axes[0, 0].legend(fontsize=8)
-    axes[1, 0].legend(fontsize=8)
+        plot_scales(top, entry["curves"], report["steps"])
+        plot_distances(bottom, entry["rules"])
+        top.set(title=name, xlabel="step")
+        bottom.set(xlabel="skipped steps", ylim=(0, None))
+        for panel in (top, bottom):
+            panel.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].set_ylabel("log2 of the scale")
+    axes[1, 0].set_ylabel("bits from the oracle")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=5, frameon=False)
     return figure
+
+
+def plot_scales(axes: Any, curves: dict[str, Any], steps: int) -> None:
+    """Plots the scale of every rule, and the oracle."""
+    lines = {rule: curve["scale"] for rule, curve in curves.items()}
+    lines["oracle"] = curves["headroom"]["oracle"]
+    for name, line in lines.items():
+        style = {"color": COLORS.get(name, "#BBBBBB"), "lw": 1.6, "where": "post"}
+        axes.step(np.arange(len(line)) * steps / len(line), line, label=name, **style)
+
+
+def plot_distances(axes: Any, rules: dict[str, Any]) -> None:
+    """Plots a dot for every seed, beside those of other rules and seeds."""
+    bands = np.linspace(-0.27, 0.27, len(rules))
+    for band, (rule, numbers) in zip(bands, rules.items(), strict=True):
+        place = band + np.linspace(-0.06, 0.06, len(numbers["skipped"]))
+        style = {"color": COLORS[rule], "s": 25, "edgecolor": "white", "lw": 0.5}
+        axes.scatter(numbers["skipped"] + place, numbers["distance"], **style)
+    most = max(max(numbers["skipped"]) for numbers in rules.values())
+    axes.set(xticks=range(most + 1), xlim=(-0.5, most + 0.5))
+    for border in range(most):
+        axes.axvline(border + 0.5, color="#DDDDDD", lw=0.8)
 
 
 def main() -> None:
@@ -287,8 +303,6 @@ def main() -> None:
     Console().print(table(report))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report))
-    if options.out == RESULTS:
-        plot(report).savefig(FIGURE, dpi=120)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from optax_lossscale import _check as check
@@ -37,6 +38,13 @@ def named_leaves(tree: Any, name: str = "") -> dict[str, Any]:
     """
     pairs = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None)
     return {name + jax.tree_util.keystr(path): leaf for path, leaf in pairs}
+
+
+def is_argument(x: Any) -> bool:
+    """Whether `x` is an array that a compiled function can take as an argument."""
+    if isinstance(x, np.ndarray | np.generic):
+        return jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
+    return isinstance(x, jax.Array)
 
 
 def check_host(function: str, tree: Any) -> None:

@@ -65,8 +65,8 @@ def as_percent(share: float) -> str:
     return "<0.01 %" if share < 1e-4 else f"{100 * share:.3g} %"
 
 
-def get_axes(ax: Any) -> Any:
-    """Returns `ax`, or the Axes of a new figure."""
+def get_axes(ax: Any, *, height: float = 3.6) -> Any:
+    """Returns `ax`, or the Axes of a new figure that is `height` inches high."""
     try:
         import matplotlib.axes
         import matplotlib.pyplot as plt
@@ -75,13 +75,32 @@ def get_axes(ax: Any) -> Any:
             "Figures need matplotlib: pip install 'optax-lossscale[plot]'"
         ) from error
     if ax is None:
-        _, ax = plt.subplots(figsize=(7, 3.6), layout="constrained")
+        _, ax = plt.subplots(figsize=(7, height), layout="constrained")
     if not isinstance(ax, matplotlib.axes.Axes):
         raise TypeError(
             f"ax must be a matplotlib Axes, got {type(ax).__name__}. If plt.subplots "
             "returned several, pass one of them."
         )
     return ax
+
+
+def add_panel_below(ax: Any) -> Any:
+    """Returns new Axes in the lower part of `ax`, which shrinks, with its x axis."""
+    ratios = {"height_ratios": [3, 2], "hspace": 0.1}
+    spec, figure = ax.get_subplotspec(), ax.figure
+    if spec is None:
+        box = ax.get_position()
+        edges = {"left": box.x0, "bottom": box.y0, "right": box.x1, "top": box.y1}
+        grid = figure.add_gridspec(2, 1, **edges, **ratios)
+    else:
+        grid = spec.subgridspec(2, 1, **ratios)
+    ax.set_subplotspec(grid[0])
+    panel = figure.add_subplot(grid[1], sharex=ax)
+    panel.set_xlabel(ax.get_xlabel())
+    ax.set_xlabel("")
+    ax.tick_params(labelbottom=False)
+    figure.align_ylabels([ax, panel])
+    return panel
 
 
 def set_top(

@@ -16,9 +16,12 @@ if TYPE_CHECKING:
 # Color-blind readers can tell these apart (Okabe and Ito). Dashes, markers and hatches
 # help where there is no color.
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
+LIGHT_ORANGE = "#F3C6A5"
 
 # The first of these columns that a history has is drawn as the share that underflows.
 SHARES = ("underflow", "flushed", "zero")
+# A moving average is over a twentieth of the rows, and drawn if that is five or more.
+WINDOWS, SMALLEST_WINDOW = 20, 5
 
 
 def plot_exponents(
@@ -110,13 +113,15 @@ def plot_history(
     steps were skipped since the row before, by `skipped_steps`. It then stands for all
     of them. It is drawn at the scale of the row before, which overflowed. If there is a
     column `underflow`, `flushed` or `zero`, with shares between 0 and 1, the first of
-    these is drawn on a second axis.
+    these is drawn in a second panel below, with a moving average if there are 100 rows
+    or more.
 
     Args:
       history: A `History` of what `metrics` returns, at least of `loss_scale` or
         `log2_loss_scale`.
       prefix: The prefix of all these names, as passed to `metrics`.
-      ax: The matplotlib Axes to draw on; a new figure if None.
+      ax: The matplotlib Axes to draw on; a new figure if None. A second panel takes a
+        part of its height.
 
     Returns:
       The Axes of the scale. x is the step, y is logarithmic.
@@ -161,7 +166,7 @@ def plot_history(
     skips = _skips_by_row(applied, counts)
     share = next((s for s in SHARES if prefix + s in columns), None)
 
-    axes: Any = _drawing.get_axes(ax)
+    axes: Any = _drawing.get_axes(ax, height=3.6 if share is None else 4.8)
     marker = "o" if len(steps) == 1 else None
     style = {"color": BLUE, "linewidth": 1.5, "marker": marker, "label": "loss scale"}
     axes.step(steps, scales, where="post", **style)
@@ -173,28 +178,18 @@ def plot_history(
         axes.plot(steps[skipped], before, zorder=3, label=label, **style)
     axes.set_yscale("log", base=2)
     axes.minorticks_off()
-    lowest, highest = np.log2([scales.min(), scales.max()])
-    handles, _ = axes.get_legend_handles_labels()
-    entries = len(handles) + (share is not None)
-    _drawing.set_top(axes, lowest - 1, highest + 1, entries, log=True)
     axes.set(xlabel="step", ylabel="loss scale")
     axes.xaxis.get_major_locator().set_params(integer=True)
     if len(steps) == 1:
         axes.set_xlim(steps[0] - 1, steps[0] + 1)
     axes.spines[["top", "right"]].set_visible(False)
     if share is not None:
-        percent = 100 * columns[prefix + share]
-        known = np.isfinite(percent)
-        twin: Any = axes.twinx()
-        style = {"color": ORANGE, "linewidth": 1.2, "linestyle": "--", "marker": marker}
-        handles += twin.plot(history.steps[known], percent[known], label=share, **style)
-        _drawing.set_top(twin, 0, percent[known].max(initial=0), entries)
-        twin.set_ylabel(f"{share}, %")
-        twin.spines["top"].set_visible(False)
-        # The scale and the legend are drawn on top.
-        axes.set_zorder(twin.get_zorder() + 1)
-        axes.patch.set_visible(False)
-    _drawing.legend(axes, handles)
+        panel = _drawing.add_panel_below(axes)
+        _draw_share(panel, history.steps, 100 * columns[prefix + share], share)
+    lowest, highest = np.log2([scales.min(), scales.max()])
+    entries = len(axes.get_legend_handles_labels()[0])
+    _drawing.set_top(axes, lowest - 1, highest + 1, entries, log=True)
+    _drawing.legend(axes)
     return axes
 
 
@@ -273,6 +268,25 @@ def plot_sweep(sweep: Any, *, ax: "Axes | None" = None) -> "Axes":
     axes.spines[["top", "right"]].set_visible(False)
     _drawing.legend(axes)
     return axes
+
+
+def _draw_share(axes: Any, steps: np.ndarray, percent: np.ndarray, name: str) -> None:
+    """Draws a share over the steps, and its moving average if there are many rows."""
+    known = np.isfinite(percent)
+    steps, percent = steps[known], percent[known]
+    width = len(steps) // WINDOWS
+    color, marker = ORANGE, "o" if len(steps) == 1 else None
+    if width >= SMALLEST_WINDOW:
+        kernel = np.full(width, 1 / width)
+        means = (np.convolve(x, kernel, "valid") for x in (steps, percent))
+        label = f"{name}, mean over {width} rows"
+        axes.plot(*means, color=ORANGE, linewidth=1.5, zorder=3, label=label)
+        color = LIGHT_ORANGE
+    axes.plot(steps, percent, color=color, linewidth=1, marker=marker, label=name)
+    axes.set_ylabel(f"{name}, %")
+    axes.spines[["top", "right"]].set_visible(False)
+    _drawing.set_top(axes, 0, percent.max(initial=0), len(axes.lines))
+    _drawing.legend(axes)
 
 
 def _skips_by_row(applied: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ from optax_lossscale._optimizer import LossScaleOptimizer
 from optax_lossscale._rules.dynamic import DynamicLossScale
 from optax_lossscale._tree import inexact_leaves
 from optax_lossscale.diagnostics import _bits
-from optax_lossscale.diagnostics._common import check_host
+from optax_lossscale.diagnostics._common import check_host, is_argument
 
 # Larger than any exponent.
 NO_LIMIT = 2**20
@@ -121,11 +121,11 @@ class ScaleSweep(NamedTuple):
 def scale_sweep(
     loss_fn: Callable[..., Any],
     params: Any,
-    batch: Any,
+    *args: Any,
     scales: Iterable[float] | None = None,
-    *,
     dtype: Any = "float16",
     has_aux: bool = False,
+    **kwargs: Any,
 ) -> ScaleSweep:
     """Computes the gradients of a batch at several loss scales, and what each loses.
 
@@ -140,16 +140,20 @@ def scale_sweep(
     other. It needs memory for two booleans per parameter. Arrays may be sharded.
 
     Args:
-      loss_fn: Called as `loss_fn(params, batch)`; returns a real scalar loss, or the
-        loss and auxiliary data if `has_aux`. It has to compute in `dtype` itself.
+      loss_fn: Called as `loss_fn(params, *args, **kwargs)`; returns a real scalar loss,
+        or the loss and auxiliary data if `has_aux`. It has to compute in `dtype`
+        itself.
       params: The parameters, any pytree of arrays. Integer ones are not
         differentiated.
-      batch: A pytree of arrays, passed as one argument. Pass several as a tuple.
+      *args: More arguments, usually the batch. Arrays are arguments of the compiled
+        function; everything else is passed as it is.
       scales: Loss scales, each from 2**-126 to 2**126, in any order. The default is
         the powers of two from 1 to 2**31.
       dtype: The dtype that gradients are computed in, which decides what is subnormal:
         "float16", "bfloat16", or a float8.
       has_aux: Whether `loss_fn` returns auxiliary data as well.
+      **kwargs: More arguments of `loss_fn`. If it has a keyword `scales`, `dtype` or
+        `has_aux` itself, bind that with `functools.partial`.
 
     Returns:
       `ScaleSweep`. Shares are 0 if all gradients are zero at every scale.
@@ -167,7 +171,7 @@ def scale_sweep(
       ...     products = params["w"].astype(jnp.float16) * batch.astype(jnp.float16)
       ...     return jnp.sum(products.astype(jnp.float32)) * 1e-6
       >>> params, batch = {"w": jnp.ones(3)}, jnp.array([1e-3, 0.1, 1.0])
-      >>> sweep = scale_sweep(loss_fn, params, batch, [1, 2**10, 2**30, 2**40])
+      >>> sweep = scale_sweep(loss_fn, params, batch, scales=[1, 2**10, 2**30, 2**40])
       >>> for scale, lost in zip(sweep.scales, sweep.lost):
       ...     print(f"{scale:.0f} {lost:.0%}")
       1 33%
@@ -177,15 +181,22 @@ def scale_sweep(
       >>> float(sweep.suggested)
       1073741824.0
     """
-    check_host("scale_sweep", (params, batch))
+    check_host("scale_sweep", (params, args, kwargs))
     dtype = check.dtype("dtype", dtype)
     _bits.limits_of(dtype)
     chosen = _check_scales([2.0**i for i in range(32)] if scales is None else scales)
-    step = _make_step(loss_fn, dtype, has_aux)
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    arrays = {i: x for i, x in enumerate(leaves) if is_argument(x)}
 
+    def call(params, arrays):
+        filled = [arrays.get(i, x) for i, x in enumerate(leaves)]
+        args, kwargs = jax.tree.unflatten(treedef, filled)
+        return loss_fn(params, *args, **kwargs)
+
+    step = _make_step(call, dtype, has_aux)
     seen, finite, nonzero, subnormal = None, [], [], []
     for scale in chosen:
-        is_finite, masks, counts = step(params, batch, jnp.float32(scale))
+        is_finite, masks, counts = step(params, arrays, jnp.float32(scale))
         # bool() waits, so that only one scale's gradients are in memory.
         finite.append(bool(is_finite))
         if finite[-1]:
@@ -236,13 +247,13 @@ def _make_step(
     limit = _bits.limits_of(dtype).normal
 
     @jax.jit
-    def step(params, batch, scale):
+    def step(params, arrays, scale):
         state = optimizer.init(None)
         at_scale = state.loss_scale_state._replace(loss_scale=scale)
         state = state._replace(loss_scale_state=at_scale)
         _, grads = optimizer.value_and_grad(
             loss_fn, state, has_aux=has_aux, transform=transform
-        )(params, batch)
+        )(params, arrays)
         parts = [bits for x in inexact_leaves(grads) for bits in _bits.magnitudes(x)]
         threshold = _bits.threshold_bits
         normal = {

@@ -251,6 +251,12 @@ def curve(ax):
     return list(zip(*map(np.ndarray.tolist, line.get_data()), strict=True))
 
 
+def panel_of(ax):
+    """Returns the panel below."""
+    [panel] = [other for other in ax.get_figure().axes if other is not ax]
+    return panel
+
+
 def crosses(ax):
     """Returns where the crosses are, and the text of the legend."""
     found = [line for line in ax.lines if line.get_marker() == "x"]
@@ -340,34 +346,55 @@ class TestHistory:
         assert len(crosses(plot_history(history, ax=ax))[0]) == 9
 
     @pytest.mark.parametrize("share", ["underflow", "flushed", "zero"])
-    def test_share_on_a_second_axis(self, share, ax):
+    def test_share_in_a_second_panel(self, share, ax):
         columns = {share: [0.5, None, 0.25, NAN], "other": [1.0] * 4}
         history = history_of([4.0, None, 4.0, 8.0], "a/", **columns)
         ax = plot_history(history, prefix="a/", ax=ax)
         assert curve(ax) == [(0, 4.0), (20, 4.0), (30, 8.0)]
-        figure = ax.get_figure()
-        [twin] = [other for other in figure.axes if other is not ax]
-        [line] = twin.lines
+        panel = panel_of(ax)
+        [line] = panel.lines
         assert [x.tolist() for x in line.get_data()] == [[0, 20], [50, 25]]
-        assert twin.get_ylabel() == f"{share}, %"
-        assert twin.get_ylim()[0] == 0
-        assert labels(ax) == ["loss scale", share]
-        assert line.get_linestyle() != "-"
-        assert ax.get_zorder() > twin.get_zorder()
-        assert not ax.patch.get_visible()
+        assert (ax.get_xlabel(), ax.get_ylabel()) == ("", "loss scale")
+        assert (panel.get_xlabel(), panel.get_ylabel()) == ("step", f"{share}, %")
+        assert panel.get_ylim()[0] == 0
+        assert (labels(ax), labels(panel)) == (["loss scale"], [share])
         assert_room_for_legend(ax, 8.0)
-        ax.get_figure(root=True).canvas.draw()
-        bottom = ax.get_legend().get_window_extent().y0
-        assert twin.transData.transform((0, 50))[1] < bottom
+        assert_room_for_legend(panel, 50)
+        # One below the other, with the same x axis.
+        upper, lower = (axes.get_window_extent() for axes in (ax, panel))
+        assert lower.y1 < upper.y0
+        assert (lower.x0, lower.x1) == pytest.approx((upper.x0, upper.x1))
+        assert ax.get_xlim() == panel.get_xlim()
+        assert not any(text.get_visible() for text in ax.get_xticklabels())
+
+    def test_share_in_axes_at_any_place(self):
+        figure = plt.figure()
+        ax = figure.add_axes((0.25, 0.5, 0.5, 0.25))
+        plot_history(history_of([4.0, 8.0], zero=[0.5, 0.25]), ax=ax)
+        above, below = ax.get_position(), panel_of(ax).get_position()
+        np.testing.assert_allclose((*below.min, *above.max), (0.25, 0.5, 0.75, 0.75))
+        assert above.y0 > below.y1
+
+    def test_many_rows_have_a_moving_average(self):
+        shares = np.arange(100) / 100
+        ax = plot_history(history_of([4.0] * 99, zero=shares[:99]))
+        assert labels(panel_of(ax)) == ["zero"]
+        panel = panel_of(plot_history(history_of([4.0] * 100, zero=shares)))
+        assert labels(panel) == ["zero, mean over 5 rows", "zero"]
+        mean, rows = panel.lines
+        np.testing.assert_allclose(mean.get_ydata(), np.arange(96) + 2)
+        np.testing.assert_allclose(mean.get_xdata(), 10 * np.arange(96) + 20)
+        np.testing.assert_allclose(rows.get_ydata(), np.arange(100))
+        assert mean.get_zorder() > rows.get_zorder()
 
     def test_first_of_several_shares_is_drawn(self):
         history = history_of([4.0], zero=[0.5], flushed=[0.25])
-        assert labels(plot_history(history)) == ["loss scale", "flushed"]
+        assert labels(panel_of(plot_history(history))) == ["flushed"]
 
     @pytest.mark.parametrize("values", [[0.0, 0.0], [NAN, NAN], [NAN, 1.0]])
     def test_degenerate_share(self, values, ax):
         ax = plot_history(history_of([4.0, 8.0], zero=values), ax=ax)
-        assert labels(ax) == ["loss scale", "zero"]
+        assert labels(panel_of(ax)) == ["zero"]
 
     def test_one_row_is_seen(self, ax):
         history = history_of([4.0], last_step_applied=[False], zero=[0.5])

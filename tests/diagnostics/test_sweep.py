@@ -129,7 +129,9 @@ def naive_sweep(params, batch, scales):
 
 class TestScaleSweep:
     def test_by_hand(self):
-        sweep = scale_sweep(loss_fn, PARAMS, BATCH, [1, 2.0**6, 2.0**35, 2.0**36])
+        sweep = scale_sweep(
+            loss_fn, PARAMS, BATCH, scales=[1, 2.0**6, 2.0**35, 2.0**36]
+        )
         assert sweep.scales.tolist() == [1, 2**6, 2**35, 2**36]
         # 2**-30 rounds to zero, 2**-23 and 2**-20 are subnormal. Then 2**-24, 2**-17
         # and 2**-14, the least normal number. 2**16 is inf in float16.
@@ -146,7 +148,7 @@ class TestScaleSweep:
         batch = jnp.asarray(rng.normal(size=300) * 2.0 ** rng.integers(-20, 1, 300))
         params = {"w": jnp.ones(300)}
         scales = [2.0**i for i in range(0, 40, 3)]
-        sweep = scale_sweep(loss_fn, params, batch.astype(jnp.float32), scales)
+        sweep = scale_sweep(loss_fn, params, batch.astype(jnp.float32), scales=scales)
         lost, tiny = naive_sweep(params, batch.astype(jnp.float32), scales)
         np.testing.assert_array_equal(sweep.lost, lost)
         np.testing.assert_array_equal(sweep.subnormal, tiny)
@@ -156,14 +158,14 @@ class TestScaleSweep:
 
     def test_keeps_the_order_and_the_union_of_all(self):
         scales = [2.0**36, 2.0**10, 2.0**0, 2.0**35]
-        sweep = scale_sweep(loss_fn, PARAMS, BATCH, scales)
+        sweep = scale_sweep(loss_fn, PARAMS, BATCH, scales=scales)
         assert sweep.scales.tolist() == scales
         np.testing.assert_array_equal(sweep.lost, [NAN, 0, np.float32(1 / 3), 0])
         # What is not zero because it has overflowed was not seen.
-        found = scale_sweep(loss_fn, PARAMS, BATCH, [2.0**36, 1.0])
+        found = scale_sweep(loss_fn, PARAMS, BATCH, scales=[2.0**36, 1.0])
         np.testing.assert_array_equal(found.lost, [NAN, 0])
         # Alone, a scale that loses everything has seen nothing.
-        alone = scale_sweep(loss_fn, PARAMS, BATCH * 2.0**-14, [1.0])
+        alone = scale_sweep(loss_fn, PARAMS, BATCH * 2.0**-14, scales=[1.0])
         assert (alone.lost[0], alone.subnormal[0]) == (0, 0)
 
     @pytest.mark.parametrize(
@@ -180,7 +182,7 @@ class TestScaleSweep:
     )
     def test_suggests(self, exponents, expected):
         scales = [2.0**e for e in exponents]
-        sweep = scale_sweep(loss_fn, PARAMS, BATCH, scales)
+        sweep = scale_sweep(loss_fn, PARAMS, BATCH, scales=scales)
         assert sweep.suggested == 2.0**expected
 
     def test_default_scales(self):
@@ -197,16 +199,28 @@ class TestScaleSweep:
             return jnp.sum(params["w"] * x[0]), {"aux": (text, None)}
 
         batch = (jnp.ones((2, 3)), 3.0)
-        sweep = scale_sweep(loss, PARAMS, batch, range(1, 9), has_aux=True)
+        sweep = scale_sweep(loss, PARAMS, batch, scales=range(1, 9), has_aux=True)
         assert len(traces) == 1
         assert sweep.lost.tolist() == [0] * 8
+
+    def test_passes_all_other_arguments_to_the_loss(self):
+        def loss(params, x, y, dtype, *, mode, weight):
+            assert (dtype, mode) == (jnp.float16, "sum")
+            products = params["w"].astype(dtype) * (x * y).astype(dtype)
+            return weight * jnp.sum(products.astype(jnp.float32))
+
+        scales = [1, 2.0**6, 2.0**35, 2.0**36]
+        keywords = {"mode": "sum", "weight": jnp.float32(2.0**-20)}
+        arguments = (PARAMS, BATCH, jnp.ones(3), jnp.float16)
+        found = scale_sweep(loss, *arguments, scales=scales, **keywords)
+        assert_same_bits(found, scale_sweep(loss_fn, PARAMS, BATCH, scales=scales))
 
     @pytest.mark.parametrize("guard", [jax.debug_nans, jax.debug_infs])
     def test_nan_is_an_answer(self, guard):
         scales = [1, 2.0**35, 2.0**36]
-        expected = scale_sweep(loss_fn, PARAMS, BATCH, scales)
+        expected = scale_sweep(loss_fn, PARAMS, BATCH, scales=scales)
         with guard(True):
-            found = scale_sweep(loss_fn, PARAMS, BATCH, scales)
+            found = scale_sweep(loss_fn, PARAMS, BATCH, scales=scales)
         assert_same_bits(found, expected)
         assert np.isnan(found.lost).tolist() == [False, False, True]
 
@@ -215,7 +229,7 @@ class TestScaleSweep:
             return jnp.sum(params * batch)
 
         scales = [2.0**-126, 3.0, 2.0**126]
-        sweep = scale_sweep(loss, PARAMS["w"][:2], BATCH[::2], scales)
+        sweep = scale_sweep(loss, PARAMS["w"][:2], BATCH[::2], scales=scales)
         assert sweep.overflows.tolist() == [False] * 3
         # 2**-136 is zero on hardware that has no subnormals, and subnormal elsewhere.
         assert sweep.subnormal[0] + sweep.lost[0] == 1
@@ -241,20 +255,22 @@ class TestScaleSweep:
             "none": None,
             "number": 2.0,
         }
-        sweep = scale_sweep(loss, params, jnp.float32(2.0**-30), [1.0, 2.0**10])
+        sweep = scale_sweep(loss, params, jnp.float32(2.0**-30), scales=[1.0, 2.0**10])
         # The real parts, and half of w at the second scale; 2**-20 is subnormal.
         np.testing.assert_array_equal(sweep.lost, [0.5, 0])
         np.testing.assert_array_equal(sweep.subnormal, [0, 0.5])
 
     def test_degenerate_gradients(self):
-        zero = scale_sweep(lambda w, x: jnp.sum(w * 0), jnp.ones(2), None, [1, 2])
+        zero = scale_sweep(
+            lambda w, x: jnp.sum(w * 0), jnp.ones(2), None, scales=[1, 2]
+        )
         assert zero.lost.tolist() == zero.subnormal.tolist() == [0, 0]
         assert zero.suggested == 2
-        bad = scale_sweep(lambda w, x: jnp.sum(w * x), jnp.ones(2), NAN, [1, 2])
+        bad = scale_sweep(lambda w, x: jnp.sum(w * x), jnp.ones(2), NAN, scales=[1, 2])
         assert bad.overflows.tolist() == [True, True]
         assert np.isnan(bad.lost).all()
         assert bad.suggested == 1
-        empty = scale_sweep(lambda w, x: jnp.float32(x), {}, 1.0, [4])
+        empty = scale_sweep(lambda w, x: jnp.float32(x), {}, 1.0, scales=[4])
         assert (empty.lost.tolist(), empty.suggested) == ([0], 4)
 
     @pytest.mark.parametrize("kind", AxisType)
@@ -266,9 +282,9 @@ class TestScaleSweep:
         params = {"w": jnp.ones(16)}
         batch = 2.0 ** -jnp.arange(16, dtype=jnp.float32)
         scales = [1.0, 2.0**10, 2.0**36]
-        expected = scale_sweep(loss_fn, params, batch, scales)
+        expected = scale_sweep(loss_fn, params, batch, scales=scales)
         sharded = jax.device_put((params, batch), sharding)
-        assert_same_bits(scale_sweep(loss_fn, *sharded, scales), expected)
+        assert_same_bits(scale_sweep(loss_fn, *sharded, scales=scales), expected)
 
     @pytest.mark.parametrize(
         ("scales", "error", "message"),
@@ -284,12 +300,14 @@ class TestScaleSweep:
     )
     def test_wrong_scales(self, scales, error, message):
         with pytest.raises(error, match=message):
-            scale_sweep(loss_fn, PARAMS, BATCH, scales)
+            scale_sweep(loss_fn, PARAMS, BATCH, scales=scales)
 
     def test_scales_may_be_an_array_or_an_iterator(self):
-        expected = scale_sweep(loss_fn, PARAMS, BATCH, [1, 4])
+        expected = scale_sweep(loss_fn, PARAMS, BATCH, scales=[1, 4])
         for scales in (np.array([1, 4]), jnp.array([1.0, 4.0]), iter((1, 4))):
-            assert_same_bits(scale_sweep(loss_fn, PARAMS, BATCH, scales), expected)
+            assert_same_bits(
+                scale_sweep(loss_fn, PARAMS, BATCH, scales=scales), expected
+            )
 
     def test_wrong_losses_and_places(self):
         for loss, has_aux, message in [
@@ -299,8 +317,8 @@ class TestScaleSweep:
             (lambda p, b: 3, False, "floating-point scalar"),
         ]:
             with pytest.raises(TypeError, match=message):
-                scale_sweep(loss, PARAMS, BATCH, [1.0], has_aux=has_aux)
+                scale_sweep(loss, PARAMS, BATCH, scales=[1.0], has_aux=has_aux)
         with pytest.raises(TypeError, match="scale_sweep is for the host"):
             jax.jit(lambda p: scale_sweep(loss_fn, p, BATCH))(PARAMS)
         with pytest.raises(ValueError, match=r"dtype must be .*'float32'"):
-            scale_sweep(loss_fn, PARAMS, BATCH, [1.0], dtype="float32")
+            scale_sweep(loss_fn, PARAMS, BATCH, scales=[1.0], dtype="float32")

