@@ -1,7 +1,9 @@
 """Tries the installed wheel alone: no extras, no checkout on the path."""
 
+import re
 import subprocess
 import sys
+from importlib.metadata import metadata
 from pathlib import Path
 
 import jax
@@ -14,6 +16,11 @@ import optax_lossscale
 assert Path(optax_lossscale.__file__).is_relative_to(sys.prefix)
 assert (Path(optax_lossscale.__file__).parent / "py.typed").is_file()
 assert not {"chex", "flax"} & set(sys.modules)
+
+# PyPI shows the README, where links into the repository lead nowhere.
+links = re.findall(r"\]\(([^)\s]+)\)", metadata("optax_lossscale")["Description"])
+assert len(links) > 20
+assert all(link.startswith("https://") for link in links), links
 
 # A step that overflows is skipped and halves the scale; the next one counts.
 optimizer = optax_lossscale.LossScaleOptimizer(optax.sgd(0.25))

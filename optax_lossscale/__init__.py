@@ -40,4 +40,4 @@ from optax_lossscale.diagnostics._health import (
     check_health as check_health,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

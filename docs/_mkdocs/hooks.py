@@ -15,7 +15,6 @@ from mkdocs.structure.files import File
 from nbconvert import MarkdownExporter
 
 ROOT = Path(__file__).parents[2]
-ON_GITHUB = "https://github.com/optax-lossscale/optax_lossscale/blob/main"
 # Where in the site the files of the repository are that are not below docs.
 FILES = {
     "README.md": "index.md",
@@ -28,7 +27,7 @@ FILES = {
 SOURCES = {uri: path for path, uri in FILES.items()}
 PAGES = {
     **FILES,
-    "docs/recipes": "recipes/index.md",
+    "docs/recipes": "recipes/README.md",
     "examples/language_model": "examples/language_model.md",
     "notebooks": "notebooks/index.md",
 }
@@ -36,38 +35,45 @@ LINK = re.compile(r"\]\((?!\w+:)([^)\s#]*)(#[^)\s]*)?\)")
 # Images on other hosts, from which the site loads nothing.
 BADGE = re.compile(r"^\[!\[.*\n", re.MULTILINE)
 FORMULA = re.compile(r"\$([^$\n]+)\$")
+VERSION = re.compile(r'^__version__ = "(.*)"$', re.MULTILINE)
+
+
+def on_config(config):
+    """Shows the version of the package, not the one that happens to be installed."""
+    package = (ROOT / "optax_lossscale/__init__.py").read_text()
+    config.extra["version_of_package"] = VERSION.search(package)[1]
 
 
 def on_files(files, config):
-    """Adds pages from elsewhere, notebooks with their outputs, and lists of pages."""
+    """Adds pages from elsewhere, and notebooks with their outputs and their list."""
     for path, uri in FILES.items():
         content = (ROOT / path).read_bytes()
         files.append(File.generated(config, uri, content=content))
     texts = {}
     for path in sorted(ROOT.glob("notebooks/*.ipynb"), key=_quickstart_first):
         stem = path.stem
-        texts[stem], pictures = _notebook(path)
+        texts[stem], pictures = _notebook(path, config)
         for name, content in {f"{stem}.md": texts[stem], **pictures}.items():
             files.append(File.generated(config, f"notebooks/{name}", content=content))
-    recipes = {p.stem: p.read_text() for p in sorted(ROOT.glob("docs/recipes/*.md"))}
-    for folder, pages in {"recipes": recipes, "notebooks": texts}.items():
-        content = _list(folder.capitalize(), pages)
-        files.append(File.generated(config, f"{folder}/index.md", content=content))
+    content = _list("Notebooks", texts)
+    files.append(File.generated(config, "notebooks/index.md", content=content))
     return files
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Points links at the site, or else at GitHub."""
+    """Points links at the site, or else at GitHub, where the page can be edited."""
     uri = page.file.src_uri
     if uri == FILES["README.md"]:
         page.meta["hide"] = ["navigation"]
         markdown = BADGE.sub("", markdown)
     is_notebook = (ROOT / uri).with_suffix(".ipynb").exists()
     source = SOURCES.get(uri, uri if is_notebook else f"docs/{uri}")
-    return _linked(markdown, source, uri)
+    if (ROOT / source).exists():
+        page.edit_url = f"{config.repo_url}/edit/main/{source}"
+    return _linked(markdown, source, uri, f"{config.repo_url}/blob/main")
 
 
-def _linked(markdown, source, uri):
+def _linked(markdown, source, uri, on_github):
     """Makes links of the file `source` in the repository links of a page `uri`."""
 
     def relative(target):
@@ -84,7 +90,7 @@ def _linked(markdown, source, uri):
             return f"]({relative(path.removesuffix('ipynb') + 'md')}{anchor})"
         if path.startswith("docs/"):
             return f"]({relative(path.removeprefix('docs/'))}{anchor})"
-        return f"]({ON_GITHUB}/{path}{anchor})"
+        return f"]({on_github}/{path}{anchor})"
 
     return LINK.sub(replace, markdown)
 
@@ -93,7 +99,7 @@ def _quickstart_first(path):
     return path.stem != "quickstart", path.stem
 
 
-def _notebook(path):
+def _notebook(path, config):
     """Returns a notebook as Markdown, and its pictures by name. Nothing is run."""
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
@@ -103,7 +109,7 @@ def _notebook(path):
     markdown, resources = MarkdownExporter().from_notebook_node(
         notebook, {"unique_key": path.stem, "output_files_dir": f"{path.stem}_files"}
     )
-    link = f"{ON_GITHUB}/{path.relative_to(ROOT).as_posix()}"
+    link = f"{config.repo_url}/blob/main/notebooks/{path.name}"
     return f"{markdown}\n[This page is a notebook]({link}).\n", resources["outputs"]
 
 

@@ -9,11 +9,12 @@ from helpers import ROOT
 from test_docs import DIAGNOSTICS, PUBLIC
 
 DOCS = ROOT / "docs"
-# Pages that the build makes: of notebooks, of other files of the repository, and the
-# lists of what is in a folder.
+# Pages that the build makes: of notebooks and their list, and of other files of the
+# repository.
 NOTEBOOKS = {f"notebooks/{path.stem}.md" for path in ROOT.glob("notebooks/*.ipynb")}
-MADE = NOTEBOOKS | {"notebooks/index.md", "recipes/index.md", "index.md"}
+MADE = NOTEBOOKS | {"notebooks/index.md", "index.md"}
 MADE |= {"changelog.md", "contributing.md", "benchmarks/cpu.md"}
+MADE |= {"examples/language_model.md"}
 PAGES = MADE | {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
 
 
@@ -41,6 +42,12 @@ NAVIGATION = yaml.safe_load((DOCS / ".nav.yml").read_text())["nav"]
 def test_every_page_is_in_the_navigation():
     assert len(NOTEBOOKS) >= 5
     assert reachable(NAVIGATION) == PAGES
+
+
+def test_recipes_are_listed_in_the_order_of_the_navigation():
+    pages = [entry for entry in entries(NAVIGATION) if entry.startswith("recipes/")]
+    links = re.findall(r"\]\((\w+\.md)\)", (DOCS / "recipes/README.md").read_text())
+    assert pages == ["recipes/README.md", *(f"recipes/{link}" for link in links)]
 
 
 @pytest.mark.parametrize("entry", entries(NAVIGATION))

@@ -27,8 +27,8 @@ from helpers import (
 from optax_lossscale import LossScaleOptimizer
 
 # test_multi_steps.py and test_optax_table.py are about two of these, and a test below
-# about the third, which does not train.
-ELSEWHERE = {"accumulation", "optax", "troubleshooting"}
+# about the third, which does not train. README.md lists the pages.
+ELSEWHERE = {"README", "accumulation", "optax", "troubleshooting"}
 PAGES = sorted({path.stem for path in RECIPES.glob("*.md")} - ELSEWHERE)
 # Keras reads its backend once, where it is imported: it gets a process of its own.
 ALONE = {"keras"}
