@@ -42,6 +42,7 @@ WAYS: dict[str, tuple[dict[str, str], str]] = {
     "float16, dynamic": ({"loss_scale": "dynamic"}, "#0072B2"),
     "float16, headroom": ({"loss_scale": "headroom"}, "#009E73"),
 }
+EVERY = 3  # steps between the losses that are kept
 # The loss scales at which the first step is traced: none, and the default.
 SCALES = (1.0, 2.0**15)
 
@@ -56,12 +57,15 @@ def run(config: Config, out: Path) -> dict[str, Any]:
     train(config, make_corpus(config), make_mesh(config.mesh, jax.devices()), out)
     with (out / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
-    perplexities = [row for row in rows if row["perplexity"]]
     return {
-        "loss": [round(float(row["loss"]), 4) for row in rows],
-        "perplexity": {row["step"]: float(row["perplexity"]) for row in perplexities},
+        "loss": {
+            row["step"]: round(float(row["loss"]), 3)
+            for row in rows
+            if int(row["step"]) % EVERY == 0
+        },
+        "perplexity": round(float(rows[-1]["perplexity"]), 1),
         "skipped": int(float(rows[-1]["skipped_steps"])),
-        "log2_scale": float(np.log2(float(rows[-1]["loss_scale"]))),
+        "loss_scale": float(rows[-1]["loss_scale"]),
     }
 
 
@@ -111,21 +115,16 @@ def compare(config: Config, seeds: int) -> dict[str, Any]:
                 found["runs"][name].append(made)
                 progress.advance(bar)
                 if hidden:
-                    last = list(made["perplexity"].values())[-1]
-                    print(f"{name}, seed {seed}: perplexity {last:.1f}", flush=True)
+                    last = made["perplexity"]
+                    print(f"{name}, seed {seed}: perplexity {last}", flush=True)
     return found
-
-
-def final(runs: list[dict[str, Any]]) -> list[float]:
-    """Returns the last perplexity of each run."""
-    return [list(run["perplexity"].values())[-1] for run in runs]
 
 
 def table(found: dict[str, Any]) -> str:
     """Returns a Markdown table of the runs."""
     cells = []
     for name, runs in found["runs"].items():
-        last = final(runs)
+        last = [run["perplexity"] for run in runs]
         skipped = np.mean([run["skipped"] for run in runs])
         spread = f"{min(last):.0f} to {max(last):.0f}"
         cells.append([name, f"{np.mean(last):.0f}", spread, f"{skipped:g}"])
@@ -136,7 +135,7 @@ def table(found: dict[str, Any]) -> str:
 def flushed_table(found: dict[str, Any]) -> str:
     """Returns a Markdown table of the lines that lose most."""
     unscaled, scaled = found["flushed"].values()
-    worst = sorted(unscaled, key=lambda line: -unscaled[line])[:8]
+    worst = sorted(unscaled, key=lambda line: -unscaled[line])[:6]
     cells = [[f"`{x}`", f"{unscaled[x]:.0%}", f"{scaled[x]:.1%}"] for x in worst]
     return report.table(["backward pass of", "unscaled", "with 2^15"], cells)
 
@@ -146,11 +145,12 @@ def plot(found: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(7, 3.4), layout="constrained")
     axes = figure.subplots()
     for name, (_, color) in WAYS.items():
-        losses = np.mean([run["loss"] for run in found["runs"][name]], axis=0)
+        losses = [list(run["loss"].values()) for run in found["runs"][name]]
+        steps = list(map(int, found["runs"][name][0]["loss"]))
         width = 5 if name == "float32" else 1.6
         style = "--" if name in ("float16, dynamic", "float16, headroom") else "-"
-        steps = np.arange(1, len(losses) + 1)
-        axes.plot(steps, losses, color=color, lw=width, ls=style, label=name)
+        mean = np.mean(losses, axis=0)
+        axes.plot(steps, mean, color=color, lw=width, ls=style, label=name)
     axes.set(xlabel="step", ylabel="training loss")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
