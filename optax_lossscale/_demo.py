@@ -109,8 +109,9 @@ class Detector(nn.Module):
 
 def load_pictures() -> tuple[jax.Array, jax.Array]:
     """Returns scikit-learn's photographs and digits, in gray, from -1 to 1."""
-    photos = np.mean(load_sample_images().images, -1) / 127.5 - 1
-    digits = load_digits().images / 8 - 1
+    photos = np.mean(load_sample_images()["images"], -1) / 127.5 - 1
+    pixels, _ = load_digits(return_X_y=True)
+    digits = pixels.reshape(-1, SIDE, SIDE) / 8 - 1
     return jnp.asarray(photos, jnp.float32), jnp.asarray(digits, jnp.float32)
 
 
