@@ -128,7 +128,7 @@ def table(found: dict[str, Any]) -> str:
         skipped = np.mean([run["skipped"] for run in runs])
         spread = f"{min(last):.0f} to {max(last):.0f}"
         cells.append([name, f"{np.mean(last):.0f}", spread, f"{skipped:g}"])
-    header = ["training", "perplexity", "of the seeds", "skipped steps"]
+    header = ["training", "perplexity", "range of 3 seeds", "skipped steps"]
     return report.table(header, cells)
 
 
@@ -137,7 +137,7 @@ def flushed_table(found: dict[str, Any]) -> str:
     unscaled, scaled = found["flushed"].values()
     worst = sorted(unscaled, key=lambda line: -unscaled[line])[:6]
     cells = [[f"`{x}`", f"{unscaled[x]:.0%}", f"{scaled[x]:.1%}"] for x in worst]
-    return report.table(["backward pass of", "unscaled", "with 2^15"], cells)
+    return report.table(["backward pass of", "unscaled", "scaled by 2^15"], cells)
 
 
 def plot(found: dict[str, Any]) -> Figure:
@@ -148,7 +148,9 @@ def plot(found: dict[str, Any]) -> Figure:
         losses = [list(run["loss"].values()) for run in found["runs"][name]]
         steps = list(map(int, found["runs"][name][0]["loss"]))
         width = 5 if name == "float32" else 1.6
-        style = "--" if name in ("float16, dynamic", "float16, headroom") else "-"
+        # Two lines in the same place, with dashes in turn.
+        dashes = {"float16, dynamic": (0, (4, 8)), "float16, headroom": (6, (4, 8))}
+        style = dashes.get(name, "-")
         mean = np.mean(losses, axis=0)
         axes.plot(steps, mean, color=color, lw=width, ls=style, label=name)
     axes.set(xlabel="step", ylabel="training loss")

@@ -126,7 +126,7 @@ def recurrent(steps: int) -> Task:
 
 
 def detector(steps: int, size: int = 2**16) -> Task:
-    """The network of the demonstration, which fails in float16 without loss scaling.
+    """The network of the demonstration, which needs loss scaling in large batches.
 
     Args:
       steps: The number of steps per run.
@@ -147,5 +147,5 @@ def detector(steps: int, size: int = 2**16) -> Task:
     return Task(name, init, loss_fn, batch, optax.adam(3e-3), steps)
 
 
-# Those of `experiments.rules`.
+# The tasks that need no loss scaling.
 TASKS = (perceptron, transformer, recurrent)

@@ -16,7 +16,7 @@ def main() -> None:
     try:
         cli.main()
     except KeyboardInterrupt:  # before the training, which catches signals itself
-        print(f"{PROGRAM}: interrupted, nothing was trained", file=sys.stderr)
+        print(f"{PROGRAM}: interrupted", file=sys.stderr)
         sys.exit(130)
 
 

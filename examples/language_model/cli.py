@@ -97,12 +97,17 @@ def connect(
 ) -> None:
     """Connects to the other processes, if there are any."""
     if coordinator == "auto":
+        for name, value in (("processes", processes), ("process", process)):
+            if value is not None:
+                raise SettingError(name, "be left out with --coordinator auto", value)
         try:
             jax.distributed.initialize()
         except ValueError:
             rule = "be HOST:PORT where JAX recognizes no cluster"
             raise SettingError("coordinator", rule, coordinator) from None
     elif coordinator:
+        if not coordinator.rpartition(":")[2].isdecimal():
+            raise SettingError("coordinator", "be HOST:PORT or auto", coordinator)
         if processes is None or processes < 1:
             raise SettingError("processes", "be the number of processes", processes)
         if process is None or not 0 <= process < processes:
@@ -158,7 +163,8 @@ def keep_settings(out: Path, config: Config, corpus: Corpus) -> None:
     path = out / "settings.json"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if path.exists():
+        has_checkpoint = any((out / "checkpoints").glob("[0-9]*"))
+        if has_checkpoint and path.exists():
             check_same_run(out, json.loads(path.read_text()), settings)
         if jax.process_index() == 0:
             write_whole(path, json.dumps(settings, indent=2) + "\n")
@@ -182,7 +188,7 @@ def check_same_run(out: Path, saved: dict[str, Any], settings: dict[str, Any]) -
 
 
 def describe(result: Result) -> str:
-    """Returns one line on what came of a training."""
+    """Returns a line that says how the training ended."""
     if result.perplexity is None:
         return f"stopped after step {result.step}; the same command goes on from there"
     return f"perplexity {result.perplexity:.2f} after step {result.step}"

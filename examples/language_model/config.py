@@ -1,8 +1,7 @@
 """The settings of a run, and the presets."""
 
 import dataclasses
-import typing
-from typing import Any
+from typing import Any, Final
 
 DTYPES = ("float32", "bfloat16", "float16")
 LOSS_SCALES = ("none", "fixed", "dynamic", "tolerant", "headroom", "logmax")
@@ -56,8 +55,10 @@ class Config:
 
     # The text and the model.
     corpus: str = _setting("*.py", "files of the standard library, a glob pattern")
-    vocabulary: int = _setting(8192, "words and bytes", least=257, most=65536)
-    context: int = _setting(64, "tokens that the model sees", least=1)
+    vocabulary: int = _setting(
+        8192, "tokens: 256 bytes, and words", least=257, most=65536
+    )
+    context: int = _setting(64, "sequence length, in tokens", least=1)
     layers: int = _setting(2, "transformer blocks", least=1)
     width: int = _setting(64, "channels", least=1)
     heads: int = _setting(4, "attention heads, a divisor of the width", least=1)
@@ -71,9 +72,9 @@ class Config:
     steps: int = _setting(60, "optimizer steps", least=1)
     batch_size: int = _setting(256, "sequences in a step, on all devices", least=1)
     accumulate: int = _setting(1, "micro-batches in a step", least=1)
-    learning_rate: float = _setting(3e-3, "its peak", least=0)
+    learning_rate: float = _setting(3e-3, "peak learning rate", least=0)
     warmup_steps: int = _setting(10, "steps until the peak", least=0)
-    weight_decay: float = _setting(0.1, "of matrices", least=0)
+    weight_decay: float = _setting(0.1, "of kernels and embeddings", least=0)
     clip_norm: float = _setting(1.0, "largest norm of the gradients", least=0)
     average_decay: float = _setting(0.99, "of the averaged parameters", least=0, most=1)
 
@@ -125,7 +126,7 @@ _GPT2_SMALL = Config(
     scan_layers=True,
 )
 
-PRESETS: typing.Final = {
+PRESETS: Final = {
     "tiny": Config(),
     "gpt2-small": _GPT2_SMALL,
     "gpt2-small-tpu": dataclasses.replace(_GPT2_SMALL, accumulate=8, mesh="fsdp"),

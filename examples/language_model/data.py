@@ -14,7 +14,14 @@ from examples.language_model.config import SettingError
 WORDS = re.compile(rb" ?[A-Za-z]+|\d+|\n *| +|[^\w\s]+|.", re.DOTALL)
 BYTES = 256
 VALIDATION_SHARE = 1 / 20
-NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+NOT_THE_LIBRARY = {
+    "..",
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "__pycache__",
+}
 
 
 class Tokenizer:
@@ -96,7 +103,12 @@ class Corpus:
 
 def _read_library(pattern: str) -> list[bytes]:
     library = Path(sysconfig.get_path("stdlib"))
-    paths = [path.relative_to(library) for path in library.glob(pattern)]
+    try:
+        found = [path for path in library.glob(pattern) if path.is_file()]
+        paths = [path.relative_to(library) for path in found]
+    except (NotImplementedError, ValueError):
+        rule = "be a glob pattern relative to the library, such as '*.py'"
+        raise SettingError("corpus", rule, pattern) from None
     kept = [path for path in paths if not NOT_THE_LIBRARY & set(path.parts)]
     return [(library / path).read_bytes() for path in sorted(kept)]
 

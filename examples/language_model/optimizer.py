@@ -40,9 +40,7 @@ def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
     )
     inner = optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            schedule, b2=0.95, weight_decay=config.weight_decay, mask=is_matrix
-        ),
+        optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=decays),
         average_parameters(config.average_decay),
     )
     if config.loss_scale == "none":
@@ -50,8 +48,11 @@ def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
     return LossScaleOptimizer(inner, RULES[config.loss_scale])
 
 
-def is_matrix(params: Any) -> Any:
-    """Tells which parameters decay: neither biases nor the scales of layer norms."""
+def decays(params: Any) -> Any:
+    """Tells which parameters decay: neither biases nor the scales of layer norms.
+
+    By name, because biases of stacked blocks have two dimensions, too.
+    """
     return jax.tree.map_with_path(
         lambda path, _: path[-1].key in ("kernel", "embedding"), params
     )

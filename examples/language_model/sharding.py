@@ -29,13 +29,15 @@ def make_mesh(text: str, devices: Sequence[Any]) -> Mesh:
       SettingError: If `text` is something else, or does not fit the devices.
     """
     sizes = dict.fromkeys(AXES, 1)
-    rest = None
+    rest, named = None, set()
     for part in text.split(","):
         axis, equals, size = part.partition("=")
-        if axis not in AXES or (equals and not size.isdecimal()):
+        is_axis = axis in AXES and axis not in named
+        if not is_axis or not (size.isdecimal() if equals else rest is None):
             raise SettingError(
                 "mesh", "be like 'data', 'data=8' or 'data=2,fsdp=4'", text
             )
+        named.add(axis)
         sizes[axis] = int(size) if equals else 1
         rest = rest if equals else axis
     if rest:

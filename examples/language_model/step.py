@@ -120,7 +120,7 @@ class Trainer:
         if not isinstance(self._optimizer, LossScaleOptimizer):
             return {"loss_scale": jnp.float32(1), "skipped_steps": jnp.int32(0)}
         metrics = diagnostics.metrics(opt_state)
-        # The bits between the largest scaled gradient and the overflow of float16.
+        # Bits between the largest gradient, times the next scale, and 65504.
         largest = optax.tree.norm(grads, ord="inf")
         scale = self._optimizer.current_loss_scale(opt_state)
         headroom = jnp.log2(float(jnp.finfo(jnp.float16).max) / scale / largest)

@@ -16,7 +16,7 @@ from examples.language_model.step import Trainer
 
 
 class Result(NamedTuple):
-    """What came of a call of `train`.
+    """How a call of `train` ended.
 
     Attributes:
       step: The number of steps that were taken, in this call and before.
@@ -33,8 +33,8 @@ class Result(NamedTuple):
 def train(config: Config, corpus: Corpus, mesh: Mesh, out: Path) -> Result:
     """Trains until the last step, or until it is told to stop.
 
-    It goes on from the last checkpoint in `out`, to the same end, bit for bit, as if it
-    had never stopped.
+    It goes on from the last checkpoint in `out`. On the same devices it comes to the
+    same end, bit for bit, as if it had never stopped.
 
     Args:
       config: The settings.

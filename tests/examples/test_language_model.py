@@ -181,6 +181,26 @@ class TestCommandLine:
                 ["--corpus=*.txt"],
                 "--corpus: must match more text, as '*.py' does, got '*.txt'",
             ),
+            *(
+                (
+                    [f"--corpus={pattern}"],
+                    "--corpus: must be a glob pattern relative to the library, such "
+                    f"as '*.py', got '{pattern}'",
+                )
+                for pattern in ("/data/*.txt", "")
+            ),
+            (
+                ["--corpus=../*"],
+                "--corpus: must match more text, as '*.py' does, got '../*'",
+            ),
+            (
+                ["--coordinator=somewhere"],
+                "--coordinator: must be HOST:PORT or auto, got 'somewhere'",
+            ),
+            (
+                ["--coordinator=auto", "--processes=2"],
+                "--processes: must be left out with --coordinator auto, got 2",
+            ),
             (
                 ["--coordinator=127.0.0.1:1"],
                 "--processes: must be the number of processes, got None",
@@ -379,10 +399,22 @@ def test_meshes(text, shape):
     assert make_mesh(text, jax.devices()).devices.shape == shape
 
 
-@pytest.mark.parametrize("text", ["", "data=0", "data=-8", "data=3,fsdp", "data=x"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "data=0", "data=-8", "data=3,fsdp", "data=x", "data,fsdp", "data=1,data=8"],
+)
 def test_meshes_that_do_not_fit(text):
     with pytest.raises(SettingError, match="mesh must"):
         make_mesh(text, jax.devices())
+
+
+def test_settings_may_change_until_there_is_a_checkpoint(tmp_path):
+    corpus = Corpus("a*.py", 512, 16, seed=3)
+    cli.keep_settings(tmp_path, Config(batch_size=8), corpus)
+    cli.keep_settings(tmp_path, Config(batch_size=16), corpus)
+    (tmp_path / "checkpoints" / "4").mkdir(parents=True)
+    with pytest.raises(SettingError, match="batch_size 16, not 8"):
+        cli.keep_settings(tmp_path, Config(batch_size=8), corpus)
 
 
 def test_rows_beyond_a_checkpoint_are_dropped(tmp_path):
