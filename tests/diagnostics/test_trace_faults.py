@@ -51,9 +51,7 @@ def follow(faulty):
     return trace_numerics(faulty.loss_fn, faulty.params, *faulty.args, scale=scale)
 
 
-@pytest.mark.parametrize(
-    ("model", "name"), cases(FAULT_OF, ["variance", "gelu", "sum"])
-)
+@pytest.mark.parametrize(("model", "name"), cases(FAULT_OF, ["variance", "sum"]))
 def test_names_the_faulty_line(model, name):
     faulty, phase = model.plant(name), FAULT_OF[name].phase
     trace = follow(faulty)

@@ -39,8 +39,8 @@ def test_the_figure_has_all_ways():
     assert [line.get_label() for line in axes.lines] == list(language_model.WAYS)
 
 
-@pytest.mark.parametrize("way", need.WAYS)
-def test_a_training_of_few_steps_lowers_the_loss(way):
+def test_a_training_lowers_the_loss():
+    (way,) = need.WAYS.keys() - {"float32", "float16, unscaled"}
     few, many = (need.final_loss(perceptron(steps), way, 0) for steps in (10, 60))
     assert many < few < jnp.inf
 
