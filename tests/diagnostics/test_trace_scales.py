@@ -13,7 +13,7 @@ from experiments.tasks import Task, digits, mean_loss, recurrent, transformer
 from optax_lossscale import LossScaleOptimizer
 from optax_lossscale.diagnostics import trace_numerics
 
-POINTS, BETWEEN = 5, 40
+POINTS, BETWEEN = 3, 60
 
 
 def deep_perceptron(steps):

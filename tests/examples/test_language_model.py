@@ -341,9 +341,8 @@ def test_bfloat16_does_not_scale_its_loss(tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("rule", ["fixed", "headroom"])
-def test_rules(rule, tmp_path):
-    main("--out", str(tmp_path), f"--loss-scale={rule}")
+def test_another_rule(tmp_path):
+    main("--out", str(tmp_path), "--loss-scale=headroom")
     assert column(tmp_path, "skipped_steps")[-1] >= 1
     assert column(tmp_path, "loss")[-1] < column(tmp_path, "loss")[0] - 1
 
