@@ -22,16 +22,14 @@ FAST = {
     (faulty_transformer, None),
 }
 FAULT_OF = {fault.name: fault for fault in FAULTS}
+# `other_tools.py` follows every fault of both models. To save time, here are some.
+NAMED = ("logits", "variance", "gelu", "residual", "sum", "logarithm", "data")
 # NumPy makes -inf of -1e9.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 
 
 def cases(plain, linen):
-    """Returns the faults of the two models to test.
-
-    `other_tools.py` follows every fault of both; here Linen has those that break in the
-    source of Flax.
-    """
+    """Returns the faults of the two models to test."""
     chosen = [(faulty_transformer, x) for x in plain] + [
         (faulty_linen, x) for x in linen
     ]
@@ -51,7 +49,7 @@ def follow(faulty):
     return trace_numerics(faulty.loss_fn, faulty.params, *faulty.args, scale=scale)
 
 
-@pytest.mark.parametrize(("model", "name"), cases(FAULT_OF, ["variance", "sum"]))
+@pytest.mark.parametrize(("model", "name"), cases(NAMED, ["variance"]))
 def test_names_the_faulty_line(model, name):
     faulty, phase = model.plant(name), FAULT_OF[name].phase
     trace = follow(faulty)
@@ -67,7 +65,7 @@ def test_names_the_faulty_line(model, name):
         assert not found.output.is_finite
 
 
-@pytest.mark.parametrize(("model", "name"), cases([None], [None]))
+@pytest.mark.parametrize(("model", "name"), cases([None], []))
 def test_finds_nothing_in_the_sound_model(model, name):
     trace = follow(model.plant(name))
     assert [finding.kind for finding in trace.findings] == ["fine"]
