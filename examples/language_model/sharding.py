@@ -28,7 +28,7 @@ def make_mesh(text: str, devices: Sequence[Any]) -> Mesh:
     Raises:
       SettingError: If `text` is something else, or does not fit the devices.
     """
-    sizes = dict.fromkeys(AXES, 1)
+    sizes: dict[str, int] = dict.fromkeys(AXES, 1)
     rest, named = None, set()
     for part in text.split(","):
         axis, equals, size = part.partition("=")
