@@ -9,7 +9,6 @@ which operations lose their gradients. Writes `results/language_model.json` and
 import argparse
 import csv
 import dataclasses
-import json
 import linecache
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from rich.progress import Progress
 
 from benchmarks import report
 from examples.language_model.config import PRESETS, Config
-from examples.language_model.data import Corpus
+from examples.language_model.data import Corpus, make_corpus
 from examples.language_model.sharding import make_mesh
 from examples.language_model.step import Trainer
 from examples.language_model.train import train
@@ -47,14 +46,9 @@ EVERY = 3  # steps between the losses that are kept
 SCALES = (1.0, 2.0**15)
 
 
-def make_corpus(config: Config) -> Corpus:
-    """Returns the batches of a run."""
-    return Corpus(config.corpus, config.vocabulary, config.context, config.seed)
-
-
-def run(config: Config, out: Path) -> dict[str, Any]:
+def run(config: Config, corpus: Corpus, out: Path) -> dict[str, Any]:
     """Trains once, and returns what its logs say."""
-    train(config, make_corpus(config), make_mesh(config.mesh, jax.devices()), out)
+    train(config, corpus, make_mesh(config.mesh, jax.devices()), out)
     with (out / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     return {
@@ -108,10 +102,11 @@ def compare(config: Config, seeds: int) -> dict[str, Any]:
     ):
         bar = progress.add_task("", total=seeds * len(WAYS))
         for seed in range(seeds):
+            corpus = make_corpus(dataclasses.replace(config, seed=seed))
             for name, (changes, _) in WAYS.items():
                 progress.update(bar, description=f"{name}, seed {seed}")
                 changed = dataclasses.replace(config, seed=seed, **changes)
-                made = run(changed, Path(folder) / f"{name} {seed}")
+                made = run(changed, corpus, Path(folder) / f"{name} {seed}")
                 found["runs"][name].append(made)
                 progress.advance(bar)
                 if hidden:
@@ -175,8 +170,7 @@ def main() -> None:
     print(table(found))
     found["flushed"] = flushed(config)
     print(flushed_table(found))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(found))
+    report.save(options.out, found)
     if options.out == RESULTS:
         plot(found).savefig(FIGURE, dpi=120)
 

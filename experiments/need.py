@@ -7,7 +7,6 @@ three with batches of ordinary size, and a detector with growing batches. Writes
 
 import argparse
 import functools
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -92,8 +91,7 @@ def main() -> None:
     tasks += [detector(steps, size) for size in SIZES]
     found = compare(tasks, seeds)
     print(table(found))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(found))
+    report.save(options.out, found)
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ def train_all_ways(steps: int, **options: Any) -> dict[Way, Run]:
 
     Shows a progress bar in a terminal, and else writes a line to stderr for each way.
     """
-    runs = {}
+    pictures, runs = load_pictures(), {}
     console, hidden = Console(stderr=True), not sys.stderr.isatty()
     with Progress(console=console, transient=True, disable=hidden) as progress:
         task = progress.add_task("", total=len(WAYS) * steps)
@@ -155,12 +155,13 @@ def train_all_ways(steps: int, **options: Any) -> dict[Way, Run]:
             progress.update(task, description=f"{way.name:17}")
             if hidden:
                 print(f"{way.name}: {steps} steps", file=sys.stderr)
-            runs[way] = train(way, advance, steps, **options)
+            runs[way] = train(way, pictures, advance, steps, **options)
     return runs
 
 
 def train(
     way: Way,
+    pictures: tuple[jax.Array, jax.Array],
     advance: Callable[[], None],
     steps: int,
     seed: int,
@@ -173,13 +174,13 @@ def train(
 
     Args:
       way: The way to train.
+      pictures: As `load_pictures` returns them.
       advance: Called after every step.
       steps: The number of steps.
       seed: The seed.
       batch_size: The number of patches in a batch.
       optimizer: The name of the inner optimizer, in `OPTIMIZERS`.
     """
-    pictures = load_pictures()
     network = Detector(way.dtype)
     wrapped = LossScaleOptimizer(OPTIMIZERS[optimizer](), way.rule)
     batch_at = functools.partial(make_batch, size=batch_size)

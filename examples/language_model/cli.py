@@ -11,7 +11,7 @@ import jax
 
 from examples.language_model import PROGRAM
 from examples.language_model.config import PRESETS, Config, SettingError
-from examples.language_model.data import Corpus
+from examples.language_model.data import Corpus, make_corpus
 from examples.language_model.files import write_whole
 from examples.language_model.sharding import make_mesh
 from examples.language_model.train import Result, train
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = make_config(preset, options)
         mesh = make_mesh(config.mesh, jax.devices())
         check_batch(config, mesh.size)
-        corpus = Corpus(config.corpus, config.vocabulary, config.context, config.seed)
+        corpus = make_corpus(config)
         keep_settings(out, config, corpus)
     except SettingError as error:
         option = "--" + error.name.replace("_", "-")

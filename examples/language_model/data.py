@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from examples.language_model.config import SettingError
+from examples.language_model.config import Config, SettingError
 
 # A token is a word with the space before it, or what stands between words.
 WORDS = re.compile(rb" ?[A-Za-z]+|\d+|\n *| +|[^\w\s]+|.", re.DOTALL)
@@ -99,6 +99,11 @@ class Corpus:
     def _windows(self, tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
         rows = starts[:, None] + np.arange(self._length)
         return tokens[rows].astype(np.int32)
+
+
+def make_corpus(config: Config) -> Corpus:
+    """Returns the batches of a run."""
+    return Corpus(config.corpus, config.vocabulary, config.context, config.seed)
 
 
 def _read_library(pattern: str) -> list[bytes]:
