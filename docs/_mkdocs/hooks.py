@@ -69,7 +69,6 @@ def on_page_markdown(markdown, page, config, files):
     """Points links at the site, or else at GitHub, where the page can be edited."""
     uri = page.file.src_uri
     if uri == FILES["README.md"]:
-        page.meta["hide"] = ["navigation"]
         markdown = BADGE.sub("", markdown)
     is_notebook = (ROOT / uri).with_suffix(".ipynb").exists()
     source = SOURCES.get(uri, uri if is_notebook else f"docs/{uri}")
