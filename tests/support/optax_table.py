@@ -28,8 +28,8 @@ HEAD = """\
 Put `LossScaleOptimizer` outermost, around everything else: that is always right. This
 table says what happens in other places, and which parts need more.
 
-Each cell is the result of six steps. In the third, the gradient of one parameter is inf,
-or nan.
+Each cell is the result of six steps. In the third, the gradient of one parameter is
+inf, or nan.
 
 - *exact*: parameters, momenta, counts and schedules are those of a training without
   that step, and the scale backs off.
