@@ -17,25 +17,41 @@ Arrays = list[jax.Array]
 MUCH_LARGER = 4
 
 
+class Program:
+    """A function of a list of arrays, traced once for several uses.
+
+    Attributes:
+      traced: The program. It returns a list.
+      like: The shapes and dtypes of the results of the function.
+      run: Does what the function does.
+    """
+
+    def __init__(self, function: Callable[[Arrays], Any], arrays: Arrays):
+        traced, self.like = jax.make_jaxpr(function, return_shape=True)(arrays)
+        self.traced: ClosedJaxpr = traced
+        compute, treedef = jaxpr_as_fun(traced), jax.tree.structure(self.like)
+        self.run = jax.jit(lambda arrays: treedef.unflatten(compute(*arrays)))
+
+
 def branch(
     should_apply: jax.Array,
-    run: Callable[[Arrays], Any],
+    program: Program,
     keep: Callable[[Any, Arrays], Any],
     arrays: Arrays,
 ) -> Any:
-    """Returns `run(arrays)` if `should_apply`, else `keep(like, arrays)`.
+    """Returns `program.run(arrays)` if `should_apply`, else `keep(like, arrays)`.
 
     Args:
       should_apply: bool[].
-      run: The step. Its result is cast to the dtypes of that of `keep`.
-      keep: Its first argument has the shapes and dtypes of the result of `run`.
+      program: The step. Its results are cast to the dtypes of those of `keep`.
+      keep: Its first argument has the shapes and dtypes of the results of the step.
       arrays: What the step reads.
     """
-    like = jax.eval_shape(run, arrays)
+    like = program.like
     skip_branch = functools.partial(keep, like)
 
     def run_branch(arrays):
-        return cast_like(run(arrays), skip_branch(arrays))
+        return cast_like(program.run(arrays), skip_branch(arrays))
 
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return lax.cond(should_apply, run_branch, skip_branch, arrays)
@@ -50,7 +66,7 @@ def branch(
 
 def branch_and_follow(
     should_apply: jax.Array,
-    run: Callable[[Arrays], Any],
+    program: Program,
     keep: Callable[[Any, Arrays], Any],
     arrays: Arrays,
     num_inputs: int,
@@ -63,7 +79,7 @@ def branch_and_follow(
 
     Args:
       should_apply: See `branch`.
-      run: See `branch`.
+      program: See `branch`.
       keep: See `branch`.
       arrays: See `branch`.
       num_inputs: How many of the first arrays may be non-finite if the step is skipped.
@@ -73,33 +89,32 @@ def branch_and_follow(
       As `branch`, or None if a select is better: it stores no updates but copies the
       state, which here is much smaller.
     """
-    if jax.sharding.get_abstract_mesh().manual_axes:
-        return branch(should_apply, run, keep, arrays)
-    like = jax.eval_shape(run, arrays)
-    old, treedef = jax.tree.flatten(keep(like, arrays))
-
-    def run_leaves(arrays):
-        return jax.tree.leaves(cast_like(run(arrays), treedef.unflatten(old)))
-
+    old, treedef = jax.tree.flatten(keep(program.like, arrays))
     # The branch overwrites the state. Afterwards only its scalars are read: XLA has to
     # copy what is read later.
     kept = {id(x) for x in arrays} & {id(x) for x in old}
     state = [i for i, x in enumerate(old) if id(x) in kept]
+    if len(state) == len(old) or jax.sharding.get_abstract_mesh().manual_axes:
+        return branch(should_apply, program, keep, arrays)
     readable = [
         i
         for i, x in enumerate(arrays)
         if i >= num_inputs and (id(x) not in kept or x.size == 1)
     ]
-    program = jax.make_jaxpr(run_leaves)(arrays)
-    later, follow = split(program, state, readable)
+    results = program.traced.out_avals
+    exact = [i for i in state if results[i].dtype == old[i].dtype]
+    later, follow = split(program.traced, exact, readable)
     stored = sorted({*range(len(old))}.difference(later))
     state_size = sum(old[i].size for i in state)
     updates_size = sum(old[i].size for i in stored) - state_size
     if updates_size > MUCH_LARGER * state_size:
         return None
 
-    def take(leaves):
+    def take(tree):
+        leaves = jax.tree.leaves(tree)
         return [leaves[i] for i in stored]
+
+    like = take(old)
 
     def guard(x):
         # No derivative if the step is skipped, where it might be 0 * inf.
@@ -107,16 +122,17 @@ def branch_and_follow(
 
     taken = lax.cond(
         should_apply,
-        lambda arrays: take(run_leaves(arrays)),
-        lambda arrays: take(jax.tree.leaves(keep(like, arrays))),
+        lambda arrays: cast_like(take(program.run(arrays)), like),
+        lambda arrays: take(keep(program.like, arrays)),
         arrays,
     )
     leaves = dict(enumerate(old)) | dict(zip(stored, taken, strict=True))
     updates = follow(
-        [guard(leaves[i]) for i in state], [guard(arrays[i]) for i in readable]
+        [guard(leaves[i]) for i in exact], [guard(arrays[i]) for i in readable]
     )
-    for i, x in zip(later, updates, strict=True):
-        leaves[i] = select(should_apply, x, old[i])
+    kept_updates = [old[i] for i in later]
+    updates = select(should_apply, cast_like(updates, kept_updates), kept_updates)
+    leaves |= dict(zip(later, updates, strict=True))
     return treedef.unflatten(leaves.values())
 
 
@@ -150,7 +166,7 @@ def split(
         if not needed.isdisjoint(equation.outvars):
             needed |= _variables(equation.invars)
             equations.append(equation)
-    names = list(_variables(given))
+    names = [*dict.fromkeys(x for x in given if not isinstance(x, Literal))]
     rest = jaxpr.replace(invars=names, outvars=wanted, eqns=equations[::-1])
     compute = jaxpr_as_fun(ClosedJaxpr(rest, program.consts))
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax import core, lax
 
-from optax_lossscale._step.branch import branch, branch_and_follow
+from optax_lossscale._step.branch import Program, branch, branch_and_follow
 from optax_lossscale._tree import cast_like, is_array, is_inexact, select
 
 Skip = Literal["auto", "where", "cond"]
@@ -129,21 +129,20 @@ def run_or_skip(
 
     if skip == "where" or not is_recording():
         return where(should_apply, run_arrays, arrays)
-    # jit caches the trace, which all uses of it share.
-    run_once = jax.jit(run_arrays, inline=True)
+    program = Program(run_arrays, arrays)
     if skip == "cond":
-        return branch(should_apply, run_once, keep_arrays, arrays)
+        return branch(should_apply, program, keep_arrays, arrays)
     num_inputs = len(_split(inputs)[0])
 
     def on_cpu(should_apply, arrays):
-        new = branch_and_follow(should_apply, run_once, keep_arrays, arrays, num_inputs)
-        return where(should_apply, run_once, arrays) if new is None else new
+        new = branch_and_follow(should_apply, program, keep_arrays, arrays, num_inputs)
+        return where(should_apply, program.run, arrays) if new is None else new
 
     return lax.platform_dependent(
         should_apply,
         arrays,
         cpu=on_cpu,
-        default=lambda pred, arrays: where(pred, run_once, arrays),
+        default=lambda pred, arrays: where(pred, program.run, arrays),
     )
 
 
