@@ -99,6 +99,18 @@ def measure(x):
 
 
 class TestFindings:
+    @pytest.mark.parametrize(
+        ("function", "advice"),
+        [
+            (lambda x: jnp.exp(x * 10.0), "compute this line in float32"),
+            (lambda x: jnp.exp(x * 100.0), "too large for float32 as well"),
+            (lambda x: jnp.log(x - x), "An input holds zeros"),
+        ],
+    )
+    def test_the_advice_is_about_what_float32_would_do(self, function, advice):
+        trace = trace_numerics(lambda w: total(function(w.astype(jnp.float16))), W)
+        assert advice in trace.findings[0].message
+
     def test_a_sound_program(self):
         trace = trace_numerics(loss_fn, W, scale=2.0**10)
         assert [x.kind for x in trace.findings] == ["fine"]

@@ -101,6 +101,12 @@ def describe(run: Run, key: Key) -> NumericFinding:
             f"{'compute' if is_half else 'keep'} this line in float32, or make its "
             "inputs smaller."
         )
+    elif is_half and _overflows_float32(run, key):
+        text += (
+            ". The result is too large for float32 as well. No loss scale helps: make "
+            "the inputs of this line smaller, for example by subtracting the maximum "
+            "before jnp.exp."
+        )
     elif is_half:
         text += (
             f", and it is no overflow. {_why(run, key)} No loss scale helps: compute "
@@ -115,6 +121,18 @@ def describe(run: Run, key: Key) -> NumericFinding:
         )
     kind = "would_overflow" if found.is_finite else "forward"
     return NumericFinding(kind, text, operation, bits=bits)
+
+
+def _overflows_float32(run: Run, key: Key) -> bool:
+    """Whether results that are inf are so in float32, too.
+
+    They are if they do not come from inf or from a division by zero, because those that
+    fit into float32 would exceed the limits of half precision.
+    """
+    inputs = [run.range(k) for k in run.operands(key)]
+    causes = any(x.zeros or x.flushed for x in inputs) or run.bad_operands(key)
+    constants = map(math.isfinite, run.site(key).constants)
+    return run.range(key).infs > 0 and not causes and all(constants)
 
 
 def _why(run: Run, key: Key) -> str:
