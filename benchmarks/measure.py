@@ -32,6 +32,16 @@ class Running:
         self.compile_time = min(times)
         self.carry = (params, jax.tree.leaves(state))
 
+    def peak_bytes(self) -> int:
+        """Returns the memory that a step needs, as the compiler has planned it."""
+        memory = self.compiled.memory_analysis()
+        return (
+            memory.argument_size_in_bytes
+            + memory.output_size_in_bytes
+            - memory.alias_size_in_bytes
+            + memory.temp_size_in_bytes
+        )
+
     def round(self) -> float:
         """Runs a step on every batch, and returns the time in seconds."""
         start = time.perf_counter()
@@ -62,8 +72,10 @@ def compare(plain: Running, scaled: Running, seconds: float) -> dict[str, Any]:
         "spread": [ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]],
         "rounds": len(ratios),
         "plain_s": statistics.median(theirs) / len(plain.batches),
+        "step_s": statistics.median(ours) / len(plain.batches),
         "compile_ratio": scaled.compile_time / plain.compile_time,
         "temp_bytes": scaled.compiled.memory_analysis().temp_size_in_bytes,
+        "peak_bytes": scaled.peak_bytes(),
         "kernels": hlo.parse(scaled.compiled.as_text()).kernels(),
     }
 

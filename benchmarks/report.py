@@ -89,8 +89,8 @@ def heading(title: str, results: dict[str, Any]) -> str:
 def full_report(results: dict[str, Any]) -> str:
     """Returns a Markdown page with all results, a table per workload."""
     text = heading("Benchmarks", results)
-    header = ["system", "time / plain", "10 % to 90 %", "rounds"]
-    header += ["compile / plain", "temporary MB", "kernels"]
+    header = ["system", "time / plain", "10 % to 90 %", "rounds", "ms"]
+    header += ["compile / plain", "temporary MB", "peak MB", "kernels"]
     for workload, systems in by_workload(results).items():
         plain = systems[PLAIN]["plain_s"]
         text += f"\n## {workload}\n\nPlain: {1e3 * plain:.3g} ms a step.\n\n"
@@ -100,8 +100,10 @@ def full_report(results: dict[str, Any]) -> str:
                 f"{row['ratio']:.2f}",
                 "{:.2f} to {:.2f}".format(*row["spread"]),
                 str(row["rounds"]),
+                f"{1e3 * row['step_s']:.3g}",
                 f"{row['compile_ratio']:.2f}",
                 _megabytes(row["temp_bytes"]),
+                _megabytes(row["peak_bytes"]),
                 str(row["kernels"]),
             ]
             for name, row in systems.items()

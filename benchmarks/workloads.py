@@ -98,7 +98,9 @@ def optimizer_step(
     )
 
 
-def mlp(layers: int = 20, width: int = 1000, batch: int = 16) -> Workload:
+def mlp(
+    optimizer: str = "adam", layers: int = 20, width: int = 1000, batch: int = 16
+) -> Workload:
     """A multilayer perceptron in float16, as in Micikevicius et al. 2018."""
 
     def init():
@@ -121,7 +123,8 @@ def mlp(layers: int = 20, width: int = 1000, batch: int = 16) -> Workload:
         return [*jax.random.normal(jax.random.key(1), shape, jnp.float16)]
 
     name = f"float16 MLP, {layers} layers of {width} x {width}, batch {batch}"
-    return Workload(name, "adam", init, loss_fn, batches, layers * width**2)
+    name += f", {optimizer}" * (optimizer != "adam")
+    return Workload(name, optimizer, init, loss_fn, batches, layers * width**2)
 
 
 def transformer(
@@ -171,7 +174,8 @@ def make_workloads(quick: bool, *, accelerator: bool) -> list[Workload]:
         optimizer_step(10**8, 20)._replace(column="1e8"),
     ]
     if accelerator:
-        workloads += [optimizer_step(10**9, 20)._replace(column="1e9")]
+        large = mlp(layers=20, width=4096, batch=4096)._replace(column="large MLP")
+        workloads += [optimizer_step(10**9, 20)._replace(column="1e9"), large]
     return [
         *workloads,
         *(optimizer_step(2 * 10**7, leaves) for leaves in (1, 200)),
@@ -180,5 +184,6 @@ def make_workloads(quick: bool, *, accelerator: bool) -> list[Workload]:
         optimizer_step(2 * 10**7, 20, "adafactor"),
         optimizer_step(2 * 10**7, 20, overflow=True)._replace(column="2e7, overflows"),
         mlp()._replace(column="MLP", **every_skip),
+        mlp("sgd")._replace(column="MLP, SGD"),
         transformer()._replace(column="transformer"),
     ]
