@@ -194,10 +194,13 @@ import sys
 import tokenize
 import optax
 before = set(sys.modules)
-import optax_lossscale
+import optax_lossscale.diagnostics
 print(sorted({name.split('.')[0] for name in set(sys.modules) - before}))
 """
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert result.stdout.strip() == "['optax_lossscale']"
