@@ -42,6 +42,13 @@ def quick_compilation():
 
 
 @pytest.fixture(autouse=True)
+def quick_compilation_of_exhaustive_tests(request):
+    """What runs by default is compiled as users compile it, its repetitions are not."""
+    if request.node.get_closest_marker("exhaustive"):
+        request.getfixturevalue("quick_compilation")
+
+
+@pytest.fixture(autouse=True)
 def strict_dtype_promotion():
     """Fails where the package lets JAX promote one dtype to another unasked."""
     with jax.numpy_dtype_promotion("strict"):

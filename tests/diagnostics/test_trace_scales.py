@@ -44,7 +44,6 @@ def overflows(closed, scale, args):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.usefixtures("quick_compilation")
 @jax.numpy_dtype_promotion("standard")
 @pytest.mark.parametrize("make", [deep_perceptron, transformer, recurrent])
 def test_the_largest_scale_is_the_bisected_one(make):
