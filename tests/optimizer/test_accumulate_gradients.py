@@ -32,6 +32,7 @@ from optax_lossscale import (
     select_applied,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 PARAMS = {"w": jnp.array([[0.5, -0.0]] * 2, jnp.float32), "b": jnp.float32(-3)}
 INNER = relaxed(optax.chain(optax.clip_by_global_norm(9.0), optax.adam(0.1)))
 

@@ -29,7 +29,10 @@ from optax_lossscale import LossScaleOptimizer, all_finite
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
 
-pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+pytestmark = [
+    pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices"),
+    pytest.mark.usefixtures("quick_compilation"),
+]
 
 
 @functools.cache

@@ -32,6 +32,7 @@ from optax_lossscale import (
     select_applied,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 PAGE = RECIPES / "accumulation.md"
 PARAMS = {"w": jnp.array([[0.5, -1.0]] * 2, jnp.float32), "b": jnp.float32(-3)}
 INNER = optax.adam(0.1)
