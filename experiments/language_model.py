@@ -132,7 +132,9 @@ def flushed_table(found: dict[str, Any]) -> str:
     unscaled, scaled = found["flushed"].values()
     worst = sorted(unscaled, key=lambda line: -unscaled[line])[:6]
     cells = [[f"`{x}`", f"{unscaled[x]:.0%}", f"{scaled[x]:.1%}"] for x in worst]
-    return report.table(["backward pass of", "unscaled", "scaled by 2^15"], cells)
+    return report.table(
+        ["backward pass of", "unscaled", "scaled by 2<sup>15</sup>"], cells
+    )
 
 
 def plot(found: dict[str, Any]) -> Figure:

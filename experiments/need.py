@@ -7,6 +7,7 @@ three with batches of ordinary size, and a detector with growing batches. Writes
 
 import argparse
 import functools
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,10 @@ def compare(tasks: list[Task], seeds: int) -> dict[str, Any]:
 def table(found: dict[str, Any]) -> str:
     """Returns a Markdown table of the mean losses over the seeds."""
     cells = [
-        [name, *(f"{np.mean(losses[way]):.3g}" for way in WAYS)]
+        [
+            re.sub(r"\^(\d+)", r"<sup>\1</sup>", name),
+            *(f"{np.mean(losses[way]):#.3g}" for way in WAYS),
+        ]
         for name, losses in found["tasks"].items()
     ]
     return report.table(["loss at the end", *WAYS], cells)

@@ -5,14 +5,15 @@ of the repository. Here they become links of the site; what is not on the site i
 on GitHub.
 """
 
+import itertools
 import posixpath
 import re
 from pathlib import Path
 
 import nbformat
-from latex2mathml.converter import convert
 from mkdocs.structure.files import File
 from nbconvert import MarkdownExporter
+from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
 ROOT = Path(__file__).parents[2]
 # Where in the site the files of the repository are that are not below docs.
@@ -34,7 +35,11 @@ PAGES = {
 LINK = re.compile(r"\]\((?!\w+:)([^)\s#]*)(#[^)\s]*)?\)")
 # Images on other hosts, from which the site loads nothing.
 BADGE = re.compile(r"^\[!\[.*\n", re.MULTILINE)
-FORMULA = re.compile(r"\$([^$\n]+)\$")
+PICTURE = re.compile(r"!\[png\]")
+TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+ROW = re.compile(r"<tr>(.*?)</tr>", re.DOTALL)
+CELL = re.compile(r"<(t[hd])>(.*?)</t[hd]>", re.DOTALL)
+NUMBER = re.compile(r"\u2013|-?[\d.,]+( to [\d.]+|%)?")
 VERSION = re.compile(r'^__version__ = "(.*)"$', re.MULTILINE)
 
 
@@ -64,13 +69,30 @@ def on_page_markdown(markdown, page, config, files):
     """Points links at the site, or else at GitHub, where the page can be edited."""
     uri = page.file.src_uri
     if uri == FILES["README.md"]:
-        page.meta["hide"] = ["navigation"]
         markdown = BADGE.sub("", markdown)
     is_notebook = (ROOT / uri).with_suffix(".ipynb").exists()
     source = SOURCES.get(uri, uri if is_notebook else f"docs/{uri}")
     if (ROOT / source).exists():
         page.edit_url = f"{config.repo_url}/edit/main/{source}"
     return _linked(markdown, source, uri, f"{config.repo_url}/blob/main")
+
+
+def on_page_content(html, **_):
+    """Aligns the columns of numbers."""
+    return TABLE.sub(lambda match: _with_numbers(match[0]), html)
+
+
+def _with_numbers(table):
+    """Marks the cells of the columns of a table that hold numbers alone."""
+    rows = [[cell for _, cell in CELL.findall(row)] for row in ROW.findall(table)]
+    columns = zip(*rows[1:], strict=True)
+    are_numbers = itertools.cycle([all(map(NUMBER.fullmatch, x)) for x in columns])
+
+    def mark(match):
+        name = f'{match[1]} class="number"' if next(are_numbers) else match[1]
+        return f"<{name}>{match[2]}</{match[1]}>"
+
+    return CELL.sub(mark, table)
 
 
 def _linked(markdown, source, uri, on_github):
@@ -102,13 +124,15 @@ def _quickstart_first(path):
 def _notebook(path, config):
     """Returns a notebook as Markdown, and its pictures by name. Nothing is run."""
     notebook = nbformat.read(path, as_version=4)
-    for cell in notebook.cells:
-        if cell.cell_type == "markdown":
-            # Browsers render MathML by themselves.
-            cell.source = FORMULA.sub(lambda match: convert(match[1]), cell.source)
-    markdown, resources = MarkdownExporter().from_notebook_node(
+    # What a cell prints is saved in pieces.
+    exporter = MarkdownExporter(preprocessors=[CoalesceStreamsPreprocessor])
+    markdown, resources = exporter.from_notebook_node(
         notebook, {"unique_key": path.stem, "output_files_dir": f"{path.stem}_files"}
     )
+    # Each cell says in words what its pictures show.
+    cells = (cell.metadata.get("alt", ()) for cell in notebook.cells)
+    alt = itertools.chain.from_iterable(cells)
+    markdown = PICTURE.sub(lambda _: f"![{next(alt)}]", markdown)
     link = f"{config.repo_url}/blob/main/notebooks/{path.name}"
     return f"{markdown}\n[This page is a notebook]({link}).\n", resources["outputs"]
 

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax import core, lax
 
+from optax_lossscale._step.branch import Program, branch, branch_and_follow
 from optax_lossscale._tree import cast_like, is_array, is_inexact, select
 
 Skip = Literal["auto", "where", "cond"]
@@ -90,9 +91,10 @@ def run_or_skip(
 
     Args:
       skip: "where" runs and selects; "cond" branches; "auto" branches on CPU, where
-        a select makes XLA copy the donated state, and selects elsewhere, where a
-        branch prevents XLA from fusing the step with other operations. If nothing
-        is recorded (`is_recording`), all three select. None always runs.
+        a select makes XLA copy the donated state (unless that is small), and selects
+        elsewhere, where a branch prevents XLA from fusing the step with other
+        operations. If nothing is recorded (`is_recording`), all three select. None
+        always runs.
       should_apply: bool[].
       run: The step. It is traced once.
       keep: Called as `keep(like, *operands)`. `like` is the result of `run`, or its
@@ -125,34 +127,22 @@ def run_or_skip(
         old = keep_arrays(new, arrays)
         return select(should_apply, cast_like(new, old), old)
 
-    def cond(should_apply, run, arrays):
-        like = jax.eval_shape(run, arrays)
-        keep = functools.partial(keep_arrays, like)
-
-        def run_cast(arrays):
-            return cast_like(run(arrays), keep(arrays))
-
-        if not jax.sharding.get_abstract_mesh().manual_axes:
-            return lax.cond(should_apply, run_cast, keep, arrays)
-        # Both branches must vary over the same axes of jax.shard_map.
-        axes = _varying_axes(like, jax.eval_shape(keep, arrays))
-        branches = [lambda x, f=f: _vary(f(x), axes) for f in (run_cast, keep)]
-        new = lax.cond(should_apply, *branches, arrays)
-        # Devices that decide separately have different results. lax.cond does not tell
-        # jax.shard_map so, but a select does, and XLA removes it.
-        return select(should_apply, new, new)
-
     if skip == "where" or not is_recording():
         return where(should_apply, run_arrays, arrays)
-    # jit caches the trace, which eval_shape and the branches then share.
-    run_once = jax.jit(run_arrays)
+    program = Program(run_arrays, arrays)
     if skip == "cond":
-        return cond(should_apply, run_once, arrays)
+        return branch(should_apply, program, keep_arrays, arrays)
+    num_inputs = len(_split(inputs)[0])
+
+    def on_cpu(should_apply, arrays):
+        new = branch_and_follow(should_apply, program, keep_arrays, arrays, num_inputs)
+        return where(should_apply, program.run, arrays) if new is None else new
+
     return lax.platform_dependent(
         should_apply,
         arrays,
-        cpu=lambda pred, arrays: cond(pred, run_once, arrays),
-        default=lambda pred, arrays: where(pred, run_once, arrays),
+        cpu=on_cpu,
+        default=lambda pred, arrays: where(pred, program.run, arrays),
     )
 
 
@@ -169,38 +159,3 @@ def small_unless(should_apply: jax.Array, tree: Any) -> Any:
 @functools.partial(jax.jit, inline=True)
 def _small_number_unless(should_apply, x):
     return lax.select(should_apply, x, lax.full_like(x, SMALL))
-
-
-def _varying_axes(*trees: Any) -> list[frozenset[Hashable]]:
-    """Returns the mesh axes of `jax.shard_map` over which each leaf of any tree varies.
-
-    Args:
-      *trees: Trees of `jax.ShapeDtypeStruct`, of one structure.
-    """
-
-    def axes(leaf):
-        # The name of this attribute depends on the version of JAX.
-        if hasattr(leaf, "manual_axis_type"):
-            return getattr(leaf.manual_axis_type, "varying", frozenset())
-        return getattr(leaf, "vma", None) or frozenset()
-
-    leaves = (jax.tree.leaves(tree) for tree in trees)
-    return [
-        functools.reduce(frozenset.union, map(axes, group))
-        for group in zip(*leaves, strict=True)
-    ]
-
-
-def _vary(tree: Any, axes: list[frozenset[Hashable]]) -> Any:
-    """Makes each leaf vary over mesh axes, as both branches of a cond must.
-
-    XLA removes the selects.
-    """
-
-    def leaf(x, axes):
-        for axis in sorted(axes, key=str):
-            x = lax.select(lax.axis_index(axis) >= 0, x, x)
-        return x
-
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten(map(leaf, leaves, axes))

@@ -193,9 +193,10 @@ def test_needs_jax_and_optax_alone():
 import sys
 import tokenize
 import optax
-before = set(sys.modules)
+packages = lambda: {name.split('.')[0] for name in sys.modules}
+before = packages()
 import optax_lossscale.diagnostics
-print(sorted({name.split('.')[0] for name in set(sys.modules) - before}))
+print(sorted(packages() - before))
 """
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],

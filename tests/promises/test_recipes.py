@@ -123,7 +123,7 @@ def check_flax_linen(page):
 def check_flax_nnx(page):
     from flax import nnx
 
-    model, trainer, labels = page["model"], page["trainer"], page["labels"][:128]
+    labels = page["labels"][:128]
 
     def is_variable(x):
         return isinstance(x, nnx.Variable)
@@ -131,18 +131,25 @@ def check_flax_nnx(page):
     def arrays(tree):
         return jax.tree.map(lambda x: x[...], tree, is_leaf=is_variable)
 
-    def read():
-        changing = nnx.state(model, (nnx.Param, *page["SIDE_EFFECTS"]))
-        assert len(jax.tree.leaves(changing)) == 6 + 2 + 1
-        return arrays(trainer.opt_state), arrays(changing)
+    def check(train_step, model, trainer, losses, sizes):
+        def read():
+            changing = [nnx.state(model, kind) for kind in kinds]
+            assert [len(jax.tree.leaves(state)) for state in changing] == sizes
+            return arrays(trainer.opt_state), arrays(changing)
 
-    def step(images):
-        page["train_step"](model, trainer, images, labels)
+        def step(images):
+            train_step(model, trainer, images, labels)
 
-    check_training(page, page["losses"], read, step)
-    # As the page says: the one counts all steps, the other those that were applied.
-    assert trainer.step[...] == 62
-    assert trainer.opt_state.inner_state[0].count[...] == 61
+        check_training(page, losses, read, step)
+        # As the page says: the one counts all steps, the other those that were applied.
+        assert trainer.step[...] == 62
+        assert trainer.opt_state.inner_state[0].count[...] == 61
+
+    kinds = nnx.Param, *page["SIDE_EFFECTS"]
+    names = ["train_step", "model", "trainer", "losses"]
+    check(*(page[name] for name in names), [4, 0, 0])
+    names = ["norm_step", "norm_model", "norm_trainer", "norm_losses"]
+    check(*(page[name] for name in names), [6, 2, 1])
 
 
 def check_equinox(page):

@@ -1,5 +1,6 @@
 """Skipped steps: what they change, and what is compiled for them."""
 
+import functools
 import re
 
 import jax
@@ -277,3 +278,72 @@ class TestCompiledPrograms:
         size = params.nbytes
         assert ours.temp_size_in_bytes < 1.5 * size
         assert theirs.temp_size_in_bytes < 1.5 * size
+
+
+class TestUpdatesThatFollowFromTheState:
+    """On CPU, `update` branches, and computes Adam's updates after the branch."""
+
+    params = jnp.ones((256, 256), jnp.float32)
+    good = jnp.full((256, 256), 0.5, jnp.float32)
+
+    def step_of(self, inner):
+        optimizer = LossScaleOptimizer(relaxed(inner))
+
+        def step(params, state, grads):
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        return optimizer, step
+
+    @pytest.mark.parametrize(
+        ("inner", "stored"),
+        [
+            (optax.sgd(0.1), False),
+            (optax.sgd(0.1, momentum=0.9), False),
+            (optax.adamw(0.1), False),
+            (optax.lion(0.1), True),  # they need the gradients and the old momentum
+        ],
+    )
+    def test_updates_are_stored_only_if_they_must(self, inner, stored):
+        optimizer, step = self.step_of(inner)
+        shapes = (self.params, optimizer.init(self.params), self.good)
+        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*shapes).compile()
+        temporary = compiled.memory_analysis().temp_size_in_bytes
+        assert (temporary > 0.1 * self.params.nbytes) == stored
+
+    @pytest.mark.parametrize("wrap", [jax.jit, lambda f: jax.jit(jax.grad(f))])
+    @pytest.mark.parametrize("inner", [optax.adam(0.1), optax.sgd(0.1, momentum=0.9)])
+    def test_a_skipped_first_step_changes_nothing(self, inner, wrap):
+        # Adam divides by zero in an update from its first state.
+        optimizer, step = self.step_of(inner)
+        bad = self.good.at[3, 5].set(NAN)
+
+        def distance(params, skipped):
+            state = optimizer.init(params)
+            if skipped:
+                params, state = step(params, state, bad)
+            params, state = step(params, state, self.good)
+            return jnp.sum(params**2)
+
+        function = wrap(functools.partial(distance, skipped=True))
+        assert_close(
+            function(self.params),
+            wrap(functools.partial(distance, skipped=False))(self.params),
+        )
+
+    def test_side_effects_stay_in_the_branch(self):
+        seen = []
+
+        def update(updates, state, params=None):
+            state = jax.tree.map(lambda s, u: s + u, state, updates)
+            jax.debug.callback(lambda x: seen.append(float(x)), state[0, 0])
+            return jax.tree.map(lambda s: -s, state), state
+
+        inner = optax.GradientTransformation(jnp.zeros_like, update)
+        optimizer, step = self.step_of(inner)
+        params, state, step = self.params, optimizer.init(self.params), jax.jit(step)
+        for grads in (self.good, self.good.at[0, 0].set(INF), self.good):
+            params, state = step(params, state, grads)
+        jax.effects_barrier()
+        assert seen == [0.5, 1.0]
+        assert_same_bits(params, self.params - 1.5)

@@ -25,21 +25,24 @@ PAGE = RECIPES / "optax.md"
 HEAD = """\
 # With other parts of Optax
 
-Put `LossScaleOptimizer` outermost, around whatever there is: that is always right. This
-table says what happens in other places, and which parts ask for more. Each cell was
-found by six steps, in the third of which the gradient of one parameter is inf, or nan.
-`inner` is `optax.sgd(0.1, momentum=0.9)` where `LossScaleOptimizer` is outermost, and
-`LossScaleOptimizer(optax.sgd(0.1, momentum=0.9))` in the column "inside". `schedule`
-halves the rate in each step; `overflowing` is a mask, true for that one parameter.
+Put `LossScaleOptimizer` outermost, around everything else: that is always right. This
+table says what happens in other places, and which parts need more.
+
+Each cell is the result of six steps. In the third, the gradient of one parameter is
+inf, or nan.
 
 - *exact*: parameters, momenta, counts and schedules are those of a training without
   that step, and the scale backs off.
 - *counts the step*: the parameters stay, but some count or average goes on.
-- *moves*: the parameters move in the step that is to be skipped.
+- *moves*: the parameters move in the step that should be skipped.
 - *stops*: the parameters never move again.
-- *nan*: there are parameters that are no longer finite.
-- *scale stays*: it does not back off. *scale falls*: in finite steps too.
+- *nan*: some parameters are no longer finite.
+- *scale stays*: it does not back off. *scale falls*: it also falls in finite steps.
 - *refused*: it raises an error.
+
+`inner` is `optax.sgd(0.1, momentum=0.9)`. In the column "inside" it is the same in a
+`LossScaleOptimizer`. `schedule` halves the rate in each step. `overflowing` is a mask,
+true for the parameter whose gradient is not finite.
 
 """
 HEADER = ["", "outermost", "outermost, `minimize`", "inside", "note"]

@@ -1,0 +1,216 @@
+"""Branches that run a step or skip it."""
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+
+from optax_lossscale._tree import cast_like, is_inexact, select
+
+Arrays = list[jax.Array]
+
+# A select copies the state, a branch stores the updates: the branch is better unless
+# the updates are this much larger.
+MUCH_LARGER = 4
+
+
+class Program:
+    """A function of a list of arrays, traced once for several uses.
+
+    Attributes:
+      traced: The program. It returns a list.
+      like: The shapes and dtypes of the results of the function.
+      run: Does what the function does.
+    """
+
+    def __init__(self, function: Callable[[Arrays], Any], arrays: Arrays):
+        traced, self.like = jax.make_jaxpr(function, return_shape=True)(arrays)
+        self.traced: ClosedJaxpr = traced
+        compute, treedef = jaxpr_as_fun(traced), jax.tree.structure(self.like)
+        self.run = jax.jit(lambda arrays: treedef.unflatten(compute(*arrays)))
+
+
+def branch(
+    should_apply: jax.Array,
+    program: Program,
+    keep: Callable[[Any, Arrays], Any],
+    arrays: Arrays,
+) -> Any:
+    """Returns `program.run(arrays)` if `should_apply`, else `keep(like, arrays)`.
+
+    Args:
+      should_apply: bool[].
+      program: The step. Its results are cast to the dtypes of those of `keep`.
+      keep: Its first argument has the shapes and dtypes of the results of the step.
+      arrays: What the step reads.
+    """
+    like = program.like
+    skip_branch = functools.partial(keep, like)
+
+    def run_branch(arrays):
+        return cast_like(program.run(arrays), skip_branch(arrays))
+
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return lax.cond(should_apply, run_branch, skip_branch, arrays)
+    # Both branches must vary over the same axes of jax.shard_map.
+    axes = _varying_axes(like, jax.eval_shape(skip_branch, arrays))
+    branches = [lambda x, f=f: _vary(f(x), axes) for f in (run_branch, skip_branch)]
+    new = lax.cond(should_apply, *branches, arrays)
+    # Devices that decide separately have different results. lax.cond does not tell
+    # jax.shard_map so, but a select does, and XLA removes it.
+    return select(should_apply, new, new)
+
+
+def branch_and_follow(
+    should_apply: jax.Array,
+    program: Program,
+    keep: Callable[[Any, Arrays], Any],
+    arrays: Arrays,
+    num_inputs: int,
+) -> Any:
+    """Does what `branch` does, but stores no updates where it can.
+
+    A branch overwrites the state and stores new arrays, the updates. But often these
+    follow from the new state: those of Adam from its moments and count. Then only the
+    state is a result of the branch, and XLA computes the updates where they are used.
+
+    Args:
+      should_apply: See `branch`.
+      program: See `branch`.
+      keep: See `branch`.
+      arrays: See `branch`.
+      num_inputs: How many of the first arrays may be non-finite if the step is skipped.
+        Updates that need these are stored.
+
+    Returns:
+      As `branch`, or None if a select is better: it stores no updates but copies the
+      state, which here is much smaller.
+    """
+    old, treedef = jax.tree.flatten(keep(program.like, arrays))
+    # The branch overwrites the state. Afterwards only its scalars are read: XLA has to
+    # copy what is read later.
+    kept = {id(x) for x in arrays} & {id(x) for x in old}
+    state = [i for i, x in enumerate(old) if id(x) in kept]
+    if len(state) == len(old) or jax.sharding.get_abstract_mesh().manual_axes:
+        return branch(should_apply, program, keep, arrays)
+    readable = [
+        i
+        for i, x in enumerate(arrays)
+        if i >= num_inputs and (id(x) not in kept or x.size == 1)
+    ]
+    results = program.traced.out_avals
+    exact = [i for i in state if results[i].dtype == old[i].dtype]
+    later, follow = split(program.traced, exact, readable)
+    stored = sorted({*range(len(old))}.difference(later))
+    state_size = sum(old[i].size for i in state)
+    updates_size = sum(old[i].size for i in stored) - state_size
+    if updates_size > MUCH_LARGER * state_size:
+        return None
+
+    def take(tree):
+        leaves = jax.tree.leaves(tree)
+        return [leaves[i] for i in stored]
+
+    like = take(old)
+
+    def guard(x):
+        # No derivative if the step is skipped, where it might be 0 * inf.
+        return lax.select(should_apply, x, lax.stop_gradient(x)) if is_inexact(x) else x
+
+    taken = lax.cond(
+        should_apply,
+        lambda arrays: cast_like(take(program.run(arrays)), like),
+        lambda arrays: take(keep(program.like, arrays)),
+        arrays,
+    )
+    leaves = dict(enumerate(old)) | dict(zip(stored, taken, strict=True))
+    updates = follow(
+        [guard(leaves[i]) for i in exact], [guard(arrays[i]) for i in readable]
+    )
+    kept_updates = [old[i] for i in later]
+    updates = select(should_apply, cast_like(updates, kept_updates), kept_updates)
+    leaves |= dict(zip(later, updates, strict=True))
+    return treedef.unflatten(leaves.values())
+
+
+def split(
+    program: ClosedJaxpr, results: Sequence[int], arguments: Sequence[int]
+) -> tuple[list[int], Callable[[Arrays, Arrays], Arrays]]:
+    """Finds the results of a program that follow from other results.
+
+    Args:
+      program: The program.
+      results: The indices of the results from which others may follow.
+      arguments: The indices of the arguments from which they may follow, too.
+
+    Returns:
+      The indices of the results that follow from these alone, without side effects; and
+      a function of these results and arguments that computes those.
+    """
+    jaxpr = program.jaxpr
+    given = [jaxpr.outvars[i] for i in results] + [jaxpr.invars[i] for i in arguments]
+    found, possible = {*_variables(given), *jaxpr.constvars}, []
+    for equation in jaxpr.eqns:
+        if not equation.effects and _variables(equation.invars) <= found:
+            if not found.issuperset(equation.outvars):
+                possible.append(equation)
+            found.update(equation.outvars)
+    others = sorted({*range(len(jaxpr.outvars))}.difference(results))
+    later = [i for i in others if _variables([jaxpr.outvars[i]]) <= found]
+    wanted = [jaxpr.outvars[i] for i in later]
+    needed, equations = _variables(wanted), []
+    for equation in reversed(possible):
+        if not needed.isdisjoint(equation.outvars):
+            needed |= _variables(equation.invars)
+            equations.append(equation)
+    names = [*dict.fromkeys(x for x in given if not isinstance(x, Literal))]
+    rest = jaxpr.replace(invars=names, outvars=wanted, eqns=equations[::-1])
+    compute = jaxpr_as_fun(ClosedJaxpr(rest, program.consts))
+
+    def follow(results, arguments):
+        values = dict(zip(given, [*results, *arguments], strict=True))
+        return compute(*(values[name] for name in names))
+
+    return later, follow
+
+
+def _variables(atoms: Sequence[Any]) -> set[Any]:
+    return {x for x in atoms if not isinstance(x, Literal)}
+
+
+def _varying_axes(*trees: Any) -> list[frozenset[Hashable]]:
+    """Returns the mesh axes of `jax.shard_map` over which each leaf of any tree varies.
+
+    Args:
+      *trees: Trees of `jax.ShapeDtypeStruct`, of one structure.
+    """
+
+    def axes(leaf):
+        # The name of this attribute depends on the version of JAX.
+        if hasattr(leaf, "manual_axis_type"):
+            return getattr(leaf.manual_axis_type, "varying", frozenset())
+        return getattr(leaf, "vma", None) or frozenset()
+
+    leaves = (jax.tree.leaves(tree) for tree in trees)
+    return [
+        functools.reduce(frozenset.union, map(axes, group))
+        for group in zip(*leaves, strict=True)
+    ]
+
+
+def _vary(tree: Any, axes: list[frozenset[Hashable]]) -> Any:
+    """Makes each leaf vary over mesh axes, as both branches of a cond must.
+
+    XLA removes the selects.
+    """
+
+    def leaf(x, axes):
+        for axis in sorted(axes, key=str):
+            x = lax.select(lax.axis_index(axis) >= 0, x, x)
+        return x
+
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten(map(leaf, leaves, axes))
