@@ -31,6 +31,23 @@ def pytest_report_header():
     return f"jax {jax.__version__}, optax {optax.__version__}"
 
 
+@pytest.fixture
+def quick_compilation():
+    """Compiles without LLVM's optimizations, which take long in large programs."""
+    option = "jax_disable_most_optimizations"
+    before = jax.config.read(option)
+    jax.config.update(option, True)
+    yield
+    jax.config.update(option, before)
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation_of_exhaustive_tests(request):
+    """What runs by default is compiled as users compile it, its repetitions are not."""
+    if request.node.get_closest_marker("exhaustive"):
+        request.getfixturevalue("quick_compilation")
+
+
 @pytest.fixture(autouse=True)
 def strict_dtype_promotion():
     """Fails where the package lets JAX promote one dtype to another unasked."""

@@ -9,6 +9,7 @@ from tracing import assert_found, half, line_of, total
 
 from optax_lossscale.diagnostics import trace_numerics
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 TWO = jnp.array([1.0, 2.0], jnp.float32)
 
 

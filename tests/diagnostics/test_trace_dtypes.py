@@ -12,6 +12,7 @@ from tracing import assert_found, half, line_of, total
 from optax_lossscale.diagnostics import trace_numerics
 
 X64 = jax.config.jax_enable_x64
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 TWO = jnp.array([1.0, 2.0], jnp.float32)
 needs_devices = pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
 

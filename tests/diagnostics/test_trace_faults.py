@@ -16,16 +16,16 @@ KINDS = {
     "backward": "scale_too_high",
     "data": "nonfinite_argument",
 }
-FAST = {
-    (faulty_transformer, "gelu"),
-    (faulty_transformer, "sum"),
-    (faulty_transformer, None),
-}
 FAULT_OF = {fault.name: fault for fault in FAULTS}
-# `other_tools.py` follows every fault of both models. To save time, here are some.
+# `other_tools.py` follows every fault of both models. To save time, here are some, and
+# one of them by default. `test_trace_models.py` has faults of the forward pass.
+BY_DEFAULT = "sum"
 NAMED = ("logits", "variance", "gelu", "residual", "sum", "logarithm", "data")
 # NumPy makes -inf of -1e9.
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered in cast"),
+    pytest.mark.usefixtures("quick_compilation"),
+]
 
 
 def cases(plain, linen):
@@ -38,7 +38,7 @@ def cases(plain, linen):
             model,
             name,
             id=f"{model.__name__}-{name}",
-            marks=() if (model, name) in FAST else pytest.mark.exhaustive,
+            marks=() if name == BY_DEFAULT else pytest.mark.exhaustive,
         )
         for model, name in chosen
     ]
@@ -72,6 +72,7 @@ def test_finds_nothing_in_the_sound_model(model, name):
     assert trace.first_nonfinite is None
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("model", "name"), cases([*FAULT_OF][::3], ["variance"]))
 def test_mended_model_agrees_with_float32(model, name):
     def gradients(dtype):

@@ -11,6 +11,7 @@ from tracing import line_of
 
 from optax_lossscale.diagnostics import trace_numerics
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 X = jnp.full((2, 3), 10.0)
 # In the model: 10 * 3 * 0.1 = 3 before the gain; then 3 * gain * 2 * weight.
 SMALL, LARGE = 0.1, 3e4

@@ -195,10 +195,13 @@ import tokenize
 import optax
 packages = lambda: {name.split('.')[0] for name in sys.modules}
 before = packages()
-import optax_lossscale
+import optax_lossscale.diagnostics
 print(sorted(packages() - before))
 """
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert result.stdout.strip() == "['optax_lossscale']"

@@ -13,6 +13,8 @@ from experiments.tasks import detector, perceptron
 NEED = json.loads(need.RESULTS.read_text())
 LANGUAGE_MODEL = json.loads(language_model.RESULTS.read_text())
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 @pytest.fixture(autouse=True)
 def standard_dtype_promotion(strict_dtype_promotion):

@@ -16,6 +16,8 @@ GUIDE = {f"docs/guide/{path.name}" for path in ROOT.glob("docs/guide/*.md")}
 PAGES = ["README.md", *sorted(GUIDE - {DEVICES})]
 CHECKER = doctest.OutputChecker()
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 class Logger(types.ModuleType):
     """Stands for tensorboardX and wandb, and for what they return."""

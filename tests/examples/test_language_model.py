@@ -34,7 +34,10 @@ from examples.language_model.table import COLUMNS, Table
 # An old Flax uses what the JAX of its time deprecates.
 WARNINGS = ["-W", "error", "-W", "ignore::DeprecationWarning"]
 
-pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+pytestmark = [
+    pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices"),
+    pytest.mark.usefixtures("quick_compilation"),
+]
 
 
 @pytest.fixture(autouse=True)

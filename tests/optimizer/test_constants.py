@@ -1,5 +1,7 @@
 """Parameters among which there are leaves that have no gradient."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import pytest
 from helpers import (
     NAN,
     assert_same_bits,
-    every_skip,
+    auto_skip,
     relaxed,
 )
 
@@ -57,6 +59,7 @@ INNER = relaxed(optax.chain(optax.add_decayed_weights(0.1), optax.adam(0.01)))
 INITS = {"all": lambda model: model, "filtered": trainable}
 
 
+@functools.cache
 def plain(steps):
     model, params = Model(), trainable(Model())
     state = INNER.init(params)
@@ -89,7 +92,7 @@ class TestEquinox:
         assert loss == wanted
         assert state.last_step_applied
 
-    @every_skip
+    @auto_skip
     def test_minimize_under_filter_jit(self, init, skip):
         optimizer, model = LossScaleOptimizer(INNER, skip=skip), Model()
         state = optimizer.init(init(model))

@@ -16,6 +16,7 @@ from helpers import (
     SKIPS,
     WRAPS,
     assert_close,
+    auto_skip,
     every_skip,
     relaxed,
     signature,
@@ -433,7 +434,7 @@ class TestExtraArguments:
             updates, _ = optimizer.update(one, optimizer.init(one), value=3 * one)
             assert updates == expected
 
-    @every_skip
+    @auto_skip
     @pytest.mark.parametrize("has_aux", [False, True])
     def test_minimize_serves_line_searches(self, skip, has_aux):
         target = jnp.arange(3, dtype=jnp.float32)

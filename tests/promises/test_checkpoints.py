@@ -72,6 +72,7 @@ def run(path, devices, *death):
     environment = os.environ | {
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiling takes most of the time
     }
     result = subprocess.run(
         [sys.executable, "-W", "error", str(SUPPORT / "checkpointing.py"), *death],

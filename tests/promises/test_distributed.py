@@ -16,6 +16,7 @@ import optax
 import pytest
 from helpers import (
     assert_same_bits,
+    auto_skip,
     every_skip,
     exhaustive_but,
     page_blocks,
@@ -28,7 +29,10 @@ from optax_lossscale import LossScaleOptimizer, all_finite
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
 
-pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+pytestmark = [
+    pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices"),
+    pytest.mark.usefixtures("quick_compilation"),
+]
 
 
 @functools.cache
@@ -107,7 +111,7 @@ class TestEquivalence:
         assert max(scales) > scales[0] > min(scales)
         assert all(np.isfinite(x).all() for x in params.values())
 
-    @every_skip
+    @auto_skip
     def test_pmap(self, skip):
         params, state, rows = distributed.pmap(skip)
         check_devices_agree((params, state))
@@ -121,7 +125,7 @@ class TestEquivalence:
             warnings.simplefilter("ignore", DeprecationWarning)
             params, _, rows = distributed.pmap(replicate=jax_utils.replicate)
         check_rows(rows)
-        assert_same_bits(params, distributed.pmap()[0])
+        assert_same_bits(params, distributed.pmap("auto")[0])
 
     @pytest.mark.parametrize("check_vma", exhaustive_but([True, False], [True]))
     @every_skip
@@ -131,7 +135,7 @@ class TestEquivalence:
         check_params(params, atol=1e-6)
 
     @pytest.mark.parametrize("kind", exhaustive_but(KINDS, KINDS[:1]), ids=str)
-    @every_skip
+    @auto_skip
     def test_sharded_jit(self, skip, kind):
         params, _, rows = distributed.sharded_jit(skip, kind)
         check_rows(rows)
@@ -180,7 +184,7 @@ class TestShardedParameters:
 
     @pytest.mark.parametrize("check_vma", exhaustive_but([True, False], [True]))
     @pytest.mark.parametrize("method", ["apply_gradients", "update"])
-    @every_skip
+    @auto_skip
     def test_an_inf_in_one_slice_skips_all(self, skip, method, check_vma):
         optimizer = LossScaleOptimizer(
             optax.sgd(0.5, 0.9), axis_name=("data", "model"), skip=skip
@@ -288,7 +292,7 @@ class TestShardedJit:
         text = jax.jit(step).lower(*shapes).compile().as_text()
         return [line for line in text.splitlines() if COLLECTIVES.search(line)]
 
-    @every_skip
+    @auto_skip
     def test_adds_one_scalar_reduction(self, kind, skip):
         mesh, params, x, loss_fn = self.setup(kind)
         inner = optax.sgd(0.1, 0.9)

@@ -17,6 +17,7 @@ from helpers import (
     WRAPS,
     assert_close,
     assert_same_bits,
+    auto_skip,
     every_skip,
     signature,
 )
@@ -31,6 +32,7 @@ from optax_lossscale import (
     select_applied,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 PAGE = RECIPES / "accumulation.md"
 PARAMS = {"w": jnp.array([[0.5, -1.0]] * 2, jnp.float32), "b": jnp.float32(-3)}
 INNER = optax.adam(0.1)
@@ -104,7 +106,7 @@ class TestMultiStepsInside:
     """`LossScaleOptimizer(optax.MultiSteps(inner, k))` leaves micro-batches out."""
 
     @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-    @every_skip
+    @auto_skip
     @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
     def test_finite_windows_are_large_batches(self, wrap, skip, step):
         optimizer = LossScaleOptimizer(optax.MultiSteps(INNER, 2), skip=skip)
@@ -116,7 +118,7 @@ class TestMultiStepsInside:
         check(ends[3][0], large[1][0])
 
     @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-    @every_skip
+    @auto_skip
     def test_a_non_finite_micro_batch_is_left_out(self, skip, step):
         optimizer = LossScaleOptimizer(optax.MultiSteps(INNER, 3), skip=skip)
         finite = [1.0, 2.0, 6.0, 4.0, 5.0, 9.0]

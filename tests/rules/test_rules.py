@@ -241,11 +241,10 @@ def over_devices(rule, way):
     """Runs a rule on eight devices that see different gradients; returns all states."""
 
     def update(grad):
-        state, applied = rule.init(), []
-        for x in grad.T:
-            state, should_apply = rule.update(x, state, axis_name="batch")
-            applied.append(should_apply)
-        return state, jnp.stack(applied)
+        def step(state, x):
+            return rule.update(x, state, axis_name="batch")
+
+        return jax.lax.scan(step, rule.init(), grad)
 
     # Each step another device has the largest gradient, or one that is not finite.
     grads = jnp.full((8, 8), 0.001) + jnp.diag(GRADS)
@@ -377,8 +376,9 @@ def test_a_state_of_whatever_numbers_heals(rule):
 
     first = np.asarray(jax.vmap(rule)(states))
     assert np.all((low <= first) & (first <= high))
-    mixed = np.resize([0.7, np.inf, 0.7, 0.0, np.nan, 0.7, 0.0], 50)
-    for grads in (np.full(50, np.nan), np.full(1000, 0.7), mixed):
+    # Of one length: one program.
+    mixed = np.resize([0.7, np.inf, 0.7, 0.0, np.nan, 0.7, 0.0], 1000)
+    for grads in (np.full(1000, np.nan), np.full(1000, 0.7), mixed):
         scales, raw, should_apply = map(np.asarray, run(jnp.asarray(grads, np.float32)))
         assert np.all((low <= scales) & (scales <= high))
         np.testing.assert_array_equal(raw, scales)

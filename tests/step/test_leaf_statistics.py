@@ -46,18 +46,18 @@ def found(state, params=PARAMS):
 
 
 @pytest.mark.parametrize("value", exhaustive_but([INF, -INF, NAN], [INF]))
-def test_each_of_200_leaves_is_named(value):
+def test_each_of_60_leaves_is_named(value):
     params = {
         f"block_{i}": {
             "attn": {"kernel": jnp.ones((3, 3)), "bias": jnp.ones(3)},
             "ln": (jnp.ones(3), jnp.ones(())),
             "half": jnp.ones(3, jnp.float16),
         }
-        for i in range(40)
+        for i in range(12)
     }
     names = [
         f"params['block_{i}']{leaf}"
-        for i in sorted(range(40), key=str)
+        for i in sorted(range(12), key=str)
         for leaf in (
             "['attn']['bias']",
             "['attn']['kernel']",

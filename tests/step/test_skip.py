@@ -15,8 +15,8 @@ from helpers import (
     WRAPS,
     assert_close,
     assert_same_bits,
+    auto_skip,
     count_branches,
-    every_skip,
     exhaustive_but,
     relaxed,
 )
@@ -148,7 +148,7 @@ class TestSkip:
             seen.append(float(updates))
         assert seen == [-1, 0, -0.5, 0, 0, -0.25]
 
-    @every_skip
+    @auto_skip
     @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
     @pytest.mark.parametrize("bad", exhaustive_but([INF, NAN], [INF]))
     def test_is_differentiated_as_a_step_that_changes_nothing(self, bad, wrap, skip):

@@ -77,6 +77,7 @@ def one_device(skip="auto"):
     return train(step, params, optimizer.init(params), make_batches())
 
 
+@functools.cache
 def pmap(skip="auto", replicate=None):
     optimizer = make_optimizer(axis_name="batch", skip=skip)
     replicate = replicate or functools.partial(

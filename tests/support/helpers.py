@@ -30,6 +30,8 @@ def exhaustive_but(values, by_default):
 
 # On CPU "cond" runs what "auto" does, but on devices that decide apart.
 every_skip = pytest.mark.parametrize("skip", exhaustive_but(SKIPS, ["auto", "where"]))
+# For large programs, where another test runs "where" by default.
+auto_skip = pytest.mark.parametrize("skip", exhaustive_but(SKIPS, ["auto"]))
 
 
 def page_blocks(path):
