@@ -255,14 +255,22 @@ def _plot_workloads(panels: Any, columns: dict[str, dict[str, dict[str, Any]]]) 
 
 def _plot_sizes(axes: Any, columns: list[dict[str, dict[str, Any]]]) -> None:
     """Draws a line for each system, with its name at the end."""
+    ends = []
     for name in dict.fromkeys(name for column in columns for name in column):
         rows = [column[name] for column in columns if name in column]
         x, y = [r["parameters"] for r in rows], [r["ratio"] for r in rows]
         axes.plot(x, y, marker="o", color=_color(name))
-        style = {"textcoords": "offset points", "va": "center", "fontsize": "small"}
-        axes.annotate(name, (x[-1], y[-1]), (8, 0), color=_color(name), **style)
+        ends.append((y[-1], x[-1], name))
     axes.set(xscale="log", yscale="log", xlabel="parameters, in 20 leaves")
-    axes.axhline(1, color="black", linewidth=1)
+    style = {"textcoords": "offset points", "va": "center", "fontsize": "small"}
+    above = 0.0
+    for y, x, name in sorted(ends):
+        # Names that would touch move up.
+        above = max(y, 1.06 * above)
+        axes.annotate(name, (x, above), (8, 0), color=_color(name), **style)
+    low, high = axes.get_xlim()
+    axes.hlines(1, low, max(end[1] for end in ends), color="black", linewidth=1)
+    axes.set_xlim(low, high)
 
 
 def write(results: dict[str, Any], stem: Path) -> None:
