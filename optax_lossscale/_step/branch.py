@@ -89,20 +89,24 @@ def branch_and_follow(
       As `branch`, or None if a select is better: it stores no updates but copies the
       state, which here is much smaller.
     """
-    old, treedef = jax.tree.flatten(keep(program.like, arrays))
+    skipped = keep(program.like, arrays)
+    # Raises an error that names what differs if the structures do.
+    same = jax.tree.map(lambda x, y: x.dtype == y.dtype, program.like, skipped)
+    has_same_dtype = jax.tree.leaves(same)
+    old, treedef = jax.tree.flatten(skipped)
     # The branch overwrites the state. Afterwards only its scalars are read: XLA has to
     # copy what is read later.
     kept = {id(x) for x in arrays} & {id(x) for x in old}
     state = [i for i, x in enumerate(old) if id(x) in kept]
-    if len(state) == len(old) or jax.sharding.get_abstract_mesh().manual_axes:
+    in_shard_map = bool(jax.sharding.get_abstract_mesh().manual_axes)
+    if len(state) == len(old) or in_shard_map or program.traced.effects:
         return branch(should_apply, program, keep, arrays)
     readable = [
         i
         for i, x in enumerate(arrays)
         if i >= num_inputs and (id(x) not in kept or x.size == 1)
     ]
-    results = program.traced.out_avals
-    exact = [i for i in state if results[i].dtype == old[i].dtype]
+    exact = [i for i in state if has_same_dtype[i]]
     later, follow = split(program.traced, exact, readable)
     stored = sorted({*range(len(old))}.difference(later))
     state_size = sum(old[i].size for i in state)
@@ -127,9 +131,8 @@ def branch_and_follow(
         arrays,
     )
     leaves = dict(enumerate(old)) | dict(zip(stored, taken, strict=True))
-    updates = follow(
-        [guard(leaves[i]) for i in exact], [guard(arrays[i]) for i in readable]
-    )
+    given = [leaves[i] for i in exact] + [arrays[i] for i in readable]
+    updates = follow([guard(x) for x in [*given, *program.traced.consts]])
     kept_updates = [old[i] for i in later]
     updates = select(should_apply, cast_like(updates, kept_updates), kept_updates)
     leaves |= dict(zip(later, updates, strict=True))
@@ -138,23 +141,25 @@ def branch_and_follow(
 
 def split(
     program: ClosedJaxpr, results: Sequence[int], arguments: Sequence[int]
-) -> tuple[list[int], Callable[[Arrays, Arrays], Arrays]]:
+) -> tuple[list[int], Callable[[Arrays], Arrays]]:
     """Finds the results of a program that follow from other results.
 
     Args:
-      program: The program.
+      program: A program without side effects.
       results: The indices of the results from which others may follow.
       arguments: The indices of the arguments from which they may follow, too.
 
     Returns:
-      The indices of the results that follow from these alone, without side effects; and
-      a function of these results and arguments that computes those.
+      The indices of the results that follow from these and the constants alone; and a
+      function that computes them from a list: these results, these arguments, and the
+      constants.
     """
     jaxpr = program.jaxpr
-    given = [jaxpr.outvars[i] for i in results] + [jaxpr.invars[i] for i in arguments]
-    found, possible = {*_variables(given), *jaxpr.constvars}, []
+    given = [jaxpr.outvars[i] for i in results]
+    given += [*(jaxpr.invars[i] for i in arguments), *jaxpr.constvars]
+    found, possible = _variables(given), []
     for equation in jaxpr.eqns:
-        if not equation.effects and _variables(equation.invars) <= found:
+        if _variables(equation.invars) <= found:
             if not found.issuperset(equation.outvars):
                 possible.append(equation)
             found.update(equation.outvars)
@@ -166,15 +171,13 @@ def split(
         if not needed.isdisjoint(equation.outvars):
             needed |= _variables(equation.invars)
             equations.append(equation)
-    names = [*dict.fromkeys(x for x in given if not isinstance(x, Literal))]
-    rest = jaxpr.replace(invars=names, outvars=wanted, eqns=equations[::-1])
-    compute = jaxpr_as_fun(ClosedJaxpr(rest, program.consts))
-
-    def follow(results, arguments):
-        values = dict(zip(given, [*results, *arguments], strict=True))
-        return compute(*(values[name] for name in names))
-
-    return later, follow
+    # A result may be a literal. A variable may be both a result and an argument.
+    index = {x: i for i, x in enumerate(given) if not isinstance(x, Literal)}
+    rest = jaxpr.replace(
+        constvars=[], invars=[*index], outvars=wanted, eqns=equations[::-1]
+    )
+    compute = jaxpr_as_fun(ClosedJaxpr(rest, []))
+    return later, lambda values: compute(*(values[i] for i in index.values()))
 
 
 def _variables(atoms: Sequence[Any]) -> set[Any]:

@@ -331,19 +331,56 @@ class TestUpdatesThatFollowFromTheState:
             wrap(functools.partial(distance, skipped=False))(self.params),
         )
 
-    def test_side_effects_stay_in_the_branch(self):
+    def test_a_closed_over_number_has_a_derivative_after_a_skipped_first_step(self):
+        def distance(rate, params):
+            optimizer, step = self.step_of(optax.adam(rate))
+            state = optimizer.init(params)
+            for grads in (jnp.full_like(params, NAN), self.good):
+                params, state = step(params, state, grads)
+            return jnp.mean(params)
+
+        # The first step of Adam subtracts the learning rate.
+        derivative = jax.jit(jax.grad(distance))(0.1, self.params)
+        np.testing.assert_allclose(derivative, -1, rtol=1e-4)
+
+    @pytest.mark.parametrize("is_small", [False, True])
+    def test_side_effects_stay_in_the_branch(self, is_small):
         seen = []
 
         def update(updates, state, params=None):
-            state = jax.tree.map(lambda s, u: s + u, state, updates)
-            jax.debug.callback(lambda x: seen.append(float(x)), state[0, 0])
-            return jax.tree.map(lambda s: -s, state), state
+            state = state + (updates[0, 0] if is_small else updates)
+            jax.debug.callback(lambda x: seen.append(float(x)), state.ravel()[0])
+            return -updates if is_small else -state, state
 
-        inner = optax.GradientTransformation(jnp.zeros_like, update)
+        def init(params):
+            return jnp.zeros(() if is_small else params.shape)
+
+        inner = optax.GradientTransformation(init, update)
         optimizer, step = self.step_of(inner)
         params, state, step = self.params, optimizer.init(self.params), jax.jit(step)
         for grads in (self.good, self.good.at[0, 0].set(INF), self.good):
             params, state = step(params, state, grads)
         jax.effects_barrier()
         assert seen == [0.5, 1.0]
-        assert_same_bits(params, self.params - 1.5)
+        assert_same_bits(params, self.params - (1.0 if is_small else 1.5))
+
+    def test_a_state_may_hold_a_constant(self):
+        inner = optax.GradientTransformation(
+            lambda params: jnp.float32(3),
+            lambda updates, state, params=None: (-params, jnp.float32(3)),
+        )
+        optimizer, step = self.step_of(inner)
+        params, state = jax.jit(step)(
+            self.params, optimizer.init(self.params), self.good
+        )
+        assert_same_bits(params, jnp.zeros_like(params))
+        assert_same_bits(state.inner_state, jnp.float32(3))
+
+    def test_a_state_of_another_structure_is_named(self):
+        inner = optax.GradientTransformation(
+            lambda params: {"a": params},
+            lambda updates, state, params=None: (updates, {"a": updates, "b": updates}),
+        )
+        optimizer, step = self.step_of(inner)
+        with pytest.raises(ValueError, match="structure"):
+            jax.jit(step)(self.params, optimizer.init(self.params), self.good)
