@@ -189,16 +189,22 @@ def summary_table(cpu: dict[str, Any], compiled: dict[str, Any]) -> str:
     """Returns the main ratios of some systems."""
     measured = _columns(cpu)
     columns = {
-        "Adam on a CPU": _ratios(measured["2e7"]),
+        "MLP on a CPU": _ratios(measured["MLP"]),
         "transformer on a CPU": _ratios(measured["transformer"]),
-        "bytes on H100": _ratios({x["system"]: x for x in compiled["H100"]["rows"]}),
+        "bytes on H100": {
+            name.removesuffix(" of unscaled"): ratio
+            for name, ratio in _ratios(
+                {row["system"]: row for row in compiled["H100"]["rows"]}
+            ).items()
+        },
     }
-    systems = ("minimize", "minimize, fixed scale", "flax DynamicScale", "jmp")
+    systems = ("minimize", "update", "minimize, fixed scale")
+    systems += ("flax DynamicScale", "jmp", "Keras 3")
     columns = {
-        title: {name: ratios[name] for name in (*systems, "Keras 3")}
+        title: {name: ratios[name] for name in systems}
         for title, ratios in columns.items()
     }
-    return _ratio_table("relative to no scaling", columns)
+    return _ratio_table("training step / no scaling", columns)
 
 
 def plot(results: dict[str, Any], path: Path) -> None:

@@ -28,6 +28,10 @@ from optax_lossscale import (
     select_applied,
 )
 
+fuses_the_check = pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="XLA did not fuse the check on CPU"
+)
+
 
 class TestSkip:
     params = {"w": jnp.array([[0.5, -0.0]] * 2, jnp.float32), "b": jnp.float32(-3)}
@@ -252,9 +256,7 @@ class TestCompiledPrograms:
         )
         assert "stablehlo.is_finite" in text
 
-    @pytest.mark.skipif(
-        jax.__version_info__ < (0, 10), reason="XLA did not fuse the check on CPU"
-    )
+    @fuses_the_check
     @pytest.mark.parametrize("skip", ["auto", "cond"])
     def test_minimize_does_not_store_unscaled_gradients(self, skip):
         optimizer = LossScaleOptimizer(optax.sgd(1.0), skip=skip)
@@ -295,6 +297,7 @@ class TestUpdatesThatFollowFromTheState:
 
         return optimizer, step
 
+    @fuses_the_check
     @pytest.mark.parametrize(
         ("inner", "stored"),
         [
