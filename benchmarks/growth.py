@@ -28,9 +28,15 @@ SIZE = 8  # numbers in a leaf, where compile time is measured
 PARAMETERS = tuple(10**i for i in range(4, 10))
 OTHER_SIZES = ((2 * 10**7, 20), (2 * 10**7, 200))
 CALLS = ("apply_gradients of unscaled, auto", "update of unscaled, auto")
-PEERS = ("flax DynamicScale", "jmp", "mpx", "optax.apply_if_finite")
-PEERS += ("Keras 3, no scaling", "Keras 3")
-MANY = 1000  # leaves, from which on peers take too long
+# The peers, and the most leaves that compile within a minute or so.
+PEERS = {
+    "flax DynamicScale": 200,
+    "jmp": 200,
+    "mpx": 20,  # as long as jmp
+    "optax.apply_if_finite": 200,
+    "Keras 3, no scaling": 200,
+    "Keras 3": 200,
+}
 
 
 def bare(inner: optax.GradientTransformation, loss_fn: Callable) -> System:
@@ -106,7 +112,7 @@ def compile_times(optimizer: str, leaves: int) -> Iterator[dict[str, Any]]:
     """Yields the time to compile for a CPU, by system."""
     workload = optimizer_step(SIZE * leaves, leaves, optimizer)
     systems, inner = workload.systems(), OPTIMIZERS[optimizer]()
-    peers = PEERS if leaves < MANY else ()
+    peers = [name for name, most in PEERS.items() if leaves <= most]
     chosen = {name: systems[name] for name in (PLAIN, *CALLS, *peers)}
     chosen["bare check and branch"] = functools.partial(bare, inner, workload.loss_fn)
     seconds = {}
@@ -123,7 +129,7 @@ def compile_times(optimizer: str, leaves: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def on_cpu(workload: Workload, system: System, repeats: int = 2) -> float:
+def on_cpu(workload: Workload, system: System, repeats: int) -> float:
     """Returns the least processor time to trace and compile, in seconds."""
     params = workload.init()
     arguments = (params, system.init(params), *workload.batches()[0])
@@ -165,7 +171,7 @@ def options(name: str) -> Iterator[dict[str, Any]]:
     option, workload = case(2 * 10**7, 20)
     theirs, ours = (on_tpu(workload, option.baseline), on_tpu(workload, option.system))
     option, workload = case(200 * SIZE, 200)
-    before, after = (on_cpu(workload, x) for x in (option.baseline, option.system))
+    before, after = (on_cpu(workload, x, 3) for x in (option.baseline, option.system))
     yield {
         "option": name,
         "bytes": [theirs["bytes"], ours["bytes"]],
