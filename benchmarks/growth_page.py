@@ -166,6 +166,8 @@ def _plot_compile(axes: Any, systems: dict[str, Rows]) -> None:
         )
         axes.plot(x, y, marker="o", color=color, label=name)
     axes.set(xscale="log", yscale="log", xlabel="leaves", ylabel="seconds")
+    axes.set_xticks(leaves := [row["leaves"] for row in systems[PLAIN]], leaves)
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.legend(frameon=False)
     axes.set_title("Time to compile Adam's step for a CPU")
 
