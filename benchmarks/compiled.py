@@ -23,17 +23,22 @@ from benchmarks.workloads import Workload, optimizer_step
 TPU, H100 = "TPU v5e", "H100"
 
 
-def devices(target: str) -> list[jax.Device] | None:
-    """Returns devices to compile for, or None if their compiler is not installed."""
+def devices(target: str, **options: Any) -> list[jax.Device] | None:
+    """Returns devices to compile for, or None if their compiler is not installed.
+
+    Args:
+      target: `TPU` or `H100`.
+      **options: Changes what is asked of `topologies.get_topology_desc`.
+    """
     if target == TPU and importlib.util.find_spec("libtpu"):
         # No TPU is used, so several processes may compile at once.
         os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
         os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-        options = {"platform": "tpu", "topology_name": "v5e:2x2"}
+        options = {"platform": "tpu", "topology_name": "v5e:2x2", **options}
     elif target == H100 and importlib.util.find_spec("jax_cuda12_plugin"):
         os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
         config = Path(__file__).with_name("h100.txtpb").read_text()
-        options = {"platform": "cuda", "topology_name": "h100"}
+        options = {"platform": "cuda", "topology_name": "h100", **options}
         options |= {"target_config": config, "topology": "1x1x1"}
     else:
         return None
@@ -46,8 +51,8 @@ def device(target: str) -> jax.Device | None:
     return found and found[0]
 
 
-def compile_step(
-    workload: Workload, system: System, device: jax.Device
+def compile_on(
+    system: System, arguments: tuple, device: jax.Device
 ) -> jax.stages.Compiled:
     """Compiles a step for a device, with donated parameters and state."""
     sharding = SingleDeviceSharding(device)
@@ -55,9 +60,16 @@ def compile_step(
     def shape(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
+    return lower(system, *jax.tree.map(shape, arguments)).compile()
+
+
+def compile_step(
+    workload: Workload, system: System, device: jax.Device
+) -> jax.stages.Compiled:
+    """Compiles a step of a workload for a device."""
     params = workload.init()
     arguments = (params, system.init(params), *workload.batches()[0])
-    return lower(system, *jax.tree.map(shape, arguments)).compile()
+    return compile_on(system, arguments, device)
 
 
 def describe(compiled: jax.stages.Compiled) -> dict[str, Any]:

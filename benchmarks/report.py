@@ -285,16 +285,23 @@ def write(results: dict[str, Any], stem: Path) -> None:
     plot(results, stem.with_suffix(".png"))
 
 
-def refresh(page: str) -> str:
-    """Returns a page with its tables regenerated from the committed results."""
-    cpu, compiled = load(RESULTS / "cpu.json"), load(RESULTS / "compiled.json")
-    summary = summary_table(cpu, compiled)
-    for new in (*timing_tables(cpu), *compiled_tables(compiled), summary):
+def replace_tables(page: str, tables: list[str]) -> str:
+    """Returns a page with these tables in place of those with the same first title."""
+    for new in tables:
         head = new[: new.index(" |")]
         if head in page:
             start = page.index(head)
             page = page[:start] + new + page[page.index("\n\n", start) + 1 :]
     return page
+
+
+def refresh(page: str) -> str:
+    """Returns a page with its tables regenerated from the committed results."""
+    cpu, compiled = load(RESULTS / "cpu.json"), load(RESULTS / "compiled.json")
+    summary = summary_table(cpu, compiled)
+    return replace_tables(
+        page, [*timing_tables(cpu), *compiled_tables(compiled), summary]
+    )
 
 
 if __name__ == "__main__":

@@ -54,7 +54,9 @@ def lower(system: System, params: Any, state: Any, *batch: Any) -> jax.stages.Lo
     return jax.jit(step, donate_argnums=(0, 1)).lower(params, leaves, *batch)
 
 
-def _plain(inner, loss_fn):
+def plain(inner, loss_fn):
+    """Returns the step of an optimizer without loss scaling."""
+
     def step(params, state, *batch):
         loss, grads = jax.value_and_grad(loss_fn)(params, *batch)
         updates, state = inner.update(grads, state, params)
@@ -63,7 +65,8 @@ def _plain(inner, loss_fn):
     return System(inner.init, step)
 
 
-def _minimize(inner, loss_fn, **options):
+def minimize(inner, loss_fn, **options):
+    """Returns the step of `minimize`, given options of `LossScaleOptimizer`."""
     optimizer = LossScaleOptimizer(inner, **options)
 
     def step(params, state, *batch):
@@ -237,17 +240,17 @@ def make_systems(
     """
     inner = OPTIMIZERS[optimizer]()
     make = functools.partial
-    found = {PLAIN: make(_plain, inner, loss_fn)}
+    found = {PLAIN: make(plain, inner, loss_fn)}
     for skip in skips:
-        found[f"minimize, {skip}"] = make(_minimize, inner, loss_fn, skip=skip)
+        found[f"minimize, {skip}"] = make(minimize, inner, loss_fn, skip=skip)
         for call in ("apply_gradients", "update"):
             options = {"call": call, "given": given, "skip": skip}
             label = f"{call} of unscaled" if given else call
             found[f"{label}, {skip}"] = make(_in_two, inner, loss_fn, **options)
     for option in ("track_leaves", "check_updates"):
         options = {option: True}
-        found[f"minimize, {option}"] = make(_minimize, inner, loss_fn, **options)
-    found["minimize, fixed scale"] = make(_minimize, inner, loss_fn, loss_scale=SCALE)
+        found[f"minimize, {option}"] = make(minimize, inner, loss_fn, **options)
+    found["minimize, fixed scale"] = make(minimize, inner, loss_fn, loss_scale=SCALE)
     found["flax DynamicScale"] = make(_flax, inner, loss_fn)
     found["jmp"] = make(_jmp, inner, loss_fn)
     found["mpx"] = make(_mpx, inner, loss_fn)

@@ -1,0 +1,100 @@
+"""The page that tells how the cost grows shows the committed results."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from benchmarks import chips, growth, growth_page, report
+from benchmarks.systems import PLAIN, lower
+from benchmarks.workloads import optimizer_step
+
+FOUND = report.load(growth_page.RESULTS)
+PAGE = growth_page.PAGE.read_text()
+
+
+@pytest.fixture(autouse=True)
+def standard_dtype_promotion(strict_dtype_promotion):
+    """Lets the benchmarks promote dtypes."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.parametrize("table", growth_page.tables(FOUND), ids=range(5))
+def test_the_page_shows_the_committed_results(table):
+    assert table in PAGE
+
+
+def test_tables_are_written_anew():
+    assert growth_page.refresh(PAGE, FOUND) == PAGE
+    changed = re.sub(r"\| 1 \|", "| 2 |", PAGE)
+    assert changed != PAGE
+    assert growth_page.refresh(changed, FOUND) == PAGE
+
+
+def test_the_page_tells_the_machine_and_the_versions():
+    assert growth_page.versions(FOUND) in " ".join(PAGE.split())
+
+
+def test_every_part_was_measured():
+    sizes = {(row["parameters"], row["leaves"]) for row in FOUND["sizes"]}
+    assert {row["leaves"] for row in FOUND["compile"]} == {*growth.LEAVES}
+    assert sizes == {*((n, 20) for n in growth.PARAMETERS), *growth.OTHER_SIZES}
+    assert len(FOUND["chips"]) == len(chips.SYSTEMS) * len(chips.TOPOLOGIES)
+    assert [row["option"] for row in FOUND["options"]] == list(growth.make_options(1))
+
+
+def test_loss_scaling_adds_no_collective():
+    plain, ours = FOUND["chips"][::2], FOUND["chips"][1::2]
+    assert {row["system"] for row in plain} == {PLAIN}
+    for before, after in zip(plain, ours, strict=True):
+        assert after["arrays"] == before["arrays"]
+        assert after["array_bytes"] == before["array_bytes"]
+        assert after["small"] == before["small"]
+        assert 0 < after["small_bytes"] - before["small_bytes"] <= 8
+
+
+def test_one_collective_may_be_several_instructions():
+    text = """
+  %a = f16[64,64]{1,0} all-gather(%x), channel_id=1, dimensions={0}
+  %b = f16[64,64]{1,0} all-gather(%x), channel_id=1, dimensions={0}
+  %c = (f32[], f32[]) all-reduce(%y, %z), channel_id=2, to_apply=%add
+"""
+    assert chips.collectives(text) == {
+        "arrays": {"all-gather": 1},
+        "array_bytes": 8192,
+        "small": {"all-reduce": 1},
+        "small_bytes": 8,
+    }
+
+
+def test_the_floor_skips_an_overflow():
+    workload = optimizer_step(16, 2, overflow=True)
+    system = growth.bare(optax.adam(1e-3), workload.loss_fn)
+    params = workload.init()
+    for (grads,), changes in zip(workload.batches()[-2:], (True, False), strict=True):
+        new, _, _ = jax.jit(system.step)(params, system.init(params), grads)
+        assert bool(jnp.any(new[0] != params[0])) == changes
+
+
+@pytest.mark.parametrize("name", growth.make_options(1))
+def test_options_train_as_their_baselines(name):
+    option, workload = growth.make_options(2)[name], optimizer_step(16, 2)
+    batch = workload.batches()[0] * option.losses
+    found = []
+    for system in (option.system, option.baseline):
+        params = workload.init()
+        state = system.init(params)
+        compiled = lower(system, params, state, *batch).compile()
+        new, _, _ = compiled(params, jax.tree.leaves(state), *batch)
+        found.append(new[0])
+    np.testing.assert_allclose(*found, rtol=1e-2, atol=2e-3)
+
+
+def test_the_figure_has_the_measured_points():
+    above, below = growth_page.plot(FOUND).axes
+    assert [len(line.get_xdata()) for line in above.lines] == [4, 4, 4, 3, 3]
+    assert len(below.lines[0].get_xdata()) == len(growth.PARAMETERS) + 1
