@@ -16,6 +16,8 @@ RESULTS = Path(__file__).with_name("results")
 PAGES = [RESULTS.parents[1] / name for name in ("README.md", "docs/guide/costs.md")]
 # How the names of this package's systems begin. They come first, in another color.
 OURS = ("minimize", "apply_gradients", "update")
+# Systems with an option that no peer has. Figures leave them out.
+OPTIONS = ("minimize, track_leaves", "minimize, check_updates")
 _PACKAGES = (
     "jax",
     "jaxlib",
@@ -212,7 +214,10 @@ def plot(results: dict[str, Any], path: Path) -> None:
     from matplotlib import ticker
     from matplotlib.figure import Figure
 
-    columns = _columns(results)
+    columns = {
+        column: {name: row for name, row in rows.items() if name not in OPTIONS}
+        for column, rows in _columns(results).items()
+    }
     sizes = [c for c, rows in columns.items() if _is_size(next(iter(rows.values())))]
     shown = [c for c in columns if c not in sizes[:-1]]
     figure = Figure(figsize=(9, 9), layout="constrained")
@@ -272,7 +277,7 @@ def _plot_sizes(axes: Any, columns: list[dict[str, dict[str, Any]]]) -> None:
     above = 0.0
     for y, x, name in sorted(ends):
         # Names that would touch move up.
-        above = max(y, 1.06 * above)
+        above = max(y, 1.08 * above)
         axes.annotate(name, (x, above), (8, 0), color=_color(name), **style)
     low, high = axes.get_xlim()
     axes.hlines(1, low, max(end[1] for end in ends), color="black", linewidth=1)
