@@ -83,10 +83,12 @@ def on_page_content(html, **_):
 
 
 def _with_numbers(table):
-    """Marks the cells of the columns of a table that hold numbers alone."""
+    """Marks the cells of the columns of a table that hold numbers, or nothing."""
     rows = [[cell for _, cell in CELL.findall(row)] for row in ROW.findall(table)]
     columns = zip(*rows[1:], strict=True)
-    are_numbers = itertools.cycle([all(map(NUMBER.fullmatch, x)) for x in columns])
+    are_numbers = itertools.cycle(
+        [all(not y or NUMBER.fullmatch(y) for y in x) for x in columns]
+    )
 
     def mark(match):
         name = f'{match[1]} class="number"' if next(are_numbers) else match[1]
