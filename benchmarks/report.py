@@ -280,7 +280,8 @@ def _plot_sizes(axes: Any, columns: list[dict[str, dict[str, Any]]]) -> None:
         above = max(y, 1.08 * above)
         axes.annotate(name, (x, above), (8, 0), color=_color(name), **style)
     low, high = axes.get_xlim()
-    axes.hlines(1, low, max(end[1] for end in ends), color="black", linewidth=1)
+    last = max((x for _, x, _ in ends), default=high)
+    axes.hlines(1, low, last, color="black", linewidth=1)
     axes.set_xlim(low, high)
 
 
