@@ -160,12 +160,12 @@ def options(name: str) -> Iterator[dict[str, Any]]:
     """Yields the bytes of a step on a TPU and its compile time on a CPU."""
 
     def case(parameters, leaves):
-        option, workload = (
-            make_options(leaves)[name],
-            optimizer_step(parameters, leaves),
-        )
-        batch = workload.batches
-        batches = lambda: [batch()[0] * option.losses]  # noqa: E731
+        option = make_options(leaves)[name]
+        workload = optimizer_step(parameters, leaves)
+
+        def batches():
+            return [workload.batches()[0] * option.losses]
+
         return option, workload._replace(batches=batches)
 
     option, workload = case(2 * 10**7, 20)

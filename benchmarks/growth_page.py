@@ -14,10 +14,6 @@ PAGE, FIGURE = DOCS / "guide" / "growth.md", DOCS / "growth.png"
 Rows = list[dict[str, Any]]
 
 
-def _name(system: str) -> str:
-    return system.removesuffix(", auto").removesuffix(" of unscaled")
-
-
 def _megabytes(number: float) -> str:
     """Returns three digits."""
     return f"{float(f'{number / 1e6:.3g}'):,g}"
@@ -27,7 +23,7 @@ def _by_system(rows: Rows) -> dict[str, Rows]:
     """Returns rows by the name of their system."""
     found: dict[str, Rows] = {}
     for row in rows:
-        found.setdefault(_name(row["system"]), []).append(row)
+        found.setdefault(report.call_of(row["system"]), []).append(row)
     return found
 
 
@@ -84,7 +80,7 @@ def chips_table(found: dict[str, Any]) -> str:
         cells.append(
             [
                 f"{row['chips']}{slices}",
-                "plain" if row["system"] == PLAIN else _name(row["system"]),
+                "plain" if row["system"] == PLAIN else report.call_of(row["system"]),
                 _listed(row["arrays"]),
                 _megabytes(row["array_bytes"]),
                 _listed(row["small"]),

@@ -77,6 +77,11 @@ def by_workload(results: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]
     return found
 
 
+def call_of(system: str) -> str:
+    """Returns the name of a system without how it skips and what it is given."""
+    return system.removesuffix(", auto").removesuffix(" of unscaled")
+
+
 def _megabytes(number: float) -> str:
     return f"{number / 1e6:,.1f}"
 
@@ -194,10 +199,7 @@ def summary_table(cpu: dict[str, Any], compiled: dict[str, Any]) -> str:
         "MLP on a CPU": _ratios(measured["MLP"]),
         "transformer on a CPU": _ratios(measured["transformer"]),
         "bytes on H100": {
-            name.removesuffix(" of unscaled"): ratio
-            for name, ratio in _ratios(
-                {row["system"]: row for row in compiled["H100"]["rows"]}
-            ).items()
+            call_of(row["system"]): row["ratio"] for row in compiled["H100"]["rows"]
         },
     }
     systems = ("minimize", "update", "minimize, fixed scale")
@@ -251,7 +253,7 @@ def _color(system: str) -> str:
 def _plot_workloads(panels: Any, columns: dict[str, dict[str, dict[str, Any]]]) -> None:
     """Draws bars: a panel for each workload, a bar for each system."""
     columns = {
-        title: {name.removesuffix(" of unscaled"): row for name, row in rows.items()}
+        title: {call_of(name): row for name, row in rows.items()}
         for title, rows in columns.items()
     }
     names = list(dict.fromkeys(name for rows in columns.values() for name in rows))

@@ -174,7 +174,7 @@ def make_workloads(quick: bool, *, accelerator: bool) -> list[Workload]:
         optimizer_step(10**8, 20)._replace(column="1e8"),
     ]
     if accelerator:
-        large = mlp(layers=20, width=4096, batch=4096)._replace(column="large MLP")
+        large = mlp(width=4096, batch=4096)._replace(column="large MLP")
         workloads += [optimizer_step(10**9, 20)._replace(column="1e9"), large]
     return [
         *workloads,

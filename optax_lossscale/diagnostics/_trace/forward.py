@@ -18,6 +18,7 @@ from optax_lossscale.diagnostics._trace.values import Key
 
 # Results agree with float32 if they differ by less, relative to the largest.
 CLOSE = 0.1
+DOMAIN = "An input is outside of the domain of the function."
 
 
 def find_nonfinite_arguments(run: Run) -> list[NumericFinding]:
@@ -90,7 +91,7 @@ def describe(run: Run, key: Key) -> NumericFinding:
     limits = run.limit(key)
     is_half = equations.is_half(jnp.dtype(found.dtype))
     text = f"{operation}: {begins(run, key)} here"
-    bits = None
+    bits, cause = None, _why(run, key)
     if limits is not None and run.exceeds(key):
         needed, end = log2_of(run, key), math.log2(limits.overflow)
         bits = needed - end
@@ -101,7 +102,8 @@ def describe(run: Run, key: Key) -> NumericFinding:
             f"{'compute' if is_half else 'keep'} this line in float32, or make its "
             "inputs smaller."
         )
-    elif is_half and _overflows_float32(run, key):
+    elif is_half and found.infs and not cause:
+        # What fits into float32 would exceed the limits of half precision.
         text += (
             ". The result is too large for float32 as well. No loss scale helps: make "
             "the inputs of this line smaller, for example by subtracting the maximum "
@@ -109,12 +111,12 @@ def describe(run: Run, key: Key) -> NumericFinding:
         )
     elif is_half:
         text += (
-            f", and it is no overflow. {_why(run, key)} No loss scale helps: compute "
+            f", and it is no overflow. {cause or DOMAIN} No loss scale helps: compute "
             "this line in float32."
         )
     else:
         text += (
-            f". {_why(run, key)} No loss scale helps, and this line is in "
+            f". {cause or DOMAIN} No loss scale helps, and this line is in "
             f"{found.dtype} already: keep its inputs inside the domain of the "
             "operation and of its derivative. Add an epsilon, or guard sqrt, norm and "
             "division with a second jnp.where."
@@ -123,20 +125,8 @@ def describe(run: Run, key: Key) -> NumericFinding:
     return NumericFinding(kind, text, operation, bits=bits)
 
 
-def _overflows_float32(run: Run, key: Key) -> bool:
-    """Whether results that are inf are so in float32, too.
-
-    They are if they do not come from inf or from a division by zero, because those that
-    fit into float32 would exceed the limits of half precision.
-    """
-    inputs = [run.range(k) for k in run.operands(key)]
-    causes = any(x.zeros or x.flushed for x in inputs) or run.bad_operands(key)
-    constants = map(math.isfinite, run.site(key).constants)
-    return run.range(key).infs > 0 and not causes and all(constants)
-
-
-def _why(run: Run, key: Key) -> str:
-    """Explains an operation that makes inf or nan of numbers that are not large."""
+def _why(run: Run, key: Key) -> str | None:
+    """Explains an operation that makes inf or nan, if inf or zeros go into it."""
     inputs = run.operands(key)
     flushed = max(inputs, key=lambda k: run.range(k).flushed, default=None)
     if run.bad_operands(key) or not all(map(math.isfinite, run.site(key).constants)):
@@ -155,7 +145,7 @@ def _why(run: Run, key: Key) -> str:
             "An input holds zeros. (A constant below 2^-25, like 1e-8, is zero in "
             "float16.)"
         )
-    return "An input is outside of the domain of the function."
+    return None
 
 
 def _flushed_first(run: Run, key: Key) -> Key:
