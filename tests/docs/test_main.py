@@ -61,10 +61,10 @@ def test_scaling_makes_float16_as_precise_as_float32(capsys, monkeypatch, tmp_pa
 
     monkeypatch.setattr(_demo, "train_all_ways", keep)
     path = tmp_path / "figure.png"
-    demonstration.main(["--steps", "40", "--plot", str(path)])
+    demonstration.main(["--steps", "50", "--plot", str(path)])
 
     assert list(kept) == list(_demo.WAYS)
-    assert kept[_demo.FLOAT32].precision > 0.3
+    assert kept[_demo.FLOAT32].precision > 0.5
     assert kept[_demo.UNSCALED].precision < 0.1
     for way in (_demo.FIXED, _demo.DYNAMIC):
         assert abs(kept[way].precision - kept[_demo.FLOAT32].precision) <= 0.03
@@ -72,7 +72,7 @@ def test_scaling_makes_float16_as_precise_as_float32(capsys, monkeypatch, tmp_pa
     first_loss = _demo.column(kept[_demo.FLOAT32], "loss")[0]
     for way, run in kept.items():
         losses, zeros = _demo.column(run, "loss"), _demo.column(run, "zeros")
-        assert losses.shape == zeros.shape == (40,)
+        assert losses.shape == zeros.shape == (50,)
         # Initial parameters and batches do not depend on the way.
         np.testing.assert_allclose(losses[0], first_loss, rtol=1e-3)
         if way == _demo.UNSCALED:
@@ -80,14 +80,14 @@ def test_scaling_makes_float16_as_precise_as_float32(capsys, monkeypatch, tmp_pa
             assert losses[-1] > 0.8 * losses[0]
         else:
             assert zeros.mean() < 0.3
-            assert losses[-1] < 0.6 * losses[0]
+            assert losses[-1] < 0.4 * losses[0]
         check_run(way, run)
 
     out, err = capsys.readouterr()
     lines = out.splitlines()
     # No progress bar where there is no terminal, but a line for each way.
-    assert err.splitlines() == [f"{way.name}: 40 steps" for way in _demo.WAYS]
-    assert lines[0].startswith("Finding digits in photographs: steps=40, seed=0, ")
+    assert err.splitlines() == [f"{way.name}: 50 steps" for way in _demo.WAYS]
+    assert lines[0].startswith("Finding digits in photographs: steps=50, seed=0, ")
     *_, words, _, where = lines
     assert where == f"The figure is in {path}."
     assert words == _demo.describe(kept)
@@ -100,8 +100,8 @@ def test_scaling_makes_float16_as_precise_as_float32(capsys, monkeypatch, tmp_pa
 def check_run(way, run):
     """Checks that the scale follows its rule, and that only overflows are skipped."""
     columns = run.history.columns
-    assert run.history.steps.tolist() == list(range(41))
-    assert len(run.histograms) == 40
+    assert run.history.steps.tolist() == list(range(51))
+    assert len(run.histograms) == 50
     assert run.seconds > 0
     scales, applied = columns["loss_scale"], columns["last_step_applied"][1:]
     if way != _demo.DYNAMIC:
