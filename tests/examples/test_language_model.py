@@ -336,6 +336,21 @@ def test_options_of_speed_and_memory_do_not_change_the_curve(tmp_path):
         )
 
 
+@pytest.mark.exhaustive
+def test_bfloat16_does_not_scale_its_loss(tmp_path):
+    main("--out", str(tmp_path), "--dtype=bfloat16")
+    assert set(column(tmp_path, "loss_scale")) == {1.0}
+    assert np.isfinite(column(tmp_path, "loss")).all()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rule", ["fixed", "headroom"])
+def test_rules(rule, tmp_path):
+    main("--out", str(tmp_path), f"--loss-scale={rule}")
+    assert column(tmp_path, "skipped_steps")[-1] >= 1
+    assert column(tmp_path, "loss")[-1] < column(tmp_path, "loss")[0] - 1
+
+
 def test_a_skipped_step_leaves_the_average_and_matrices_alone_decay():
     params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
     grads = jax.tree.map(jnp.zeros_like, params)
