@@ -47,7 +47,7 @@ def main() -> None:
     if not workloads and not others:
         parser.error(f"no workload has a name that contains {options.workload!r}")
     seconds = options.seconds or (0.1 if options.quick else 1.0)
-    results = {"machine": report.machine(), "versions": report.versions(), "rows": []}
+    results = {**report.about(), "rows": []}
     stem = options.out / platform
     with Progress(console=Console(stderr=True)) as progress:
         for workload in workloads:
@@ -63,7 +63,12 @@ def main() -> None:
         print(f"Wrote {stem}.json, .md and .png")
     for other in others:
         stem = options.out / f"{platform}_{other.NAME.replace(' ', '_')}"
-        print(other.run(stem, quick=options.quick))
+        found = {**report.about(), "rows": []}
+        for row in other.rows(quick=options.quick):
+            found["rows"].append(row)
+            report.save(stem.with_suffix(".json"), found)
+        stem.with_suffix(".md").write_text(page := other.full_report(found))
+        print(page)
         print(f"Wrote {stem}.json and .md")
 
 

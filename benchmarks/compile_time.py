@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -128,17 +127,7 @@ def full_report(results: dict[str, Any]) -> str:
     )
 
 
-def run(path: Path, *, quick: bool) -> str:
-    """Measures, writes JSON and a Markdown page, and returns the page.
-
-    Args:
-      path: The path of both files, without a suffix.
-      quick: Whether to measure only with few leaves.
-    """
-    results = {"machine": report.machine(), "versions": report.versions(), "rows": []}
+def rows(*, quick: bool) -> Iterator[dict[str, Any]]:
+    """Measures with few leaves, and with many unless `quick`."""
     for leaves in (10, 20) if quick else (100, 200, 400, 800, 1600):
-        results["rows"] += measure(leaves, repeats=1 if quick else 2)
-        report.save(path.with_suffix(".json"), results)
-    page = full_report(results)
-    path.with_suffix(".md").write_text(page)
-    return page
+        yield from measure(leaves, repeats=1 if quick else 2)

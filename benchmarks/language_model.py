@@ -85,7 +85,8 @@ def loss(
     """Returns the mean cross entropy of predicting each next character, f32[].
 
     Args:
-      params: As `init` returns them.
+      params: As `init` returns them. The blocks may be stacked in one: they are
+        scanned then.
       tokens: Character codes, int[batch, time].
       heads: The number of attention heads.
       dtype: The dtype of the computation.
@@ -94,9 +95,16 @@ def loss(
     x = params["embed"][tokens[:, :-1]]
     if "positions" in params:
         x = x + params["positions"]
-    for block in params["blocks"]:
+
+    def run(x, block):
         x = x + attend(x, block, heads)
-        x = x + jax.nn.gelu(normalize(x) @ block["up"]) @ block["down"]
+        return x + jax.nn.gelu(normalize(x) @ block["up"]) @ block["down"], None
+
+    if isinstance(params["blocks"], dict):
+        x, _ = jax.lax.scan(run, x, params["blocks"])
+    else:
+        for block in params["blocks"]:
+            x, _ = run(x, block)
     logits = (normalize(x) @ params["head"]).astype(jnp.float32)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     return losses.mean()

@@ -12,6 +12,17 @@ from benchmarks.systems import PLAIN, System, lower
 from benchmarks.workloads import Workload
 
 
+def peak_bytes(compiled: Any) -> int:
+    """Returns the memory that a program needs, as the compiler has planned it."""
+    memory = compiled.memory_analysis()
+    return (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
+
+
 class Running:
     """A compiled step, its parameters and its state.
 
@@ -31,16 +42,6 @@ class Running:
             times.append(time.perf_counter() - start)
         self.compile_time = min(times)
         self.carry = (params, jax.tree.leaves(state))
-
-    def peak_bytes(self) -> int:
-        """Returns the memory that a step needs, as the compiler has planned it."""
-        memory = self.compiled.memory_analysis()
-        return (
-            memory.argument_size_in_bytes
-            + memory.output_size_in_bytes
-            - memory.alias_size_in_bytes
-            + memory.temp_size_in_bytes
-        )
 
     def round(self) -> float:
         """Runs a step on every batch, and returns the time in seconds."""
@@ -75,7 +76,7 @@ def compare(plain: Running, scaled: Running, seconds: float) -> dict[str, Any]:
         "step_s": statistics.median(ours) / len(plain.batches),
         "compile_ratio": scaled.compile_time / plain.compile_time,
         "temp_bytes": scaled.compiled.memory_analysis().temp_size_in_bytes,
-        "peak_bytes": scaled.peak_bytes(),
+        "peak_bytes": peak_bytes(scaled.compiled),
         "kernels": hlo.parse(scaled.compiled.as_text()).kernels(),
     }
 

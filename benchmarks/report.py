@@ -52,6 +52,11 @@ def machine() -> dict[str, Any]:
     return {"platform": device.platform, "device": kind, "system": platform.system()}
 
 
+def about() -> dict[str, Any]:
+    """Returns the first entries of results: the machine and the versions."""
+    return {"machine": machine(), "versions": versions()}
+
+
 def load(path: Path) -> dict[str, Any]:
     """Reads results; returns an empty dictionary if there is no file."""
     return json.loads(path.read_text()) if path.exists() else {}

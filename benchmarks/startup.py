@@ -92,16 +92,6 @@ def full_report(results: dict[str, Any]) -> str:
     )
 
 
-def run(path: Path, *, quick: bool) -> str:
-    """Measures, writes JSON and a Markdown page, and returns the page.
-
-    Args:
-      path: The path of both files, without a suffix.
-      quick: Whether to run each program only once.
-    """
-    results = {"machine": report.machine(), "versions": report.versions()}
-    results["rows"] = measure(1 if quick else 9)
-    report.save(path.with_suffix(".json"), results)
-    page = full_report(results)
-    path.with_suffix(".md").write_text(page)
-    return page
+def rows(*, quick: bool) -> list[dict[str, Any]]:
+    """Measures; runs each program only once if `quick`."""
+    return measure(1 if quick else 9)

@@ -1,7 +1,7 @@
 """Measures what `trace_numerics` costs, next to a training step."""
 
 import time
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -10,23 +10,13 @@ import optax
 
 from benchmarks import report
 from benchmarks.compile_time import cpu_seconds
+from benchmarks.measure import peak_bytes
 from benchmarks.workloads import Workload, transformer
 from optax_lossscale import LossScaleOptimizer
 from optax_lossscale.diagnostics._trace.program import make_call, make_program
 
 NAME = "trace_numerics"
 SCALE = 2.0**10
-
-
-def memory(compiled: Any) -> int:
-    """Returns the bytes that a program needs: arguments, results and temporaries."""
-    found = compiled.memory_analysis()
-    return (
-        found.argument_size_in_bytes
-        + found.output_size_in_bytes
-        - found.alias_size_in_bytes
-        + found.temp_size_in_bytes
-    )
 
 
 def measure(workload: Workload, rounds: int) -> dict[str, Any]:
@@ -62,8 +52,9 @@ def measure(workload: Workload, rounds: int) -> dict[str, Any]:
         "workload": workload.name,
         "operations": len(traced.sites),
         "time": float(np.median(ratios[1:])),
-        "memory": memory(traced.compiled) / memory(plain),
+        "memory": peak_bytes(traced.compiled) / peak_bytes(plain),
         "compile": compiling[1] / compiling[0],
+        "compile_s": compiling[1],
     }
 
 
@@ -84,17 +75,8 @@ def full_report(results: dict[str, Any]) -> str:
     )
 
 
-def run(path: Path, *, quick: bool) -> str:
-    """Measures, writes JSON and a Markdown page, and returns the page.
-
-    Args:
-      path: The path of both files, without a suffix.
-      quick: Whether to measure only a small network.
-    """
+def rows(*, quick: bool) -> Iterator[dict[str, Any]]:
+    """Measures two networks, or a small one if `quick`."""
     sizes = [(1, 32, 32, 2)] if quick else [(2, 128, 128, 16), (4, 128, 128, 16)]
-    rows = [measure(transformer(*size), 2 if quick else 15) for size in sizes]
-    results = {"machine": report.machine(), "versions": report.versions(), "rows": rows}
-    report.save(path.with_suffix(".json"), results)
-    page = full_report(results)
-    path.with_suffix(".md").write_text(page)
-    return page
+    for size in sizes:
+        yield measure(transformer(*size), 2 if quick else 15)

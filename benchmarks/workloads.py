@@ -128,12 +128,21 @@ def mlp(
 
 
 def transformer(
-    layers: int = 2, width: int = 128, context: int = 128, batch: int = 16
+    layers: int = 2,
+    width: int = 128,
+    context: int = 128,
+    batch: int = 16,
+    *,
+    scanned: bool = False,
 ) -> Workload:
     """A character-level language model in float16, on Python source."""
 
     def init():
-        return language_model.init(jax.random.key(0), layers, width)
+        params = language_model.init(jax.random.key(0), layers, width)
+        if scanned:
+            blocks = jax.tree.map(lambda *x: jnp.stack(x), *params["blocks"])
+            params |= {"blocks": blocks}
+        return params
 
     def loss_fn(params, tokens):
         return language_model.loss(params, tokens, heads=4)

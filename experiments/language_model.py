@@ -90,8 +90,7 @@ def flushed(config: Config) -> dict[str, dict[str, float]]:
 def compare(config: Config, seeds: int) -> dict[str, Any]:
     """Runs the whole experiment, with a progress bar if run in a terminal."""
     found: dict[str, Any] = {
-        "machine": report.machine(),
-        "versions": report.versions(),
+        **report.about(),
         "settings": dataclasses.asdict(config),
         "runs": {name: [] for name in WAYS},
     }

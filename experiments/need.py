@@ -56,7 +56,7 @@ def final_loss(task: Task, way: str, seed: int) -> float:
 
 def compare(tasks: list[Task], seeds: int) -> dict[str, Any]:
     """Runs the whole experiment, with a progress bar if run in a terminal."""
-    found = {"machine": report.machine(), "versions": report.versions(), "tasks": {}}
+    found = {**report.about(), "tasks": {}}
     console, hidden = Console(stderr=True), not sys.stderr.isatty()
     with Progress(console=console, transient=True, disable=hidden) as progress:
         bar = progress.add_task("", total=len(tasks) * len(WAYS) * seeds)

@@ -70,8 +70,9 @@ def report(state: Any, params: Any = None) -> str:
       Steps with non-finite gradients:
            inf     nan  last
              1       0  inf      params['w']
-      What to do: nothing yet. Each skip lowers the scale, and a few in a row are
-      usual at the start. If they continue, look at params['w'].
+      What to do: nothing yet. Each skip lowers the scale. A few in a row are usual
+      at the start, and single ones later, when the scale has grown too high. If
+      they continue, look at params['w'].
     """
     limit = _health.START_UP + 1
     health = _health.check_health(
@@ -165,8 +166,9 @@ def _judge(
             look = f"look at {last[0].name}."
         return (
             "The last step was skipped, and the loss scale is still adjusting.",
-            "nothing yet. Each skip lowers the scale, and a few in a row are usual at "
-            f"the start. If they continue, {look}",
+            "nothing yet. Each skip lowers the scale. A few in a row are usual at the "
+            "start, and single ones later, when the scale has grown too high. If they "
+            f"continue, {look}",
         )
     if health.loss_scale <= 1:
         return (

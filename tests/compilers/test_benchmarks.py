@@ -143,7 +143,7 @@ def test_measures_every_requested_system():
         PLAIN,
         "apply_gradients of unscaled, auto",
     ]
-    results = {"machine": report.machine(), "versions": report.versions(), "rows": rows}
+    results = {**report.about(), "rows": rows}
     (text,) = report.timing_tables(results)
     assert "| optimizer step / plain | 1e3 |" in text
     assert f"| apply_gradients of unscaled | {rows[1]['ratio']:.2f} |" in text

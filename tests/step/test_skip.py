@@ -356,7 +356,7 @@ class TestUpdatesThatFollowFromTheState:
             return -updates if is_small else -state, state
 
         def init(params):
-            return jnp.zeros(() if is_small else params.shape)
+            return jnp.zeros(() if is_small else params.shape, jnp.float32)
 
         inner = optax.GradientTransformation(init, update)
         optimizer, step = self.step_of(inner)

@@ -1,0 +1,1 @@
+"""How the cost grows: `python -m benchmarks.growth`."""
