@@ -47,6 +47,15 @@ def test_a_transform_that_returns_no_value(transform):
             call()
 
 
+def test_arguments_in_the_wrong_order():
+    with pytest.raises(ValueError, match=r"dict.*apply_gradients\(grads, params, stat"):
+        optimizer.apply_gradients(GRADS, state, PARAMS)
+    with pytest.raises(TypeError, match="must be callable, got dict"):
+        optimizer.minimize(PARAMS, loss_fn, state)
+    with pytest.raises(TypeError, match="must be callable, got LossScaleOptimizerStat"):
+        optimizer.value_and_grad(state, loss_fn)
+
+
 def test_a_forgotten_has_aux_with_a_string_in_it():
     def with_text(params):
         return loss_fn(params), "text"
