@@ -41,10 +41,11 @@ class Program:
             joins.append(join)
             return results
 
-        traced, self.like = jax.make_jaxpr(compute, return_shape=True)(arrays)
-        self.traced: ClosedJaxpr = traced
+        self.traced: ClosedJaxpr = jax.make_jaxpr(compute)(arrays)
         (self.join,) = joins
-        self.run = jax.jit(lambda arrays: jaxpr_as_fun(traced)(*arrays))
+        self.run = jax.jit(lambda arrays: jaxpr_as_fun(self.traced)(*arrays))
+        # In JAX 0.8 the shapes that jax.make_jaxpr returns lack the varying axes.
+        self.like = jax.eval_shape(self.run, arrays)
 
 
 def branch(

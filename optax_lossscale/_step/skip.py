@@ -114,6 +114,7 @@ def run_or_skip(
         inputs, operands = join(arrays)
         new = run(split_arrays((small_unless(should_apply, inputs), operands))[0])
         old = keep(new, arrays)
+        check_same(new, old)
         return select(should_apply, cast_like(new, old), old)
 
     if skip == "where" or not is_recording():
@@ -123,8 +124,7 @@ def run_or_skip(
     def keep_list(like, arrays):
         like = program.join(like)
         kept = keep_arrays(like, arrays)
-        # Raises an error that names what differs if the structures do.
-        jax.tree.map(lambda *_: None, like, kept)
+        check_same(like, kept)
         return split_arrays(kept)[0]
 
     if skip == "cond":
@@ -140,6 +140,29 @@ def run_or_skip(
 
     new = lax.platform_dependent(should_apply, arrays, cpu=on_cpu, default=select_step)
     return program.join(new)
+
+
+def check_same(new: Any, old: Any) -> None:
+    """Raises if a step returns other structures or shapes than a skipped step.
+
+    Args:
+      new: What the step returns, or its shapes.
+      old: What a skipped step returns.
+    """
+
+    def leaf(path, x, y):
+        if np.shape(x) != np.shape(y):
+            place = jax.tree_util.keystr(path)
+            raise ValueError(f"{place} is of shape {np.shape(x)}, not {np.shape(y)}.")
+
+    try:
+        jax.tree_util.tree_map_with_path(leaf, new, old)
+    except ValueError as error:
+        raise ValueError(
+            "inner_optimizer must return parameters and a state like those it gets. "
+            "Pass grads of the structure and shapes of params, and the state that this "
+            f"optimizer's init made for these params. In (result, state): {error}"
+        ) from error
 
 
 def small_unless(should_apply: jax.Array, tree: Any) -> Any:
