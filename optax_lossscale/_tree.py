@@ -1,6 +1,7 @@
 """Trees of arrays: which leaves are numbers, their dtypes, selecting between trees."""
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,22 @@ def is_array(leaf: Any) -> bool:
     """Whether `leaf` is an array of numbers or PRNG keys."""
     types = jax.Array | np.ndarray | np.generic
     return isinstance(leaf, types) and not is_float0(leaf)
+
+
+def split_arrays(
+    tree: Any,
+) -> tuple[list[jax.Array], Callable[[Sequence[Any]], Any]]:
+    """Returns the arrays of a tree, and a function that puts others in their places."""
+    leaves, treedef = jax.tree.flatten(tree)
+    # None is no leaf, so it can mark the arrays. The function must not hold them: they
+    # may be tracers of a trace that has ended.
+    constants = [None if is_array(x) else x for x in leaves]
+
+    def join(arrays):
+        rest = iter(arrays)
+        return treedef.unflatten([next(rest) if x is None else x for x in constants])
+
+    return [x for x in leaves if is_array(x)], join
 
 
 def is_inexact(leaf: Any) -> bool:

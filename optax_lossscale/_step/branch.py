@@ -8,7 +8,13 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from optax_lossscale._tree import cast_like, is_inexact, select
+from optax_lossscale._tree import (
+    cast_like,
+    is_inexact,
+    select,
+    split_arrays,
+    strongly_typed,
+)
 
 Arrays = list[jax.Array]
 
@@ -21,24 +27,33 @@ class Program:
     """A function of a list of arrays, traced once for several uses.
 
     Attributes:
-      traced: The program. It returns a list.
-      like: The shapes and dtypes of the results of the function.
-      run: Does what the function does.
+      traced: The program.
+      like: The shapes and dtypes of the arrays in the result of the function.
+      run: Computes a list of these arrays.
+      join: Makes a result from a list of arrays, and from the constants in it.
     """
 
     def __init__(self, function: Callable[[Arrays], Any], arrays: Arrays):
-        traced, self.like = jax.make_jaxpr(function, return_shape=True)(arrays)
-        self.traced: ClosedJaxpr = traced
-        compute, treedef = jaxpr_as_fun(traced), jax.tree.structure(self.like)
-        self.run = jax.jit(lambda arrays: treedef.unflatten(compute(*arrays)))
+        joins = []
+
+        def compute(arrays):
+            results, join = split_arrays(strongly_typed(function(arrays)))
+            joins.append(join)
+            return results
+
+        self.traced: ClosedJaxpr = jax.make_jaxpr(compute)(arrays)
+        (self.join,) = joins
+        self.run = jax.jit(lambda arrays: jaxpr_as_fun(self.traced)(*arrays))
+        # In JAX 0.8 the shapes that jax.make_jaxpr returns lack the varying axes.
+        self.like = jax.eval_shape(self.run, arrays)
 
 
 def branch(
     should_apply: jax.Array,
     program: Program,
-    keep: Callable[[Any, Arrays], Any],
+    keep: Callable[[Any, Arrays], Arrays],
     arrays: Arrays,
-) -> Any:
+) -> Arrays:
     """Returns `program.run(arrays)` if `should_apply`, else `keep(like, arrays)`.
 
     Args:
@@ -67,10 +82,10 @@ def branch(
 def branch_and_follow(
     should_apply: jax.Array,
     program: Program,
-    keep: Callable[[Any, Arrays], Any],
+    keep: Callable[[Any, Arrays], Arrays],
     arrays: Arrays,
     num_inputs: int,
-) -> Any:
+) -> Arrays | None:
     """Does what `branch` does, but stores no updates where it can.
 
     A branch overwrites the state and stores new arrays, the updates. But often these
@@ -89,11 +104,7 @@ def branch_and_follow(
       As `branch`, or None if a select is better: it stores no updates but copies the
       state, which here is much smaller.
     """
-    skipped = keep(program.like, arrays)
-    # Raises an error that names what differs if the structures do.
-    same = jax.tree.map(lambda x, y: x.dtype == y.dtype, program.like, skipped)
-    has_same_dtype = jax.tree.leaves(same)
-    old, treedef = jax.tree.flatten(skipped)
+    old = keep(program.like, arrays)
     # The branch overwrites the state. Afterwards only its scalars are read: XLA has to
     # copy what is read later.
     kept = {id(x) for x in arrays} & {id(x) for x in old}
@@ -106,7 +117,7 @@ def branch_and_follow(
         for i, x in enumerate(arrays)
         if i >= num_inputs and (id(x) not in kept or x.size == 1)
     ]
-    exact = [i for i in state if has_same_dtype[i]]
+    exact = [i for i in state if old[i].dtype == program.like[i].dtype]
     later, follow = split(program.traced, exact, readable)
     stored = sorted({*range(len(old))}.difference(later))
     state_size = sum(old[i].size for i in state)
@@ -114,9 +125,8 @@ def branch_and_follow(
     if updates_size > MUCH_LARGER * state_size:
         return None
 
-    def take(tree):
-        leaves = jax.tree.leaves(tree)
-        return [leaves[i] for i in stored]
+    def take(results):
+        return [results[i] for i in stored]
 
     like = take(old)
 
@@ -130,13 +140,12 @@ def branch_and_follow(
         lambda arrays: take(keep(program.like, arrays)),
         arrays,
     )
-    leaves = dict(enumerate(old)) | dict(zip(stored, taken, strict=True))
-    given = [leaves[i] for i in exact] + [arrays[i] for i in readable]
+    new = dict(enumerate(old)) | dict(zip(stored, taken, strict=True))
+    given = [new[i] for i in exact] + [arrays[i] for i in readable]
     updates = follow([guard(x) for x in [*given, *program.traced.consts]])
     kept_updates = [old[i] for i in later]
     updates = select(should_apply, cast_like(updates, kept_updates), kept_updates)
-    leaves |= dict(zip(later, updates, strict=True))
-    return treedef.unflatten(leaves.values())
+    return list((new | dict(zip(later, updates, strict=True))).values())
 
 
 def split(
@@ -159,7 +168,7 @@ def split(
     given += [*(jaxpr.invars[i] for i in arguments), *jaxpr.constvars]
     found, possible = _variables(given), []
     for equation in jaxpr.eqns:
-        if _variables(equation.invars) <= found:
+        if _variables(equation.invars) <= found and not _is_unsafe(equation):
             if not found.issuperset(equation.outvars):
                 possible.append(equation)
             found.update(equation.outvars)
@@ -178,6 +187,19 @@ def split(
     )
     compute = jaxpr_as_fun(ClosedJaxpr(rest, []))
     return later, lambda values: compute(*(values[i] for i in index.values()))
+
+
+def _is_unsafe(equation: Any) -> bool:
+    """Tells whether an equation may run forever, or raise, at the initial state.
+
+    What follows from the state is also computed in skipped steps, where the state may
+    be the initial one, from which the inner optimizer never computes updates.
+    """
+    if equation.primitive.name in ("while", "pure_callback"):
+        return True
+    programs = jax.tree.leaves(list(equation.params.values()))
+    programs = [x for x in programs if hasattr(x, "eqns")]
+    return any(_is_unsafe(inner) for program in programs for inner in program.eqns)
 
 
 def _variables(atoms: Sequence[Any]) -> set[Any]:

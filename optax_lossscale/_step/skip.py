@@ -9,7 +9,7 @@ import numpy as np
 from jax import core, lax
 
 from optax_lossscale._step.branch import Program, branch, branch_and_follow
-from optax_lossscale._tree import cast_like, is_array, is_inexact, select
+from optax_lossscale._tree import cast_like, is_array, is_inexact, select, split_arrays
 
 Skip = Literal["auto", "where", "cond"]
 
@@ -48,17 +48,6 @@ def choose_skip(skip: Skip, axis_name: Hashable | None) -> Skip:
     return "where" if skip == "auto" and apart else skip
 
 
-def _split(tree: Any) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Any]]:
-    """Returns the arrays of a tree, and a function that puts others in their places."""
-    leaves, treedef = jax.tree.flatten(tree)
-
-    def join(arrays):
-        rest = iter(arrays)
-        return treedef.unflatten([next(rest) if is_array(x) else x for x in leaves])
-
-    return [x for x in leaves if is_array(x)], join
-
-
 def barrier_on_cpu(skip: Skip | None, tree: Any) -> Any:
     """Computes gradients before they are used, if the step branches on CPU.
 
@@ -67,7 +56,7 @@ def barrier_on_cpu(skip: Skip | None, tree: Any) -> Any:
     """
     if skip in (None, "where") or not is_recording():
         return tree
-    arrays, join = _split(tree)
+    arrays, join = split_arrays(tree)
     # One barrier per leaf: a joint one would give every leaf the varying axes of all
     # (jax.shard_map).
     return join(
@@ -112,7 +101,7 @@ def run_or_skip(
         new = run(inputs, *operands)
         return cast_like(new, keep(new, *operands))
 
-    arrays, join = _split((inputs, operands))
+    arrays, join = split_arrays((inputs, operands))
 
     def run_arrays(arrays):
         inputs, operands = join(arrays)
@@ -121,29 +110,59 @@ def run_or_skip(
     def keep_arrays(like, arrays):
         return keep(like, *join(arrays)[1])
 
-    def where(should_apply, run, arrays):
+    def where(should_apply, run, keep, arrays):
         inputs, operands = join(arrays)
-        new = run(_split((small_unless(should_apply, inputs), operands))[0])
-        old = keep_arrays(new, arrays)
+        new = run(split_arrays((small_unless(should_apply, inputs), operands))[0])
+        old = keep(new, arrays)
+        check_same(new, old)
         return select(should_apply, cast_like(new, old), old)
 
     if skip == "where" or not is_recording():
-        return where(should_apply, run_arrays, arrays)
+        return where(should_apply, run_arrays, keep_arrays, arrays)
     program = Program(run_arrays, arrays)
+
+    def keep_list(like, arrays):
+        like = program.join(like)
+        kept = keep_arrays(like, arrays)
+        check_same(like, kept)
+        return split_arrays(kept)[0]
+
     if skip == "cond":
-        return branch(should_apply, program, keep_arrays, arrays)
-    num_inputs = len(_split(inputs)[0])
+        return program.join(branch(should_apply, program, keep_list, arrays))
+    num_inputs = len(split_arrays(inputs)[0])
 
     def on_cpu(should_apply, arrays):
-        new = branch_and_follow(should_apply, program, keep_arrays, arrays, num_inputs)
-        return where(should_apply, program.run, arrays) if new is None else new
+        new = branch_and_follow(should_apply, program, keep_list, arrays, num_inputs)
+        return select_step(should_apply, arrays) if new is None else new
 
-    return lax.platform_dependent(
-        should_apply,
-        arrays,
-        cpu=on_cpu,
-        default=lambda pred, arrays: where(pred, program.run, arrays),
-    )
+    def select_step(should_apply, arrays):
+        return where(should_apply, program.run, keep_list, arrays)
+
+    new = lax.platform_dependent(should_apply, arrays, cpu=on_cpu, default=select_step)
+    return program.join(new)
+
+
+def check_same(new: Any, old: Any) -> None:
+    """Raises if a step returns other structures or shapes than a skipped step.
+
+    Args:
+      new: What the step returns, or its shapes.
+      old: What a skipped step returns.
+    """
+
+    def leaf(path, x, y):
+        if np.shape(x) != np.shape(y):
+            place = jax.tree_util.keystr(path)
+            raise ValueError(f"{place} is of shape {np.shape(x)}, not {np.shape(y)}.")
+
+    try:
+        jax.tree_util.tree_map_with_path(leaf, new, old)
+    except ValueError as error:
+        raise ValueError(
+            "inner_optimizer must return parameters and a state like those it gets. "
+            "Pass grads of the structure and shapes of params, and the state that this "
+            f"optimizer's init made for these params. In (result, state): {error}"
+        ) from error
 
 
 def small_unless(should_apply: jax.Array, tree: Any) -> Any:

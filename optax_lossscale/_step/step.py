@@ -110,6 +110,11 @@ class Step:
         self, fun: Callable[..., Any], state: Any, has_aux: bool, transform: Any
     ) -> Callable[..., tuple[Any, Any]]:
         """Makes a function that returns the value and unscaled gradients of `fun`."""
+        if not callable(fun):
+            raise TypeError(
+                "The loss function, the first argument of value_and_grad and minimize, "
+                f"must be callable, got {type(fun).__name__}."
+            )
         self._held_scales(state)  # Raises early.
 
         def value_and_grad(*args, **kwargs):
@@ -258,8 +263,10 @@ class Step:
         if not isinstance(state, _state.LossScaleOptimizerState):
             raise ValueError(
                 "state must be the LossScaleOptimizerState that this optimizer's init "
-                f"returned, got {type(state).__name__}. If the optimizer is part of a "
-                "chain, call the update of the chain."
+                f"returned, got {type(state).__name__}. The order of arguments is "
+                "update(grads, state, params), but apply_gradients(grads, params, "
+                "state). If the optimizer is part of a chain, call the update of the "
+                "chain."
             )
         _state.check_state(state, self._expected_state)
         _leaves.check_leaves(state.leaf_statistics, self.options.track_leaves)

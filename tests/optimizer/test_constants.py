@@ -239,3 +239,26 @@ def test_none_for_a_whole_branch_with_tracked_leaves():
     _, state = optimizer.apply_gradients(grads, params, state)
     (found,) = diagnostics.nonfinite_leaves(state, params)
     assert found.name == "params['a']"
+
+
+@auto_skip
+def test_a_state_with_constants_under_filter_jit(skip):
+    def update(updates, state, params=None):
+        network, count, name = state
+        updates = jax.tree.map(lambda x: jax.vmap(network)(x[:, None])[:, 0], updates)
+        return updates, (network, count + 1, name)
+
+    network = eqx.nn.MLP(1, 1, 4, 1, dtype=jnp.float32, key=jax.random.key(0))
+    inner = optax.GradientTransformation(
+        lambda params: (network, jnp.int32(0), "learned"), update
+    )
+    optimizer = LossScaleOptimizer(inner, skip=skip)
+    params = jnp.ones(3, jnp.float32)
+    state = optimizer.init(params)
+    for method in (optimizer.update, optimizer.apply_gradients):
+        arguments = (state, params) if method == optimizer.update else (params, state)
+        result, applied = eqx.filter_jit(method)(params, *arguments)
+        assert_same_model(applied.inner_state, (network, jnp.int32(1), "learned"))
+        assert not (result == params).any()
+        _, skipped = eqx.filter_jit(method)(NAN * params, *arguments)
+        assert_same_model(skipped.inner_state, state.inner_state)

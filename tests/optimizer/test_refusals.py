@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import INF, assert_same_bits, relaxed
+from helpers import INF, SKIPS, WRAPS, assert_same_bits, relaxed
 
 from optax_lossscale import (
     FixedLossScale,
@@ -45,6 +45,39 @@ def test_a_transform_that_returns_no_value(transform):
     ):
         with pytest.raises(TypeError, match="transform must return the value with"):
             call()
+
+
+def test_arguments_in_the_wrong_order():
+    with pytest.raises(ValueError, match=r"dict.*apply_gradients\(grads, params, stat"):
+        optimizer.apply_gradients(GRADS, state, PARAMS)
+    with pytest.raises(TypeError, match="must be callable, got dict"):
+        optimizer.minimize(PARAMS, loss_fn, state)
+    with pytest.raises(TypeError, match="must be callable, got LossScaleOptimizerStat"):
+        optimizer.value_and_grad(state, loss_fn)
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+class TestWhatDoesNotFit:
+    def test_gradients_of_other_shapes(self, wrap, skip):
+        optimizer = LossScaleOptimizer(optax.sgd(0.5, momentum=0.9), skip=skip)
+        state = optimizer.init(PARAMS)
+        per_example = {"w": jnp.ones((3, 2), jnp.float32)}
+        fix = r"grads of the structure and shapes of params.*\(3, 2\), not \(2,\)"
+        for method, arguments in (
+            (optimizer.update, (per_example, state, PARAMS)),
+            (optimizer.apply_gradients, (per_example, PARAMS, state)),
+        ):
+            with pytest.raises(ValueError, match=fix):
+                wrap(method)(*arguments)
+
+    def test_the_state_of_another_optimizer(self, wrap, skip):
+        adam, amsgrad = (
+            LossScaleOptimizer(relaxed(inner(0.5)), skip=skip)
+            for inner in (optax.adam, optax.amsgrad)
+        )
+        with pytest.raises(ValueError, match=r"init made for .*(?s:.*)AmsgradState"):
+            wrap(adam.update)(GRADS, amsgrad.init(PARAMS), PARAMS)
 
 
 def test_a_forgotten_has_aux_with_a_string_in_it():

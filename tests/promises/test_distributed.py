@@ -236,6 +236,24 @@ def test_shard_map_refuses_devices_that_decide_apart(skip, returned):
         jax.jit(step)(params, state, params)
 
 
+@every_skip
+def test_updates_of_sharded_parameters_from_a_state_of_zeros(skip):
+    # The new momentum varies over the devices; the zeros that it begins with do not.
+    optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9), axis_name="batch", skip=skip)
+    mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("batch"), out_specs=P())
+    def any_update(grads):
+        updates, state = optimizer.update(grads, optimizer.init(jnp.zeros(1)))
+        return jax.lax.psum((updates, state.inner_state), "batch")
+
+    grads = jnp.arange(8, dtype=jnp.float32)
+    updates, state = jax.jit(any_update)(grads)
+    assert (updates, state[0].trace) == (-14, 28)
+    updates, state = jax.jit(any_update)(grads.at[5].set(jnp.nan))
+    assert (updates, state[0].trace) == (0, 0)
+
+
 def test_an_inner_optimizer_may_average_gradients():
     average = optax.stateless(lambda grads, _: jax.lax.pmean(grads, "batch"))
     inner = optax.chain(average, optax.sgd(0.5))

@@ -282,6 +282,26 @@ class TestCompiledPrograms:
         assert theirs.temp_size_in_bytes < 1.5 * size
 
 
+def momentum_then(function):
+    """Momentum with a step count, and updates computed from both."""
+
+    def update(updates, state, params=None):
+        count, momentum = state
+        state = count + 1, 0.5 * momentum + updates
+        return function(*state), state
+
+    return optax.GradientTransformation(
+        lambda params: (jnp.int32(0), jnp.zeros_like(params)), update
+    )
+
+
+def grown(count, momentum):
+    norm = jnp.sum(momentum**2)
+    # Never ends if the momentum is zero, as it is before the first step.
+    factor = jax.lax.while_loop(lambda x: x * norm < 1, lambda x: 2 * x, jnp.float32(1))
+    return factor * momentum
+
+
 class TestUpdatesThatFollowFromTheState:
     """On CPU, `update` branches, and computes Adam's updates after the branch."""
 
@@ -305,6 +325,8 @@ class TestUpdatesThatFollowFromTheState:
             (optax.sgd(0.1, momentum=0.9), False),
             (optax.adamw(0.1), False),
             (optax.lion(0.1), True),  # they need the gradients and the old momentum
+            (momentum_then(lambda count, momentum: momentum / count), False),
+            (momentum_then(grown), True),  # the loop must not run in skipped steps
         ],
     )
     def test_updates_are_stored_only_if_they_must(self, inner, stored):
@@ -366,6 +388,24 @@ class TestUpdatesThatFollowFromTheState:
         jax.effects_barrier()
         assert seen == [0.5, 1.0]
         assert_same_bits(params, self.params - (1.0 if is_small else 1.5))
+
+    def test_a_callback_is_not_called_with_the_first_state(self):
+        def checked(count, momentum):
+            def check(count):
+                assert count > 0
+                return count
+
+            count = jax.lax.cond(
+                count < 5, lambda x: jax.pure_callback(check, x, x), lambda x: x, count
+            )
+            return momentum / count
+
+        optimizer, step = self.step_of(momentum_then(checked))
+        state, step = optimizer.init(self.params), jax.jit(step)
+        params, state = step(self.params, state, self.good.at[0, 0].set(INF))
+        assert_same_bits(params, self.params)
+        params, state = step(params, state, self.good)
+        assert_same_bits(params, self.params + 0.5)
 
     def test_a_state_may_hold_a_constant(self):
         inner = optax.GradientTransformation(
