@@ -1,5 +1,6 @@
 """Helpers that the diagnostics share: the scale of a state and the names of leaves."""
 
+import math
 import numbers
 from typing import Any
 
@@ -38,6 +39,12 @@ def named_leaves(tree: Any, name: str = "") -> dict[str, Any]:
     """
     pairs = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None)
     return {name + jax.tree_util.keystr(path): leaf for path, leaf in pairs}
+
+
+def power(number: float) -> str:
+    """Writes a positive number as a power of two."""
+    exponent = math.log2(number)
+    return f"2^{exponent:.{0 if exponent.is_integer() else 2}f}"
 
 
 def is_argument(x: Any) -> bool:

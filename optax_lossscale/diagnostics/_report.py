@@ -1,6 +1,5 @@
 """One screen about the state of loss scaling, in plain words."""
 
-import math
 import textwrap
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 
 from optax_lossscale._step.state import find_state, unbox
 from optax_lossscale.diagnostics import _health
+from optax_lossscale.diagnostics._common import power
 from optax_lossscale.diagnostics._nonfinite import (
     NonfiniteLeaf,
     leaf_names,
@@ -93,10 +93,9 @@ def report(state: Any, params: Any = None) -> str:
 
 
 def _numbers(health: _health.Health) -> list[str]:
-    power = ", which is not a valid loss scale"
+    explained = ", which is not a valid loss scale"
     if not _health.is_damaged(health.loss_scale):
-        exponent = math.log2(health.loss_scale)
-        power = f" (2^{exponent:.{0 if exponent.is_integer() else 2}f})"
+        explained = f" ({power(health.loss_scale)})"
     at_minimum = ""
     if health.stuck_steps:
         at_minimum = f", could not go lower for {health.stuck_steps} skipped steps"
@@ -104,7 +103,7 @@ def _numbers(health: _health.Health) -> list[str]:
     if health.consecutive_skipped_steps:
         skipped += f", of which {health.consecutive_skipped_steps} in a row"
     lines = [
-        f"  loss scale           {health.loss_scale:g}{power}{at_minimum}",
+        f"  loss scale           {health.loss_scale:g}{explained}{at_minimum}",
         f"  skipped steps        {skipped}",
     ]
     if health.nonfinite_loss_steps:

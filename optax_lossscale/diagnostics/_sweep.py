@@ -16,7 +16,7 @@ from optax_lossscale._optimizer import LossScaleOptimizer
 from optax_lossscale._rules.dynamic import DynamicLossScale
 from optax_lossscale._tree import inexact_leaves
 from optax_lossscale.diagnostics import _bits
-from optax_lossscale.diagnostics._common import check_host, is_argument
+from optax_lossscale.diagnostics._common import check_host, is_argument, power
 
 # Larger than any exponent.
 NO_LIMIT = 2**20
@@ -117,6 +117,16 @@ class ScaleSweep(NamedTuple):
     overflows: jax.Array
     suggested: jax.Array
 
+    def __str__(self) -> str:
+        """Returns a table of the scales, and the suggested scale."""
+        lines = [f"{'loss scale':<12}{'lost':>8}{'subnormal':>12}"]
+        rows = map(np.asarray, (self.scales, self.lost, self.subnormal, self.overflows))
+        for scale, lost, subnormal, overflows in zip(*rows, strict=True):
+            shares = f"{lost:>8.1%}{subnormal:>12.1%}"
+            result = f"{'overflows':>20}" if overflows else shares
+            lines.append(f"{power(scale):<12}{result}")
+        return "\n".join([*lines, f"suggested: {power(float(self.suggested))}"])
+
 
 def scale_sweep(
     loss_fn: Callable[..., Any],
@@ -156,7 +166,8 @@ def scale_sweep(
         `has_aux` itself, bind that with `functools.partial`.
 
     Returns:
-      `ScaleSweep`. Shares are 0 if all gradients are zero at every scale.
+      `ScaleSweep`; print it to read a table. Shares are 0 if all gradients are zero at
+      every scale.
 
     Raises:
       ValueError: If `scales` is empty, or one of them is out of range; if `dtype` is
@@ -172,12 +183,13 @@ def scale_sweep(
       ...     return jnp.sum(products.astype(jnp.float32)) * 1e-6
       >>> params, batch = {"w": jnp.ones(3)}, jnp.array([1e-3, 0.1, 1.0])
       >>> sweep = scale_sweep(loss_fn, params, batch, scales=[1, 2**10, 2**30, 2**40])
-      >>> for scale, lost in zip(sweep.scales, sweep.lost):
-      ...     print(f"{scale:.0f} {lost:.0%}")
-      1 33%
-      1024 0%
-      1073741824 0%
-      1099511627776 nan%
+      >>> print(sweep)
+      loss scale      lost   subnormal
+      2^0            33.3%       66.7%
+      2^10            0.0%       33.3%
+      2^30            0.0%        0.0%
+      2^40               overflows
+      suggested: 2^30
       >>> float(sweep.suggested)
       1073741824.0
     """

@@ -297,7 +297,7 @@ class TestReport:
     def test_at_the_start(self):
         text = report(run(BAD, BAD, track_leaves=True), PARAMS)
         name = "params['block']['ln']['scale']"
-        assert text.splitlines()[:-2] == [
+        assert text.splitlines()[:-3] == [
             "The last step was skipped, and the loss scale is still adjusting.",
             "  loss scale           8192 (2^13)",
             "  skipped steps        2, of which 2 in a row",

@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+from optax_lossscale.diagnostics import _common
 from optax_lossscale.diagnostics._trace.operations import NumericOperation, Run
 from optax_lossscale.diagnostics._trace.values import Key
 
@@ -64,10 +65,7 @@ def log2_of(run: Run, key: Key) -> float:
 
 def power(scale: float) -> str:
     """Writes a number as a power of two, but for 1."""
-    exponent = math.log2(scale)
-    if exponent == 0:
-        return "1"
-    return f"2^{exponent:.{0 if exponent.is_integer() else 2}f}"
+    return "1" if scale == 1 else _common.power(scale)
 
 
 def distinct_lines(run: Run, keys: list[Key]) -> list[Key]:
