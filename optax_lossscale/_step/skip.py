@@ -8,7 +8,13 @@ import jax
 import numpy as np
 from jax import core, lax
 
-from optax_lossscale._step.branch import Program, branch, branch_and_follow
+from optax_lossscale._step.branch import (
+    Program,
+    branch,
+    find_later,
+    in_shard_map,
+    is_select_better,
+)
 from optax_lossscale._tree import cast_like, is_array, is_inexact, select, split_arrays
 
 Skip = Literal["auto", "where", "cond"]
@@ -131,12 +137,18 @@ def run_or_skip(
         return program.join(branch(should_apply, program, keep_list, arrays))
     num_inputs = len(split_arrays(inputs)[0])
 
-    def on_cpu(should_apply, arrays):
-        new = branch_and_follow(should_apply, program, keep_list, arrays, num_inputs)
-        return select_step(should_apply, arrays) if new is None else new
-
     def select_step(should_apply, arrays):
         return where(should_apply, program.run, keep_list, arrays)
+
+    def on_cpu(should_apply, arrays):
+        if in_shard_map() or program.traced.effects:
+            return branch(should_apply, program, keep_list, arrays)
+        old = keep_list(program.like, arrays)
+        later, follow = find_later(program, old, arrays, num_inputs)
+        if is_select_better(old, arrays, later):
+            return select_step(should_apply, arrays)
+        taken = branch(should_apply, program, keep_list, arrays, later)
+        return follow(should_apply, taken)
 
     new = lax.platform_dependent(should_apply, arrays, cpu=on_cpu, default=select_step)
     return program.join(new)
