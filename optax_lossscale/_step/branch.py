@@ -18,10 +18,6 @@ from optax_lossscale._tree import (
 
 Arrays = list[jax.Array]
 
-# A select copies the state, a branch stores the updates: the branch is better unless
-# the updates are this much larger.
-MUCH_LARGER = 4
-
 
 class Program:
     """A function of a list of arrays, traced once for several uses.
@@ -53,7 +49,7 @@ def branch(
     program: Program,
     keep: Callable[[Any, Arrays], Arrays],
     arrays: Arrays,
-    later: Sequence[int] = (),
+    stored: Sequence[int] | None = None,
 ) -> Arrays:
     """Returns `program.run(arrays)` if `should_apply`, else `keep(like, arrays)`.
 
@@ -62,11 +58,11 @@ def branch(
       program: The step. Its results are cast to the dtypes of those of `keep`.
       keep: Its first argument has the shapes and dtypes of the results of the step.
       arrays: What the step reads.
-      later: The indices of the results to leave out.
+      stored: The indices of the results to return. None returns all.
     """
 
     def take(results):
-        return [x for i, x in enumerate(results) if i not in later]
+        return results if stored is None else [results[i] for i in stored]
 
     def skip_branch(arrays):
         return take(keep(program.like, arrays))
@@ -90,25 +86,10 @@ def in_shard_map() -> bool:
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def is_select_better(old: Arrays, arrays: Arrays, later: Sequence[int]) -> bool:
-    """Tells whether a branch would store more than a select copies.
-
-    Args:
-      old: The results of a skipped step.
-      arrays: What the step reads. What is also in `old` is the state.
-      later: The indices of the results that are not stored.
-    """
-    kept = {id(x) for x in arrays}
-    stored = [x for i, x in enumerate(old) if i not in later]
-    state = sum(x.size for x in stored if id(x) in kept)
-    updates = sum(x.size for x in stored) - state
-    return updates > MUCH_LARGER * state
-
-
-def find_later(
+def find_stored(
     program: Program, old: Arrays, arrays: Arrays, num_inputs: int
 ) -> tuple[list[int], Callable[[jax.Array, Arrays], Arrays]]:
-    """Finds the results that a branch need not store.
+    """Finds the results that a branch must store, and computes the others from them.
 
     A branch overwrites the state and stores new arrays, the updates. But often these
     follow from the new state: those of Adam from its moments and count. Then only the
@@ -122,8 +103,8 @@ def find_later(
         Updates that need these are stored.
 
     Returns:
-      The indices of these results; and a function that takes `should_apply` and the
-      results of `branch`, and returns all results.
+      The indices of the stored results; and a function that takes `should_apply` and
+      these results, and returns all results.
     """
     # The branch overwrites the state. Afterwards only its scalars are read: XLA has to
     # copy what is read later.
@@ -139,16 +120,16 @@ def find_later(
         if i >= num_inputs and (id(x) not in kept or x.size == 1)
     ]
     later, compute = split(program.traced, exact, readable)
-    stored = [i for i in range(len(old)) if i not in later]
+    stored = sorted({*range(len(old))}.difference(later))
 
-    def follow(should_apply, taken):
+    def complete(should_apply, results):
         def guard(x):
             # No derivative if the step is skipped, where it might be 0 * inf.
             if not is_inexact(x):
                 return x
             return lax.select(should_apply, x, lax.stop_gradient(x))
 
-        new = dict(zip(stored, taken, strict=True))
+        new = dict(zip(stored, results, strict=True))
         given = [new[i] for i in exact] + [arrays[i] for i in readable]
         updates = compute([guard(x) for x in [*given, *program.traced.consts]])
         kept_updates = [old[i] for i in later]
@@ -156,7 +137,7 @@ def find_later(
         new |= zip(later, updates, strict=True)
         return [new[i] for i in range(len(old))]
 
-    return later, follow
+    return stored, complete
 
 
 def split(
