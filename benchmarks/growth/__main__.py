@@ -44,7 +44,7 @@ def parts() -> dict[str, list[Callable[[], Iterator[dict[str, Any]]]]]:
         "simulated": [make(chips.simulated, count) for count in chips.SIMULATED],
         "options": [make(options.measure, name) for name in options.make_options(1)],
         "diagnostics": [
-            make(diagnostics.by_leaves, leaves) for leaves in diagnostics.LEAVES
+            make(diagnostics.by_leaves, leaves) for leaves in compiling.LEAVES
         ],
         "trace": [make(diagnostics.by_layers, count) for count in diagnostics.LAYERS],
     }

@@ -13,7 +13,7 @@ from benchmarks.compile_time import cpu_seconds
 from benchmarks.compiled import TPU, describe, devices
 from benchmarks.growth.compiling import BARE, bare, shapes
 from benchmarks.measure import Running, compare
-from benchmarks.systems import OPTIMIZERS, PLAIN, System, lower
+from benchmarks.systems import PLAIN, System, lower
 from benchmarks.workloads import Workload, mlp
 from examples.language_model.sharding import make_mesh, shard_batch, shard_state
 
@@ -114,10 +114,7 @@ def simulated(count: int) -> Iterator[dict[str, Any]]:
     workload = mlp(layers=4, width=512, batch=16 * count)
     split = shard_batch(mesh, ndim=2)
     batches = [[jax.device_put(x, split) for x in b] for b in workload.batches()]
-
-    inner = OPTIMIZERS[workload.optimizer]()
-    systems = workload.systems()
-    systems |= {BARE: functools.partial(bare, inner, workload.loss_fn)}
+    systems = {**workload.systems(), BARE: functools.partial(bare, workload)}
 
     def running(name):
         params = workload.init()

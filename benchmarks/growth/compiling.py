@@ -25,11 +25,12 @@ SELECTING = ("flax DynamicScale", "jmp", "mpx")
 PEERS = (*SELECTING, "optax.apply_if_finite", PLAIN_KERAS, "Keras 3")
 
 
-def bare(inner: optax.GradientTransformation, loss_fn: Callable) -> System:
+def bare(workload: Workload) -> System:
     """Returns the least that checks the gradients and branches, without a scale."""
+    inner = OPTIMIZERS[workload.optimizer]()
 
     def step(params, state, *batch):
-        loss, grads = jax.value_and_grad(loss_fn)(params, *batch)
+        loss, grads = jax.value_and_grad(workload.loss_fn)(params, *batch)
         finite = [jnp.isfinite(x).all() for x in jax.tree.leaves(grads)]
 
         def run(grads, params, state):
@@ -98,12 +99,12 @@ def by_leaves(target: str, optimizer: str, leaves: int) -> Iterator[dict[str, An
     is compiled with up to 20.
     """
     workload = optimizer_step(SIZE * leaves, leaves, optimizer)
-    systems, inner = workload.systems(), OPTIMIZERS[optimizer]()
+    systems = workload.systems()
     peers = [name for name in PEERS if leaves <= 200]
     if target == CPU and leaves > 20:
         peers = [name for name in peers if name != "mpx"]
     chosen = {name: systems[name] for name in (PLAIN, *CALLS, *peers)}
-    chosen[BARE] = functools.partial(bare, inner, workload.loss_fn)
+    chosen[BARE] = functools.partial(bare, workload)
     repeats = 2 if target == CPU or leaves <= 200 else 1
     for row in _times(target, workload, chosen, repeats):
         yield {"optimizer": optimizer, "leaves": leaves, **row}

@@ -17,10 +17,7 @@ from optax_lossscale.diagnostics import (
     underflow_stats,
 )
 
-LEAVES = (1, 20, 200, 2000)
 LAYERS = (1, 2, 4, 8)
-
-
 FUNCTIONS = {
     "underflow_stats": functools.partial(underflow_stats, state=1.0),
     "exponent_histogram": exponent_histogram,

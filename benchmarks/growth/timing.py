@@ -7,7 +7,7 @@ from benchmarks import measure
 from benchmarks.growth.compiling import LEAVES, PARAMETERS
 from benchmarks.workloads import optimizer_step
 
-# The largest needs 16 GB for the state of two systems and the gradients.
+# Without 1e9 parameters: those, the state of two systems and the gradients need 28 GB.
 SIZES = (
     *((n, 20) for n in PARAMETERS[:-1]),
     *((2 * 10**7, leaves) for leaves in LEAVES),

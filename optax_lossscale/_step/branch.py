@@ -18,10 +18,6 @@ from optax_lossscale._tree import (
 
 Arrays = list[jax.Array]
 
-# A select copies the state, a branch stores the updates: the branch is better unless
-# the updates are this much larger.
-MUCH_LARGER = 4
-
 
 class Program:
     """A function of a list of arrays, traced once for several uses.
@@ -53,6 +49,7 @@ def branch(
     program: Program,
     keep: Callable[[Any, Arrays], Arrays],
     arrays: Arrays,
+    stored: Sequence[int] | None = None,
 ) -> Arrays:
     """Returns `program.run(arrays)` if `should_apply`, else `keep(like, arrays)`.
 
@@ -61,17 +58,22 @@ def branch(
       program: The step. Its results are cast to the dtypes of those of `keep`.
       keep: Its first argument has the shapes and dtypes of the results of the step.
       arrays: What the step reads.
+      stored: The indices of the results to return. None returns all.
     """
-    like = program.like
-    skip_branch = functools.partial(keep, like)
+
+    def take(results):
+        return results if stored is None else [results[i] for i in stored]
+
+    def skip_branch(arrays):
+        return take(keep(program.like, arrays))
 
     def run_branch(arrays):
-        return cast_like(program.run(arrays), skip_branch(arrays))
+        return cast_like(take(program.run(arrays)), skip_branch(arrays))
 
-    if not jax.sharding.get_abstract_mesh().manual_axes:
+    if not in_shard_map():
         return lax.cond(should_apply, run_branch, skip_branch, arrays)
     # Both branches must vary over the same axes of jax.shard_map.
-    axes = _varying_axes(like, jax.eval_shape(skip_branch, arrays))
+    axes = _varying_axes(take(program.like), jax.eval_shape(skip_branch, arrays))
     branches = [lambda x, f=f: _vary(f(x), axes) for f in (run_branch, skip_branch)]
     new = lax.cond(should_apply, *branches, arrays)
     # Devices that decide separately have different results. lax.cond does not tell
@@ -79,73 +81,63 @@ def branch(
     return select(should_apply, new, new)
 
 
-def branch_and_follow(
-    should_apply: jax.Array,
-    program: Program,
-    keep: Callable[[Any, Arrays], Arrays],
-    arrays: Arrays,
-    num_inputs: int,
-) -> Arrays | None:
-    """Does what `branch` does, but stores no updates where it can.
+def in_shard_map() -> bool:
+    """Tells whether `jax.shard_map` runs this for some of the devices."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def find_stored(
+    program: Program, old: Arrays, arrays: Arrays, num_inputs: int
+) -> tuple[list[int], Callable[[jax.Array, Arrays], Arrays]]:
+    """Finds the results that a branch must store, and computes the others from them.
 
     A branch overwrites the state and stores new arrays, the updates. But often these
     follow from the new state: those of Adam from its moments and count. Then only the
     state is a result of the branch, and XLA computes the updates where they are used.
 
     Args:
-      should_apply: See `branch`.
-      program: See `branch`.
-      keep: See `branch`.
-      arrays: See `branch`.
+      program: The step, without side effects.
+      old: The results of a skipped step.
+      arrays: What the step reads.
       num_inputs: How many of the first arrays may be non-finite if the step is skipped.
         Updates that need these are stored.
 
     Returns:
-      As `branch`, or None if a select is better: it stores no updates but copies the
-      state, which here is much smaller.
+      The indices of the stored results; and a function that takes `should_apply` and
+      these results, and returns all results.
     """
-    old = keep(program.like, arrays)
     # The branch overwrites the state. Afterwards only its scalars are read: XLA has to
     # copy what is read later.
     kept = {id(x) for x in arrays} & {id(x) for x in old}
-    state = [i for i, x in enumerate(old) if id(x) in kept]
-    in_shard_map = bool(jax.sharding.get_abstract_mesh().manual_axes)
-    if len(state) == len(old) or in_shard_map or program.traced.effects:
-        return branch(should_apply, program, keep, arrays)
+    exact = [
+        i
+        for i, (x, like) in enumerate(zip(old, program.like, strict=True))
+        if id(x) in kept and x.dtype == like.dtype
+    ]
     readable = [
         i
         for i, x in enumerate(arrays)
         if i >= num_inputs and (id(x) not in kept or x.size == 1)
     ]
-    exact = [i for i in state if old[i].dtype == program.like[i].dtype]
-    later, follow = split(program.traced, exact, readable)
+    later, compute = split(program.traced, exact, readable)
     stored = sorted({*range(len(old))}.difference(later))
-    state_size = sum(old[i].size for i in state)
-    updates_size = sum(old[i].size for i in stored) - state_size
-    if updates_size > MUCH_LARGER * state_size:
-        return None
 
-    def take(results):
-        return [results[i] for i in stored]
+    def complete(should_apply, results):
+        def guard(x):
+            # No derivative if the step is skipped, where it might be 0 * inf.
+            if not is_inexact(x):
+                return x
+            return lax.select(should_apply, x, lax.stop_gradient(x))
 
-    like = take(old)
+        new = dict(zip(stored, results, strict=True))
+        given = [new[i] for i in exact] + [arrays[i] for i in readable]
+        updates = compute([guard(x) for x in [*given, *program.traced.consts]])
+        kept_updates = [old[i] for i in later]
+        updates = select(should_apply, cast_like(updates, kept_updates), kept_updates)
+        new |= zip(later, updates, strict=True)
+        return [new[i] for i in range(len(old))]
 
-    def guard(x):
-        # No derivative if the step is skipped, where it might be 0 * inf.
-        return lax.select(should_apply, x, lax.stop_gradient(x)) if is_inexact(x) else x
-
-    taken = lax.cond(
-        should_apply,
-        lambda arrays: cast_like(take(program.run(arrays)), like),
-        lambda arrays: take(keep(program.like, arrays)),
-        arrays,
-    )
-    new = dict(enumerate(old)) | dict(zip(stored, taken, strict=True))
-    given = [new[i] for i in exact] + [arrays[i] for i in readable]
-    updates = follow([guard(x) for x in [*given, *program.traced.consts]])
-    kept_updates = [old[i] for i in later]
-    updates = select(should_apply, cast_like(updates, kept_updates), kept_updates)
-    return list((new | dict(zip(later, updates, strict=True))).values())
+    return stored, complete
 
 
 def split(

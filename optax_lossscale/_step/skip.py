@@ -1,14 +1,14 @@
 """Runs a step or skips it, in the way that suits the platform."""
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax import core, lax
 
-from optax_lossscale._step.branch import Program, branch, branch_and_follow
+from optax_lossscale._step.branch import Program, branch, find_stored, in_shard_map
 from optax_lossscale._tree import cast_like, is_array, is_inexact, select, split_arrays
 
 Skip = Literal["auto", "where", "cond"]
@@ -17,6 +17,9 @@ Skip = Literal["auto", "where", "cond"]
 # if the step sums over devices, that would change the result on devices that do not
 # skip.
 SMALL = 2.0**-20
+# A select copies the state, a branch stores the updates: the branch is better unless
+# the updates are this much larger.
+MUCH_LARGER = 4
 
 
 def is_recording() -> bool:
@@ -131,15 +134,38 @@ def run_or_skip(
         return program.join(branch(should_apply, program, keep_list, arrays))
     num_inputs = len(split_arrays(inputs)[0])
 
-    def on_cpu(should_apply, arrays):
-        new = branch_and_follow(should_apply, program, keep_list, arrays, num_inputs)
-        return select_step(should_apply, arrays) if new is None else new
-
     def select_step(should_apply, arrays):
         return where(should_apply, program.run, keep_list, arrays)
 
+    def on_cpu(should_apply, arrays):
+        old = keep_list(program.like, arrays)
+        keeps_all = {id(x) for x in old} <= {id(x) for x in arrays}
+        if keeps_all or in_shard_map() or program.traced.effects:
+            return branch(should_apply, program, keep_list, arrays)
+        stored, complete = find_stored(program, old, arrays, num_inputs)
+        if is_select_better(old, arrays, stored):
+            return select_step(should_apply, arrays)
+        results = branch(should_apply, program, keep_list, arrays, stored)
+        return complete(should_apply, results)
+
     new = lax.platform_dependent(should_apply, arrays, cpu=on_cpu, default=select_step)
     return program.join(new)
+
+
+def is_select_better(
+    old: list[jax.Array], arrays: list[jax.Array], stored: Sequence[int]
+) -> bool:
+    """Tells whether a branch would store more than a select copies.
+
+    Args:
+      old: The results of a skipped step.
+      arrays: What the step reads. What is also in `old` is the state.
+      stored: The indices of the results that the branch returns.
+    """
+    kept = {id(x) for x in arrays}
+    state = sum(old[i].size for i in stored if id(old[i]) in kept)
+    updates = sum(old[i].size for i in stored) - state
+    return updates > MUCH_LARGER * state
 
 
 def check_same(new: Any, old: Any) -> None:

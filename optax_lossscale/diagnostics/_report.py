@@ -71,8 +71,8 @@ def report(state: Any, params: Any = None) -> str:
            inf     nan  last
              1       0  inf      params['w']
       What to do: nothing yet. Each skip lowers the scale. A few in a row are usual
-      at the start, and single ones later, when the scale has grown too high. If
-      they continue, look at params['w'].
+      at the start, and single ones later, when the scale has grown too high. If they
+      continue, look at params['w'].
     """
     limit = _health.START_UP + 1
     health = _health.check_health(

@@ -188,7 +188,7 @@ def scale_sweep(
       2^0            33.3%       66.7%
       2^10            0.0%       33.3%
       2^30            0.0%        0.0%
-      2^40               overflows
+      2^40                   overflows
       suggested: 2^30
       >>> float(sweep.suggested)
       1073741824.0

@@ -5,7 +5,6 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from benchmarks import report
@@ -56,7 +55,7 @@ def test_every_part_was_measured():
     assert len(FOUND["chips"]) == len(chips.SYSTEMS) * len(chips.TOPOLOGIES)
     assert seen("simulated", "devices") == {(n,) for n in chips.SIMULATED}
     assert [row["option"] for row in FOUND["options"]] == [*options.make_options(1)]
-    assert seen("diagnostics", "leaves") == {(n,) for n in diagnostics.LEAVES}
+    assert seen("diagnostics", "leaves") == {(n,) for n in compiling.LEAVES}
     assert seen("trace", "layers") == {(n,) for n in diagnostics.LAYERS}
 
 
@@ -91,7 +90,7 @@ def test_one_collective_may_be_several_instructions():
 
 def test_the_floor_skips_an_overflow():
     workload = optimizer_step(16, 2, overflow=True)
-    system = compiling.bare(optax.adam(1e-3), workload.loss_fn)
+    system = compiling.bare(workload)
     params = workload.init()
     for (grads,), changes in zip(workload.batches()[-2:], (True, False), strict=True):
         new, _, _ = jax.jit(system.step)(params, system.init(params), grads)
