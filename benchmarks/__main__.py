@@ -2,7 +2,7 @@
 
 Each system runs in turns with a plain Optax step. The result is the median of the
 ratios of their times. Writes JSON, a Markdown table per workload, and a plot. The last
-workloads, "startup", "compile time" and "trace_numerics", have their own files.
+workloads, "startup" and "trace_numerics", have their own files.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import jax
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks import compile_time, report, startup, trace
+from benchmarks import report, startup, trace
 from benchmarks.measure import measure
 from benchmarks.workloads import make_workloads
 
@@ -43,7 +43,7 @@ def main() -> None:
         for workload in make_workloads(options.quick, accelerator=platform != "cpu")
         if options.workload in workload.name
     ]
-    others = [x for x in (startup, compile_time, trace) if options.workload in x.NAME]
+    others = [x for x in (startup, trace) if options.workload in x.NAME]
     if not workloads and not others:
         parser.error(f"no workload has a name that contains {options.workload!r}")
     seconds = options.seconds or (0.1 if options.quick else 1.0)
@@ -62,7 +62,7 @@ def main() -> None:
         print("\n".join(report.timing_tables(results)))
         print(f"Wrote {stem}.json, .md and .png")
     for other in others:
-        stem = options.out / f"{platform}_{other.NAME.replace(' ', '_')}"
+        stem = options.out / f"{platform}_{other.NAME}"
         found = {**report.about(), "rows": []}
         for row in other.rows(quick=options.quick):
             found["rows"].append(row)

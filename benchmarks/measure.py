@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -10,6 +10,17 @@ import jax
 from benchmarks import hlo
 from benchmarks.systems import PLAIN, System, lower
 from benchmarks.workloads import Workload
+
+
+def cpu_seconds(function: Callable[[], Any]) -> tuple[float, Any]:
+    """Returns the processor time of a call, summed over threads, and its result.
+
+    Caches are emptied first. Processor time depends little on what else runs.
+    """
+    jax.clear_caches()
+    start = time.process_time()
+    result = function()
+    return time.process_time() - start, result
 
 
 def peak_bytes(compiled: Any) -> int:

@@ -9,8 +9,7 @@ import numpy as np
 import optax
 
 from benchmarks import report
-from benchmarks.compile_time import cpu_seconds
-from benchmarks.measure import peak_bytes
+from benchmarks.measure import cpu_seconds, peak_bytes
 from benchmarks.workloads import Workload, transformer
 from optax_lossscale import LossScaleOptimizer
 from optax_lossscale.diagnostics._trace.program import make_call, make_program

@@ -9,10 +9,9 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks import hlo
-from benchmarks.compile_time import cpu_seconds
 from benchmarks.compiled import TPU, describe, devices
 from benchmarks.growth.compiling import BARE, bare, shapes
-from benchmarks.measure import Running, compare
+from benchmarks.measure import Running, compare, cpu_seconds
 from benchmarks.systems import PLAIN, System, lower
 from benchmarks.workloads import Workload, mlp
 from examples.language_model.sharding import make_mesh, shard_batch, shard_state

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.compile_time import cpu_seconds
 from benchmarks.compiled import CPU, TPU, compile_on, describe, device
+from benchmarks.measure import cpu_seconds
 from benchmarks.systems import OPTIMIZERS, PLAIN, PLAIN_KERAS, System
 from benchmarks.workloads import Workload, optimizer_step, transformer
 

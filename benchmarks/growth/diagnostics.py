@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import trace
-from benchmarks.compile_time import cpu_seconds
 from benchmarks.growth.compiling import SIZE
+from benchmarks.measure import cpu_seconds
 from benchmarks.workloads import transformer
 from optax_lossscale.diagnostics import (
     exponent_histogram,

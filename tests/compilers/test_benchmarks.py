@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import exhaustive_but
 
-from benchmarks import compile_time, hlo, report, trace
+from benchmarks import hlo, report, startup, trace
 from benchmarks.measure import measure
 from benchmarks.systems import PLAIN, SKIPS, lower
 from benchmarks.workloads import mlp, optimizer_step, transformer
@@ -150,47 +150,9 @@ def test_measures_every_requested_system():
     assert workload.name in report.full_report(results)
 
 
-class TestCompileTime:
-    def test_programs_are_steps_with_and_without_loss_scaling(self):
-        programs = {p.name: p for p in compile_time.make_programs(2)}
-        grads, _, state = programs[f"sgd: {PLAIN}"].arguments
-        expected, _ = programs[f"sgd: {PLAIN}"].function(grads, grads, state)
-        np.testing.assert_allclose(expected, [np.full(8, 0.999)] * 2, rtol=1e-6)
-        for rule in compile_time.RULES:
-            _, function, arguments, baseline = programs[f"sgd: apply_gradients, {rule}"]
-            assert baseline in programs
-            np.testing.assert_array_equal(function(*arguments)[0], expected)
-
-    def test_measures_programs_in_turns(self, monkeypatch):
-        order = []
-
-        def fake(program):
-            order.append(program.name)
-            return 3.0 - len(order) // 16
-
-        monkeypatch.setattr(compile_time, "compile_time", fake)
-        rows = list(compile_time.measure(2, repeats=2))
-        assert order == [row["program"] for row in rows] * 2
-        assert {row["leaves"] for row in rows} == {2}
-        assert {row["seconds"] for row in rows} == {2.0}
-        assert {row["ratio"] for row in rows} == {1.0, None}
-
-    def test_compile_time_is_positive(self):
-        program = compile_time.make_programs(1)[0]
-        assert compile_time.compile_time(program) > 0
-
-    def test_every_number_of_leaves_was_measured(self):
-        for path in report.RESULTS.glob("*_compile_time.json"):
-            results = report.load(path)
-            names = [p.name for p in compile_time.make_programs(1)]
-            leaves = [100, 200, 400, 800, 1600]
-            measured = [(row["leaves"], row["program"]) for row in results["rows"]]
-            assert measured == [(n, name) for n in leaves for name in names]
-
-
-@pytest.mark.parametrize("measured", [compile_time, trace])
+@pytest.mark.parametrize("measured", [startup, trace])
 def test_page_shows_the_results(measured):
-    paths = list(report.RESULTS.glob(f"*_{measured.NAME.replace(' ', '_')}.json"))
+    paths = list(report.RESULTS.glob(f"*_{measured.NAME}.json"))
     assert paths
     for path in paths:
         results = report.load(path)
