@@ -157,6 +157,13 @@ def check_state(state: Any, expected: Any) -> None:
     rule, wanted = state.loss_scale_state, expected.loss_scale_state
     check_rule_state(rule, wanted)
     if jax.tree.structure(rule) != jax.tree.structure(wanted):
+        if type(rule) is type(wanted):
+            kinds = ", ".join(type(x).__name__ for x in rule)
+            raise ValueError(
+                f"state.loss_scale_state must hold arrays, got {kinds}. With Flax "
+                "nnx, let nnx.Optimizer.update take the step, or pass a state that "
+                "optimizer.init(nnx.state(model, nnx.Param)) returned."
+            )
         raise ValueError(_other_rule(rule, wanted))
     # The inner optimizer and the leaf statistics have their own checks.
     state = state._replace(inner_state=None, leaf_statistics=None)

@@ -265,8 +265,8 @@ class Step:
                 "state must be the LossScaleOptimizerState that this optimizer's init "
                 f"returned, got {type(state).__name__}. The order of arguments is "
                 "update(grads, state, params), but apply_gradients(grads, params, "
-                "state). If the optimizer is part of a chain, call the update of the "
-                "chain."
+                "state) and minimize(loss_fn, params, state). If the optimizer is part "
+                "of another one, such as a chain, call the update of that."
             )
         _state.check_state(state, self._expected_state)
         _leaves.check_leaves(state.leaf_statistics, self.options.track_leaves)

@@ -56,6 +56,16 @@ def test_arguments_in_the_wrong_order():
         optimizer.value_and_grad(state, loss_fn)
 
 
+def test_the_state_of_nnx_optimizer_holds_variables():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    trainer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+    params = nnx.state(model, nnx.Param)
+    with pytest.raises(
+        ValueError, match=r"must hold arrays, got \w+, .*nnx.Optimizer.update"
+    ):
+        optimizer.apply_gradients(params, params, trainer.opt_state)
+
+
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 class TestWhatDoesNotFit:

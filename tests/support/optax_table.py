@@ -373,6 +373,20 @@ def wants_the_loss(row):
     optimizer.minimize(loss_fn, row.params(), state, *batches(1)[0])
 
 
+def gradients_from_its_state_are_not_scaled(row):
+    wants_the_loss(row)
+    optimizer, params = LossScaleOptimizer(row.make()), row.params()
+    state = optimizer.init(params)
+
+    def tiny_fn(params):
+        total = optax.tree.sum(optax.tree.cast(params, jnp.float16))
+        return 1e-8 * total.astype(jnp.float32)
+
+    _, lost = optax.value_and_grad_from_state(tiny_fn)(params, state=state)
+    _, grads = optimizer.value_and_grad(tiny_fn, state)(params)
+    assert optax.tree.norm(lost) == 0 < optax.tree.norm(grads)
+
+
 ROWS = [
     Row("inner"),
     Row(
@@ -498,8 +512,10 @@ ROWS = [
     ),
     Row(
         "optax.lbfgs()",
-        "wants `value`, `grad` and `value_fn`, which `minimize` passes",
-        wants_the_loss,
+        "wants `value`, `grad` and `value_fn`, which `minimize` passes; the gradients "
+        "of `optax.value_and_grad_from_state`, and those in the line search, are not "
+        "scaled",
+        gradients_from_its_state_are_not_scaled,
     ),
 ]
 
