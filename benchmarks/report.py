@@ -315,9 +315,3 @@ def refresh(page: str) -> str:
     return replace_tables(
         page, [*timing_tables(cpu), *compiled_tables(compiled), summary]
     )
-
-
-if __name__ == "__main__":
-    write(load(RESULTS / "cpu.json"), RESULTS / "cpu")
-    for _path in PAGES:
-        _path.write_text(refresh(_path.read_text()))

@@ -1,7 +1,4 @@
-"""The tables and the figure of `docs/guide/growth.md`.
-
-`python -m benchmarks.growth.page` writes them from the committed results.
-"""
+"""The tables and the figure of `docs/guide/growth.md`."""
 
 import re
 import textwrap
@@ -274,7 +271,3 @@ def write(found: dict[str, Any]) -> None:
     """Writes the tables into the page, and the figure."""
     PAGE.write_text(refresh(PAGE.read_text(), found))
     plot(found).savefig(FIGURE, dpi=120)
-
-
-if __name__ == "__main__":
-    write(report.load(RESULTS))
