@@ -1,6 +1,6 @@
 """Measures how the cost grows with leaves, parameters, devices and options.
 
-`python -m benchmarks.growth` takes half an hour and needs `jax[tpu]`, for its compiler;
+`python -m benchmarks.growth` takes an hour and needs `jax[tpu]`, for its compiler;
 no TPU. With `jax[cuda12]` it also compiles for an H100. It writes
 `results/growth.json`, and the tables and the figure of `docs/guide/growth.md`.
 """
