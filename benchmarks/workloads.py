@@ -69,6 +69,11 @@ def _shape(parameters, leaves):
     return (size // 1000, 1000) if size % 1000 == 0 and size > 1000 else (size,)
 
 
+def written(parameters: int) -> str:
+    """Writes a number of parameters with one digit, 2e7 for example."""
+    return f"{parameters:.0e}".replace("e+0", "e")
+
+
 def optimizer_step(
     parameters: int, leaves: int, optimizer: str = "adam", *, overflow: bool = False
 ) -> Workload:
@@ -85,8 +90,7 @@ def optimizer_step(
         bad = [*grads[:-1], grads[-1].at[-1].set(jnp.inf)]
         return [(grads,)] * 9 + [(bad,)]
 
-    words = f"{parameters:.0e}".replace("e+0", "e")
-    name = f"{optimizer} step, {words} parameters, {leaves} leaves"
+    name = f"{optimizer} step, {written(parameters)} parameters, {leaves} leaves"
     return Workload(
         name + ", overflow every 10th step" * overflow,
         optimizer,

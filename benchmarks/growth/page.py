@@ -7,6 +7,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.growth.compiling import BARE
 from benchmarks.systems import PLAIN, PLAIN_KERAS
+from benchmarks.workloads import written
 
 RESULTS = report.RESULTS / "growth.json"
 DOCS = report.RESULTS.parents[1] / "docs"
@@ -81,18 +82,14 @@ def compile_tables(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def _count(parameters: int) -> str:
-    return f"{parameters:.0e}".replace("e+0", "e")
-
-
 def times_table(found: dict[str, Any]) -> str:
     """Returns the times of a step on a CPU, by parameters and leaves."""
     cells = []
     for _, *rows in zip(*_by_system(found["times"]).values(), strict=True):
         one, *_ = rows
         ratios = [f"{row['ratio']:.2f}" for row in rows]
-        size = [_count(one["parameters"]), str(one["leaves"])]
-        cells.append([*size, f"{1e3 * one['plain_s']:.3g}", *ratios])
+        size = [written(one["parameters"]), str(one["leaves"])]
+        cells.append([*size, _digits(1e3 * one["plain_s"], 3), *ratios])
     header = ["parameters, CPU", "leaves", "plain, ms"]
     header += ["apply_gradients, time / plain", "update, time / plain"]
     return report.table(header, cells)
@@ -103,7 +100,7 @@ def sizes_table(found: dict[str, Any]) -> str:
     cells = []
     for plain, *rows in zip(*_by_system(found["sizes"]).values(), strict=True):
         ratios = [f"{row['bytes'] / plain['bytes']:.3g}" for row in rows]
-        size = [_count(plain["parameters"]), str(plain["leaves"])]
+        size = [written(plain["parameters"]), str(plain["leaves"])]
         cells.append([*size, _megabytes(plain["bytes"]), *ratios])
     header = ["parameters, TPU v5e", "leaves", "plain, MB"]
     header += ["apply_gradients, bytes / plain", "update, bytes / plain"]
@@ -158,7 +155,7 @@ def options_table(found: dict[str, Any]) -> str:
     for row in found["options"]:
         ratios = [ours / theirs for theirs, ours in (row["bytes"], row["seconds"])]
         cells.append([row["option"], *(f"{ratio:.3g}" for ratio in ratios)])
-        cells[-1].append(f"{row['seconds'][1]:.2g}")
+        cells[-1].append(_digits(row["seconds"][1]))
     header = [
         "option",
         "bytes / plain, TPU v5e",
@@ -170,14 +167,11 @@ def options_table(found: dict[str, Any]) -> str:
 
 def diagnostics_tables(found: dict[str, Any]) -> list[str]:
     """Returns the time of a first call by leaves, and what a trace costs by layers."""
-    calls: dict[str, dict[str, float]] = {}
+    calls: dict[str, list[str]] = {}
     for row in found["diagnostics"]:
-        calls.setdefault(row["call"], {})[str(row["leaves"])] = row["seconds"]
-    leaves = list(dict.fromkeys(x for seconds in calls.values() for x in seconds))
-    cells = [
-        [name, *(_digits(seconds[x]) if x in seconds else "" for x in leaves)]
-        for name, seconds in calls.items()
-    ]
+        calls.setdefault(row["call"], []).append(_digits(row["seconds"]))
+    leaves = dict.fromkeys(str(row["leaves"]) for row in found["diagnostics"])
+    cells = [[name, *seconds] for name, seconds in calls.items()]
     first = report.table(["first call, seconds, by leaves", *leaves], cells)
     names = ("compile", "time", "memory")
     cells = [

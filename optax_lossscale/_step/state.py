@@ -157,14 +157,7 @@ def check_state(state: Any, expected: Any) -> None:
     rule, wanted = state.loss_scale_state, expected.loss_scale_state
     check_rule_state(rule, wanted)
     if jax.tree.structure(rule) != jax.tree.structure(wanted):
-        if type(rule) is type(wanted):
-            kinds = ", ".join(type(x).__name__ for x in rule)
-            raise ValueError(
-                f"state.loss_scale_state must hold arrays, got {kinds}. With Flax "
-                "nnx, let nnx.Optimizer.update take the step, or pass a state that "
-                "optimizer.init(nnx.state(model, nnx.Param)) returned."
-            )
-        raise ValueError(_other_rule(rule, wanted))
+        raise ValueError(_no_arrays(rule, wanted) or _other_rule(rule, wanted))
     # The inner optimizer and the leaf statistics have their own checks.
     state = state._replace(inner_state=None, leaf_statistics=None)
     for (path, got), (_, shape) in zip(*map(_shapes, (state, expected)), strict=True):
@@ -180,6 +173,22 @@ def check_rule_state(state: Any, expected: Any) -> None:
     """Raises if no scale can be read from the state of a rule."""
     if len(jax.tree.leaves(getattr(state, "loss_scale", None))) != 1:
         raise ValueError(_other_rule(state, expected))
+
+
+def _no_arrays(state: Any, expected: Any) -> str:
+    """Explains a state with a variable around each array; returns "" for others."""
+    try:
+        held = jax.tree.structure(expected).flatten_up_to(state)
+    except ValueError:
+        return ""
+    if len(jax.tree.leaves(state)) != len(held):
+        return ""
+    kinds = ", ".join(type(x).__name__ for x in held)
+    return (
+        f"state.loss_scale_state must hold arrays, got {kinds}. With Flax nnx, let "
+        "nnx.Optimizer.update take the step, or pass a state that "
+        "optimizer.init(nnx.state(model, nnx.Param)) returned."
+    )
 
 
 def _other_rule(state: Any, expected: Any) -> str:
