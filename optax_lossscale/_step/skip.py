@@ -111,13 +111,14 @@ def run_or_skip(
         return run(inputs, *operands)
 
     def keep_arrays(like, arrays):
-        return keep(like, *join(arrays)[1])
+        kept = keep(like, *join(arrays)[1])
+        check_same(like, kept)
+        return kept
 
     def where(should_apply, run, keep, arrays):
         inputs, operands = join(arrays)
         new = run(split_arrays((small_unless(should_apply, inputs), operands))[0])
         old = keep(new, arrays)
-        check_same(new, old)
         return select(should_apply, cast_like(new, old), old)
 
     if skip == "where" or not is_recording():
@@ -125,10 +126,7 @@ def run_or_skip(
     program = Program(run_arrays, arrays)
 
     def keep_list(like, arrays):
-        like = program.join(like)
-        kept = keep_arrays(like, arrays)
-        check_same(like, kept)
-        return split_arrays(kept)[0]
+        return split_arrays(keep_arrays(program.join(like), arrays))[0]
 
     if skip == "cond":
         return program.join(branch(should_apply, program, keep_list, arrays))
