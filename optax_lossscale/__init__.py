@@ -6,7 +6,6 @@ from optax_lossscale._accumulate import (
     accumulate_gradients as accumulate_gradients,
     has_updated as has_updated,
 )
-from optax_lossscale._numerics import all_finite as all_finite
 from optax_lossscale._optimizer import LossScaleOptimizer as LossScaleOptimizer
 from optax_lossscale._rules.base import LossScale as LossScale
 from optax_lossscale._rules.dynamic import (
@@ -31,7 +30,8 @@ from optax_lossscale._rules.tolerant import (
     TolerantLossScale as TolerantLossScale,
     TolerantLossScaleState as TolerantLossScaleState,
 )
-from optax_lossscale._step.state import (
+from optax_lossscale._scaling import all_finite as all_finite
+from optax_lossscale._state import (
     LossScaleOptimizerState as LossScaleOptimizerState,
     select_applied as select_applied,
 )

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale import _check as check
-from optax_lossscale._numerics import at_least_float32
 from optax_lossscale._optimizer import LossScaleOptimizer
+from optax_lossscale._scaling import at_least_float32
+from optax_lossscale._state import find_state, nodes_of, unbox
 from optax_lossscale._step.inner import check_loss_value, check_optimizer, map_with_none
 from optax_lossscale._step.skip import run_or_skip
-from optax_lossscale._step.state import find_state, nodes_of, unbox
 from optax_lossscale._tree import is_inexact, strongly_typed, zero_update
 
 

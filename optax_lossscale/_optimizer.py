@@ -10,10 +10,10 @@ import optax
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._rules.identifiers import get_loss_scale, keras_loss_scale
+from optax_lossscale._state import LossScaleOptimizerState, find_state, unbox
 from optax_lossscale._step.mask import Mask, MaskLike
 from optax_lossscale._step.options import Options
 from optax_lossscale._step.skip import Skip
-from optax_lossscale._step.state import LossScaleOptimizerState, find_state, unbox
 from optax_lossscale._step.step import Step
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale import _check as check
-from optax_lossscale._numerics import all_finite, largest_magnitude
+from optax_lossscale._scaling import all_finite, largest_magnitude
 
 
 class LossScale(abc.ABC):

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale import _check as check
-from optax_lossscale._numerics import all_finite
 from optax_lossscale._rules.base import LossScale
+from optax_lossscale._scaling import all_finite
 
 
 class FixedLossScaleState(NamedTuple):

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale import _check as check
-from optax_lossscale._numerics import exact_exp2, overflow_exponent
 from optax_lossscale._rules.base import AdaptiveLossScale
+from optax_lossscale._scaling import exact_exp2, overflow_exponent
 
 
 class HeadroomLossScaleState(NamedTuple):

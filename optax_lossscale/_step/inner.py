@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lossscale._numerics import at_least_float32
+from optax_lossscale._scaling import at_least_float32
 from optax_lossscale._tree import is_array, is_inexact, is_real, strongly_typed
 
 

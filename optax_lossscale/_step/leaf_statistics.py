@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_lossscale._numerics import axis_index, nonfinite_sums
+from optax_lossscale._scaling import axis_index, nonfinite_sums
 from optax_lossscale._tree import is_array, is_inexact
 
 FINITE, INF, NAN = range(3)

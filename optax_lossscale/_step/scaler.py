@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lossscale._numerics import all_finite, scale_down, scale_up
 from optax_lossscale._rules.base import LossScale
+from optax_lossscale._scaling import all_finite, scale_down, scale_up
 from optax_lossscale._tree import is_float0, is_inexact, strongly_typed
 
 

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from optax_lossscale._numerics import all_finite
+from optax_lossscale import _state
 from optax_lossscale._rules.fixed import FixedLossScale
+from optax_lossscale._scaling import all_finite
 from optax_lossscale._step import (
     inner as _inner,
     leaf_statistics as _leaves,
     skip as _skip,
-    state as _state,
 )
 from optax_lossscale._step.options import Options
 from optax_lossscale._step.outcome import Parameters, Updates

@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from optax_lossscale import _check as check
-from optax_lossscale._step.state import find_state, unbox
+from optax_lossscale._state import find_state, unbox
 from optax_lossscale._tree import is_real
 
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from optax_lossscale import _check as check
-from optax_lossscale._step.state import find_state, unbox
+from optax_lossscale._state import find_state, unbox
 from optax_lossscale.diagnostics._common import check_host
 
 # Up to this many skips in a row are normal at the start: halving 2**24 down to 1.

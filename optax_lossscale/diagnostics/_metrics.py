@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._step.state import COUNTERS, find_state, unbox
+from optax_lossscale._state import COUNTERS, find_state, unbox
 from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._common import check_text
 

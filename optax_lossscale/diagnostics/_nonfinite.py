@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale._state import find_state, unbox
 from optax_lossscale._step.leaf_statistics import LeafStatistics, differentiated
-from optax_lossscale._step.state import find_state, unbox
 from optax_lossscale._tree import is_inexact
 from optax_lossscale.diagnostics._common import check_host, named_leaves
 

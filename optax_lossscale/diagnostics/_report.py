@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_lossscale._step.state import find_state, unbox
+from optax_lossscale._state import find_state, unbox
 from optax_lossscale.diagnostics import _health
 from optax_lossscale.diagnostics._common import power
 from optax_lossscale.diagnostics._nonfinite import (

@@ -11,9 +11,9 @@ import numpy as np
 import optax
 
 from optax_lossscale import _check as check
-from optax_lossscale._numerics import all_finite, exact_exp2
 from optax_lossscale._optimizer import LossScaleOptimizer
 from optax_lossscale._rules.dynamic import DynamicLossScale
+from optax_lossscale._scaling import all_finite, exact_exp2
 from optax_lossscale._tree import inexact_leaves
 from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._common import check_host, is_argument, power

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 from benchmarks import hlo
 from optax_lossscale import all_finite
-from optax_lossscale._numerics import (
+from optax_lossscale._scaling import (
     at_least_float32,
     largest_magnitude,
     scale_down,

@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer
 
 from optax_lossscale import _check as check
-from optax_lossscale._step.state import find_state, unbox
+from optax_lossscale._state import find_state, unbox
 from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._common import check_host
 from optax_lossscale.diagnostics._files import write_file
