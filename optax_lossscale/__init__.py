@@ -1,11 +1,6 @@
 """Loss scaling for float16 training with Optax."""
 
 from optax_lossscale import diagnostics as diagnostics
-from optax_lossscale._accumulate import (
-    AccumulationState as AccumulationState,
-    accumulate_gradients as accumulate_gradients,
-    has_updated as has_updated,
-)
 from optax_lossscale._optimizer import LossScaleOptimizer as LossScaleOptimizer
 from optax_lossscale._rules.base import LossScale as LossScale
 from optax_lossscale._rules.dynamic import (
@@ -40,4 +35,4 @@ from optax_lossscale.diagnostics._health import (
     check_health as check_health,
 )
 
-__version__ = "0.2.0"
+__version__ = "0.1.0"

@@ -1,5 +1,6 @@
 """The public optimizer: its methods are documented here and call the step."""
 
+import copy
 import functools
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -7,14 +8,21 @@ from typing import Any
 import jax
 import optax
 
+from optax_lossscale import _step
+from optax_lossscale._commit import Skip
+from optax_lossscale._gradients import (
+    check_averaging,
+    current_scale,
+    scale_loss,
+    unscale,
+    unscaled_value_and_grad,
+)
+from optax_lossscale._inner import arguments_of_minimize
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._rules.identifiers import get_loss_scale, keras_loss_scale
 from optax_lossscale._state import LossScaleOptimizerState, find_state, unbox
-from optax_lossscale._step.mask import Mask, MaskLike
-from optax_lossscale._step.options import Options
-from optax_lossscale._step.skip import Skip
-from optax_lossscale._step.step import Step
+from optax_lossscale._step import Options
 
 
 class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
@@ -47,25 +55,6 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         does not help then, so the scale stays as it is, whatever the gradients are,
         and `nonfinite_loss_steps` counts the step. `update` and `apply_gradients`
         need the loss as `value=`; `minimize` has it.
-      check_updates: Whether to skip a step also if the updates of the inner optimizer
-        are not finite although the gradients are, for example if it computes its own
-        gradients (`optax.contrib.sam` in opaque mode). The scale then backs off. Each
-        step is computed and then selected, whatever `skip` is, which moves several
-        times the memory.
-      track_leaves: Whether the state records which gradients were inf or nan, in
-        `leaf_statistics`. `diagnostics.nonfinite_leaves` names them. With
-        several losses it describes the sum of their gradients.
-      num_losses: The number of losses, if there are several. Each has its own scale,
-        by the same rule. Functions return a tuple of losses, and gradients are a list
-        of trees, one for each loss, which the step adds up. The step is skipped if the
-        gradients of any loss are not finite.
-      mask: Which leaves are gradients, as in `optax.masked`: a tree of bools, a
-        prefix of the parameters, or a function that makes one from parameters or
-        gradients. Where it is False, the "gradient" is the new value of the
-        parameter, as in Flax's float8 layers. It is neither unscaled nor checked, and
-        the inner optimizer does not see it. `minimize` and `apply_gradients` set the
-        parameter to it, or keep the old value if the step is skipped; `update` returns
-        this value in place of an update.
 
     Raises:
       ValueError: If `loss_scale` comes with `dynamic`, `initial_scale` or
@@ -108,7 +97,6 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     """
 
     _options: Options
-    _step: Step
 
     def __new__(
         cls,
@@ -121,10 +109,6 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         axis_name: Hashable | None = None,
         skip: Skip = "auto",
         check_loss: bool = False,
-        check_updates: bool = False,
-        track_leaves: bool = False,
-        num_losses: int | None = None,
-        mask: MaskLike = None,
     ):
         if isinstance(inner_optimizer, LossScaleOptimizer):
             raise TypeError(
@@ -141,46 +125,48 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
                 "Pass either loss_scale or (dynamic, initial_scale, "
                 f"dynamic_growth_steps), not both, got {loss_scale!r} and {keras!r}."
             )
-        # Optax unpacks this tuple. It holds plain functions, because methods cannot
-        # be bound before the object exists.
-        self = super().__new__(
-            cls,
-            lambda params: self.init(params),
-            lambda *args, **kwargs: self.update(*args, **kwargs),
-        )
-        self._options = Options(
-            inner_optimizer=inner_optimizer,
-            loss_scale=chosen,
-            axis_name=axis_name,
-            skip=skip,
-            check_loss=check_loss,
-            check_updates=check_updates,
-            track_leaves=track_leaves,
-            num_losses=num_losses,
-            mask=Mask(mask),
-        )
-        self._step = Step(self._options)
+        self = _without_attributes(cls)
+        self._options = Options(inner_optimizer, chosen, axis_name, skip, check_loss)
+        self._options.check()
         return self
 
+    # Subclasses may have attributes of their own. Two optimizers are equal if all of
+    # their attributes are: jax.jit compiles a program for each optimizer that differs.
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        jax.tree_util.register_static(cls)
+
     def __eq__(self, other):
-        return isinstance(other, LossScaleOptimizer) and self._options == other._options
+        if self is other:
+            return True
+        try:
+            return type(self) is type(other) and bool(vars(self) == vars(other))
+        except ValueError:  # Arrays among the attributes.
+            return False
 
     def __ne__(self, other):
         return not self == other
 
     def __hash__(self):
-        return hash(self._options)
+        return hash((type(self), self._options))
 
     def __repr__(self):
-        options = vars(self._options).items()
+        options = self._options._asdict().items()
         shown = ", ".join(f"{name}={value!r}" for name, value in options)
         return f"{type(self).__name__}({shown})"
 
     def __reduce__(self):
         # Copies of the tuple's functions would still call the original.
-        options = vars(self._options) | {"mask": self._options.mask.spec}
-        arguments = options.pop("inner_optimizer"), options.pop("loss_scale")
-        return functools.partial(type(self), **options), arguments
+        return _without_attributes, (type(self),), vars(self)
+
+    def _replace(self, **functions: Callable[..., Any]):
+        """Returns a copy with another `init` or `update`, as any named tuple does."""
+        if not functions.keys() <= {"init", "update"}:
+            raise ValueError(f"Got unexpected field names: {list(functions)!r}")
+        new = copy.copy(self)
+        vars(new).update(functions)
+        return new
 
     @property
     def inner_optimizer(self) -> Any:
@@ -246,12 +232,11 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           like float16 and bfloat16 parameters are float32.
 
         Raises:
-          TypeError: If the inner optimizer scales losses itself; if a mask function
-            returns leaves other than True and False.
-          ValueError: If the mask is not a prefix of `params`; if a hyperparameter of
-            the inner optimizer (`optax.inject_hyperparams`) is named `loss_scale`.
+          TypeError: If the inner optimizer scales losses itself.
+          ValueError: If a hyperparameter of the inner optimizer
+            (`optax.inject_hyperparams`) is named `loss_scale`.
         """
-        return self._step.init(params)
+        return _step.init(self._options, params)
 
     def current_loss_scale(self, state: Any) -> jax.Array:
         """Returns the current loss scale.
@@ -273,7 +258,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> float(optimizer.current_loss_scale(optimizer.init(jnp.ones(3))))
           32768.0
         """
-        return self._step.current_scales(state)
+        return current_scale(self.loss_scale, state)
 
     def value_and_grad(
         self,
@@ -293,8 +278,6 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
         Args:
           fun: Returns a real scalar loss, or the loss and auxiliary data if `has_aux`.
-            With `num_losses` it is called once for each loss, and must not change
-            anything (such as the batch statistics of a Flax nnx model).
           state: A pytree that holds one `LossScaleOptimizerState`.
           argnums: Which positional arguments to differentiate with respect to.
           has_aux: Whether `fun` returns auxiliary data as well.
@@ -334,7 +317,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         # eqx.filter_value_and_grad has no argnums: it uses the first argument.
         options = {} if argnums == 0 else {"argnums": argnums}
         transform = functools.partial(transform, **options)
-        return self._step.value_and_grad(fun, state, has_aux, transform)
+        return unscaled_value_and_grad(
+            self.loss_scale, self._options.choose_skip, fun, state, has_aux, transform
+        )
 
     def get_scaled_loss(self, loss: Any, state: Any) -> Any:
         """Multiplies a loss by the current scale.
@@ -378,7 +363,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> print(scaled, optimizer.get_unscaled_gradients(scaled, state))
           32768.0 1.0
         """
-        return self._step.scale(loss, state)
+        return scale_loss(self.loss_scale, loss, state)
 
     def get_unscaled_gradients(self, grads: Any, state: Any) -> Any:
         """Divides gradients by the current scale.
@@ -411,7 +396,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> optimizer.get_unscaled_gradients(grads, state)
           [Array(2., dtype=float32), None, Array(-4., dtype=float32)]
         """
-        return self._step.unscale(grads, state)
+        return unscale(self.loss_scale, self._options.choose_skip(), grads, state)
 
     def update(  # pyright: ignore[reportIncompatibleVariableOverride]
         self,
@@ -444,7 +429,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           ValueError: If `state` is not a `LossScaleOptimizerState`.
           TypeError: With `check_loss`, if `value` is missing or not a real scalar.
         """
-        return self._step.update(updates, state, params, extra_args)
+        return _step.update(self._options, updates, state, params, extra_args)
 
     def apply_gradients(
         self, grads: Any, params: Any, state: LossScaleOptimizerState, **extra_args: Any
@@ -468,7 +453,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           ValueError: If `state` is not a `LossScaleOptimizerState`.
           TypeError: With `check_loss`, if `value` is missing or not a real scalar.
         """
-        return self._step.apply(grads, params, state, extra_args)
+        return _step.apply_gradients(self._options, grads, params, state, extra_args)
 
     def minimize(
         self,
@@ -528,11 +513,38 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> print(params, loss)
           [0.5   0.875] 1.25
         """
-        # Through the two methods, which a subclass may override.
-        methods = self.value_and_grad, self.apply_gradients
-        return self._step.minimize(
-            *methods, loss_fn, params, state, has_aux, transform, args, kwargs
+        check_averaging(self._options.axis_name, transform)
+        value_and_grad = self.value_and_grad(
+            loss_fn, state, has_aux=has_aux, transform=transform
         )
+        value, grads = value_and_grad(params, *args, **kwargs)
+
+        def loss_of(value):
+            return value[0] if has_aux else value
+
+        def loss_of_params(params):
+            return loss_of(loss_fn(params, *args, **kwargs))
+
+        # Unscaled once, for both check and step: XLA fuses it with the end of the
+        # gradient.
+        extra = arguments_of_minimize(
+            self.inner_optimizer, loss_of_params, params, loss_of(value), grads
+        )
+        return *self.apply_gradients(grads, params, state, **extra), value
+
+
+def _without_attributes(cls: type[LossScaleOptimizer]) -> LossScaleOptimizer:
+    """Returns an optimizer without attributes, whose functions call its methods."""
+    # Optax unpacks this tuple. It holds plain functions, because methods cannot be
+    # bound before the object exists.
+    self = tuple.__new__(
+        cls,
+        (
+            lambda params: self.init(params),
+            lambda *args, **kwargs: self.update(*args, **kwargs),
+        ),
+    )
+    return self
 
 
 # A pytree without leaves: jit, eqx.filter_jit and tree functions take an optimizer as a

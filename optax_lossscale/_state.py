@@ -1,7 +1,6 @@
 """The state of the optimizer, and functions that find, check and read it."""
 
 import functools
-import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +8,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from optax_lossscale._rules.base import LossScale
 from optax_lossscale._tree import cast_like, is_array, select, strongly_typed
+from optax_lossscale._warn import warn
 
 
 class LossScaleOptimizerState(NamedTuple):
@@ -22,14 +23,12 @@ class LossScaleOptimizerState(NamedTuple):
       skipped_steps: i32[], steps skipped so far. Stays at its maximum.
       consecutive_skipped_steps: i32[], steps skipped since one was applied. Stays
         at its maximum.
-      nonfinite_loss_steps: i32[], steps skipped so far because the loss itself was
-        not finite; zero without `check_loss`. Stays at its maximum.
       stuck_steps: i32[], steps skipped since one was applied although the scale was at
         its minimum (for a rule without `min_scale`: although the scale did not fall).
         Steps skipped because of the loss do not count. Stays at its maximum. See
         `check_health`.
-      leaf_statistics: Which gradients were not finite, as `LeafStatistics`; None
-        without `track_leaves`.
+      nonfinite_loss_steps: i32[], steps skipped so far because the loss itself was
+        not finite; None without `check_loss`. Stays at its maximum.
     """
 
     inner_state: Any
@@ -37,32 +36,43 @@ class LossScaleOptimizerState(NamedTuple):
     last_step_applied: jax.Array
     skipped_steps: jax.Array
     consecutive_skipped_steps: jax.Array
-    nonfinite_loss_steps: jax.Array
     stuck_steps: jax.Array
-    leaf_statistics: Any = None
+    nonfinite_loss_steps: jax.Array | None = None
 
 
 COUNTERS = (
     "skipped_steps",
     "consecutive_skipped_steps",
-    "nonfinite_loss_steps",
     "stuck_steps",
+    "nonfinite_loss_steps",
 )
 
 
-def initial_state(inner_state: Any, loss_scale_state: Any) -> LossScaleOptimizerState:
+def initial_state(
+    inner_state: Any, rule: LossScale, check_loss: bool = False
+) -> LossScaleOptimizerState:
     """Returns the state before the first step."""
+    zero = functools.partial(jnp.zeros, (), jnp.int32)
     return LossScaleOptimizerState(
         inner_state=inner_state,
-        loss_scale_state=loss_scale_state,
+        loss_scale_state=strongly_typed(rule.init()),
         last_step_applied=jnp.ones((), bool),
-        **{name: jnp.zeros((), jnp.int32) for name in COUNTERS},
+        skipped_steps=zero(),
+        consecutive_skipped_steps=zero(),
+        stuck_steps=zero(),
+        nonfinite_loss_steps=zero() if check_loss else None,
     )
+
+
+@functools.lru_cache
+def expected_state(rule: LossScale) -> LossScaleOptimizerState:
+    """Returns the shapes of a state, without those of the inner optimizer."""
+    return jax.eval_shape(lambda: initial_state(None, rule))
 
 
 def count_step(
     state: LossScaleOptimizerState,
-    should_apply: jax.Array,
+    should_apply: jax.Array | None,
     loss_is_finite: jax.Array | None,
     is_stuck: jax.Array,
 ) -> LossScaleOptimizerState:
@@ -70,59 +80,49 @@ def count_step(
 
     Args:
       state: The state before the step.
-      should_apply: bool[].
+      should_apply: bool[], or None where every step is applied.
       loss_is_finite: bool[], or None where the loss is not checked.
-      is_stuck: bool[], whether the scale could not have been lower.
+      is_stuck: bool[], whether the gradients were not finite and the scale could not
+        have been lower.
     """
     counters = {name: getattr(state, name) for name in COUNTERS}
-    counters = _count(counters, should_apply, loss_is_finite, is_stuck)
-    flag = _flag(state.last_step_applied, should_apply)
-    return state._replace(last_step_applied=flag, **counters)
+    if loss_is_finite is None:
+        counters["nonfinite_loss_steps"] = None
+    elif counters["nonfinite_loss_steps"] is None:
+        # A state from before check_loss was switched on.
+        counters["nonfinite_loss_steps"] = jnp.zeros_like(state.skipped_steps)
+    fields = state.last_step_applied, counters
+    return state._replace(**_count(*fields, should_apply, loss_is_finite, is_stuck))
 
 
 @functools.partial(jax.jit, inline=True)
-def _flag(old, should_apply):
-    # As in _applied.
-    return lax.select(
-        should_apply, *(lax.full_like(old, x, bool) for x in (True, False))
-    )
+def _count(last_step_applied, counters, should_apply, loss_is_finite, is_stuck):
+    # The old values lend new ones the axes of jax.shard_map over which they vary.
+    no = lax.full_like(last_step_applied, False, bool)
+    if should_apply is None:
+        names = ("consecutive_skipped_steps", "stuck_steps")
+        zeros = {x: lax.full_like(counters[x], 0, jnp.int32) for x in names}
+        skipped = jnp.asarray(counters["skipped_steps"], jnp.int32)
+        return counters | zeros | {"last_step_applied": ~no, "skipped_steps": skipped}
 
-
-def count_applied(state: LossScaleOptimizerState) -> LossScaleOptimizerState:
-    """Records a step of an optimizer that never skips.
-
-    It resets a restored state whose last step was skipped.
-    """
-    names = ("last_step_applied", "consecutive_skipped_steps", "stuck_steps")
-    return state._replace(**_applied({name: getattr(state, name) for name in names}))
-
-
-@functools.partial(jax.jit, inline=True)
-def _applied(fields):
-    # Made from the old values, to vary over the same axes of jax.shard_map.
-    flag = fields.pop("last_step_applied")
-    return {
-        "last_step_applied": lax.full_like(flag, True, bool),
-        **{k: lax.full_like(x, 0, jnp.int32) for k, x in fields.items()},
-    }
-
-
-@jax.jit
-def _count(counters, should_apply, loss_is_finite, is_stuck):
     def count(name, condition):
         steps = jnp.asarray(counters[name], jnp.int32)
         return jnp.where(condition, optax.safe_increment(steps), steps)
 
+    def in_a_row(name, condition):
+        return jnp.where(should_apply, 0, count(name, condition))
+
+    counted = {}
+    if loss_is_finite is not None:
+        counted["nonfinite_loss_steps"] = count("nonfinite_loss_steps", ~loss_is_finite)
+        is_stuck &= loss_is_finite
     skipped = ~should_apply
-    if loss_is_finite is None:
-        loss_is_finite = jnp.ones((), bool)
-    consecutive = count("consecutive_skipped_steps", skipped)
-    stuck_steps = count("stuck_steps", skipped & loss_is_finite & is_stuck)
-    return {
+    return counted | {
+        "last_step_applied": should_apply | no,
         "skipped_steps": count("skipped_steps", skipped),
-        "consecutive_skipped_steps": jnp.where(should_apply, 0, consecutive),
-        "nonfinite_loss_steps": count("nonfinite_loss_steps", ~loss_is_finite),
-        "stuck_steps": jnp.where(should_apply, 0, stuck_steps),
+        "consecutive_skipped_steps": in_a_row("consecutive_skipped_steps", skipped),
+        "stuck_steps": in_a_row("stuck_steps", is_stuck),
+        "nonfinite_loss_steps": counted.get("nonfinite_loss_steps"),
     }
 
 
@@ -140,26 +140,47 @@ def find_state(state: Any) -> LossScaleOptimizerState:
     found = nodes_of(LossScaleOptimizerState, state)
     if len(found) == 1:
         return found[0]
+    hint = "Pass the one you mean." if found else "Pass the state that init returns."
     raise ValueError(
-        "state must hold exactly one LossScaleOptimizerState, got "
-        f"{len(found)} in a {type(state).__name__}. "
-        + ("Pass the one you mean." if found else "Pass what init returned.")
+        f"state must hold exactly one LossScaleOptimizerState, got {len(found)} in an "
+        f"object of type {type(state).__name__}. {_hint_for_dict(state) or hint}"
     )
 
 
-def check_state(state: Any, expected: Any) -> None:
-    """Raises if a restored state belongs to another rule or has other shapes.
+def _hint_for_dict(state: Any) -> str:
+    """Explains a state that a checkpoint returned as a dictionary."""
 
-    Args:
-      state: A `LossScaleOptimizerState`.
-      expected: The shapes of one.
-    """
-    rule, wanted = state.loss_scale_state, expected.loss_scale_state
-    check_rule_state(rule, wanted)
-    if jax.tree.structure(rule) != jax.tree.structure(wanted):
-        raise ValueError(_no_arrays(rule, wanted) or _other_rule(rule, wanted))
-    # The inner optimizer and the leaf statistics have their own checks.
-    state = state._replace(inner_state=None, leaf_statistics=None)
+    def is_state(node):
+        return isinstance(node, dict) and "loss_scale_state" in node
+
+    if not any(map(is_state, jax.tree.leaves(state, is_leaf=is_state))):
+        return ""
+    return (
+        "It is a dictionary, as Orbax and Flax restore a state without a target: "
+        "restore it with the state that init returns as the target."
+    )
+
+
+def check_state(state: Any, rule: LossScale) -> None:
+    """Raises if `state` is none, or belongs to another rule or has other shapes."""
+    if not isinstance(state, LossScaleOptimizerState):
+        raise ValueError(
+            "state must be the LossScaleOptimizerState that this optimizer's init "
+            f"returned, got {type(state).__name__}. The order of arguments is "
+            "update(grads, state, params), but apply_gradients(grads, params, "
+            "state) and minimize(loss_fn, params, state). If the optimizer is part "
+            "of another one, such as a chain, call the update of that. "
+            f"{_hint_for_dict(state)}"
+        )
+    expected = expected_state(rule)
+    scale_state, wanted = state.loss_scale_state, expected.loss_scale_state
+    check_rule_state(scale_state, wanted)
+    if jax.tree.structure(scale_state) != jax.tree.structure(wanted):
+        raise ValueError(
+            _no_arrays(scale_state, wanted) or _other_rule(scale_state, wanted)
+        )
+    # The inner optimizer has its own checks, and the last counter may be None.
+    state = state._replace(inner_state=None, nonfinite_loss_steps=None)
     for (path, got), (_, shape) in zip(*map(_shapes, (state, expected)), strict=True):
         if got != shape:
             raise ValueError(
@@ -167,6 +188,33 @@ def check_state(state: Any, expected: Any) -> None:
                 f"{got}. If the state has many members or devices, call inside the "
                 "vmap or pmap that made it."
             )
+
+
+def healed(rule: LossScale, state: Any) -> Any:
+    """Returns the state of a rule with the scale within the bounds of the rule."""
+    if not hasattr(state, "_replace"):
+        return state
+    return state._replace(loss_scale=rule.loss_scale(state))
+
+
+def check_inner_state(inner_state: Any) -> None:
+    """Raises if the inner optimizer scales losses, or names something `loss_scale`."""
+    if nodes_of(LossScaleOptimizerState, inner_state):
+        raise TypeError(
+            "inner_optimizer holds a LossScaleOptimizer, and scaling twice is a "
+            "bug. Keep only the outer one."
+        )
+
+    def has_hyperparameters(node):
+        return isinstance(getattr(node, "hyperparams", None), dict)
+
+    nodes = jax.tree.leaves(inner_state, is_leaf=has_hyperparameters)
+    if any(has_hyperparameters(x) and "loss_scale" in x.hyperparams for x in nodes):
+        raise ValueError(
+            "inner_optimizer has a hyperparameter named 'loss_scale', which "
+            "optax.tree.set(state, loss_scale=...) would set together with the scale. "
+            "Rename it in the function that inject_hyperparams wraps."
+        )
 
 
 def check_rule_state(state: Any, expected: Any) -> None:
@@ -211,19 +259,15 @@ def _describe(state: Any) -> str:
 
 
 def warn_if_in_multi_steps(state: Any) -> None:
-    """Warns of a loss-scaled optimizer inside `optax.MultiSteps`, once a process."""
+    """Warns of a loss-scaled optimizer inside `optax.MultiSteps`."""
     nodes = nodes_of(optax.MultiStepsState | LossScaleOptimizerState, state)
     multi_steps = [node for node in nodes if isinstance(node, optax.MultiStepsState)]
     if nodes_of(LossScaleOptimizerState, multi_steps):
-        # Warn from this line: Python shows a warning once for each line.
-        warnings.warn(
+        warn(
             "A LossScaleOptimizer is inside optax.MultiSteps, which keeps non-finite "
             "gradients forever: after one, all steps are skipped. Use "
             "LossScaleOptimizer(optax.MultiSteps(inner, k)), which drops the "
-            "micro-batch, or accumulate_gradients(LossScaleOptimizer(inner), k), which "
-            "drops the window.",
-            UserWarning,
-            stacklevel=1,
+            "micro-batch."
         )
 
 
@@ -239,9 +283,7 @@ def select_applied(state: Any, new: Any, old: Any) -> Any:
     Use it for values that the step computes besides the parameters: batch statistics,
     moving averages of the parameters, random keys, step counts.
 
-    With `accumulate_gradients` the last step is the last whole window. For results of
-    a micro-batch use `all_finite` of its gradients instead; for values that follow the
-    parameters use `has_updated` (also with `optax.MultiSteps`).
+    With `optax.MultiSteps` inside the optimizer, the last step is the last micro-batch.
 
     Args:
       state: The state after the step; a pytree that holds one

@@ -79,7 +79,7 @@ def report(state: Any, params: Any = None) -> str:
         state, patience=1, max_consecutive_skipped_steps=limit, raise_error=False
     )
     found = find_state(state)
-    statistics = found.leaf_statistics
+    statistics = None
     leaves: list[NonfiniteLeaf] = []
     tracked = 0
     if statistics is not None:

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._rules.fixed import FixedLossScale
-from optax_lossscale._step.scaler import Scaler
+from optax_lossscale._gradients import scaled_value_and_grad
 from optax_lossscale._tree import is_inexact
 from optax_lossscale.diagnostics._common import is_argument, named_leaves
 from optax_lossscale.diagnostics._trace import equations
@@ -143,7 +142,6 @@ class _Traced(NamedTuple):
 
 def _trace(call: Call, index: int | None) -> _Traced:
     """Traces the scaled gradient of one loss."""
-    scaler = Scaler(FixedLossScale(1.0))
 
     def loss_fn(parameters, arrays):
         out = call(parameters, arrays)
@@ -156,7 +154,7 @@ def _trace(call: Call, index: int | None) -> _Traced:
         return _pick(out[0], index, call.num_losses), out[1]
 
     def program(scale, parameters, arrays):
-        function = scaler.value_and_grad(
+        function = scaled_value_and_grad(
             loss_fn, scale, call.has_aux, jax.value_and_grad
         )
         value, grads = function(parameters, arrays)

@@ -1,15 +1,21 @@
-"""Runs a step or skips it, in the way that suits the platform."""
+"""Run a step or keep what there was: by a select, or by a branch on CPU."""
 
-import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import core, lax
+from jax import lax
 
-from optax_lossscale._step.branch import Program, branch, find_stored, in_shard_map
-from optax_lossscale._tree import cast_like, is_array, is_inexact, select, split_arrays
+from optax_lossscale._tree import (
+    cast_like,
+    is_array,
+    is_inexact,
+    select,
+    split_arrays,
+    strongly_typed,
+)
 
 Skip = Literal["auto", "where", "cond"]
 
@@ -27,7 +33,7 @@ def is_recording() -> bool:
 
     `jax.vmap` and `jax.grad` alone record nothing: they run operations one by one.
     """
-    return isinstance(_constant(), core.Tracer)
+    return isinstance(_constant(), jax.core.Tracer)
 
 
 @jax.jit
@@ -44,10 +50,7 @@ def choose_skip(skip: Skip, axis_name: Hashable | None) -> Skip:
     branched, a device that skips would not join the collectives of the others.
     """
     named = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    mapped = set(jax.sharding.get_abstract_mesh().manual_axes)
-    # In JAX 0.8, jax.pmap may have no mesh.
-    names = vars(core).get("unsafe_get_axis_names_DO_NOT_USE", tuple)()
-    apart = mapped.union(names).difference(named)
+    apart = set(jax.sharding.get_abstract_mesh().manual_axes).difference(named)
     return "where" if skip == "auto" and apart else skip
 
 
@@ -71,7 +74,7 @@ def barrier_on_cpu(skip: Skip | None, tree: Any) -> Any:
     )
 
 
-def run_or_skip(
+def commit(
     skip: Skip | None,
     should_apply: jax.Array,
     run: Callable[..., Any],
@@ -100,78 +103,93 @@ def run_or_skip(
     Returns:
       A tree of the structure that `run` and `keep` share.
     """
-    if skip is None:
-        new = run(inputs, *operands)
-        return cast_like(new, keep(new, *operands))
-
     arrays, join = split_arrays((inputs, operands))
+    joins = []
 
     def run_arrays(arrays):
         inputs, operands = join(arrays)
-        return run(inputs, *operands)
+        results, join_results = split_arrays(strongly_typed(run(inputs, *operands)))
+        joins.append(join_results)
+        return results
 
     def keep_arrays(like, arrays):
-        kept = keep(like, *join(arrays)[1])
-        check_same(like, kept)
-        return kept
+        new = joins[0](like)
+        old = jax.tree.map(_unused_key, keep(new, *join(arrays)[1]))
+        _check_same(new, old)
+        return split_arrays(old)[0]
 
-    def where(should_apply, run, keep, arrays):
+    if skip is None:
+        new = run_arrays(arrays)
+        return joins[0](cast_like(new, keep_arrays(new, arrays)))
+    is_compiled = is_recording()
+    compute = jax.jit(run_arrays) if is_compiled else run_arrays
+
+    def where(should_apply, arrays):
         inputs, operands = join(arrays)
-        new = run(split_arrays((small_unless(should_apply, inputs), operands))[0])
-        old = keep(new, arrays)
+        guarded = small_unless(should_apply, inputs), operands
+        new = compute(split_arrays(guarded)[0])
+        old = keep_arrays(new, arrays)
         return select(should_apply, cast_like(new, old), old)
 
-    if skip == "where" or not is_recording():
-        return where(should_apply, run_arrays, keep_arrays, arrays)
-    program = Program(run_arrays, arrays)
+    if skip == "where" or not is_compiled:
+        new = where(should_apply, arrays)
+        return joins[0](new)
+    like = jax.eval_shape(compute, arrays)
 
-    def keep_list(like, arrays):
-        return split_arrays(keep_arrays(program.join(like), arrays))[0]
-
-    if skip == "cond":
-        return program.join(branch(should_apply, program, keep_list, arrays))
-    num_inputs = len(split_arrays(inputs)[0])
-
-    def select_step(should_apply, arrays):
-        return where(should_apply, program.run, keep_list, arrays)
+    def branch(should_apply, arrays):
+        return _branch(should_apply, compute, keep_arrays, like, arrays)
 
     def on_cpu(should_apply, arrays):
-        old = keep_list(program.like, arrays)
-        keeps_all = {id(x) for x in old} <= {id(x) for x in arrays}
-        if keeps_all or in_shard_map() or program.traced.effects:
-            return branch(should_apply, program, keep_list, arrays)
-        stored, complete = find_stored(program, old, arrays, num_inputs)
-        if is_select_better(old, arrays, stored):
-            return select_step(should_apply, arrays)
-        results = branch(should_apply, program, keep_list, arrays, stored)
-        return complete(should_apply, results)
+        is_small = _is_select_better(keep_arrays(like, arrays), arrays)
+        return (where if is_small else branch)(should_apply, arrays)
 
-    new = lax.platform_dependent(should_apply, arrays, cpu=on_cpu, default=select_step)
-    return program.join(new)
+    if skip == "cond":
+        new = branch(should_apply, arrays)
+    else:
+        new = lax.platform_dependent(should_apply, arrays, cpu=on_cpu, default=where)
+    return joins[0](new)
 
 
-def is_select_better(
-    old: list[jax.Array], arrays: list[jax.Array], stored: Sequence[int]
-) -> bool:
-    """Tells whether a branch would store more than a select copies.
+def _branch(should_apply, compute, keep, like, arrays):
+    """Returns `compute(arrays)` if `should_apply`, else `keep(like, arrays)`."""
+
+    def skip_branch(arrays):
+        return keep(like, arrays)
+
+    def run_branch(arrays):
+        return cast_like(compute(arrays), skip_branch(arrays))
+
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return lax.cond(should_apply, run_branch, skip_branch, arrays)
+    # Both branches must vary over the same axes of jax.shard_map.
+    kept = jax.eval_shape(skip_branch, arrays)
+    axes = [varying_axes(x) | varying_axes(y) for x, y in zip(like, kept, strict=True)]
+    branches = [lambda x, f=f: _vary(f(x), axes) for f in (run_branch, skip_branch)]
+    new = lax.cond(should_apply, *branches, arrays)
+    # Devices that decide separately have different results. lax.cond does not tell
+    # jax.shard_map so, but a select does, and XLA removes it.
+    return select(should_apply, new, new)
+
+
+def _is_select_better(old: list[jax.Array], arrays: list[jax.Array]) -> bool:
+    """Tells whether a branch would store much more than a select copies.
 
     Args:
       old: The results of a skipped step.
-      arrays: What the step reads. What is also in `old` is the state.
-      stored: The indices of the results that the branch returns.
+      arrays: The arguments of the step. Those that are also in `old` are the state.
     """
     kept = {id(x) for x in arrays}
-    state = sum(old[i].size for i in stored if id(old[i]) in kept)
-    updates = sum(old[i].size for i in stored) - state
+    state = sum(x.size for x in old if id(x) in kept)
+    updates = sum(x.size for x in old) - state
     return updates > MUCH_LARGER * state
 
 
-def check_same(new: Any, old: Any) -> None:
+def _check_same(new: Any, old: Any) -> None:
     """Raises if a step returns other structures or shapes than a skipped step.
 
     Args:
-      new: What the step returns, or its shapes.
-      old: What a skipped step returns.
+      new: The result of the step, or its shapes.
+      old: The result of a skipped step.
     """
 
     def leaf(path, x, y):
@@ -194,11 +212,34 @@ def small_unless(should_apply: jax.Array, tree: Any) -> Any:
 
     def leaf(x):
         is_number = is_array(x) and is_inexact(x)
-        return _small_number_unless(should_apply, x) if is_number else x
+        return lax.select(should_apply, x, lax.full_like(x, SMALL)) if is_number else x
 
     return jax.tree.map(leaf, tree)
 
 
-@functools.partial(jax.jit, inline=True)
-def _small_number_unless(should_apply, x):
-    return lax.select(should_apply, x, lax.full_like(x, SMALL))
+def _unused_key(x: Any) -> Any:
+    """Returns a key that `jax_debug_key_reuse` does not count as used by the step."""
+    is_key = is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.clone(x) if is_key else x
+
+
+def varying_axes(x: Any) -> frozenset[Hashable]:
+    """Returns the axes of `jax.shard_map` over which an array, or its type, varies."""
+    # The name of this attribute depends on the version of JAX.
+    if hasattr(x, "manual_axis_type"):
+        return getattr(x.manual_axis_type, "varying", frozenset())
+    return getattr(x, "vma", None) or frozenset()
+
+
+def _vary(arrays, axes):
+    """Makes arrays vary over mesh axes, as both branches of a cond must.
+
+    XLA removes the selects.
+    """
+
+    def leaf(x, axes):
+        for axis in sorted(axes, key=str):
+            x = lax.select(lax.axis_index(axis) >= 0, x, x)
+        return x
+
+    return [leaf(x, names) for x, names in zip(arrays, axes, strict=True)]

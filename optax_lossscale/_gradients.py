@@ -1,0 +1,225 @@
+"""From the loss to unscaled gradients: scale, differentiate, unscale."""
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_lossscale._commit import Skip, barrier_on_cpu, is_recording, varying_axes
+from optax_lossscale._rules.base import LossScale
+from optax_lossscale._rules.fixed import FixedLossScale
+from optax_lossscale._scaling import scale_down, scale_up
+from optax_lossscale._state import (
+    check_rule_state,
+    expected_state,
+    find_state,
+    unbox,
+    warn_if_in_multi_steps,
+)
+from optax_lossscale._tree import is_inexact
+from optax_lossscale._warn import is_called_by_jit, warn
+
+
+def current_scale(rule: LossScale, state: Any) -> jax.Array:
+    """Returns the scale in a tree with one state: f32[], or one for each member."""
+    found = find_state(state).loss_scale_state
+    check_rule_state(found, expected_state(rule).loss_scale_state)
+    return rule.loss_scale(found)
+
+
+def _scale_of_step(rule: LossScale, state: Any) -> jax.Array:
+    """Returns the scale to compute with, a scalar without a derivative."""
+    scale = current_scale(rule, state)
+    if jnp.shape(scale) != ():
+        raise ValueError(
+            "The loss scale in the state must be a scalar, got one of shape "
+            f"{jnp.shape(scale)}. If the state belongs to many members or devices, "
+            "call inside the vmap or pmap that made it."
+        )
+    held = unbox(find_state(state).loss_scale_state.loss_scale)
+    is_constant = is_recording() and not isinstance(held, jax.core.Tracer)
+    if is_constant and not isinstance(rule, FixedLossScale) and is_called_by_jit():
+        warn(
+            "The loss scale is a constant in a function that JAX compiles. If you "
+            "call the compiled function in every step, the scale never changes there. "
+            "Make the state an argument of the function, and call value_and_grad and "
+            "get_scaled_loss inside the training step, not once before the loop."
+        )
+    return lax.stop_gradient(scale)
+
+
+def scale_loss(rule: LossScale, loss: Any, state: Any) -> Any:
+    """Multiplies a loss, or the result of a function, by the scale."""
+    if callable(loss):
+        return lambda *args, **kwargs: scale_loss(rule, loss(*args, **kwargs), state)
+    if isinstance(loss, tuple | list | dict) or loss is None:
+        raise TypeError(
+            f"The loss must be an array or a number, got {_types(loss)}. For auxiliary "
+            "data use value_and_grad."
+        )
+    _warn_of_float16(rule, loss)
+    return scale_up(loss, _scale_of_step(rule, state))
+
+
+def unscale(rule: LossScale, skip: Skip | None, grads: Any, state: Any) -> Any:
+    """Divides gradients by the scale."""
+    warn_if_in_multi_steps(state)
+    return _unscale(grads, _scale_of_step(rule, state), skip)
+
+
+def _unscale(grads: Any, scale: jax.Array, skip: Skip | None) -> Any:
+    grads = barrier_on_cpu(skip, grads)
+    return jax.tree.map(lambda x: scale_down(x, scale) if is_inexact(x) else x, grads)
+
+
+def unscaled_value_and_grad(
+    rule: LossScale,
+    choose_skip: Callable[[], Skip | None],
+    fun: Callable[..., Any],
+    state: Any,
+    has_aux: bool,
+    transform: Callable[..., Any],
+) -> Callable[..., tuple[Any, Any]]:
+    """Makes a function that returns the value and unscaled gradients of `fun`.
+
+    Args:
+      rule: The rule whose scale is in the state.
+      choose_skip: Tells how the step is skipped, when it is traced.
+      fun: The loss function.
+      state: A tree that holds one `LossScaleOptimizerState`.
+      has_aux: Whether `fun` returns auxiliary data as well.
+      transform: `jax.value_and_grad`, or a function like it.
+    """
+    if not callable(fun):
+        raise TypeError(
+            "The loss function, the first argument of value_and_grad and minimize, "
+            f"must be callable, got {type(fun).__name__}."
+        )
+    current_scale(rule, state)  # Raises early.
+
+    def value_and_grad(*args, **kwargs):
+        # Read once: scaling and unscaling must agree, and a state may change in place.
+        scale = _scale_of_step(rule, state)
+        warn_if_in_multi_steps(state)
+
+        def checked(*args, **kwargs):
+            out = fun(*args, **kwargs)
+            _warn_of_float16(rule, out[0] if has_aux and _is_pair(out) else out)
+            return out
+
+        scaled = scaled_value_and_grad(checked, scale, has_aux, transform)
+        value, grads = scaled(*args, **kwargs)
+        return value, _unscale(grads, scale, choose_skip())
+
+    return value_and_grad
+
+
+def scaled_value_and_grad(
+    fun: Callable[..., Any],
+    scale: jax.Array,
+    has_aux: bool,
+    transform: Callable[..., Any],
+) -> Callable[..., tuple[Any, Any]]:
+    """Makes a function that returns the value of `fun` and its scaled gradients."""
+
+    def scaled(*args, **kwargs):
+        out = fun(*args, **kwargs)
+        # The loss itself is passed along: the scaled one may be inf.
+        return scale_up(_loss_of(out, has_aux), scale), _Out(out)
+
+    differentiated = transform(scaled, has_aux=True)
+    return lambda *args, **kwargs: _unpack(differentiated(*args, **kwargs))
+
+
+def check_averaging(axis_name: Hashable | None, transform: Callable[..., Any]) -> None:
+    """Raises if devices would update their parameters by gradients of their own.
+
+    `jax.shard_map` adds up the gradients of replicated parameters by itself, but not
+    with `check_vma=False`, and `jax.pmap` never does.
+    """
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    names = set(names).intersection(jax.sharding.get_abstract_mesh().manual_axes)
+    adds_up = all(varying_axes(jax.typeof(lax.axis_index(x))) for x in names)
+    while isinstance(transform, functools.partial):
+        transform = transform.func
+    library = str(getattr(transform, "__module__", "")).partition(".")[0]
+    if adds_up or library not in ("jax", "equinox", "flax"):
+        return
+    raise ValueError(
+        f"minimize with axis_name={axis_name!r} cannot average gradients under "
+        "jax.pmap or jax.shard_map(check_vma=False): the parameters of the devices "
+        "would differ. Write instead:\n"
+        "  loss, grads = optimizer.value_and_grad(loss_fn, state)(params, ...)\n"
+        f"  grads = jax.lax.pmean(grads, {axis_name!r})\n"
+        "  params, state = optimizer.apply_gradients(grads, params, state)\n"
+        "Under jax.shard_map with check_vma=True, average the loss in loss_fn: "
+        f"jax.lax.pmean(loss, {axis_name!r})."
+    )
+
+
+def _warn_of_float16(rule: LossScale, loss: Any) -> None:
+    largest = rule._bounds[1]
+    if getattr(loss, "dtype", None) == jnp.float16 and largest >= 2.0**16:
+        warn(
+            "The loss is float16. Its gradient is the loss scale in float16, which is "
+            "inf from 2**16 on. Reduce the loss in float32, for example "
+            "jnp.mean(losses.astype(jnp.float32))."
+        )
+
+
+def _is_pair(out: Any) -> bool:
+    return isinstance(out, tuple | list) and len(out) == 2
+
+
+def _loss_of(out: Any, has_aux: bool) -> Any:
+    """Returns the loss in the result of a loss function."""
+    loss = out[0] if has_aux and _is_pair(out) else out
+    if (has_aux and not _is_pair(out)) or not is_inexact(loss):
+        wanted = "a loss and auxiliary data" if has_aux else "a loss alone"
+        raise TypeError(
+            f"With has_aux={has_aux} the function must return {wanted}, the loss a "
+            f"floating-point scalar, got {_types(out)}."
+        )
+    return loss
+
+
+def _types(tree: Any) -> Any:
+    """Returns a tree with the types of its leaves, for messages."""
+
+    def describe(leaf):
+        return jax.typeof(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__
+
+    return jax.tree.map(describe, tree)
+
+
+@jax.tree_util.register_pytree_node_class
+class _Out:
+    """Marks the output of the user's function in the result of a transform."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def tree_flatten(self):
+        return (self.value,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def _unpack(result: Any) -> tuple[Any, Any]:
+    """Returns the value and the gradients, if a transform returned both."""
+    try:
+        (_, out), grads = result
+        if isinstance(out, _Out):
+            return out.value, grads
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(
+        "transform must return the value with the gradients, as jax.value_and_grad, "
+        "eqx.filter_value_and_grad and nnx.value_and_grad do; jax.grad returns only "
+        "gradients."
+    )

@@ -1,0 +1,245 @@
+"""The inner optimizer: wrappers for its dtypes and for parameters without gradients."""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lossscale._scaling import at_least_float32
+from optax_lossscale._tree import is_array, is_inexact, strongly_typed
+
+
+def wrap(inner: Any) -> optax.GradientTransformationExtraArgs:
+    """Returns the optimizer that the step runs, from the user's."""
+    return none_is_no_gradient(in_float32(check_optimizer(inner)))
+
+
+def check_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
+    """Returns `inner` as an optimizer that takes, or ignores, extra arguments."""
+    has_methods = (callable(getattr(inner, name, None)) for name in ("init", "update"))
+    if not all(has_methods):
+        hint = " Call it to make an optimizer." if callable(inner) else ""
+        raise TypeError(
+            "inner_optimizer must be an optax.GradientTransformation, or an object "
+            f"with methods init and update, got {inner!r}.{hint}"
+        )
+    names, takes_any = parameters_of(inner.update)
+
+    def update(updates, state, params=None, **extra_args):
+        taken = {k: v for k, v in extra_args.items() if takes_any or k in names}
+        return inner.update(updates, state, params, **taken)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def parameters_of(function: Callable[..., Any]) -> tuple[set[str], bool]:
+    """Returns the names of parameters, and whether any other is taken (`**kwargs`)."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # Some functions of C have no signature.
+        parameters = ()
+    any_other = inspect.Parameter.VAR_KEYWORD
+    return {x.name for x in parameters}, any_other in {x.kind for x in parameters}
+
+
+def in_float32(
+    inner: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer with state and computation in at least float32.
+
+    Optimizers make their state in the dtypes of the parameters. In float16, momenta
+    overflow and squares of gradients underflow, even if the gradients are float32.
+    """
+
+    def update(updates, state, params=None, **extra_args):
+        return inner.update(widen(updates), state, widen(params), **extra_args)
+
+    return optax.GradientTransformationExtraArgs(
+        lambda params: inner.init(widen(params)), update
+    )
+
+
+def none_is_no_gradient(
+    inner: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer whose updates are None where gradients are.
+
+    Parts of the parameters may have no gradient, such as the functions in an Equinox
+    model. The state may belong to all parameters, or to those with a gradient.
+    """
+
+    def update(updates, state, params=None, **extra_args):
+        is_whole = jax.tree.structure(updates) == jax.tree.structure(params)
+        if params is None or is_whole:
+            return inner.update(updates, state, params, **extra_args)
+        try:
+            chosen = map_with_none(lambda g, p: None if g is None else p)(
+                updates, params
+            )
+        except ValueError:
+            # The structures differ, as with optax.lookahead.
+            return inner.update(updates, state, params, **extra_args)
+        structure = jax.tree.structure(jax.eval_shape(inner.init, chosen))
+        is_of_chosen = structure == jax.tree.structure(state)
+        if not is_of_chosen:
+            chosen = without_constants(params)
+
+        def given(grads):
+            return grads if is_of_chosen else _zeros_for_none(grads, chosen)
+
+        if "grad" in extra_args:
+            extra_args["grad"] = given(extra_args["grad"])
+        new, state = inner.update(given(updates), state, chosen, **extra_args)
+        none = map_with_none(lambda grad, update: None if grad is None else update)
+        return none(updates, new), state
+
+    return optax.GradientTransformationExtraArgs(
+        lambda params: inner.init(without_constants(params)), update
+    )
+
+
+def map_with_none(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Maps over trees; None in the first, a missing gradient, is a leaf."""
+    return functools.partial(jax.tree.map, function, is_leaf=lambda x: x is None)
+
+
+def _zeros_for_none(grads, params):
+    def zeros(grad, params):
+        return jax.tree.map(jnp.zeros_like, params) if grad is None else grad
+
+    return map_with_none(zeros)(grads, params)
+
+
+def without_constants(params: Any) -> Any:
+    """Returns the tree with None for functions, strings, keys and other constants.
+
+    Python integers are constants too: JAX computes no gradients for them.
+    """
+
+    def chosen(leaf):
+        if not hasattr(leaf, "dtype"):
+            return leaf if isinstance(leaf, float | complex) else None
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+        return None if is_key else leaf
+
+    return jax.tree.map(chosen, params)
+
+
+def widen(tree: Any) -> Any:
+    """Converts numbers to arrays, and narrow floating-point arrays to float32."""
+
+    def wide(leaf):
+        if not is_array(leaf) or not is_inexact(leaf):
+            return leaf
+        return leaf.astype(at_least_float32(leaf.dtype))
+
+    return jax.tree.map(wide, strongly_typed(tree))
+
+
+def narrow_like(updates: Any, grads: Any) -> Any:
+    """Converts float32 updates to the dtypes of the gradients where these are narrower.
+
+    Optimizers return updates in the dtypes of the gradients, but here the inner one
+    ran in float32. Updates of another structure (`optax.lookahead`) stay unchanged.
+    """
+    if jax.tree.structure(updates) != jax.tree.structure(grads):
+        return updates
+
+    def narrow(update, grad):
+        is_wide = not is_array(grad) or at_least_float32(grad.dtype) == grad.dtype
+        return update if is_wide or not is_inexact(grad) else update.astype(grad.dtype)
+
+    return jax.tree.map(narrow, updates, grads)
+
+
+def apply_updates(params: Any, updates: Any) -> Any:
+    """Returns parameters plus updates, in the dtypes of the parameters.
+
+    They are added in at least float32, and only the result is rounded.
+    """
+
+    def add(update, param):
+        if update is None or not is_array(param) or not is_array(update):
+            return param
+        with jax.numpy_dtype_promotion("standard"):
+            return (widen(param) + update).astype(param.dtype)
+
+    return map_with_none(add)(updates, params)
+
+
+def as_parameters(proposed: Any, params: Any) -> Any:
+    """Gives proposed parameters the dtypes, and the constants, of `params`."""
+
+    def cast(new, old):
+        if not is_array(new):
+            return old
+        return new.astype(old.dtype) if is_array(old) else new
+
+    return map_with_none(cast)(proposed, params)
+
+
+def arguments_of_minimize(
+    inner: Any,
+    loss_fn: Callable[..., Any],
+    params: Any,
+    loss: Any,
+    grads: Any,
+) -> dict[str, Any]:
+    """Returns the extra arguments of a line search, as far as `inner` names them.
+
+    Args:
+      inner: The user's optimizer.
+      loss_fn: Returns the loss of parameters alone.
+      params: The parameters.
+      loss: Their loss.
+      grads: Their unscaled gradients.
+    """
+    extra = {"value": loss}
+    if names_argument(inner.update, "grad"):
+        extra["grad"] = grads
+    if names_argument(inner.update, "value_fn"):
+        extra["value_fn"] = lambda proposed: loss_fn(as_parameters(proposed, params))
+    return extra
+
+
+def names_argument(update: Callable[..., Any], name: str) -> bool:
+    """Tells whether an optimizer uses the extra argument `name`.
+
+    The update of `optax.chain` takes any extra argument. So this looks for a parameter
+    of this name in the functions inside it: in closures, default values, partial
+    functions, attributes, and the globals of functions that are not Optax's.
+    """
+    seen, found = set(), [update]
+    while found:
+        x = found.pop()
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, types.FunctionType):
+            if name in parameters_of(x)[0]:
+                return True
+            found += _inside(x)
+        elif isinstance(x, types.MethodType):
+            found += [x.__func__, x.__self__]
+        elif isinstance(x, functools.partial):
+            found += [x.func, *x.args, *x.keywords.values()]
+        elif isinstance(x, tuple | list | dict):
+            found += x.values() if isinstance(x, dict) else x
+        elif callable(getattr(x, "update", x)) and not isinstance(x, type):
+            found += getattr(x, "__dict__", {}).values()
+    return False
+
+
+def _inside(function: types.FunctionType) -> list[Any]:
+    """Returns the values that a function can use besides its arguments."""
+    known = inspect.getclosurevars(function)
+    values = [*known.nonlocals.values(), function.__defaults__, function.__dict__]
+    values.append(function.__kwdefaults__)
+    if function.__module__.partition(".")[0] not in ("jax", "optax"):
+        values += known.globals.values()
+    return values

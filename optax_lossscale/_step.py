@@ -1,0 +1,190 @@
+"""One step: look at the gradients, decide, run or keep, record."""
+
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from optax_lossscale import _check as check, _inner, _state
+from optax_lossscale._commit import Skip, choose_skip, commit
+from optax_lossscale._rules.base import LossScale
+from optax_lossscale._scaling import all_finite
+from optax_lossscale._tree import (
+    cast_like,
+    is_inexact,
+    is_real,
+    select,
+    strongly_typed,
+    zero_update,
+)
+
+
+class Options(NamedTuple):
+    """The arguments of a `LossScaleOptimizer`, which documents them."""
+
+    inner_optimizer: Any
+    loss_scale: LossScale
+    axis_name: Hashable | None
+    skip: Skip
+    check_loss: bool
+
+    def check(self) -> None:
+        """Raises if an argument is of the wrong type or out of its range."""
+        _inner.check_optimizer(self.inner_optimizer)
+        if self.skip not in get_args(Skip):
+            raise ValueError(
+                f'skip must be "auto", "where" or "cond", got {self.skip!r}.'
+            )
+        if not isinstance(self.axis_name, Hashable):
+            raise TypeError(
+                f"axis_name must be a name or a tuple of names, got {self.axis_name!r}."
+            )
+        check.boolean("check_loss", self.check_loss)
+
+    def choose_skip(self) -> Skip | None:
+        """Returns how the step that is being traced is skipped; None if it never is."""
+        if not self.loss_scale.skip_nonfinite and not self.check_loss:
+            return None
+        return choose_skip(self.skip, self.axis_name)
+
+
+def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
+    """Returns the state before the first step."""
+    inner_state = strongly_typed(_inner.wrap(options.inner_optimizer).init(params))
+    _state.check_inner_state(inner_state)
+    return _state.initial_state(inner_state, options.loss_scale, options.check_loss)
+
+
+def update(
+    options: Options, grads: Any, state: Any, params: Any, extra: dict[str, Any]
+) -> tuple[Any, _state.LossScaleOptimizerState]:
+    """Returns the updates of a step, or -0.0 if it is skipped, and the new state."""
+
+    def finish(updates, params):
+        return _inner.narrow_like(updates, grads)
+
+    def keep(like, params):
+        return jax.tree.map(zero_update, like)
+
+    return _take_step(options, grads, state, params, extra, finish, keep)
+
+
+def apply_gradients(
+    options: Options, grads: Any, params: Any, state: Any, extra: dict[str, Any]
+) -> tuple[Any, _state.LossScaleOptimizerState]:
+    """Returns the parameters after a step, or the old ones, and the new state."""
+
+    def finish(updates, params):
+        return _inner.apply_updates(params, updates)
+
+    def keep(like, params):
+        return params
+
+    return _take_step(options, grads, state, params, extra, finish, keep)
+
+
+def _take_step(
+    options: Options,
+    grads: Any,
+    state: Any,
+    params: Any,
+    extra: dict[str, Any],
+    finish: Callable[[Any, Any], Any],
+    keep: Callable[[Any, Any], Any],
+) -> tuple[Any, _state.LossScaleOptimizerState]:
+    """Takes a step, or skips it.
+
+    Args:
+      options: The arguments of the optimizer.
+      grads: Unscaled gradients.
+      state: The state.
+      params: The parameters; None if the inner optimizer needs none.
+      extra: Extra arguments of the inner optimizer.
+      finish: Makes the result of an applied step, from the updates and parameters.
+      keep: Makes the result of a skipped step, from that of an applied step (or its
+        shapes and dtypes) and the parameters.
+    """
+    rule, axis_name = options.loss_scale, options.axis_name
+    _check_gradients(grads)
+    _state.check_state(state, rule)
+    inner = _inner.wrap(options.inner_optimizer)
+
+    # Look: at the gradients, and at the loss if it is checked.
+    old = state.loss_scale_state
+    new, finite = rule.update(grads, old, axis_name=axis_name)
+    finite = should_apply = jnp.asarray(finite, bool)
+    new = jax.tree.map(_constant, strongly_typed(_state.healed(rule, new)))
+    is_stuck = ~finite & rule._is_at_minimum(rule.loss_scale(old), rule.loss_scale(new))
+    loss_is_finite = None
+    if options.check_loss:
+        loss_is_finite = all_finite(_loss(extra), axis_name=axis_name)
+
+    # Decide. A lower scale does not mend a loss that is not finite.
+    if loss_is_finite is not None:
+        should_apply &= loss_is_finite
+        old = cast_like(strongly_typed(_state.healed(rule, old)), new)
+        new = select(loss_is_finite, new, old)
+
+    # Run or keep.
+    def run(inputs, inner_state, params):
+        grads, extra = inputs
+        updates, inner_state = inner.update(grads, inner_state, params, **extra)
+        return finish(updates, params), inner_state
+
+    skip = options.choose_skip()
+    result, inner_state = commit(
+        skip,
+        should_apply,
+        run,
+        lambda like, inner_state, params: (keep(like[0], params), inner_state),
+        (grads, extra),
+        strongly_typed(state.inner_state),
+        jax.tree.map(_strong_number, params),
+    )
+
+    # Record.
+    if skip is None:
+        should_apply = None
+    state = _state.count_step(state, should_apply, loss_is_finite, is_stuck)
+    return result, state._replace(inner_state=inner_state, loss_scale_state=new)
+
+
+def _check_gradients(grads: Any) -> None:
+    if isinstance(grads, Iterator):
+        raise TypeError(
+            "grads must be a pytree like the parameters, got a "
+            f"{type(grads).__name__}. "
+            "Keras's apply_gradients(zip(grads, variables)) is "
+            "apply_gradients(grads, params, state) here."
+        )
+
+
+def _loss(extra: dict[str, Any]) -> Any:
+    """Returns the loss among the extra arguments of a step with `check_loss`."""
+    value = extra.get("value")
+    if value is None:
+        raise TypeError(
+            "value= is missing, and check_loss=True needs it. Pass the unscaled loss, "
+            "as value_and_grad returns it: update(grads, state, params, value=loss) "
+            "or apply_gradients(grads, params, state, value=loss). minimize passes it "
+            "for you; Flax's TrainState.apply_gradients does not."
+        )
+    if not is_real(value) or np.shape(value) != ():
+        raise TypeError(
+            f"value must be the loss, a real scalar, got {value!r}. Reduce the loss to "
+            "a scalar first, and pass it without auxiliary data."
+        )
+    return value
+
+
+def _constant(leaf: Any) -> Any:
+    # The scale has no derivative.
+    return lax.stop_gradient(leaf) if is_inexact(leaf) else leaf
+
+
+def _strong_number(leaf: Any) -> Any:
+    # JAX computes no gradients for Python integers: they stay as they are.
+    return leaf if isinstance(leaf, int) else strongly_typed(leaf)

@@ -1,1 +1,0 @@
-"""The training step: scale, unscale, check, run or skip."""
