@@ -14,7 +14,6 @@ from optax_lossscale._tree import (
     is_inexact,
     select,
     split_arrays,
-    strongly_typed,
 )
 
 Skip = Literal["auto", "where", "cond"]
@@ -108,7 +107,7 @@ def commit(
 
     def run_arrays(arrays):
         inputs, operands = join(arrays)
-        results, join_results = split_arrays(strongly_typed(run(inputs, *operands)))
+        results, join_results = split_arrays(run(inputs, *operands))
         joins.append(join_results)
         return results
 

@@ -240,6 +240,7 @@ def _inside(function: types.FunctionType) -> list[Any]:
     known = inspect.getclosurevars(function)
     values = [*known.nonlocals.values(), function.__defaults__, function.__dict__]
     values.append(function.__kwdefaults__)
-    if function.__module__.partition(".")[0] not in ("jax", "optax"):
+    module = function.__module__ or ""  # None if `exec` made it.
+    if module.partition(".")[0] not in ("jax", "optax"):
         values += known.globals.values()
     return values

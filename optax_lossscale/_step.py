@@ -64,7 +64,7 @@ def update(
     """Returns the updates of a step, or -0.0 if it is skipped, and the new state."""
 
     def finish(updates, params):
-        return _inner.narrow_like(updates, grads)
+        return strongly_typed(_inner.narrow_like(updates, grads))
 
     def keep(like, params):
         return jax.tree.map(zero_update, like)
@@ -132,7 +132,8 @@ def _take_step(
     def run(inputs, inner_state, params):
         grads, extra = inputs
         updates, inner_state = inner.update(grads, inner_state, params, **extra)
-        return finish(updates, params), inner_state
+        # Python integers among the parameters stay Python integers.
+        return finish(updates, params), strongly_typed(inner_state)
 
     skip = options.choose_skip()
     result, inner_state = commit(
