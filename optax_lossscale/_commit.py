@@ -4,7 +4,6 @@ from collections.abc import Callable, Hashable
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -113,7 +112,7 @@ def commit(
 
     def keep_arrays(like, arrays):
         new = joins[0](like)
-        old = jax.tree.map(_unused_key, keep(new, *join(arrays)[1]))
+        old = keep(new, *join(arrays)[1])
         _check_same(new, old)
         return split_arrays(old)[0]
 
@@ -214,12 +213,6 @@ def small_unless(should_apply: jax.Array, tree: Any) -> Any:
         return lax.select(should_apply, x, lax.full_like(x, SMALL)) if is_number else x
 
     return jax.tree.map(leaf, tree)
-
-
-def _unused_key(x: Any) -> Any:
-    """Returns a key that `jax_debug_key_reuse` does not count as used by the step."""
-    is_key = is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return jax.random.clone(x) if is_key else x
 
 
 def varying_axes(x: Any) -> frozenset[Hashable]:

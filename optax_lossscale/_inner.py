@@ -1,5 +1,6 @@
 """The inner optimizer: wrappers for its dtypes and for parameters without gradients."""
 
+import contextlib
 import functools
 import inspect
 import types
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale._scaling import at_least_float32
-from optax_lossscale._tree import is_array, is_inexact, strongly_typed
+from optax_lossscale._tree import is_array, is_inexact, is_key, strongly_typed
 
 
 def wrap(inner: Any) -> optax.GradientTransformationExtraArgs:
@@ -118,14 +119,16 @@ def _zeros_for_none(grads, params):
 def without_constants(params: Any) -> Any:
     """Returns the tree with None for functions, strings, keys and other constants.
 
-    Python integers are constants too: JAX computes no gradients for them.
+    Python integers are constants too, as JAX computes no gradients for them, and so are
+    integers of 4 bits, which JAX does not add to other numbers.
     """
 
     def chosen(leaf):
         if not hasattr(leaf, "dtype"):
             return leaf if isinstance(leaf, float | complex) else None
-        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-        return None if is_key else leaf
+        is_int = jnp.issubdtype(leaf.dtype, jnp.integer)
+        is_number = not is_key(leaf) and not (is_int and jnp.iinfo(leaf.dtype).bits < 8)
+        return leaf if is_number else None
 
     return jax.tree.map(chosen, params)
 
@@ -237,10 +240,12 @@ def names_argument(update: Callable[..., Any], name: str) -> bool:
 
 def _inside(function: types.FunctionType) -> list[Any]:
     """Returns the values that a function can use besides its arguments."""
-    known = inspect.getclosurevars(function)
-    values = [*known.nonlocals.values(), function.__defaults__, function.__dict__]
-    values.append(function.__kwdefaults__)
+    values = [function.__defaults__, function.__kwdefaults__, function.__dict__]
+    for cell in function.__closure__ or ():
+        # A variable that has no value yet leaves its cell empty.
+        with contextlib.suppress(ValueError):
+            values.append(cell.cell_contents)
     module = function.__module__ or ""  # None if `exec` made it.
     if module.partition(".")[0] not in ("jax", "optax"):
-        values += known.globals.values()
+        values += [function.__globals__.get(x) for x in function.__code__.co_names]
     return values

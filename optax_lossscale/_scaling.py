@@ -1,6 +1,7 @@
 """Numerics: scaling, the check for inf and nan, exact powers of two."""
 
 import functools
+import os
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -42,38 +43,39 @@ def scale_down(x: Any, scale: jax.Array) -> jax.Array:
     return scale_up(x, 1 / scale.astype(jnp.finfo(wide).dtype))
 
 
-@jax.jit
-def _nonfinite_sum(x: jax.Array) -> jax.Array:
-    """Returns zero if all of `x` is finite, else inf or nan."""
-    if jnp.finfo(x.dtype).bits <= 8:
-        x = x.astype(jnp.float32)  # float8_e8m0fnu has no zero
-    return lax.platform_dependent(x, cpu=_sum_on_cpu, default=_sum)
+def _nonfinite_sums(leaves: list[jax.Array]) -> list[jax.Array]:
+    """Returns for each leaf zero if it is finite, else a positive number or nan."""
+    # float8_e8m0fnu has no zero.
+    narrow = [jnp.finfo(x.dtype).bits <= 8 for x in leaves]
+    leaves = [
+        x.astype(jnp.float32) if is_narrow else x
+        for x, is_narrow in zip(leaves, narrow, strict=True)
+    ]
+    # The compiler may take x - x for zero then.
+    if "xla_cpu_enable_fast_math=true" in os.environ.get("XLA_FLAGS", ""):
+        return _count(leaves)
+    return lax.platform_dependent(leaves, cpu=_differences, default=_count)
 
 
-def _sum(x: jax.Array) -> jax.Array:
-    # A sum keeps inf and nan. A max does too, but may drop nan across devices.
-    def nonfinite(x):
-        zero = lax.sub(x, x)
-        return lax.select(lax.eq(zero, lax.full_like(zero, 0)), zero, lax.abs(x))
-
-    return _sum_parts(nonfinite, x)
+def _count(leaves: list[jax.Array]) -> list[jax.Array]:
+    # A sum, not a max: across devices, a max may drop nan.
+    return _sums(lambda x: (~lax.is_finite(x)).astype(jnp.float32), leaves)
 
 
-def _sum_on_cpu(x: jax.Array) -> jax.Array:
-    # Returns nan for inf too, but is several times faster on CPU. all(isfinite(x))
-    # would write an array of booleans first.
-    return _sum_parts(lambda x: lax.sub(x, x), x)
+def _differences(leaves: list[jax.Array]) -> list[jax.Array]:
+    # Several times faster on CPU, where a count writes an array of booleans first.
+    return _sums(lambda x: lax.sub(x, x), leaves)
 
 
-def _sum_parts(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
-    sums = [lax.reduce_sum(function(part), range(x.ndim)) for part in parts]
-    return functools.reduce(lax.add, [x.astype(jnp.float32) for x in sums])
+def _sums(
+    function: Callable[[jax.Array], jax.Array], leaves: list[jax.Array]
+) -> list[jax.Array]:
+    def leaf(x):
+        parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
+        sums = [lax.reduce_sum(function(part), range(x.ndim)) for part in parts]
+        return functools.reduce(lax.add, [x.astype(jnp.float32) for x in sums])
 
-
-def nonfinite_sums(leaves: list[jax.Array]) -> list[jax.Array]:
-    """Returns one number for each leaf: zero if the leaf is finite, else inf or nan."""
-    return [_nonfinite_sum(x) for x in leaves]
+    return [leaf(x) for x in leaves]
 
 
 def _stack(scalars: list[jax.Array]) -> jax.Array:
@@ -90,7 +92,7 @@ def _stack(scalars: list[jax.Array]) -> jax.Array:
 def _all_finite(leaves: list[jax.Array], axis_name: Hashable | None) -> jax.Array:
     finite = jnp.ones((), bool)
     if leaves:
-        finite = jnp.isfinite(jnp.sum(_stack(nonfinite_sums(leaves))))
+        finite = jnp.sum(_stack(_nonfinite_sums(leaves))) == 0
     if axis_name is None:
         return finite
     # Add a zero that varies along the axes: jax.shard_map refuses to reduce over axes

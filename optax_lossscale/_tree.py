@@ -21,6 +21,12 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, types) and not is_float0(leaf)
 
 
+def is_key(leaf: Any) -> bool:
+    """Whether `leaf` is an array of PRNG keys."""
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
 def split_arrays(
     tree: Any,
 ) -> tuple[list[jax.Array], Callable[[Sequence[Any]], Any]]:
@@ -109,6 +115,11 @@ def select(pred: jax.Array, on_true: Any, on_false: Any) -> Any:
     """Selects between trees; leaves that are not arrays are constants."""
 
     def leaf(x, y):
+        if is_key(x):
+            # jax_debug_key_reuse would count the old key, of which the step used a
+            # copy, as used up.
+            clone = jax.random.clone
+            return clone(lax.select(pred, clone(x), clone(y)))
         return lax.select(pred, x, y) if is_array(x) else x
 
     return jax.tree.map(leaf, on_true, on_false)

@@ -4,18 +4,22 @@ import sys
 import warnings
 from pathlib import Path
 
-PACKAGE = str(Path(__file__).parent)
+LIBRARIES = ("optax_lossscale", "jax", "optax", "equinox", "flax")
 
 
 def warn(message: str) -> None:
-    """Warns of the first line on the stack outside of this package.
+    """Warns of the first line on the stack outside of these libraries.
 
     Python shows a warning once for each line.
     """
     level, frame = 1, sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+    while frame is not None and _is_library(frame):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, UserWarning, stacklevel=level)
+
+
+def _is_library(frame):
+    return frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES
 
 
 def is_called_by_jit() -> bool:

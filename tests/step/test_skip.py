@@ -119,7 +119,7 @@ class TestSkip:
         assert_same_bits(params, self.params)
         assert_same_bits(state.inner_state, start.inner_state)
         assert optimizer.current_loss_scale(state) == 0.5
-        assert state[2:7] == (False, 200, 200, 0, 200 - 16)
+        assert state[2:7] == (False, 200, 200, 200 - 16, None)
 
     def test_a_nan_loss_is_returned_and_skipped(self):
         optimizer = LossScaleOptimizer(optax.sgd(1.0))
