@@ -248,11 +248,11 @@ class TestCompiledPrograms:
         assert bool(selects) != branches
 
     def test_fixed_scale_compiles_no_check(self):
-        text = self.lowered(LossScaleOptimizer(optax.sgd(1.0), 8), "cpu")
+        text = self.lowered(LossScaleOptimizer(optax.sgd(1.0), 8), "tpu")
         for operation in ("is_finite", "select", "case", "maximum"):
             assert f"stablehlo.{operation}" not in text
         text = self.lowered(
-            LossScaleOptimizer(optax.sgd(1.0), FixedLossScale(8, True)), "cpu"
+            LossScaleOptimizer(optax.sgd(1.0), FixedLossScale(8, True)), "tpu"
         )
         assert "stablehlo.is_finite" in text
 
