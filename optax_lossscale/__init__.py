@@ -16,11 +16,6 @@ from optax_lossscale._rules.headroom import (
     HeadroomLossScaleState as HeadroomLossScaleState,
 )
 from optax_lossscale._rules.identifiers import get_loss_scale as get_loss_scale
-from optax_lossscale._rules.importing import import_state as import_state
-from optax_lossscale._rules.logmax import (
-    LogMaxLossScale as LogMaxLossScale,
-    LogMaxLossScaleState as LogMaxLossScaleState,
-)
 from optax_lossscale._rules.tolerant import (
     TolerantLossScale as TolerantLossScale,
     TolerantLossScaleState as TolerantLossScaleState,

@@ -16,6 +16,12 @@ LARGEST_SCALE = 2.0**126
 
 def number(name: str, value: Any) -> float:
     """Returns `value` as a float, if it is a finite real number."""
+    dtype = getattr(value, "dtype", np.dtype(float))
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+        raise ValueError(
+            f"{name} must not be of half precision ({dtype}), where it overflows or is "
+            f"rounded, got {value!r}. Pass a Python number."
+        )
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(
             f"{name} must be a Python number, got {value!r} of type "
@@ -31,33 +37,31 @@ def number(name: str, value: Any) -> float:
     return checked
 
 
-def _in_range(name, value, low, high, wanted, why=""):
+def _in_range(name, value, low, high, wanted):
     checked = number(name, value)
     if not low <= checked <= high:
-        raise ValueError(f"{name} must be {wanted}, got {value!r}{why}.")
+        raise ValueError(f"{name} must be {wanted}, got {value!r}.")
     return checked
 
 
-def scale(name: str, value: Any, *, at_least: float = SMALLEST_SCALE) -> float:
+def scale(name: str, value: Any) -> float:
     """Returns `value` as a float, if it is a valid loss scale."""
-    dtype = getattr(value, "dtype", np.dtype(float))
-    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
-        raise ValueError(
-            f"{name} must not be of half precision ({dtype}), where a scale overflows "
-            f"or is rounded, got {value!r}. Pass a Python float."
-        )
-    wanted = f"at least {at_least:.2g} and at most 2**126 (8.5e37)"
-    why = ": the scale and its reciprocal must be normal float32 numbers"
-    return _in_range(name, value, at_least, LARGEST_SCALE, wanted, why)
+    wanted = "from 2**-126 to 2**126, where 1 / scale is a normal float32 number too"
+    return _in_range(name, value, SMALLEST_SCALE, LARGEST_SCALE, wanted)
 
 
-def count(name: str, value: Any, *, at_least: int = 1) -> int:
-    """Returns `value` as an int, if it is a whole number of at least `at_least`."""
+def fixed_scale(name: str, value: Any) -> float:
+    """Returns `value` as a float, if it is a valid fixed loss scale."""
+    wanted = "at least 1, as in TensorFlow's FixedLossScale, and at most 2**126"
+    return _in_range(name, value, 1.0, LARGEST_SCALE, wanted)
+
+
+def count(name: str, value: Any) -> int:
+    """Returns `value` as an int, if it is a whole number of at least 1."""
     checked = number(name, value)
-    if checked != int(checked) or not at_least <= checked < 2**31:
+    if checked != int(checked) or not 1 <= checked < 2**31:
         raise ValueError(
-            f"{name} must be a whole number, at least {at_least} and below 2**31, "
-            f"got {value!r}."
+            f"{name} must be a whole number, at least 1 and below 2**31, got {value!r}."
         )
     return int(checked)
 
@@ -70,10 +74,7 @@ def growth_factor(name: str, value: Any) -> float:
 
 def backoff_factor(name: str, value: Any) -> float:
     """Returns `value` as a float, if it is a valid backoff factor."""
-    wanted = (
-        "above 0 and below 1 in float32 (0.5 is usual): at least 2**-126 and at most "
-        "1 - 2**-24"
-    )
+    wanted = "below 1 in float32 (0.5 is usual): at least 2**-126, at most 1 - 2**-24"
     return _in_range(name, value, SMALLEST_SCALE, 1 - 2.0**-24, wanted)
 
 
@@ -94,13 +95,6 @@ def bits(name: str, value: Any) -> float:
     return _in_range(name, value, 0, 128, "at least 0 and at most 128")
 
 
-def decay(name: str, value: Any) -> float:
-    """Returns `value` as a float, if it can be the decay of a running mean."""
-    # Closer to 1, a float32 mean of logarithms would round away a change of one bit.
-    wanted = "at least 0 and below 1 (0.99 is usual): at most 1 - 2**-20"
-    return _in_range(name, value, 0, 1 - 2.0**-20, wanted)
-
-
 def dtype(name: str, value: Any) -> str:
     """Returns the name of a dtype, if it is floating-point with at most 16 bits."""
     try:
@@ -115,3 +109,7 @@ def dtype(name: str, value: Any) -> str:
             f"of at most 16 bits, got {value!r}."
         )
     return dtype.name
+
+
+# By the names of the hyperparameters.
+FACTORS = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}

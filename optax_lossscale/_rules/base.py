@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from optax_lossscale import _check as check
 from optax_lossscale._scaling import all_finite, largest_magnitude
+from optax_lossscale._state import unbox
 
 
 class LossScale(abc.ABC):
@@ -108,9 +109,7 @@ class LossScale(abc.ABC):
           f32[], the number that multiplies the loss: at least `min_scale` and at most
           `max_scale`, or 2**-126 and 2**126 without these. nan becomes the minimum.
         """
-        # There is one leaf, even if a framework (Flax nnx) has boxed the array.
-        (loss_scale,) = jax.tree.leaves(state.loss_scale)
-        return self._clip(jnp.asarray(loss_scale, jnp.float32))
+        return _clip(jnp.asarray(unbox(state.loss_scale), jnp.float32), *self._bounds)
 
     @property
     def _bounds(self) -> tuple[float, float]:
@@ -118,10 +117,6 @@ class LossScale(abc.ABC):
         low = getattr(self, "min_scale", None) or least
         high = getattr(self, "max_scale", None) or greatest
         return max(float(low), least), min(float(high), greatest)
-
-    def _clip(self, scale: jax.Array) -> jax.Array:
-        """Clips the scale to the bounds of the rule; nan becomes the lower bound."""
-        return _clip(scale, *self._bounds)
 
     def _is_at_minimum(self, scale: jax.Array, new_scale: jax.Array) -> jax.Array:
         """Tells whether the scale of a skipped step could not have been lower."""
@@ -146,10 +141,8 @@ class LossScale(abc.ABC):
                 f"{type(self).__name__} must be decorated with "
                 f"@dataclasses.dataclass(frozen=True), or define get_config itself."
             )
-        return {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
-        }
+        fields = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
+        return {field.name: getattr(self, field.name) for field in fields}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
@@ -171,24 +164,20 @@ class LossScale(abc.ABC):
 class AdaptiveLossScale(LossScale):
     """The base class of the rules of this package that adapt the scale.
 
-    A subclass has the fields below among its hyperparameters, calls `_check` with a
-    check for each other field, and defines `_initial` and `_advance`.
+    A subclass has the fields below among its hyperparameters, a check for each
+    hyperparameter of its own in `_checks`, and the methods `init` and `_advance`.
     """
 
     initial_scale: float
     min_scale: float
     max_scale: float
     growth_interval: int
+    _checks: ClassVar[dict[str, Callable[[str, Any], Any]]]
     _needs_largest: ClassVar[bool] = False
 
-    def _check(self, **checks: Callable[[str, Any], Any]) -> None:
-        """Checks the hyperparameters, and converts them to plain Python values.
-
-        Args:
-          **checks: By name, a check for each field that this class does not have.
-        """
+    def __post_init__(self):
         scales = dict.fromkeys(("initial_scale", "min_scale", "max_scale"), check.scale)
-        checks = {**scales, "growth_interval": check.count, **checks}
+        checks = {**scales, "growth_interval": check.count, **self._checks}
         for name, convert in checks.items():
             # The dataclass is frozen.
             object.__setattr__(self, name, convert(name, getattr(self, name)))
@@ -200,26 +189,21 @@ class AdaptiveLossScale(LossScale):
             )
 
     @abc.abstractmethod
-    def _initial(self) -> Any:
-        """Returns the initial state, a named tuple of arrays."""
-
-    def init(self) -> Any:
-        """Returns the initial state; see the base class."""
-        return self._initial()
-
-    @abc.abstractmethod
-    def _advance(self, state: Any, finite: jax.Array, largest: Any) -> Any:
+    def _advance(
+        self, scale: jax.Array, state: Any, finite: jax.Array, largest: Any
+    ) -> Any:
         """Returns the state after a step.
 
         Args:
-          state: The state before it, in the dtypes of `_initial`. Its scale is
-            within the bounds; other numbers may be out of range, if it was restored.
+          scale: f32[], the scale before it, within the bounds.
+          state: The state before it. If it was restored, its arrays may be boxed, of
+            other dtypes and out of range.
           finite: bool[], whether the gradients of the step are finite.
           largest: f32[], their largest magnitude, meaningless unless `finite`; None
             unless `_needs_largest`.
 
         Returns:
-          A state like `state`. Its scale may be out of bounds.
+          A state as `init` returns it. Its scale may be out of bounds.
         """
 
     def update(
@@ -232,47 +216,28 @@ class AdaptiveLossScale(LossScale):
             largest = largest_magnitude(grads, axis_name=axis_name)
         return self._advance_within_bounds(state, finite, largest), finite
 
-    @functools.partial(jax.jit, static_argnums=0)
+    # Compiled, so that an eager call transfers no constants to the device.
+    @functools.partial(jax.jit, static_argnums=0, inline=True)
     def _advance_within_bounds(self, state, finite, largest):
-        # A restored state may have other dtypes and hold any numbers.
-        like = jax.eval_shape(self._initial)
-        cast = {
-            name: jnp.asarray(getattr(state, name), field.dtype)
-            for name, field in like._asdict().items()
-            if name != "loss_scale"
-        }
-        within = like._replace(loss_scale=self.loss_scale(state), **cast)
-        new = self._advance(within, finite, largest)
-        return new._replace(loss_scale=self._clip(new.loss_scale))
+        new = self._advance(self(state), state, finite, largest)
+        return new._replace(loss_scale=self(new))
 
 
-class FactorLossScale(AdaptiveLossScale):
-    """The base class of the rules that change the scale by constant factors."""
-
-    growth_factor: float
-    backoff_factor: float
-
-    def _check(self, **checks: Callable[[str, Any], Any]) -> None:
-        super()._check(
-            growth_factor=check.growth_factor,
-            backoff_factor=check.backoff_factor,
-            **checks,
-        )
-
-    def _rescale(self, scale, grow, back_off):
-        scale = jnp.where(grow, scale * jnp.float32(self.growth_factor), scale)
-        return jnp.where(back_off, scale * jnp.float32(self.backoff_factor), scale)
+def restored_count(count: Any, greatest: int = 2**31 - 1) -> jax.Array:
+    """Returns a counter of a state, whatever was restored, as i32[] in its range."""
+    count = jnp.asarray(unbox(count), jnp.int32)
+    return jnp.minimum(jnp.maximum(count, 0), greatest)
 
 
-# Compiled, so that an eager call transfers no constants to the device.
-@functools.partial(jax.jit, static_argnums=(1, 2))
+# Compiled for the same reason.
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
 def _clip(scale: jax.Array, low: float, high: float) -> jax.Array:
     if low == high:  # A fixed scale is a constant.
         return jnp.full_like(scale, low)
-    # fmax drops nan.
-    return jnp.fmin(jnp.fmax(scale, jnp.float32(low)), jnp.float32(high))
+    # nan is not at least `low`.
+    return jnp.where(scale >= low, jnp.minimum(scale, high), low)
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def _at_most(scale, limit):
-    return scale <= jnp.float32(limit)
+    return scale <= limit

@@ -5,10 +5,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optax_lossscale import _check as check
-from optax_lossscale._rules.base import FactorLossScale
+from optax_lossscale._rules.base import AdaptiveLossScale, restored_count
 
 
 class LossScaleState(NamedTuple):
@@ -18,16 +17,17 @@ class LossScaleState(NamedTuple):
       loss_scale: f32[], the current loss scale.
       good_steps: i32[], consecutive finite steps since the scale last changed or
         a step was last skipped.
-      hysteresis_left: i32[], non-finite steps until the scale backs off.
+      hysteresis_left: i32[], non-finite steps until the scale backs off; None with
+        `hysteresis=1`, where it backs off after each.
     """
 
     loss_scale: jax.Array
     good_steps: jax.Array
-    hysteresis_left: jax.Array
+    hysteresis_left: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class DynamicLossScale(FactorLossScale):
+class DynamicLossScale(AdaptiveLossScale):
     """A loss scale that finds the largest safe value by itself.
 
     It grows after `growth_interval` consecutive finite steps and backs off after
@@ -96,27 +96,38 @@ class DynamicLossScale(FactorLossScale):
     hysteresis: int = 1
     consecutive_hysteresis: bool = False
 
-    def __post_init__(self):
-        self._check(hysteresis=check.count, consecutive_hysteresis=check.boolean)
+    _checks = check.FACTORS | {
+        "hysteresis": check.count,
+        "consecutive_hysteresis": check.boolean,
+    }
 
-    def _initial(self) -> LossScaleState:
+    def init(self) -> LossScaleState:
+        """Returns the initial state; see the base class."""
+        counts = self.hysteresis > 1
         return LossScaleState(
             loss_scale=jnp.asarray(self.initial_scale, jnp.float32),
             good_steps=jnp.zeros((), jnp.int32),
-            hysteresis_left=jnp.asarray(self.hysteresis, jnp.int32),
+            hysteresis_left=jnp.asarray(self.hysteresis, jnp.int32) if counts else None,
         )
 
-    def _advance(self, state, finite, largest):
-        # Restored counters may be out of range.
-        good_steps = jnp.maximum(state.good_steps, 0)
-        left = jnp.clip(state.hysteresis_left, 0, self.hysteresis)
-        good_steps = jnp.where(finite, optax.safe_increment(good_steps), 0)
+    def _advance(self, scale, state, finite, largest):
+        good_steps = restored_count(state.good_steps, self.growth_interval - 1)
+        good_steps = jnp.where(finite, good_steps + 1, 0)
         grow = good_steps >= self.growth_interval
-        restore = finite if self.consecutive_hysteresis else grow
-        left = jnp.where(finite, left, jnp.maximum(left - 1, 0))
-        back_off = ~finite & (left == 0)
+        left, back_off = self._count_down(state.hysteresis_left, finite, grow)
+        grown, lower = scale * self.growth_factor, scale * self.backoff_factor
         return LossScaleState(
-            loss_scale=self._rescale(state.loss_scale, grow, back_off),
+            loss_scale=jnp.where(grow, grown, jnp.where(back_off, lower, scale)),
             good_steps=jnp.where(grow, 0, good_steps),
-            hysteresis_left=jnp.where(restore, self.hysteresis, left),
+            hysteresis_left=left,
         )
+
+    def _count_down(self, left, finite, grow):
+        """Returns the hysteresis that is left, and whether the scale backs off."""
+        if self.hysteresis == 1:
+            return None, ~finite
+        left = self.hysteresis if left is None else left
+        left = restored_count(left, self.hysteresis)
+        left = jnp.where(finite, left, jnp.maximum(left - 1, 0))
+        restore = finite if self.consecutive_hysteresis else grow
+        return jnp.where(restore, self.hysteresis, left), ~finite & (left == 0)

@@ -54,7 +54,7 @@ class FixedLossScale(LossScale):
     skip_nonfinite: bool = False
 
     def __post_init__(self):
-        value = check.scale("loss_scale_value", self.loss_scale_value, at_least=1.0)
+        value = check.fixed_scale("loss_scale_value", self.loss_scale_value)
         object.__setattr__(self, "loss_scale_value", value)
         check.boolean("skip_nonfinite", self.skip_nonfinite)
 
@@ -67,11 +67,7 @@ class FixedLossScale(LossScale):
         return FixedLossScaleState(jnp.asarray(self.loss_scale_value, jnp.float32))
 
     def update(
-        self,
-        grads: Any,
-        state: FixedLossScaleState,
-        *,
-        axis_name: Hashable | None = None,
+        self, grads: Any, state: Any, *, axis_name: Hashable | None = None
     ) -> tuple[FixedLossScaleState, jax.Array]:
         """Returns the initial state, in the shape of `state`; see the base class."""
         state = FixedLossScaleState(self.loss_scale(state))

@@ -2,14 +2,16 @@
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from optax_lossscale import _check as check
 from optax_lossscale._rules.base import AdaptiveLossScale
 from optax_lossscale._scaling import exact_exp2, overflow_exponent
+from optax_lossscale._state import unbox
 
 
 class HeadroomLossScaleState(NamedTuple):
@@ -103,16 +105,15 @@ class HeadroomLossScale(AdaptiveLossScale):
     max_scale: float = 2.0**126
 
     _needs_largest = True
+    _checks: ClassVar = {
+        "dtype": check.dtype,
+        "min_margin": check.bits,
+        "release_steps": check.count,
+        "hysteresis": check.bits,
+    }
 
-    def __post_init__(self):
-        self._check(
-            dtype=check.dtype,
-            min_margin=check.bits,
-            release_steps=check.count,
-            hysteresis=check.bits,
-        )
-
-    def _initial(self) -> HeadroomLossScaleState:
+    def init(self) -> HeadroomLossScaleState:
+        """Returns the initial state; see the base class."""
         # The peak at which the first scale is the highest allowed.
         limit = overflow_exponent(self.dtype)
         peak = limit - self.min_margin - math.log2(self.initial_scale)
@@ -123,29 +124,27 @@ class HeadroomLossScale(AdaptiveLossScale):
             overflowed=jnp.zeros((), bool),
         )
 
-    def _advance(self, state, finite, largest):
-        scale, overflowed = state.loss_scale, state.overflowed
-        limit = overflow_exponent(self.dtype)
-        # A restored state may be out of range.
-        old_margin = _in_range(state.margin, self.min_margin, 256.0, self.min_margin)
-        fresh_peak = limit - old_margin - jnp.log2(scale)
-        old_peak = _in_range(state.peak, -256.0, 256.0, fresh_peak)
+    def _advance(self, scale, state, finite, largest):
+        limit, exponent = overflow_exponent(self.dtype), jnp.log2(scale)
+        old_margin = _restored(state.margin, self.min_margin, self.min_margin)
+        old_peak = _restored(state.peak, -256.0, limit - old_margin - exponent)
+        overflowed = jnp.asarray(unbox(state.overflowed), bool)
 
         seen = largest > 0
         x = jnp.log2(jnp.where(seen, largest, 1.0))
         released = _lower(old_peak, (old_peak - x) / self.release_steps)
         sunk = _lower(old_peak, 1 / self.growth_interval)
-        peak = jnp.where(seen, jnp.fmax(x, released), jnp.fmax(sunk, -256.0))
+        peak = jnp.where(seen, jnp.maximum(x, released), jnp.maximum(sunk, -256.0))
         # Leave 2**-10 bits of slack: otherwise rounding could floor the exponent one
         # too low and halve a scale that should be kept.
-        left = limit - peak - jnp.log2(scale) - 2.0**-10
+        left = limit - peak - exponent - 2.0**-10
         shrunk = _lower(old_margin, 1 / self.growth_interval)
-        margin = jnp.where(overflowed, jnp.fmax(left, old_margin), shrunk)
-        margin = jnp.fmin(jnp.fmax(margin, self.min_margin), 256.0)
+        margin = jnp.where(overflowed, jnp.maximum(left, old_margin), shrunk)
+        margin = jnp.minimum(jnp.maximum(margin, self.min_margin), 256.0)
 
         highest = limit - peak - margin
         lower, upper = jnp.floor(highest - self.hysteresis), jnp.floor(highest)
-        followed = jnp.fmin(jnp.fmax(scale, exact_exp2(lower)), exact_exp2(upper))
+        followed = lax.clamp(exact_exp2(lower), scale, exact_exp2(upper))
         return HeadroomLossScaleState(
             loss_scale=jnp.where(finite, followed, scale / 2),
             peak=jnp.where(finite, peak, old_peak),
@@ -154,12 +153,13 @@ class HeadroomLossScale(AdaptiveLossScale):
         )
 
 
-def _in_range(x: jax.Array, low: float, high: float, otherwise: Any) -> jax.Array:
-    """Returns `x`, or `otherwise` if `x` is nan or out of range."""
-    return jnp.where((x >= low) & (x <= high), x, otherwise)
+def _restored(x: Any, low: float, otherwise: Any) -> jax.Array:
+    """Returns a number of a state, or `otherwise` if it is nan or out of range."""
+    x = jnp.asarray(unbox(x), jnp.float32)
+    return jnp.where((x >= low) & (x <= 256.0), x, otherwise)
 
 
 def _lower(x: jax.Array, step: Any) -> jax.Array:
     """Returns `x - step`, or the next number below `x` if the step is too small."""
     # 1 - 1e-8 is 1 in float32: the margin would never shrink.
-    return jnp.fmin(x - step, jnp.nextafter(x, jnp.float32(-jnp.inf)))
+    return jnp.minimum(x - step, jnp.nextafter(x, jnp.float32(-jnp.inf)))

@@ -7,13 +7,8 @@ from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.dynamic import DynamicLossScale
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._rules.headroom import HeadroomLossScale
-from optax_lossscale._rules.logmax import LogMaxLossScale
 
-BY_NAME = {
-    "dynamic": DynamicLossScale,
-    "headroom": HeadroomLossScale,
-    "logmax": LogMaxLossScale,
-}
+BY_NAME = {"dynamic": DynamicLossScale, "headroom": HeadroomLossScale}
 
 
 def get_loss_scale(identifier: LossScale | float | str) -> LossScale:
@@ -21,8 +16,7 @@ def get_loss_scale(identifier: LossScale | float | str) -> LossScale:
 
     Args:
       identifier: A `LossScale`, a number (`FixedLossScale`), "dynamic"
-        (`DynamicLossScale()`), "headroom" (`HeadroomLossScale()`) or "logmax"
-        (`LogMaxLossScale()`).
+        (`DynamicLossScale()`) or "headroom" (`HeadroomLossScale()`).
 
     Returns:
       A `LossScale`.
@@ -40,13 +34,15 @@ def get_loss_scale(identifier: LossScale | float | str) -> LossScale:
     if isinstance(identifier, LossScale):
         return identifier
     if isinstance(identifier, numbers.Real) and not isinstance(identifier, bool):
-        return FixedLossScale(identifier)  # pyright: ignore[reportArgumentType]
+        return FixedLossScale(check.fixed_scale("A fixed loss scale", identifier))
     if isinstance(identifier, str) and identifier in BY_NAME:
         return BY_NAME[identifier]()
     names = ", ".join(f'"{name}"' for name in BY_NAME)
     hint = "(Inside optax.inject_hyperparams, add it to static_args.)"
     if isinstance(identifier, bool):
         hint = f"Keras's second argument is a keyword here: dynamic={identifier}."
+    elif isinstance(identifier, type) and issubclass(identifier, LossScale):
+        hint = f"Call the class to make an instance: {identifier.__name__}()."
     raise ValueError(
         f"A loss scale must be a LossScale instance, a number, or one of {names}, got "
         f"{identifier!r}. {hint}"
@@ -64,7 +60,7 @@ def keras_loss_scale(
                 f"dynamic_growth_steps, got initial_scale={initial_scale!r} and "
                 f"dynamic_growth_steps={dynamic_growth_steps!r}."
             )
-        return FixedLossScale(check.scale("initial_scale", initial_scale, at_least=1.0))
+        return FixedLossScale(check.fixed_scale("initial_scale", initial_scale))
     initial, steps = initial_scale, dynamic_growth_steps
     initial = DynamicLossScale.initial_scale if initial is None else initial
     steps = DynamicLossScale.growth_interval if steps is None else steps

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale import _check as check
-from optax_lossscale._rules.base import FactorLossScale
+from optax_lossscale._rules.base import AdaptiveLossScale, restored_count
 
 
 class TolerantLossScaleState(NamedTuple):
@@ -31,7 +31,7 @@ class TolerantLossScaleState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class TolerantLossScale(FactorLossScale):
+class TolerantLossScale(AdaptiveLossScale):
     """A dynamic loss scale that tolerates a few non-finite steps.
 
     Every non-finite step is skipped, but the scale backs off only if there were too
@@ -96,10 +96,10 @@ class TolerantLossScale(FactorLossScale):
     min_scale: float = 1.0
     max_scale: float = 2.0**126
 
-    def __post_init__(self):
-        self._check(tolerance=check.share)
+    _checks = check.FACTORS | {"tolerance": check.share}
 
-    def _initial(self) -> TolerantLossScaleState:
+    def init(self) -> TolerantLossScaleState:
+        """Returns the initial state; see the base class."""
         return TolerantLossScaleState(
             loss_scale=jnp.asarray(self.initial_scale, jnp.float32),
             good_steps=jnp.zeros((), jnp.int32),
@@ -107,20 +107,17 @@ class TolerantLossScale(FactorLossScale):
             nonfinite_steps=jnp.zeros((), jnp.int32),
         )
 
-    def _advance(self, state, finite, largest):
-        # Restored counters may be out of range.
-        good_steps, steps, nonfinite_steps = (
-            jnp.maximum(count, 0)
-            for count in (state.good_steps, state.steps, state.nonfinite_steps)
-        )
+    def _advance(self, scale, state, finite, largest):
+        good_steps = restored_count(state.good_steps, self.growth_interval - 1)
+        steps = restored_count(state.steps)
+        nonfinite_steps = restored_count(state.nonfinite_steps)
         # With more steps than these, growth_interval in a row would have been finite,
         # and the scale would have grown. A larger restored count could keep the scale
         # from ever backing off.
-        good_steps = jnp.minimum(good_steps, self.growth_interval)
         most = self.growth_interval * jnp.float32(nonfinite_steps)
         most += jnp.float32(good_steps)
         steps = jnp.where(jnp.float32(steps) > most, most.astype(jnp.int32), steps)
-        good_steps = jnp.where(finite, optax.safe_increment(good_steps), 0)
+        good_steps = jnp.where(finite, good_steps + 1, 0)
         steps = optax.safe_increment(steps)
         one_more = optax.safe_increment(nonfinite_steps)
         nonfinite_steps = jnp.where(finite, nonfinite_steps, one_more)
@@ -129,8 +126,9 @@ class TolerantLossScale(FactorLossScale):
         # above 15, and GPUs divide inexactly: require a millionth less.
         enough = jnp.float32(self.tolerance * (1 - 1e-6)) * jnp.float32(steps)
         back_off = ~finite & (jnp.float32(nonfinite_steps) >= enough)
+        grown, lower = scale * self.growth_factor, scale * self.backoff_factor
         return TolerantLossScaleState(
-            loss_scale=self._rescale(state.loss_scale, grow, back_off),
+            loss_scale=jnp.where(grow, grown, jnp.where(back_off, lower, scale)),
             good_steps=jnp.where(grow, 0, good_steps),
             steps=jnp.where(grow | back_off, 0, steps),
             nonfinite_steps=jnp.where(back_off, 0, nonfinite_steps),

@@ -28,10 +28,10 @@ from helpers import (
     scaled_step,
     scan_updates,
 )
-from peers import PEERS
+from peers import PEERS, LogMax
 
 import optax_lossscale
-from optax_lossscale import DynamicLossScale, LogMaxLossScale, LossScaleOptimizer
+from optax_lossscale import DynamicLossScale, LossScaleOptimizer
 
 DATA = Path(__file__).with_name("data")
 LINES = gzip.decompress((DATA / "trajectories.jsonl.gz").read_bytes())
@@ -122,7 +122,7 @@ def assert_reproduced(run, scale):
     normal = (recorded >= 2.0**-126) & (recorded <= 2.0**126)
     sound = normal[1:]
     grads = gradients(run)
-    if isinstance(scale, LogMaxLossScale):
+    if isinstance(scale, LogMax):
         # Its defects show from the first overflow or zero on.
         sound = (grads > 0) & jnp.isfinite(grads)
     # Of the steps, those before the first that leads out of bounds.
@@ -132,7 +132,7 @@ def assert_reproduced(run, scale):
     mine = np.append(scale.init().loss_scale, states.loss_scale)[: steps + 1]
     # Some peers compute in double, or divide: a few units in the last place each time.
     tolerance = np.cumsum(np.diff(recorded, prepend=0) != 0) * 2.0**-22
-    if isinstance(scale, LogMaxLossScale):
+    if isinstance(scale, LogMax):
         # Its variance is the difference of two large numbers, rounded to float32.
         tolerance = 2.0**-8
     assert np.all(abs(mine - recorded) <= tolerance * recorded), run["id"]
@@ -277,7 +277,7 @@ def test_what_users_of_keras_write():
 def guide_entries():
     """Returns what the guide says: of each peer its call, and what to paste."""
     text = (ROOT / "docs/guide/coming-from-another-loss-scaler.md").read_text()
-    pattern = r"### ([^\n]*)\n\n```py\n(.*?)```\n\n```python\nloss_scale = (.*?)```"
+    pattern = r"### ([^\n]*)\n\n```py\n(.*?)```\n\n```py\w*\nloss_scale = (.*?)```"
     entries = re.findall(pattern, text, re.DOTALL)
     return {name: (theirs, code) for name, theirs, code in entries}
 
@@ -293,7 +293,7 @@ def test_the_guide_says_the_same(name):
     assert PEERS[name].recorded.endswith(ast.unparse(call.func))
     arguments = {k.arg: eval(ast.unparse(k.value)) for k in call.keywords}
     expected = PEERS[name].ours(**arguments)
-    assert eval(code, vars(optax_lossscale)) == expected
+    assert eval(code, vars(optax_lossscale) | {"LogMax": LogMax}) == expected
     if name not in ("TensorFlow, fixed", "Optax"):
         # Which are the peer's defaults.
         assert expected == PEERS[name].ours()

@@ -5,17 +5,22 @@ and returns our loss scale. The guide says the same for users; the tests compare
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from helpers import page_blocks
 
 from optax_lossscale import (
     DynamicLossScale,
     FixedLossScale,
-    LogMaxLossScale,
     LossScale,
     TolerantLossScale,
 )
+
+# The rule of this page is OpenSeq2Seq's.
+PAGE: dict[str, Any] = {"__name__": "page"}
+exec(page_blocks("docs/guide/rule-of-your-own.md")[0][0], PAGE)
+LogMax = PAGE["LogMax"]
 
 # The smallest scale there is, for peers that have no minimum.
 NO_MINIMUM = 2.0**-126
@@ -213,12 +218,11 @@ def openseq2seq_logmax(
     overflow_std_dev=3.09,
 ):
     del log_max  # What an overflow is taken for: 2 to the power of 2**log_max.
-    return LogMaxLossScale(
+    return LogMax(
         initial_scale=scale_min,
         mean_decay=beta1,
         variance_decay=beta2,
         deviations=overflow_std_dev,
-        powers_of_two=False,
         min_scale=scale_min,
         max_scale=scale_max,
     )
