@@ -254,8 +254,14 @@ def _shapes(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def _describe(state: Any) -> str:
-    fields = ", ".join(getattr(state, "_fields", ()))
-    return f"{type(state).__name__}({fields})" if fields else type(state).__name__
+    """Returns the type of a state, with its fields and which of them are None."""
+    names = getattr(state, "_fields", ())
+    fields = (n if getattr(state, n) is not None else f"{n}=None" for n in names)
+    return (
+        f"{type(state).__name__}({', '.join(fields)})"
+        if names
+        else type(state).__name__
+    )
 
 
 def warn_if_in_multi_steps(state: Any) -> None:
