@@ -1,10 +1,7 @@
 """Every rule keeps the promises of a loss scale."""
 
-import dataclasses
 import functools
 import inspect
-import json
-import pickle
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +10,6 @@ import optax
 import pytest
 from helpers import (
     OUT_OF_BOUNDS,
-    SKIPS,
     assert_same_bits,
     exhaustive_but,
     scan_updates,
@@ -26,22 +22,18 @@ from optax_lossscale import (
     DynamicLossScale,
     FixedLossScale,
     HeadroomLossScale,
-    LogMaxLossScale,
     LossScale,
     LossScaleOptimizer,
     TolerantLossScale,
     all_finite,
-    get_loss_scale,
 )
 
 RULES = {
     "fixed": FixedLossScale(2.0**15, skip_nonfinite=True),
     "dynamic": DynamicLossScale(),
     "tolerant": TolerantLossScale(0.5),
-    "logmax": LogMaxLossScale(),
     "headroom": HeadroomLossScale(),
 }
-BY_LARGEST = ["logmax", "headroom"]
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 every_adaptive_rule = pytest.mark.parametrize(
     "rule", list(RULES.values())[1:], ids=list(RULES)[1:]
@@ -58,62 +50,6 @@ def test_every_rule_is_here():
                 yield from concrete(subclass)
 
     assert {type(rule) for rule in RULES.values()} == set(concrete(LossScale))
-
-
-@pytest.mark.parametrize("name", ["dynamic", "logmax", "headroom"])
-def test_names(name):
-    assert get_loss_scale(name) == RULES[name]
-
-
-CONFIGURED = [
-    *RULES.values(),
-    FixedLossScale(8.0),
-    DynamicLossScale(
-        2.0**10, 7, 4.0, 0.25, 0.5, 2.0**20, hysteresis=3, consecutive_hysteresis=True
-    ),
-    LogMaxLossScale(dtype=jnp.float8_e5m2, deviations=2),
-    HeadroomLossScale(dtype=jnp.float8_e5m2, min_margin=2),
-]
-
-
-@pytest.mark.parametrize("rule", CONFIGURED, ids=repr)
-def test_configuration_survives_json(rule):
-    config = json.loads(json.dumps(rule.get_config()))
-    again = type(rule).from_config(config)
-    assert again == rule
-    assert hash(again) == hash(rule)
-    assert again.get_config() == config
-    assert {type(value) for value in config.values()} <= {int, float, bool, str}
-
-
-@pytest.mark.parametrize("rule", CONFIGURED, ids=repr)
-def test_is_frozen_picklable_and_no_pytree(rule):
-    assert pickle.loads(pickle.dumps(rule)) == rule
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        rule.initial_scale = 3.0
-    assert jax.tree.leaves(rule) == [rule]
-
-
-SCALES = {
-    "initial_scale": [0.5, 0.0, 2.0**127],
-    "min_scale": [0.0, -1.0, np.nan],
-    "max_scale": [np.inf, 2.0**127],
-}
-BAD = {
-    **SCALES,
-    "growth_interval": [0, 1.5],
-    "growth_factor": [1.0],
-    "backoff_factor": [1.0],
-}
-
-
-@every_adaptive_rule
-def test_refuses_bounds_intervals_and_factors(rule):
-    for name in BAD.keys() & rule.get_config().keys():
-        for bad in BAD[name]:
-            with pytest.raises(ValueError, match=name) as error:
-                dataclasses.replace(rule, **{name: bad})
-            assert repr(bad) in str(error.value)
 
 
 @every_rule
@@ -204,14 +140,12 @@ def test_a_tree_without_numbers_is_finite_and_tells_nothing(rule, tree):
     state, should_apply = rule.update(tree, rule.init())
     assert bool(should_apply)
     assert state.loss_scale == 2.0**15
-    assert getattr(state, "observations", 0) == 0
 
 
 @pytest.mark.parametrize(
     "rule",
     [
         *RULES.values(),
-        LogMaxLossScale(powers_of_two=False),
         HeadroomLossScale(release_steps=1),
     ],
     ids=repr,
@@ -222,13 +156,12 @@ def test_extreme_gradients_stay_within_bounds(rule):
         grads = jnp.array(grads * 15, jnp.float32)[:15]  # of one length: one program
         states, _ = scan_updates(rule, grads)
         assert np.all((states.loss_scale >= 1) & (states.loss_scale <= 2.0**126))
-        assert all(np.all(np.isfinite(x)) for x in states)
+        assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(states))
 
 
-@pytest.mark.parametrize("name", BY_LARGEST)
 @pytest.mark.parametrize("value", [10.0, -10.0, 10j, np.inf, np.nan])
-def test_the_largest_gradient_of_any_leaf_and_element_counts(name, value):
-    rule = RULES[name]
+def test_the_largest_gradient_of_any_leaf_and_element_counts(value):
+    rule = RULES["headroom"]
     expected = rule.update(jnp.abs(jnp.complex64(value)), rule.init())
     for position in range(3):
         dtype = jnp.complex64 if np.iscomplex(value) else jnp.float32
@@ -299,9 +232,8 @@ def test_states_that_differ_between_devices_may_be_scanned_over(rule):
 
 
 @every_rule
-@pytest.mark.parametrize("skip", SKIPS)
-def test_a_skipped_step_changes_nothing(rule, skip):
-    optimizer = LossScaleOptimizer(optax.sgd(0.1, momentum=0.9), rule, skip=skip)
+def test_a_skipped_step_changes_nothing(rule):
+    optimizer = LossScaleOptimizer(optax.sgd(0.1, momentum=0.9), rule)
     params = {"w": jnp.ones(3), "b": jnp.float32(-0.0)}
     state = optimizer.init(params)
     params, state = optimizer.apply_gradients(params, params, state)
@@ -336,7 +268,6 @@ QUICK_RULES = {
     "dynamic": DynamicLossScale(**QUICK, hysteresis=3),
     "consecutive": DynamicLossScale(**QUICK, hysteresis=3, consecutive_hysteresis=True),
     "tolerant": TolerantLossScale(0.3, **QUICK),
-    "logmax": LogMaxLossScale(**QUICK, mean_decay=0.5, variance_decay=0.5),
     "headroom": HeadroomLossScale(**QUICK, release_steps=2, hysteresis=0.25),
 }
 FLOATS = [np.nan, np.inf, -np.inf, 0.0, -0.0, -3.5, 1e-45, 1e30, -1e30, 3e38, 300.0]
@@ -348,7 +279,8 @@ def tampered_states(rule, *, combinations=300):
     rng = np.random.default_rng(0)
     fresh = rule.init()
     bad = {"float32": FLOATS, "int32": INTEGERS, "bool": [False, True]}
-    values = {k: bad[x.dtype.name] for k, x in fresh._asdict().items()}
+    fields = {k: x for k, x in fresh._asdict().items() if x is not None}
+    values = {k: bad[x.dtype.name] for k, x in fields.items()}
     changes = [{}, *({k: value} for k in values for value in values[k])]
     for _ in range(combinations):
         chosen = [k for k in values if rng.random() < 0.6]

@@ -98,50 +98,6 @@ class Tolerant:
         return self.loss_scale
 
 
-class LogMax:
-    """The rule of `LogMaxLossScale`: whole sums over all gradients seen, in double."""
-
-    def __init__(
-        self,
-        initial_scale=2.0**15,
-        mean_decay=0.99,
-        variance_decay=0.999,
-        deviations=3.09,
-        growth_interval=200,
-        min_scale=1.0,
-        max_scale=2.0**126,
-    ):
-        self.mean_decay, self.variance_decay = mean_decay, variance_decay
-        self.deviations, self.growth_interval = deviations, growth_interval
-        self.min_scale, self.max_scale = min_scale, max_scale
-        self.loss_scale, self.ceiling = initial_scale, max_scale
-        self.good_steps, self.seen = 0, []
-
-    def step(self, largest):
-        """Takes a step; returns the room, in bits, and the ceiling on it."""
-        if math.isfinite(largest):
-            self.good_steps += 1
-            if self.good_steps >= self.growth_interval:
-                self.ceiling = min(self.ceiling * 2, self.max_scale)
-                self.good_steps = 0
-            if largest > 0:
-                self.seen.append(math.log2(largest))
-        else:
-            self.ceiling = max(self.loss_scale / 2, self.min_scale)
-            self.good_steps = 0
-        return self.room(), self.ceiling
-
-    def room(self):
-        if not self.seen:
-            return math.log2(self.loss_scale)
-        ages = np.arange(len(self.seen))[::-1]
-        mean = np.average(self.seen, weights=self.mean_decay**ages)
-        slow_mean = np.average(self.seen, weights=self.variance_decay**ages)
-        squares = (np.array(self.seen) - slow_mean) ** 2
-        variance = np.average(squares, weights=self.variance_decay**ages)
-        return 16 - mean - self.deviations * math.sqrt(variance)
-
-
 class Headroom:
     """The rule of `HeadroomLossScale`, in exponents and in double."""
 
