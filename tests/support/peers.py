@@ -26,13 +26,15 @@ LogMax = PAGE["LogMax"]
 NO_MINIMUM = 2.0**-126
 
 
+def dynamic(scale, interval, factor=2.0, min_scale=1.0, **further):
+    """Makes a rule of peers that back off by the factor by which they grow."""
+    if min_scale is None:
+        min_scale = NO_MINIMUM
+    return DynamicLossScale(scale, interval, factor, 1 / factor, min_scale, **further)
+
+
 def tensorflow_dynamic(initial_loss_scale=2**15, increment_period=2000, multiplier=2.0):
-    return DynamicLossScale(
-        initial_scale=initial_loss_scale,
-        growth_interval=increment_period,
-        growth_factor=multiplier,
-        backoff_factor=1 / multiplier,
-    )
+    return dynamic(initial_loss_scale, increment_period, multiplier)
 
 
 def tensorflow_fixed(loss_scale_value):
@@ -46,19 +48,14 @@ def tf_keras(dynamic=True, initial_scale=2**15, dynamic_growth_steps=2000):
 
 
 def keras(initial_scale=2.0**15, dynamic_growth_steps=2000):
-    return DynamicLossScale(initial_scale, dynamic_growth_steps, min_scale=NO_MINIMUM)
+    return dynamic(initial_scale, dynamic_growth_steps, min_scale=None)
 
 
 def torch(
     init_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000
 ):
-    return DynamicLossScale(
-        initial_scale=init_scale,
-        growth_interval=growth_interval,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        min_scale=NO_MINIMUM,
-    )
+    factors = growth_factor, backoff_factor
+    return DynamicLossScale(init_scale, growth_interval, *factors, NO_MINIMUM)
 
 
 def flax(
@@ -68,34 +65,17 @@ def flax(
     scale=2.0**16,
     minimum_scale=NO_MINIMUM,
 ):
-    return DynamicLossScale(
-        initial_scale=scale,
-        growth_interval=growth_interval + 1,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        min_scale=NO_MINIMUM if minimum_scale is None else minimum_scale,
-    )
+    factors, minimum = (growth_factor, backoff_factor), minimum_scale or NO_MINIMUM
+    return DynamicLossScale(scale, growth_interval + 1, *factors, minimum)
 
 
 def jmp(loss_scale=2.0**15, period=2000, factor=2, min_loss_scale=1.0, dtype="float32"):
-    return DynamicLossScale(
-        initial_scale=np.dtype(dtype).type(loss_scale),
-        growth_interval=period,
-        growth_factor=factor,
-        backoff_factor=1 / factor,
-        min_scale=max(min_loss_scale, NO_MINIMUM),
-    )
+    scale = np.dtype(dtype).type(loss_scale)
+    return dynamic(scale, period, factor, max(min_loss_scale, NO_MINIMUM))
 
 
 def mpx(loss_scaling=2.0**15, min_loss_scaling=1.0, factor=2, period=2000):
-    return DynamicLossScale(
-        initial_scale=loss_scaling,
-        growth_interval=period,
-        growth_factor=factor,
-        backoff_factor=1 / factor,
-        min_scale=min_loss_scaling,
-        max_scale=65504.0,
-    )
+    return dynamic(loss_scaling, period, factor, min_loss_scaling, max_scale=65504.0)
 
 
 def fairseq(
@@ -106,14 +86,8 @@ def fairseq(
     threshold=None,
     min_loss_scale=1e-4,
 ):
-    return TolerantLossScale(
-        tolerance=tolerance,
-        initial_scale=init_scale,
-        growth_interval=scale_window,
-        growth_factor=scale_factor,
-        backoff_factor=1 / scale_factor,
-        min_scale=threshold or min_loss_scale,
-    )
+    factors, minimum = (scale_factor, 1 / scale_factor), threshold or min_loss_scale
+    return TolerantLossScale(tolerance, init_scale, scale_window, *factors, minimum)
 
 
 def deepspeed(
@@ -126,12 +100,11 @@ def deepspeed(
     scale_factor=2.0,
 ):
     del raise_error_at_min_scale  # Ours stays at the minimum.
-    return DynamicLossScale(
-        initial_scale=init_scale,
-        growth_interval=scale_window,
-        growth_factor=scale_factor,
-        backoff_factor=1 / scale_factor,
-        min_scale=min_scale,
+    return dynamic(
+        init_scale,
+        scale_window,
+        scale_factor,
+        min_scale,
         hysteresis=delayed_shift,
         consecutive_hysteresis=consecutive_hysteresis,
     )
@@ -142,11 +115,7 @@ DYNAMIC_LOSS_ARGS = {"init_scale": 2**16, "scale_window": 1000, "min_scale": 1}
 
 def deepspeed_fp16_optimizer(dynamic_loss_args=DYNAMIC_LOSS_ARGS):
     # It ignores a hysteresis, and does not count the first finite step, as ours does.
-    return DynamicLossScale(
-        initial_scale=dynamic_loss_args["init_scale"],
-        growth_interval=dynamic_loss_args["scale_window"],
-        min_scale=dynamic_loss_args["min_scale"],
-    )
+    return deepspeed(**dynamic_loss_args, delayed_shift=1)
 
 
 def megatron(
@@ -158,11 +127,11 @@ def megatron(
     hysteresis=2,
 ):
     return DynamicLossScale(
-        initial_scale=initial_scale,
-        growth_interval=growth_interval,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        min_scale=min_scale,
+        initial_scale,
+        growth_interval,
+        growth_factor,
+        backoff_factor,
+        min_scale,
         hysteresis=hysteresis,
     )
 
@@ -175,38 +144,23 @@ def apex_amp(
     max_loss_scale=2.0**24,
 ):
     del scale_factor  # Apex ignores it too: the factor is 2.
-    return DynamicLossScale(
-        initial_scale=min(init_scale, max_loss_scale),
-        growth_interval=scale_window,
-        min_scale=NO_MINIMUM if min_loss_scale is None else min_loss_scale,
-        max_scale=max_loss_scale,
-    )
+    scale, maximum = min(init_scale, max_loss_scale), max_loss_scale
+    return dynamic(scale, scale_window, 2.0, min_loss_scale, max_scale=maximum)
 
 
 def apex_fp16_utils(init_scale=2**32, scale_factor=2.0, scale_window=1000):
-    return DynamicLossScale(
-        initial_scale=init_scale,
-        growth_interval=scale_window,
-        growth_factor=scale_factor,
-        backoff_factor=1 / scale_factor,
-    )
+    return dynamic(init_scale, scale_window, scale_factor)
 
 
 def apex_contrib(cur_scale=2**16, scale_factor=2, scale_window=1000):
-    return apex_fp16_utils(cur_scale, scale_factor, scale_window)
+    return dynamic(cur_scale, scale_window, scale_factor)
 
 
 def openseq2seq_backoff(
     scale_min=1.0, scale_max=2.0**24, step_factor=2.0, step_window=2000
 ):
-    return DynamicLossScale(
-        initial_scale=scale_max,
-        growth_interval=step_window,
-        growth_factor=step_factor,
-        backoff_factor=1 / step_factor,
-        min_scale=scale_min,
-        max_scale=scale_max,
-    )
+    maximum = {"max_scale": scale_max}
+    return dynamic(scale_max, step_window, step_factor, scale_min, **maximum)
 
 
 def openseq2seq_logmax(
@@ -218,14 +172,8 @@ def openseq2seq_logmax(
     overflow_std_dev=3.09,
 ):
     del log_max  # What an overflow is taken for: 2 to the power of 2**log_max.
-    return LogMax(
-        initial_scale=scale_min,
-        mean_decay=beta1,
-        variance_decay=beta2,
-        deviations=overflow_std_dev,
-        min_scale=scale_min,
-        max_scale=scale_max,
-    )
+    bounds = {"min_scale": scale_min, "max_scale": scale_max}
+    return LogMax(scale_min, beta1, beta2, overflow_std_dev, **bounds)
 
 
 def optax_apply_if_finite(max_consecutive_errors):
