@@ -164,22 +164,3 @@ def test_a_subclass_of_a_public_rule_has_a_state_of_its_own():
     assert scales == [2.0**15, 2.0**14, 2.0**14, 2.0**15]
     assert state.loss_scale_state.ema["a"] == 4
     assert params.tolist() == [-0.5, -0.5]
-
-
-def test_more_fields_than_those_of_the_base_class():
-    """`update` of the base class returns a state of the base class."""
-
-    class State(NamedTuple):
-        loss_scale: jax.Array
-        good_steps: jax.Array
-        hysteresis_left: jax.Array
-        ema: dict[str, jax.Array]
-
-    class More(DynamicLossScale):
-        def init(self):
-            return State(*super().init(), {"a": jnp.float32(0)})
-
-    rule = More()
-    state, applied = rule.update(jnp.array(jnp.inf), rule.init())
-    assert float(state.loss_scale) == 2.0**14
-    assert not applied

@@ -1,8 +1,5 @@
 """Every rule takes the steps of its reference: eager, and jitted in a scan."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -95,16 +92,10 @@ def check_headroom(config, grads, states):
     assert np.all(np.frexp(states.loss_scale)[0] == 0.5)
 
 
-class Kind(NamedTuple):
-    rule: type
-    configs: Any
-    check: Callable
-
-
 KINDS = {
-    "dynamic": Kind(DynamicLossScale, dynamic(), check_dynamic),
-    "tolerant": Kind(TolerantLossScale, tolerant, check_tolerant),
-    "headroom": Kind(HeadroomLossScale, headroom, check_headroom),
+    "dynamic": (DynamicLossScale, dynamic(), check_dynamic),
+    "tolerant": (TolerantLossScale, tolerant, check_tolerant),
+    "headroom": (HeadroomLossScale, headroom, check_headroom),
 }
 
 
@@ -117,16 +108,16 @@ def step_by_step(rule, grads):
     return jax.tree.map(lambda *x: np.stack(x), *steps)
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize(("make", "configs", "check"), KINDS.values(), ids=KINDS)
 @settings(max_examples=8)
 @given(st.data())
-def test_is_the_reference(kind, data):
-    config, grads = data.draw(kind.configs), data.draw(gradients)
-    rule = kind.rule(**config)
+def test_is_the_reference(make, configs, check, data):
+    config, grads = data.draw(configs), data.draw(gradients)
+    rule = make(**config)
     low, high = map(np.float32, (config["min_scale"], config["max_scale"]))
     for run in (scan_updates, step_by_step):
         states, should_apply = run(rule, jnp.array(grads, jnp.float32))
         states = jax.tree.map(np.asarray, states)
-        kind.check(dict(config), grads, states)
+        check(config, grads, states)
         assert should_apply.tolist() == np.isfinite(grads).tolist()
         assert np.all((low <= states.loss_scale) & (states.loss_scale <= high))

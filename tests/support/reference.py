@@ -1,36 +1,27 @@
 """The rules in plain Python and NumPy, one step at a time: the oracle."""
 
+import dataclasses
 import math
 
 import numpy as np
 
 
+@dataclasses.dataclass
 class Dynamic:
     """The rule of `DynamicLossScale`, written down from its pseudocode."""
 
-    def __init__(
-        self,
-        initial_scale=2.0**15,
-        growth_interval=2000,
-        growth_factor=2.0,
-        backoff_factor=0.5,
-        min_scale=1.0,
-        max_scale=2.0**126,
-        hysteresis=1,
-        consecutive_hysteresis=False,
-    ):
-        f32 = np.float32
-        self.growth_interval = growth_interval
-        self.growth_factor, self.backoff_factor = (
-            f32(growth_factor),
-            f32(backoff_factor),
-        )
-        self.min_scale, self.max_scale = f32(min_scale), f32(max_scale)
-        self.hysteresis = hysteresis
-        self.consecutive_hysteresis = consecutive_hysteresis
-        self.loss_scale = f32(initial_scale)
-        self.good_steps = 0
-        self.hysteresis_left = hysteresis
+    initial_scale: float
+    growth_interval: int
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    min_scale: float = 1.0
+    max_scale: float = 2.0**126
+    hysteresis: int = 1
+    consecutive_hysteresis: bool = False
+
+    def __post_init__(self):
+        self.loss_scale = np.float32(self.initial_scale)
+        self.good_steps, self.hysteresis_left = 0, self.hysteresis
 
     def step(self, finite):
         with np.errstate(over="ignore", under="ignore"):
@@ -44,8 +35,8 @@ class Dynamic:
         self.good_steps += 1
         grew = self.good_steps >= self.growth_interval
         if grew:
-            grown = self.loss_scale * self.growth_factor
-            self.loss_scale = min(grown, self.max_scale)
+            grown = self.loss_scale * np.float32(self.growth_factor)
+            self.loss_scale = min(grown, np.float32(self.max_scale))
             self.good_steps = 0
         if grew or self.consecutive_hysteresis:
             self.hysteresis_left = self.hysteresis
@@ -54,27 +45,24 @@ class Dynamic:
         self.good_steps = 0
         self.hysteresis_left = max(self.hysteresis_left - 1, 0)
         if self.hysteresis_left == 0:
-            backed_off = self.loss_scale * self.backoff_factor
-            self.loss_scale = max(backed_off, self.min_scale)
+            backed_off = self.loss_scale * np.float32(self.backoff_factor)
+            self.loss_scale = max(backed_off, np.float32(self.min_scale))
 
 
+@dataclasses.dataclass
 class Tolerant:
     """The rule of `TolerantLossScale`, as fairseq counts: by iteration numbers."""
 
-    def __init__(
-        self,
-        tolerance,
-        initial_scale=2.0**15,
-        growth_interval=2000,
-        growth_factor=2.0,
-        backoff_factor=0.5,
-        min_scale=1.0,
-        max_scale=2.0**126,
-    ):
-        self.tolerance, self.growth_interval = tolerance, growth_interval
-        self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
-        self.min_scale, self.max_scale = min_scale, max_scale
-        self.loss_scale = initial_scale
+    tolerance: float
+    initial_scale: float
+    growth_interval: int
+    growth_factor: float
+    backoff_factor: float
+    min_scale: float
+    max_scale: float
+
+    def __post_init__(self):
+        self.loss_scale = self.initial_scale
         self.iteration = self.overflows = 0
         self.last_overflow = self.last_change = -1
 
@@ -98,24 +86,21 @@ class Tolerant:
         return self.loss_scale
 
 
+@dataclasses.dataclass
 class Headroom:
     """The rule of `HeadroomLossScale`, in exponents and in double."""
 
-    def __init__(
-        self,
-        initial_scale,
-        min_margin,
-        growth_interval,
-        release_steps,
-        hysteresis,
-        min_scale,
-        max_scale,
-    ):
-        self.min_margin, self.hysteresis = min_margin, hysteresis
-        self.growth_interval, self.release_steps = growth_interval, release_steps
-        self.lowest, self.highest = math.log2(min_scale), math.log2(max_scale)
-        self.exponent, self.margin = math.log2(initial_scale), min_margin
-        self.peak = 16 - min_margin - self.exponent
+    initial_scale: float
+    min_margin: float
+    growth_interval: int
+    release_steps: int
+    hysteresis: float
+    min_scale: float
+    max_scale: float
+
+    def __post_init__(self):
+        self.exponent, self.margin = math.log2(self.initial_scale), self.min_margin
+        self.peak = 16 - self.margin - self.exponent
         self.overflowed = False
 
     def step(self, largest):
@@ -131,7 +116,8 @@ class Headroom:
                 self.exponent = math.floor(room)
             elif self.exponent < math.floor(room - self.hysteresis):
                 self.exponent = math.floor(room - self.hysteresis)
-        self.exponent = min(max(self.exponent, self.lowest), self.highest)
+        lowest, highest = math.log2(self.min_scale), math.log2(self.max_scale)
+        self.exponent = min(max(self.exponent, lowest), highest)
         return room
 
     def _learn(self, largest):
