@@ -25,9 +25,6 @@ from optax_lossscale._state import (
     LossScaleOptimizerState as LossScaleOptimizerState,
     select_applied as select_applied,
 )
-from optax_lossscale.diagnostics._health import (
-    Health as Health,
-    check_health as check_health,
-)
+from optax_lossscale.diagnostics._report import check_health as check_health
 
 __version__ = "0.1.0"

@@ -4,23 +4,18 @@ The functions are pure, and you may call them under `jax.jit`, unless their
 documentation says that they run on the host.
 """
 
-from optax_lossscale.diagnostics._history import History as History
 from optax_lossscale.diagnostics._metrics import metrics as metrics
 from optax_lossscale.diagnostics._nonfinite import (
     NonfiniteGradient as NonfiniteGradient,
-    NonfiniteLeaf as NonfiniteLeaf,
     describe_nonfinite as describe_nonfinite,
     nonfinite_leaves as nonfinite_leaves,
 )
 from optax_lossscale.diagnostics._plots import (
     plot_exponents as plot_exponents,
     plot_history as plot_history,
-    plot_sweep as plot_sweep,
 )
-from optax_lossscale.diagnostics._report import report as report
-from optax_lossscale.diagnostics._sweep import (
-    ScaleSweep as ScaleSweep,
-    scale_sweep as scale_sweep,
+from optax_lossscale.diagnostics._report import Report as Report, report as report
+from optax_lossscale.diagnostics._suggest import (
     suggest_loss_scale as suggest_loss_scale,
 )
 from optax_lossscale.diagnostics._trace.findings import (

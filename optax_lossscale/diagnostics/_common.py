@@ -24,7 +24,7 @@ def scale_of(state: Any) -> jax.Array:
         scale = unbox(find_state(state).loss_scale_state.loss_scale)
     if scale.shape:
         raise ValueError(
-            "state belongs to many members, devices or losses: its loss scale has "
+            "state belongs to many members or devices: its loss scale has "
             f"shape {scale.shape}. Pass one of these scales, as a number."
         )
     return scale.astype(jnp.float32)
@@ -61,9 +61,3 @@ def check_host(function: str, tree: Any) -> None:
             f"{function} is for the host, where it can wait for numbers: call it "
             "outside of jit, scan, vmap and the like, with what the step has returned."
         )
-
-
-def check_text(name: str, value: Any) -> None:
-    """Raises if `value` is not a string."""
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, got {value!r}.")

@@ -1,4 +1,4 @@
-"""Which gradients were not finite, by name."""
+"""Which gradients are not finite, by name."""
 
 from typing import Any, NamedTuple
 
@@ -6,116 +6,40 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._state import find_state, unbox
+from optax_lossscale._scaling import all_finite
 from optax_lossscale._tree import is_inexact
 from optax_lossscale.diagnostics._common import check_host, named_leaves
 
-LeafStatistics = Any
-KINDS = ("finite", "inf", "nan")
 
+def nonfinite_leaves(grads: Any) -> dict[str, jax.Array]:
+    """Tells of each gradient whether it holds inf or nan, also inside a compiled step.
 
-class NonfiniteLeaf(NamedTuple):
-    """A parameter whose gradients were not finite in some steps.
+    It needs no optimizer and no state. Return the result from the step, or put it into
+    the record of the step. On the host, `describe_nonfinite` tells more.
 
-    Attributes:
-      name: Its key path, `params['block_3']['attn']['kernel']` for example.
-      last: What its gradient held in the last non-finite step: "inf", "nan" (perhaps
-        with inf), or "finite" if only other gradients were not finite.
-      inf_steps: The number of steps so far in which it held inf, but no nan.
-      nan_steps: The number of steps so far in which it held nan.
-
-    Examples:
-      >>> from optax_lossscale.diagnostics import NonfiniteLeaf
-      >>> print(NonfiniteLeaf("params['w']", "inf", inf_steps=3, nan_steps=1))
-      params['w']: inf in 3 steps, nan in 1, most recently inf
-    """
-
-    name: str
-    last: str
-    inf_steps: int
-    nan_steps: int
-
-    def __str__(self):
-        counts = f"inf in {self.inf_steps} steps, nan in {self.nan_steps}"
-        return f"{self.name}: {counts}, most recently {self.last}"
-
-
-def nonfinite_leaves(state: Any, params: Any) -> list[NonfiniteLeaf]:
-    """Names the parameters that have had non-finite gradients so far.
-
-    It needs `LossScaleOptimizer(..., track_leaves=True)`. Call it on the host, and only
-    now and then: it waits for the state.
-
-    The names do not tell the cause if several leaves are not finite at once. An inf in
-    the forward pass can reach every parameter, and one in the backward pass every
-    parameter whose gradient is computed after it, in the layers nearer to the input.
-    `trace_numerics` names the operation where it began, and its line.
+    Several names at once do not tell the cause. An inf in the forward pass can reach
+    every parameter, and one in the backward pass every parameter whose gradient is
+    computed after it, in the layers nearer to the input. `trace_numerics` names the
+    operation where it began, and its line.
 
     Args:
-      state: The state after a step; a pytree that holds one
-        `LossScaleOptimizerState`. If it belongs to many members (`jax.vmap`) or
-        devices (`jax.pmap`), each leaf is reported as in the worst of them.
-      params: The parameters, for their names: a tree like the one that `init` got.
+      grads: Gradients, scaled or not; any pytree. Leaves that are not floating-point
+        or complex are ignored.
 
     Returns:
-      A `NonfiniteLeaf` for each of them, the most frequent first. Its `last` is
-      "finite" unless its gradient was among the non-finite ones of the last such step.
-
-    Raises:
-      ValueError: If `state` holds no such state, several, or one without statistics;
-        if `params` has more or fewer leaves than `init` got.
-      TypeError: Under a transformation of JAX, such as `jax.jit`.
+      By key path, `"grads['w']"` for example, bool[]: True if the leaf is not finite.
 
     Examples:
+      >>> import jax
       >>> import jax.numpy as jnp
-      >>> import optax
-      >>> from optax_lossscale import LossScaleOptimizer, diagnostics
-      >>> optimizer = LossScaleOptimizer(optax.sgd(0.1), track_leaves=True)
-      >>> params = {"dense": {"b": jnp.zeros(2), "w": jnp.ones(2)}}
-      >>> state = optimizer.init(params)
-      >>> grads = {"dense": {"b": jnp.ones(2), "w": jnp.array([1.0, jnp.inf])}}
-      >>> _, state = optimizer.update(grads, state, params)
-      >>> for leaf in diagnostics.nonfinite_leaves(state, params):
-      ...     print(leaf)
-      params['dense']['w']: inf in 1 steps, nan in 0, most recently inf
+      >>> from optax_lossscale import diagnostics
+      >>> grads = {"b": jnp.ones(2), "w": jnp.array([1.0, jnp.inf])}
+      >>> found = jax.jit(diagnostics.nonfinite_leaves)(grads)
+      >>> print([name for name, is_nonfinite in found.items() if is_nonfinite])
+      ["grads['w']"]
     """
-    statistics = find_state(state).leaf_statistics
-    if statistics is None:
-        raise ValueError(
-            "state has no statistics of leaves: create the optimizer with "
-            "track_leaves=True. (describe_nonfinite(grads) works without them.)"
-        )
-    return read_statistics(statistics, leaf_names(params))
-
-
-def leaf_names(params: Any) -> list[str]:
-    """Returns the names of the parameters that are differentiated."""
-    return list(named_leaves(params, "params"))
-
-
-def read_statistics(
-    statistics: LeafStatistics, names: list[str] | None
-) -> list[NonfiniteLeaf]:
-    """Copies statistics to the host; without names, the leaves are numbered."""
-    check_host("nonfinite_leaves", statistics)
-    fields = jax.device_get([unbox(field) for field in statistics])
-    # The worst of the members or devices, if there are any; zero if there are none.
-    last, inf_steps, nan_steps = (
-        x.max(tuple(range(x.ndim - 1)), initial=0) for x in fields
-    )
-    if names is None:
-        names = [f"leaf {i}" for i in range(len(last))]
-    if len(names) != len(last):
-        raise ValueError(
-            f"params must have the {len(last)} leaves that the optimizer's init got, "
-            f"but has {len(names)}. Inside optax.masked and optax.partition, init got "
-            "optax.MaskedNode() in place of the other leaves."
-        )
-    kinds = (KINDS[kind] for kind in last)
-    counts = (inf_steps.tolist(), nan_steps.tolist())
-    leaves = map(NonfiniteLeaf, names, kinds, *counts)
-    found = [leaf for leaf in leaves if leaf.inf_steps or leaf.nan_steps]
-    return sorted(found, key=lambda leaf: -leaf.inf_steps - leaf.nan_steps)
+    leaves = named_leaves(grads, "grads").items()
+    return {name: ~all_finite(x) for name, x in leaves if is_inexact(x)}
 
 
 class NonfiniteGradient(NamedTuple):
@@ -151,12 +75,12 @@ class NonfiniteGradient(NamedTuple):
 
 
 def describe_nonfinite(grads: Any) -> list[NonfiniteGradient]:
-    """Names the gradients of a tree that are not finite, and counts inf and nan.
+    """Names the gradients that are not finite, counts inf and nan, and says where.
 
-    Call it on the host, with any tree. It needs no optimizer and no state.
-
-    As with `nonfinite_leaves`, several names at once do not tell the cause, because an
-    inf spreads towards the input. `trace_numerics` names the operation where it began.
+    Call it on the host: it waits for the gradients. It needs no optimizer and no state,
+    and takes any tree, so it describes parameters or a batch as well. Inside a compiled
+    step use `nonfinite_leaves`, which also explains why several names do not tell the
+    cause.
 
     Args:
       grads: Gradients, scaled or not; any pytree. Leaves that are not floating-point
@@ -179,8 +103,13 @@ def describe_nonfinite(grads: Any) -> list[NonfiniteGradient]:
       grads['w'], float16[2,2]: 1 inf, 1 nan of 4, first at [0, 1]
     """
     leaves = named_leaves(grads, "grads")
+    check_host("describe_nonfinite", list(leaves.values()))
+    return find_nonfinite(leaves)
+
+
+def find_nonfinite(leaves: dict[str, Any]) -> list[NonfiniteGradient]:
+    """Describes the leaves, by name, that are not finite."""
     named = [(name, jnp.asarray(x)) for name, x in leaves.items() if is_inexact(x)]
-    check_host("describe_nonfinite", [x for _, x in named])
     # Leaf by leaf: leaves of the same shape share one compiled program.
     counts = jax.device_get([_count(x) for _, x in named])
     found = []

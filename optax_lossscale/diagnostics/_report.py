@@ -1,190 +1,349 @@
-"""One screen about the state of loss scaling, in plain words."""
+"""One verdict: does training make progress, and if not, what to do about it."""
 
 import textwrap
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
+from optax_lossscale import _check as check
+from optax_lossscale._rules.fixed import FixedLossScaleState
 from optax_lossscale._state import find_state, unbox
-from optax_lossscale.diagnostics import _health
-from optax_lossscale.diagnostics._common import power
-from optax_lossscale.diagnostics._nonfinite import (
-    NonfiniteLeaf,
-    leaf_names,
-    read_statistics,
-)
+from optax_lossscale.diagnostics._common import check_host, named_leaves, power
+from optax_lossscale.diagnostics._nonfinite import NonfiniteGradient, find_nonfinite
 
-SHOWN = 8
-WIDTH = 79
+# From these numbers of steps on, training is not healthy.
+STUCK_STEPS = 100
+SKIPPED_STEPS = 1000
+# Up to this many skips in a row are usual at the start: halving 2**24 down to 1.
+START_UP = 24
+# How many parameters a report names.
+SHOWN = 3
+
 TRACE = (
-    "diagnostics.trace_numerics(loss_fn, params, batch, state=state) names the "
-    "operation and its line."
-)
-SPREAD = (
-    "find where the inf or nan began. The table does not tell: from the forward pass "
-    "it can reach every parameter, and from the backward pass every parameter whose "
-    "gradient is computed after it, in the layers nearer to the input. In the second "
-    "case the bad leaf nearest to the loss is next to the cause, but the tree does not "
-    f"say which that is. {TRACE}"
+    "Run diagnostics.trace_numerics(loss_fn, params, batch, state=state) with the "
+    "arguments of a skipped step. It names the line where inf or nan begins."
 )
 
 
-def report(state: Any, params: Any = None) -> str:
+class Report(NamedTuple):
+    """What `report` and `check_health` found. Print it.
+
+    For a state of many members or devices, the numbers are those of the worst one.
+
+    Attributes:
+      healthy: Whether training makes progress, as far as the state tells.
+      diagnosis: How things stand, or what is wrong.
+      advice: What to do, one step after the other. Empty if there is nothing to do.
+      loss_scale: The loss scale that the state holds.
+      skipped_steps: Steps skipped so far.
+      consecutive_skipped_steps: Steps skipped since one was applied.
+      stuck_steps: Those of them that were skipped although the scale could not have
+        been lower.
+      nonfinite_loss_steps: Steps skipped so far because of the loss; None without
+        `check_loss`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from optax_lossscale import LossScaleOptimizer, diagnostics
+      >>> optimizer = LossScaleOptimizer(optax.adam(0.1))
+      >>> found = diagnostics.report(optimizer.init(jnp.ones(3)))
+      >>> found.healthy, found.loss_scale, found.skipped_steps
+      (True, 32768.0, 0)
+      >>> found
+      No step has been taken yet.
+        loss scale       32768 (2^15)
+        skipped steps    0
+      What to do: nothing.
+    """
+
+    healthy: bool
+    diagnosis: str
+    advice: tuple[str, ...]
+    loss_scale: float
+    skipped_steps: int
+    consecutive_skipped_steps: int
+    stuck_steps: int
+    nonfinite_loss_steps: int | None
+
+    def __repr__(self):
+        skipped = f"{self.skipped_steps}"
+        if self.consecutive_skipped_steps:
+            skipped += f", of which {self.consecutive_skipped_steps} in a row"
+        lines = [
+            *textwrap.wrap(self.diagnosis, 79),
+            f"  loss scale       {_describe_scale(self.loss_scale)}",
+            f"  skipped steps    {skipped}",
+        ]
+        if self.stuck_steps:
+            lines.append(f"  at lowest scale  {self.stuck_steps} of these")
+        if self.nonfinite_loss_steps:
+            lines.append(f"  loss not finite  {self.nonfinite_loss_steps} steps")
+        lines.append("What to do:" if self.advice else "What to do: nothing.")
+        for number, item in enumerate(self.advice, start=1):
+            lines += textwrap.wrap(f"{number}. {item}", 79, subsequent_indent="   ")
+        return "\n".join(lines)
+
+
+def report(state: Any, params: Any = None) -> Report:
     """Says how loss scaling is doing, and what to do next.
 
-    Call it on the host, between steps: it waits for the state.
+    Training is not healthy if 100 steps in a row were skipped although the scale was at
+    its minimum (for a rule without `min_scale`, such as `FixedLossScale`: although the
+    scale did not fall); if 1,000 steps in a row were skipped for any reason; if the
+    loss scale is nan, or not between 2**-126 and 2**126; or if `params` are given and
+    not finite. `check_health` raises an error then.
 
-    It says where to look only if one leaf of several was not finite in the last
-    non-finite step. Otherwise it points to `trace_numerics`, because an inf spreads.
+    Call it on the host, between steps: it waits for the state. It sees the state alone,
+    not the rule. So it cannot tell whether a fixed scale skips steps at all, and it
+    shows the scale as the state holds it: `optimizer.current_loss_scale(state)` also
+    clips a scale that was restored or set by hand and lies outside the rule's bounds.
 
     Args:
       state: The state after a step; a pytree that holds one
         `LossScaleOptimizerState`. If it belongs to many members (`jax.vmap`) or
-        devices (`jax.pmap`), the report is about the worst of them; with several
-        losses it shows the lowest scale.
-      params: The parameters, for the names of their leaves. They are only used if the
-        optimizer was created with `track_leaves=True`.
+        devices (`jax.pmap`), the report is about the worst of them.
+      params: The parameters, any pytree. If they are given, the report names those
+        that are not finite. Checked gradients keep inf and nan away, but parameters of
+        float16 may overflow when a new value is rounded.
 
     Returns:
-      A few lines of text, to print.
+      A `Report`. Print it, or read its numbers.
 
     Raises:
-      ValueError: If `state` holds no such state or several, or has no members; if
-        `params` has more or fewer leaves than `init` got.
+      ValueError: If `state` holds no such state, or several.
       TypeError: Under a transformation of JAX, such as `jax.jit`.
 
     Examples:
       >>> import jax.numpy as jnp
       >>> import optax
       >>> from optax_lossscale import LossScaleOptimizer, diagnostics
-      >>> optimizer = LossScaleOptimizer(optax.sgd(0.1), track_leaves=True)
+      >>> optimizer = LossScaleOptimizer(optax.sgd(0.1))
       >>> params = {"b": jnp.zeros(2), "w": jnp.ones(2)}
       >>> state = optimizer.init(params)
       >>> grads = {"b": jnp.ones(2), "w": jnp.array([1.0, jnp.inf])}
-      >>> _, state = optimizer.update(grads, state, params)
-      >>> print(diagnostics.report(state, params))
-      The last step was skipped, and the loss scale is still adjusting.
-        loss scale           16384 (2^14)
-        skipped steps        1, of which 1 in a row
-      Steps with non-finite gradients:
-           inf     nan  last
-             1       0  inf      params['w']
-      What to do: nothing yet. Each skip lowers the scale. A few in a row are usual
-      at the start, and single ones later, when the scale has grown too high. If they
-      continue, look at params['w'].
+      >>> for _ in range(3):
+      ...     _, state = optimizer.update(grads, state, params)
+      >>> print(diagnostics.report(state))
+      The last 3 steps were skipped: their gradients were not finite. A few skips in
+      a row are usual at the start, and a single one later, when the loss scale has
+      grown too high.
+        loss scale       4096 (2^12)
+        skipped steps    3, of which 3 in a row
+      What to do:
+      1. If they continue: Run diagnostics.trace_numerics(loss_fn, params, batch,
+         state=state) with the arguments of a skipped step. It names the line where
+         inf or nan begins.
     """
-    limit = _health.START_UP + 1
-    health = _health.check_health(
-        state, patience=1, max_consecutive_skipped_steps=limit, raise_error=False
-    )
     found = find_state(state)
-    statistics = None
-    leaves: list[NonfiniteLeaf] = []
-    tracked = 0
-    if statistics is not None:
-        names = None if params is None else leaf_names(params)
-        leaves = read_statistics(statistics, names)
-        tracked = unbox(statistics.last).shape[-1]
-    never_skipped = not np.any(jax.device_get(unbox(found.skipped_steps)))
-    headline, advice = _judge(health, leaves, tracked, never_skipped)
-    lines = [headline, *_numbers(health), *_table(leaves)]
-    return "\n".join([*lines, *textwrap.wrap(f"What to do: {advice}", WIDTH)])
+    check_host("report (or check_health)", (found, params))
+    read, where = _read_worst(found)
+    nonfinite = find_nonfinite(named_leaves(params, "params"))
+    is_valid = _is_valid(read["loss_scale"])
+    if nonfinite:
+        diagnosis, *advice = _judge_parameters(nonfinite)
+    elif not is_valid:
+        diagnosis, *advice = (
+            "The loss scale is damaged: it is not a number from 2^-126 to 2^126.",
+            "Restore an earlier checkpoint, or begin the scale anew: state._replace("
+            "loss_scale_state=optimizer.init(params).loss_scale_state).",
+        )
+    elif read["consecutive_skipped_steps"]:
+        diagnosis, *advice = _judge_skips(read)
+    else:
+        diagnosis, *advice = _judge(found, read, params is not None)
+    is_stuck = read["stuck_steps"] >= STUCK_STEPS
+    is_skipping = read["consecutive_skipped_steps"] >= SKIPPED_STEPS
+    is_healthy = is_valid and not (nonfinite or is_stuck or is_skipping)
+    numbers = {name: read.get(name) for name in Report._fields[3:]}
+    return Report(is_healthy, diagnosis + where, tuple(advice), **numbers)
 
 
-def _numbers(health: _health.Health) -> list[str]:
-    explained = ", which is not a valid loss scale"
-    if not _health.is_damaged(health.loss_scale):
-        explained = f" ({power(health.loss_scale)})"
-    at_minimum = ""
-    if health.stuck_steps:
-        at_minimum = f", could not go lower for {health.stuck_steps} skipped steps"
-    skipped = f"{health.skipped_steps}"
-    if health.consecutive_skipped_steps:
-        skipped += f", of which {health.consecutive_skipped_steps} in a row"
-    lines = [
-        f"  loss scale           {health.loss_scale:g}{explained}{at_minimum}",
-        f"  skipped steps        {skipped}",
+def check_health(state: Any, params: Any = None) -> Report:
+    """Raises an error if training makes no progress, and says what to do.
+
+    A compiled step cannot raise an error, so training may skip every step unnoticed.
+    Call this on the host from time to time, for example when you log losses. It waits
+    for the state and copies a few numbers to the host.
+
+    The verdict is that of `diagnostics.report`, which describes it and does not raise.
+    For limits of your own, compare the numbers of that report.
+
+    Args:
+      state: The state after a step; a pytree that holds one
+        `LossScaleOptimizerState`. Of many members or devices the worst one counts.
+      params: The parameters, any pytree. If they are given, they must be finite too.
+
+    Returns:
+      A `diagnostics.Report`, which is healthy.
+
+    Raises:
+      FloatingPointError: If training is not healthy: 100 steps in a row were skipped
+        although the scale could not go lower, or 1,000 for any reason, or the scale is
+        damaged, or `params` are not finite. The message is the report.
+      TypeError: Under a transformation of JAX, such as `jax.jit`.
+      ValueError: If `state` holds none or several of these states.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from optax_lossscale import LossScaleOptimizer, check_health
+      >>> optimizer = LossScaleOptimizer(optax.sgd(0.1), initial_scale=2.0)
+      >>> params = jnp.ones(3)
+      >>> state = optimizer.init(params)
+      >>> for _ in range(5):
+      ...     _, state = optimizer.update(params * jnp.nan, state)
+      >>> found = check_health(state)
+      >>> found.stuck_steps, found.consecutive_skipped_steps
+      (4, 5)
+    """
+    found = report(state, params)
+    if not found.healthy:
+        raise FloatingPointError(f"Training makes no progress.\n{found}")
+    return found
+
+
+def _is_valid(scale: Any) -> Any:
+    """Whether a scale, or each of several, is finite and within the bounds."""
+    return (scale >= check.SMALLEST_SCALE) & (scale <= check.LARGEST_SCALE)
+
+
+def _describe_scale(scale: float) -> str:
+    return f"{scale:g}" + (f" ({power(scale)})" if _is_valid(scale) else "")
+
+
+def _read_worst(state: Any) -> tuple[dict[str, Any], str]:
+    """Returns the numbers of the worst member, and which one that is."""
+    rule = state.loss_scale_state
+    named = {name: getattr(state, name) for name in Report._fields[4:]}
+    named = {name: unbox(x) for name, x in named.items() if x is not None}
+    named |= {"loss_scale": unbox(rule.loss_scale), "loss_alone": _loss_alone(rule)}
+    named |= {"is_fixed": isinstance(rule, FixedLossScaleState)}
+    named = jax.device_get(named)
+    shape = np.broadcast_shapes(*map(np.shape, named.values()))
+    named = {name: np.broadcast_to(x, shape).ravel() for name, x in named.items()}
+    scale = named["loss_scale"]
+    # Take the member that is nearest to a limit, or furthest beyond it.
+    stuck, in_a_row = named["stuck_steps"], named["consecutive_skipped_steps"]
+    measure = np.maximum(stuck / STUCK_STEPS, in_a_row / SKIPPED_STEPS)
+    measure = np.where(_is_valid(scale), measure, np.inf)
+    worst = np.lexsort((scale, -measure))[0]
+    where = f" (Member {worst} of {scale.size}.)" if shape else ""
+    return {name: x[worst].item() for name, x in named.items()}, where
+
+
+def _loss_alone(rule: Any) -> Any:
+    """Whether all steps that were just skipped were skipped because of their loss.
+
+    Such a step does not change the state of the rule. One with a non-finite gradient
+    leaves a mark, if the rule has one of these fields.
+    """
+    good_steps = unbox(getattr(rule, "good_steps", 0))
+    overflowed = unbox(getattr(rule, "overflowed", True))
+    return (good_steps > 0) | jnp.logical_not(overflowed)
+
+
+def _loss_skips(read: dict[str, Any]) -> tuple[int, int]:
+    """Returns how many of the steps in a row their loss explains: at least, at most."""
+    in_a_row = read["consecutive_skipped_steps"]
+    total = read.get("nonfinite_loss_steps", 0)
+    most = min(total, in_a_row - read["stuck_steps"])
+    # At a fixed scale every step with a non-finite gradient counts as stuck.
+    if read["loss_alone"] or read["is_fixed"]:
+        return most, most
+    return max(0, total - (read["skipped_steps"] - in_a_row)), most
+
+
+def _judge(state: Any, read: dict[str, Any], has_finite_params: bool) -> list[str]:
+    """Returns a diagnosis of a step that was applied, and the advice."""
+    is_fixed = read["is_fixed"]
+    if read["skipped_steps"] and read["loss_scale"] <= 1 and not is_fixed:
+        return [
+            "The last step was applied, but so low a loss scale does not help.",
+            "Unless you chose it, run diagnostics.trace_numerics(loss_fn, params, "
+            "batch, scale=2.0**15). It names the line that overflows at that scale.",
+        ]
+    if read["skipped_steps"]:
+        return ["The last step was applied."]
+    if _is_new(state.inner_state):
+        return ["No step has been taken yet."]
+    if has_finite_params or not is_fixed:
+        return ["No step was skipped."]
+    return [
+        "No step was skipped. The state does not tell more: a fixed loss scale checks "
+        "no gradients, unless it has skip_nonfinite=True.",
+        "Pass the parameters, report(state, params), to see whether they are finite.",
     ]
-    if health.nonfinite_loss_steps:
-        lines.append(f"  loss not finite      {health.nonfinite_loss_steps} steps")
-    return lines
 
 
-def _table(leaves: list[NonfiniteLeaf]) -> list[str]:
-    if not leaves:
-        return []
-    lines = ["Steps with non-finite gradients:", "     inf     nan  last"]
-    for leaf in leaves[:SHOWN]:
-        counts = f"{leaf.inf_steps:8} {leaf.nan_steps:7}"
-        lines.append(f"{counts}  {leaf.last:8} {leaf.name}")
-    if len(leaves) > SHOWN:
-        lines.append(f"  and {len(leaves) - SHOWN} more: see nonfinite_leaves")
-    return lines
+def _is_new(inner_state: Any) -> bool:
+    """Whether the state of an Optax optimizer counts steps, and has counted none."""
+    counts = [
+        jax.device_get(jax.tree.leaves(found))
+        for name in ("count", "mini_step", "gradient_step")
+        for _, found in optax.tree.get_all_with_path(inner_state, name)
+    ]
+    return bool(counts) and not any(map(np.any, counts))
 
 
-def _judge(
-    health: _health.Health,
-    leaves: list[NonfiniteLeaf],
-    tracked: int,
-    never_skipped: bool,
-) -> tuple[str, str]:
-    """Returns what is wrong, if anything, and what to do about it."""
-    if _health.is_damaged(health.loss_scale):
-        return "The loss scale is damaged.", health.message
-    if leaves and never_skipped:
-        return (
-            "Steps were applied though their gradients were not finite.",
-            "restore parameters that are finite, and use a loss scale that skips such "
-            'steps: "dynamic", or a FixedLossScale with skip_nonfinite=True.',
+def _judge_skips(read: dict[str, Any]) -> list[str]:
+    """Returns a diagnosis of the steps that were just skipped, and the advice."""
+    in_a_row, stuck = read["consecutive_skipped_steps"], read["stuck_steps"]
+    least, most = _loss_skips(read)
+    steps = f"The last {in_a_row} steps were skipped: their"
+    if in_a_row == 1:
+        steps = "The last step was skipped: its"
+    advice = [
+        TRACE,
+        "If the loss is not finite, look for nan and inf in the data and in the "
+        "parameters, and for an overflow in the forward pass. No loss scale helps "
+        "there.",
+        "If the loss is finite, compute in float32 what overflows, clip gradients or "
+        "lower the learning rate. If the scale is high, lower it: the fixed scale, "
+        "min_scale or initial_scale.",
+        "Then go on from here: skipped steps change neither the parameters nor the "
+        "state of the inner optimizer.",
+    ]
+    if least == in_a_row:
+        return [f"{steps} loss was not finite.", *advice[:2], advice[-1]]
+    steps += " loss or gradients were" if most else " gradients were"
+    if in_a_row <= START_UP and not stuck:
+        return [
+            f"{steps} not finite. A few skips in a row are usual at the start, and a "
+            "single one later, when the loss scale has grown too high.",
+            *([f"If they continue: {TRACE}"] if in_a_row > 1 else []),
+        ]
+    if in_a_row - most > START_UP and in_a_row > stuck:
+        # The scale fell for so long that the step may not use it.
+        advice.insert(
+            1,
+            "If the trace finds nothing at this scale, make sure that value_and_grad "
+            "and get_scaled_loss are called inside the step, with the current state: a "
+            "function made once before the loop keeps the first scale.",
         )
-    skips = health.consecutive_skipped_steps
-    if skips and health.nonfinite_loss_steps == health.skipped_steps:
-        return (
-            "The last step was skipped, because its loss was not finite.",
-            "if this continues, look for a nan or inf in the data or the parameters, "
-            f"and for an overflow in the forward pass. {TRACE}",
-        )
-    last = [leaf for leaf in leaves if leaf.last != "finite"]
-    # The only leaf of a tree is not finite whatever the cause.
-    alone = len(last) == 1 < tracked
-    if not health.healthy:
-        headline = "Many steps in a row were skipped."
-        if health.stuck_steps:
-            headline = "Steps are skipped, and the loss scale cannot go lower."
-        # Above its minimum the scale itself may be too high: blame no gradient yet.
-        if not last or not health.stuck_steps:
-            return headline, f"{health.message} {TRACE}"
-        suspect = _suspect(last[0]) if alone else SPREAD
-        if _health.may_be_frozen(health):
-            suspect = f"if the loss is finite, {_health.CALL_INSIDE}{suspect}"
-        return headline, suspect
-    if skips:
-        look = SPREAD if last else f"call check_health. {TRACE}"
-        if alone:
-            look = f"look at {last[0].name}."
-        return (
-            "The last step was skipped, and the loss scale is still adjusting.",
-            "nothing yet. Each skip lowers the scale. A few in a row are usual at the "
-            "start, and single ones later, when the scale has grown too high. If they "
-            f"continue, {look}",
-        )
-    if health.loss_scale <= 1:
-        return (
-            "The last step was applied, but its loss scale is too low to help.",
-            "find out what keeps the scale low, and check with underflow_stats whether "
-            f"gradients are lost. {TRACE}",
-        )
-    return "The last step was applied.", "nothing."
+    though = ", for longer than is usual"
+    if stuck:
+        though = ", though the loss scale cannot go lower"
+    if read["is_fixed"]:
+        though = " at this fixed loss scale"
+    return [f"{steps} not finite{though}.", *advice]
 
 
-def _suspect(leaf: NonfiniteLeaf) -> str:
-    """Advises on the only gradient that was not finite in the last non-finite step."""
-    name = f"{leaf.name} ({leaf.last})"
-    if leaf.last == "nan":
-        return (
-            f"look at {name}: nan rather than inf comes from 0/0, inf - inf, log or "
-            "sqrt at 0, or from an overflow in the layer after it. Fix that, or "
-            "compute it in float32."
-        )
-    return f"compute {name} in float32, lower the learning rate or clip gradients."
+def _judge_parameters(nonfinite: list[NonfiniteGradient]) -> list[str]:
+    """Returns a diagnosis of parameters that are not finite, and the advice."""
+    names = ", ".join(f"{x.name} ({x.dtype})" for x in nonfinite[:SHOWN])
+    if len(nonfinite) > SHOWN:
+        names += f" and {len(nonfinite) - SHOWN} more"
+    return [
+        f"Parameters are not finite: {names}.",
+        "Restore a checkpoint in which they are finite.",
+        "If they are of float16, keep them in float32 and cast them inside the loss "
+        "function: a new value that is too large for float16 becomes inf when it is "
+        "rounded, and no step checks that.",
+        "Skip steps whose gradients are not finite: take a dynamic loss scale, or "
+        "FixedLossScale(..., skip_nonfinite=True). If updates are not finite all the "
+        "same, wrap the inner optimizer in optax.apply_if_finite.",
+    ]

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,9 @@ from optax_lossscale import _check as check
 from optax_lossscale._tree import inexact_leaves, is_inexact
 from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._common import named_leaves, scale_of
+
+# How many leaves a table has.
+SHOWN = 12
 
 
 class Underflow(NamedTuple):
@@ -58,7 +62,10 @@ class Underflow(NamedTuple):
 
 
 class UnderflowStats(NamedTuple):
-    """What `underflow_stats` returns.
+    """What `underflow_stats` returns. Print it.
+
+    The table has a row for each leaf, at most 12, the worst first: by the shares that
+    are not finite, flushed and subnormal.
 
     Attributes:
       overall: An `Underflow` of all gradients.
@@ -66,16 +73,45 @@ class UnderflowStats(NamedTuple):
         `"grads['w']"`.
 
     Examples:
+      >>> import jax.numpy as jnp
       >>> from optax_lossscale.diagnostics import underflow_stats
-      >>> stats = underflow_stats({"w": 1e-9, "b": 1.0}, 1)
-      >>> print({name: float(leaf.flushed) for name, leaf in stats.leaves.items()})
-      {"grads['b']": 0.0, "grads['w']": 1.0}
-      >>> print(stats.overall.flushed)
-      0.5
+      >>> stats = underflow_stats({"w": jnp.array([0.0, 1e-9]), "b": 1.0}, 1)
+      >>> print(stats.overall.flushed, stats.leaves["grads['w']"].flushed)
+      0.33333334 0.5
+      >>> stats
+                 size   zero subnormal flushed flushed_unscaled nonfinite headroom
+      all           3  33.3%      0.0%   33.3%            33.3%      0.0%     16.0
+      grads['w']    2  50.0%      0.0%   50.0%            50.0%      0.0%     45.9
+      grads['b']    1   0.0%      0.0%    0.0%             0.0%      0.0%     16.0
     """
 
     overall: Underflow
     leaves: dict[str, Underflow]
+
+    def __repr__(self):
+        try:
+            return _table(self)
+        except (TypeError, ValueError):  # Traced, or those of many members.
+            return f"UnderflowStats({self.overall}, and {len(self.leaves)} leaves)"
+
+
+def _table(stats: UnderflowStats) -> str:
+    def badness(item: tuple[str, Underflow]) -> tuple[float, ...]:
+        return item[1].nonfinite, item[1].flushed, item[1].subnormal
+
+    overall, leaves = jax.device_get((stats.overall, stats.leaves))
+    worst = sorted(leaves.items(), key=badness, reverse=True)[:SHOWN]
+    rows = [["", *Underflow._fields]]
+    for name, (size, *shares, headroom) in [("all", overall), *worst]:
+        percents = (f"{share:.1%}" for share in shares)
+        rows.append([name, f"{size:,.0f}", *percents, f"{headroom:.1f}"])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        " ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
+        for name, *cells in rows
+    ]
+    more = len(leaves) - SHOWN
+    return "\n".join([*lines, f"and {more} more"] if more > 0 else lines)
 
 
 def underflow_stats(grads: Any, state: Any, dtype: Any = "float16") -> UnderflowStats:
@@ -127,102 +163,90 @@ def underflow_stats(grads: Any, state: Any, dtype: Any = "float16") -> Underflow
         for name, leaf in named_leaves(grads, "grads").items()
         if is_inexact(leaf)
     }
+    if any(x.dtype.name == dtype for x in leaves.values()):
+        warnings.warn(
+            f"The gradients are {dtype} already. What {dtype} flushes to zero is gone "
+            "from them, and counts as zero here. Pass gradients of a float32 program.",
+            UserWarning,
+            stacklevel=2,
+        )
     scale = scale_of(state)
     widths = set(map(_bits.is_wide, leaves.values()))
     thresholds = {wide: _thresholds(scale, wide, dtype) for wide in widths}
-    size, overall, each = 0, _together([]), {}
+    rows = {}
     # Leaf by leaf: leaves of the same shape share one compiled program, and all leaves
     # share what does not depend on the shape.
     for name, x in leaves.items():
-        numbers = x.size * (2 if jnp.iscomplexobj(x) else 1)
-        counted = _count(x, thresholds[_bits.is_wide(x)])
-        overall, each[name] = _add(overall, counted, np.float32(numbers), scale, dtype)
-        size += numbers
-    return UnderflowStats(_shares(overall, np.float32(size)), each)
-
-
-class _Thresholds(NamedTuple):
-    flushed: jax.Array
-    unscaled: jax.Array
-    normal: jax.Array
-    overflow: jax.Array
-
-
-class _Measured(NamedTuple):
-    counts: jax.Array
-    headroom: jax.Array
+        counts, largest = _count(x, thresholds[_bits.is_wide(x)])
+        size = np.float32(x.size * (2 if jnp.iscomplexobj(x) else 1))
+        rows[name] = _row(size, counts, largest, scale, dtype)
+    overall = _shares(_total(list(rows.values())))
+    return UnderflowStats(overall, {name: _shares(row) for name, row in rows.items()})
 
 
 @functools.partial(jax.jit, static_argnames=("wide", "dtype"))
-def _thresholds(scale: jax.Array, wide: bool, dtype: str) -> _Thresholds:
+def _thresholds(scale: jax.Array, wide: bool, dtype: str) -> list[jax.Array]:
+    """Returns the bits of the smallest numbers of each kind.
+
+    They are not flushed when scaled, not flushed without scaling, normal when scaled,
+    and infinite when scaled.
+    """
     limits, one = _bits.limits_of(dtype), jnp.ones((), jnp.float32)
-
-    def threshold(limit, scale, inclusive):
-        like = jnp.zeros((), jnp.int64 if wide else jnp.int32)
-        return _bits.threshold_bits(limit, scale, like, inclusive=inclusive)
-
-    return _Thresholds(
-        flushed=threshold(limits.flushed, scale, False),
-        unscaled=threshold(limits.flushed, one, False),
-        normal=threshold(limits.normal, scale, True),
-        overflow=threshold(limits.overflow, scale, limits.tie_overflows),
+    like = jnp.zeros((), jnp.int64 if wide else jnp.int32)
+    wanted = (
+        (limits.flushed, scale, False),
+        (limits.flushed, one, False),
+        (limits.normal, scale, True),
+        (limits.overflow, scale, limits.tie_overflows),
     )
+    return [_bits.threshold_bits(x, s, like, inclusive=i) for x, s, i in wanted]
 
 
 @jax.jit
-def _count(x: jax.Array, thresholds: _Thresholds) -> list[tuple[jax.Array, jax.Array]]:
-    """Returns the counts of each kind and the largest finite number, for each part."""
+def _count(x: jax.Array, thresholds: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Returns the counts of each kind, f32[5], and the largest finite magnitude."""
+    flushed, unscaled, normal, overflow = thresholds
 
     def count(bits):
-        nonzero = bits > 0
         masks = [
             bits == 0,
-            (bits >= thresholds.flushed) & (bits < thresholds.normal),
-            nonzero & (bits < thresholds.flushed),
-            nonzero & (bits < thresholds.unscaled),
-            bits >= thresholds.overflow,
+            (bits >= flushed) & (bits < normal),
+            (bits > 0) & (bits < flushed),
+            (bits > 0) & (bits < unscaled),
+            bits >= overflow,
         ]
         finite = jnp.where(bits < _bits.infinity(bits), bits, 0)
         return _bits.reduce_counts(masks, finite)
 
-    return [count(bits) for bits in _bits.magnitudes(x)]
+    counts, largest = zip(*map(count, _bits.magnitudes(x)), strict=True)
+    return sum(counts), jnp.max(jnp.stack(largest))
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
-def _add(
-    overall: _Measured,
-    parts: list[tuple[jax.Array, jax.Array]],
-    size: jax.typing.ArrayLike,
-    scale: jax.Array,
-    dtype: str,
-) -> tuple[_Measured, Underflow]:
-    """Adds a leaf, of one or two parts, to the total; also returns its `Underflow`."""
+def _row(size, counts, largest, scale, dtype):
+    """Returns the fields of an `Underflow`, f32[7], with counts in place of shares."""
     mantissa, exponent = math.frexp(_bits.limits_of(dtype).largest)
     (scale_bits,) = _bits.magnitudes(scale)
-
-    def headroom(largest):
-        whole = exponent - 1 - _bits.exponents(largest) - _bits.exponents(scale_bits)
-        fraction = _bits.log2_mantissas(largest) + _bits.log2_mantissas(scale_bits)
-        room = whole.astype(jnp.float32) + (math.log2(2 * mantissa) - fraction)
-        return jnp.where(largest > 0, room, jnp.inf).astype(jnp.float32)
-
-    measured = [_Measured(counts, headroom(top)) for counts, top in parts]
-    return _together([overall, *measured]), _shares(_together(measured), size)
+    whole = exponent - 1 - _bits.exponents(largest) - _bits.exponents(scale_bits)
+    fraction = _bits.log2_mantissas(largest) + _bits.log2_mantissas(scale_bits)
+    room = whole.astype(jnp.float32) + (math.log2(2 * mantissa) - fraction)
+    headroom = jnp.where(largest > 0, room, jnp.inf).astype(jnp.float32)
+    return jnp.stack([jnp.asarray(size), *counts, headroom])
 
 
 @jax.jit
-def _together(measured: list[_Measured]) -> _Measured:
+def _total(rows: list[jax.Array]) -> jax.Array:
     """Adds up the counts; takes the smallest headroom."""
     # Stacked: XLA would recompute a chain of scalars wherever its result is used.
-    none = _Measured(jnp.zeros(5, jnp.float32), jnp.full((), jnp.inf, jnp.float32))
-    counts, headrooms = map(jnp.stack, zip(none, *measured, strict=True))
-    return _Measured(jnp.sum(counts, axis=0), jnp.min(headrooms))
+    nothing = jnp.array([*[0.0] * 6, jnp.inf], jnp.float32)
+    table = jnp.stack([nothing, *rows])
+    return jnp.sum(table, axis=0).at[-1].set(jnp.min(table[:, -1]))
 
 
 @jax.jit
-def _shares(measured: _Measured, size: jax.typing.ArrayLike) -> Underflow:
-    shares = measured.counts / jnp.maximum(size, 1.0)
-    return Underflow._make([jnp.asarray(size), *shares, measured.headroom])
+def _shares(row: jax.Array) -> Underflow:
+    size, *counts, headroom = row
+    return Underflow(size, *(x / jnp.maximum(size, 1.0) for x in counts), headroom)
 
 
 class ExponentHistogram(NamedTuple):
