@@ -55,6 +55,7 @@ def get_axes(ax: Any) -> Any:
 def add_legend(ax: Any, title: str = "") -> None:
     """Adds a legend of all labels, and hides the frame above what is drawn."""
     ax.legend(
+        handles=ax.get_legend_handles_labels()[0],
         title=title or None,
         loc="upper left",
         ncols=2,

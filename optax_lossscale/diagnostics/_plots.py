@@ -84,7 +84,7 @@ def plot_exponents(
         high = max(high, edges[-1] + 2, scaled[-1] + 2)
     _drawing.shade_ranges(axes, dtype, low, high)
     shares = zip(("exactly zero", "inf", "nan"), others, strict=True)
-    text = ", ".join(f"{name} {100 * n / total:.2g} %" for name, n in shares if n)
+    text = ", ".join(f"{name} {100 * n / total:.3g} %" for name, n in shares if n)
     axes.set(xlabel=f"magnitude, and the range of {dtype}", ylabel="% of gradients")
     _drawing.add_legend(axes, text)
     return axes

@@ -1,0 +1,95 @@
+"""The scale that gradients suggest, against exact arithmetic."""
+
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import INF, NAN, WRAPS, count_scalar_operations
+from hypothesis import given, strategies as st
+
+from optax_lossscale.diagnostics import suggest_loss_scale
+
+X64 = jax.config.jax_enable_x64
+DTYPES = ["float16", "bfloat16", "float8_e5m2", "float8_e4m3fn"]
+
+
+def suggested_exponent(largest, dtype, margin):
+    """Finds, with fractions, the largest exponent within the bounds that fits."""
+    limit = Fraction(float(jnp.finfo(dtype).max) * 2.0**-margin)
+    fits = (e for e in range(126, -127, -1) if Fraction(2) ** e * largest <= limit)
+    return next(fits, -126)
+
+
+class TestSuggestLossScale:
+    @given(
+        bits=st.integers(1, 0x7F7FFFFF),
+        dtype=st.sampled_from(DTYPES),
+        margin=st.sampled_from([0, 1.0, 2, 0.3]),
+    )
+    def test_any_float32(self, bits, dtype, margin):
+        x = np.array([0, bits], np.int32).view(np.float32)
+        expected = suggested_exponent(Fraction(float(x[1])), dtype, margin)
+        for grads in ({"a": -x, "b": x[:1], "c": None}, [x[1] * 1j]):
+            assert suggest_loss_scale(grads, dtype, margin) == 2.0**expected
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_at_the_limit(self, dtype):
+        top = np.float32(jnp.finfo(dtype).max)
+        for exponent in (-30, 0, 20):
+            with np.errstate(over="ignore"):
+                at = np.ldexp(top, -exponent, dtype=np.float32)
+            if np.isfinite(at):
+                assert suggest_loss_scale(at, dtype, 0) == 2.0**exponent
+                above = np.nextafter(at, np.float32(INF))
+                assert suggest_loss_scale(above, dtype, 0) == 2.0 ** (exponent - 1)
+                assert suggest_loss_scale(at, dtype, 3.0) == 2.0 ** (exponent - 3)
+
+    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+    def test_gradients_that_say_nothing(self, wrap):
+        suggest = wrap(suggest_loss_scale)
+        zeros = jnp.zeros((0, 2)), jnp.zeros(3)
+        for grads in (None, [], jnp.arange(3), *zeros, [1.0, INF], [NAN, 1.0]):
+            scale = suggest(grads)
+            assert (scale, scale.dtype, scale.shape) == (1, jnp.float32, ())
+
+    @pytest.mark.parametrize("name", [*DTYPES, "float32", *["float64"] * X64])
+    def test_leaves_of_any_dtype(self, name):
+        x = jnp.asarray(np.array([0.25, -4, 0], jnp.dtype(name)))
+        assert suggest_loss_scale([x, jnp.float32(1)]) == 2.0**11
+        assert jax.vmap(suggest_loss_scale)(x).tolist() == [2**15, 2**11, 1]
+
+    def test_many_leaves_are_as_one(self):
+        rng = np.random.default_rng(0)
+        for largest in (-9, 0, 30):
+            x = np.ldexp(rng.normal(size=120), rng.integers(-40, largest, size=120))
+            leaves = np.split(x.astype(np.float32), 40)
+            top = Fraction(float(np.abs(x.astype(np.float32)).max()))
+            expected = 2.0 ** suggested_exponent(top, "float16", 2)
+            assert suggest_loss_scale(leaves) == expected
+            assert suggest_loss_scale([*leaves, np.float16(NAN)]) == 1
+
+    def test_scalar_operations_are_not_more_of_many_leaves(self):
+        few, many = (
+            count_scalar_operations(suggest_loss_scale, [jnp.ones(3)] * n)
+            for n in (2, 50)
+        )
+        assert few == many
+
+    @pytest.mark.skipif(not X64, reason="needs JAX_ENABLE_X64=1")
+    def test_float64_by_its_own_bits(self):
+        at = 65504 * 2.0**-60
+        assert suggest_loss_scale(jnp.float64(at), margin=0) == 2.0**60
+        assert suggest_loss_scale(np.nextafter(at, 1.0), margin=0) == 2.0**59
+        assert suggest_loss_scale(jnp.float64(1e-300)) == 2.0**126
+        assert suggest_loss_scale(jnp.float64(1e300)) == 2.0**-126
+
+    def test_wrong_arguments(self):
+        for margin in (-1, 129, NAN):
+            with pytest.raises(ValueError, match=f"margin must be .* got {margin}"):
+                suggest_loss_scale(1.0, margin=margin)
+        with pytest.raises(TypeError, match="margin must be a Python number"):
+            suggest_loss_scale(1.0, margin=jnp.ones(()))
+        with pytest.raises(ValueError, match=r"dtype must be .*'float32'"):
+            suggest_loss_scale(1.0, "float32")

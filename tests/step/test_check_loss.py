@@ -1,0 +1,392 @@
+"""Steps whose loss is not finite, and the counters of skipped steps."""
+
+import dataclasses
+import functools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import (
+    INF,
+    NAN,
+    WRAPS,
+    assert_same_bits,
+    count_branches,
+    every_skip,
+    signature,
+)
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from optax_lossscale import (
+    DynamicLossScale,
+    FixedLossScale,
+    FixedLossScaleState,
+    LossScale,
+    LossScaleOptimizer,
+    TolerantLossScale,
+    all_finite,
+    check_health,
+)
+
+# Of each step: the loss, the gradient, and what is to be seen after it: the scale, and
+# the steps that were skipped, in a row, for their loss, and at the minimum of 4.
+STEPS = [
+    ((1, 1), (16, 0, 0, 0, 0)),
+    ((NAN, NAN), (16, 1, 1, 1, 0)),
+    ((1, 1), (32, 1, 0, 1, 0)),  # the loss took nothing from the two finite steps
+    ((INF, 1), (32, 2, 1, 2, 0)),
+    ((1, INF), (16, 3, 2, 2, 0)),
+    ((-INF, -INF), (16, 4, 3, 3, 0)),
+    ((1, NAN), (8, 5, 4, 3, 0)),
+    ((1, NAN), (4, 6, 5, 3, 0)),
+    ((1, NAN), (4, 7, 6, 3, 1)),
+    ((NAN, NAN), (4, 8, 7, 4, 1)),
+    ((1, NAN), (4, 9, 8, 4, 2)),
+    ((1, 1), (4, 9, 0, 4, 0)),
+]
+SCALE = DynamicLossScale(16.0, growth_interval=2, min_scale=4.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class BackoffOnly(LossScale):
+    """A rule from outside the package, with a minimum of 1 that it does not name."""
+
+    initial_scale: float = 4.0
+
+    def init(self):
+        return FixedLossScaleState(jnp.float32(self.initial_scale))
+
+    def update(self, grads, state, *, axis_name=None):
+        finite = all_finite(grads, axis_name=axis_name)
+        lower = jnp.maximum(state.loss_scale / 2, 1.0)
+        scale = jnp.where(finite, state.loss_scale, lower)
+        return FixedLossScaleState(scale), finite
+
+
+def loss_fn(param, loss, grad):
+    """Has the value and the gradient that it is told to have, whatever they are."""
+
+    @jax.custom_vjp
+    def told(param):
+        return loss
+
+    told.defvjp(lambda param: (loss, None), lambda _, scale: (scale * grad,))
+    return told(param)
+
+
+def by_minimize(optimizer, param, state, loss, grad):
+    return optimizer.minimize(loss_fn, param, state, loss, grad)[:2]
+
+
+def by_update(optimizer, param, state, loss, grad):
+    updates, state = optimizer.update(grad, state, param, value=loss)
+    return optax.apply_updates(param, updates), state
+
+
+def by_apply_gradients(optimizer, param, state, loss, grad):
+    return optimizer.apply_gradients(grad, param, state, value=loss)
+
+
+WAYS = [by_minimize, by_update, by_apply_gradients]
+
+
+def counts(state):
+    return (
+        state.skipped_steps,
+        state.consecutive_skipped_steps,
+        state.nonfinite_loss_steps or 0,  # None without check_loss.
+        state.stuck_steps,
+    )
+
+
+def stuck_after(scale, grads, **options):
+    """Returns the stuck steps after each step of an optimizer with that scale."""
+    optimizer = LossScaleOptimizer(optax.sgd(0.5), scale, **options)
+
+    def step(state, grad):
+        state = optimizer.update(grad, state)[1]
+        return state, state.stuck_steps
+
+    grads = jnp.array(grads, jnp.float32)
+    return lax.scan(step, optimizer.init(grads[0]), grads)[1].tolist()
+
+
+@every_skip
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+@pytest.mark.parametrize("way", WAYS)
+def test_step_by_step(way, wrap, skip):
+    optimizer = LossScaleOptimizer(
+        optax.sgd(0.5, momentum=0.5), SCALE, skip=skip, check_loss=True
+    )
+    step = wrap(functools.partial(way, optimizer))
+    param = jnp.float32(1)
+    state = optimizer.init(param)
+    types = signature(state)
+    for numbers, expected in STEPS:
+        before = param, state
+        param, state = step(param, state, *map(jnp.float32, numbers))
+        scale = optimizer.current_loss_scale(state)
+        assert (scale, *counts(state)) == expected
+        assert state.last_step_applied == np.isfinite(numbers).all()
+        assert signature(state) == types
+        if not state.last_step_applied:
+            assert_same_bits((param, state.inner_state), (before[0], before[1][0]))
+        if not np.isfinite(numbers[0]):
+            assert_same_bits(state.loss_scale_state, before[1].loss_scale_state)
+
+
+def test_the_default_backs_off_and_counts_no_losses():
+    optimizer = LossScaleOptimizer(optax.sgd(0.5), SCALE)
+    param, state = jnp.float32(1), optimizer.init(jnp.float32(1))
+    param, state = by_minimize(optimizer, param, state, NAN, jnp.float32(NAN))
+    assert optimizer.current_loss_scale(state) == 8
+    assert counts(state) == (1, 1, 0, 0)
+    param, state = by_minimize(optimizer, param, state, NAN, jnp.float32(1))
+    assert param == 0.5
+    assert counts(state) == (1, 0, 0, 0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("loss_scale", [8.0, TolerantLossScale(0.5), BackoffOnly()])
+def test_with_any_rule(loss_scale, way):
+    optimizer = LossScaleOptimizer(optax.sgd(0.5), loss_scale, check_loss=True)
+    start = (jnp.float32(1), optimizer.init(jnp.float32(1)))
+    step = jax.jit(functools.partial(way, optimizer))
+    param, state = step(*start, jnp.float32(NAN), jnp.float32(1))
+    assert_same_bits(
+        (param, state.loss_scale_state), (start[0], start[1].loss_scale_state)
+    )
+    assert counts(state) == (1, 1, 1, 0)
+    param, state = step(param, state, jnp.float32(3), jnp.float32(1))
+    assert param == 0.5
+    assert counts(state) == (1, 0, 1, 0)
+
+
+def test_with_a_fixed_scale_the_loss_alone_decides():
+    optimizer = LossScaleOptimizer(optax.sgd(0.5), 8.0, check_loss=True)
+    param, state = jnp.float32(1), optimizer.init(jnp.float32(1))
+    param, state = by_update(optimizer, param, state, 1.0, jnp.float32(INF))
+    assert param == -INF
+    assert counts(state) == (0, 0, 0, 0)
+
+
+class TestValue:
+    one = jnp.float32(1)
+    optimizer = LossScaleOptimizer(optax.sgd(0.5), check_loss=True)
+    state = optimizer.init(one)
+
+    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+    @pytest.mark.parametrize("options", [{}, {"value": None}, {"loss": 1.0}])
+    def test_has_to_be_given(self, wrap, options):
+        for call in (
+            lambda: self.optimizer.update(self.one, self.state, **options),
+            lambda: self.optimizer.apply_gradients(
+                self.one, self.one, self.state, **options
+            ),
+        ):
+            with pytest.raises(TypeError, match=r"value= is missing.*value=loss"):
+                wrap(call)()
+
+    @pytest.mark.parametrize(
+        "value",
+        [jnp.ones(1), jnp.ones((), complex), (1.0, 2.0), "1.0", True, {"loss": 1.0}],
+    )
+    def test_has_to_be_a_real_scalar(self, value):
+        with pytest.raises(TypeError, match="value must be the loss, a real scalar"):
+            self.optimizer.update(self.one, self.state, value=value)
+
+    @pytest.mark.parametrize("kind", [float, np.float64, jnp.float16, jnp.bfloat16])
+    def test_may_be_any_real_scalar(self, kind):
+        for number, count in ((1, 0), (NAN, 1), (-INF, 1)):
+            _, state = self.optimizer.update(self.one, self.state, value=kind(number))
+            assert state.nonfinite_loss_steps == count
+        assert (
+            self.optimizer.update(self.one, self.state, value=3)[1].skipped_steps == 0
+        )
+
+    def test_reaches_an_inner_optimizer_that_takes_it(self):
+        seen = []
+
+        def update(updates, state, params=None, *, value):
+            seen.append(value)
+            return updates, state
+
+        inner = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+        optimizer = LossScaleOptimizer(inner, check_loss=True)
+        for way in WAYS:
+            way(optimizer, self.one, optimizer.init(None), self.one * 3, self.one)
+        assert seen == [3, 3, 3]
+
+    def test_does_not_reach_one_that_does_not(self):
+        class Strict:
+            def init(self, params):
+                return ()
+
+            def update(self, updates, state, params=None, *, other=None):
+                return updates, state
+
+        optimizer = LossScaleOptimizer(Strict(), check_loss=True)
+        for way in WAYS:
+            _, state = way(optimizer, self.one, optimizer.init(None), NAN, self.one)
+            assert state.nonfinite_loss_steps == 1
+
+    def test_comes_through_a_chain(self):
+        optimizer = optax.chain(self.optimizer, optax.scale(2.0))
+        state = optimizer.init(self.one)
+        updates, state = optimizer.update(self.one, state, value=NAN)
+        assert updates == 0
+        with pytest.raises(TypeError, match="value= is missing"):
+            optimizer.update(self.one, state)
+
+    def test_with_auxiliary_data(self):
+        def fun(param, loss):
+            return loss_fn(param, loss, self.one), {"nan": NAN}
+
+        for loss, skipped in ((self.one, 0), (self.one * NAN, 1)):
+            _, state, _ = self.optimizer.minimize(
+                fun, self.one, self.state, loss, has_aux=True
+            )
+            assert state.nonfinite_loss_steps == skipped
+
+
+def test_is_a_checked_part_of_the_configuration():
+    inner = optax.GradientTransformation(optax.init_empty_state, max)
+    off, on = (
+        LossScaleOptimizer(inner, 8, check_loss=check) for check in (False, True)
+    )
+    assert off == LossScaleOptimizer(inner, 8)
+    assert off != on
+    assert hash(off) != hash(on)
+    assert pickle.loads(pickle.dumps(on)) == on
+    assert "check_loss=True" in repr(on)
+    with pytest.raises(TypeError, match="check_loss must be True or False, got 1"):
+        LossScaleOptimizer(inner, check_loss=1)
+
+
+def test_a_fixed_scale_compiles_no_check_unless_asked():
+    def lowered(**options):
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), 8.0, skip="cond", **options)
+        step = jax.jit(lambda p, s: optimizer.minimize(lambda p: jnp.sum(p**2), p, s))
+        params = jnp.ones(3, jnp.float32)
+        return step.lower(params, optimizer.init(params)).as_text()
+
+    assert "is_finite" not in lowered()
+    assert count_branches(lowered()) == 0
+    assert "is_finite" in lowered(check_loss=True)
+    assert count_branches(lowered(check_loss=True)) == 1
+
+
+def test_counters_saturate_and_are_restored():
+    top = 2**31 - 1
+    optimizer = LossScaleOptimizer(optax.sgd(0.5), SCALE, check_loss=True)
+    one = jnp.float32(1)
+    start = optimizer.init(one)
+    scale = start.loss_scale_state._replace(loss_scale=4.0, good_steps=1)
+    state = start._replace(
+        nonfinite_loss_steps=top, stuck_steps=top, loss_scale_state=scale
+    )
+    for value, grad in ((NAN, 1), (1, NAN)):
+        _, state = optimizer.update(one * grad, state, value=value)
+        assert counts(state)[2:] == (top, top)
+        assert signature(state) == signature(start)
+
+
+class TestStuckSteps:
+    def test_only_at_the_minimum_and_in_a_row(self):
+        run = [NAN, NAN, NAN, INF, 1, NAN, 1, 1, 1, NAN, NAN]
+        assert stuck_after(SCALE, run) == [0, 0, 1, 2, 0, 1, 0, 0, 0, 0, 1]
+
+    def test_hysteresis_counts_at_the_minimum_alone(self):
+        scale = DynamicLossScale(2.0, hysteresis=3)
+        assert stuck_after(scale, [NAN] * 5) == [0, 0, 0, 1, 2]
+
+    def test_tolerance_counts_at_the_minimum_alone(self):
+        scale = TolerantLossScale(0.5, 2.0)
+        assert stuck_after(scale, [1, 1, NAN, NAN, NAN]) == [0, 0, 0, 0, 1]
+
+    def test_a_rule_without_minimum_is_stuck_when_it_does_not_fall(self):
+        assert stuck_after(FixedLossScale(8.0, True), [NAN, NAN, 1]) == [1, 2, 0]
+        assert stuck_after(FixedLossScale(8.0), [NAN, NAN, 1]) == [0, 0, 0]
+        run = [NAN] * 3
+        assert stuck_after(BackoffOnly(), run) == [0, 0, 1]
+
+
+class TestDevices:
+    """One device, or one of its losses, is not finite: all skip, or that member."""
+
+    losses = jnp.ones(8, jnp.float32).at[3].set(NAN)
+    grads = jnp.ones(8, jnp.float32)
+
+    def test_pmap(self):
+        optimizer = LossScaleOptimizer(
+            optax.sgd(0.5), SCALE, axis_name="i", check_loss=True
+        )
+        init = jax.pmap(optimizer.init, axis_name="i")
+        for way in WAYS:
+            step = jax.pmap(functools.partial(way, optimizer), axis_name="i")
+            params, state = step(self.grads, init(self.grads), self.losses, self.grads)
+            assert params.tolist() == [1] * 8
+            assert state.nonfinite_loss_steps.tolist() == [1] * 8
+            assert set(optimizer.current_loss_scale(state).tolist()) == {16}
+            assert check_health(state).nonfinite_loss_steps == 1
+
+    def test_shard_map(self):
+        optimizer = LossScaleOptimizer(
+            optax.sgd(0.5), SCALE, axis_name="i", check_loss=True
+        )
+        mesh = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))
+
+        @jax.jit
+        @functools.partial(
+            jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("i")), out_specs=P()
+        )
+        def step(param, state, x):
+            loss = lax.pmean(x[0], "i")
+            return optimizer.apply_gradients(param, param, state, value=loss)
+
+        param = jnp.float32(1)
+        param, state = step(param, optimizer.init(param), self.losses)
+        assert (param, state.nonfinite_loss_steps) == (1, 1)
+
+    def test_sharded_arrays(self):
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), SCALE, check_loss=True)
+        mesh = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))
+        x = jax.device_put(self.losses, NamedSharding(mesh, P("i")))
+        step = jax.jit(
+            lambda p, s, x: optimizer.minimize(lambda p: p * jnp.mean(x), p, s)
+        )
+        param = jnp.float32(1)
+        param, state, _ = step(param, optimizer.init(param), x)
+        assert (param, state.nonfinite_loss_steps) == (1, 1)
+        assert optimizer.current_loss_scale(state) == 16
+
+    def test_vmap(self):
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), SCALE, check_loss=True)
+        for way in WAYS:
+            state = jax.vmap(optimizer.init)(self.grads)
+            step = jax.jit(jax.vmap(functools.partial(way, optimizer)))
+            params, state = step(self.grads, state, self.losses, self.grads)
+            expected = [0, 0, 0, 1, 0, 0, 0, 0]
+            assert params.tolist() == [0.5 + e / 2 for e in expected]
+            assert state.nonfinite_loss_steps.tolist() == expected
+            assert state.skipped_steps.tolist() == expected
+
+    def test_scan(self):
+        optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.5), SCALE, check_loss=True)
+        numbers = jnp.array([numbers for numbers, _ in STEPS], jnp.float32)
+        for way in WAYS:
+
+            def body(carry, numbers, way=way):
+                carry = way(optimizer, *carry, *numbers)
+                scale = optimizer.current_loss_scale(carry[1])
+                return carry, (scale, *counts(carry[1]))
+
+            start = (jnp.float32(1), optimizer.init(jnp.float32(1)))
+            _, seen = lax.scan(body, start, numbers)
+            assert list(zip(*(x.tolist() for x in seen), strict=True)) == [
+                expected for _, expected in STEPS
+            ]
