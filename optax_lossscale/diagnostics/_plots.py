@@ -174,7 +174,7 @@ def _column(records: list[Mapping[str, Any]], name: str) -> np.ndarray:
     values = [record.get(name) for record in records]
     check_host("plot_history", values)
     rows = [_numbers(name, value) for value in jax.device_get(values)]
-    return np.array(np.broadcast_arrays(*rows)).reshape(len(rows), -1)
+    return np.array(np.broadcast_arrays(*rows))
 
 
 def _numbers(name: str, value: Any) -> np.ndarray:

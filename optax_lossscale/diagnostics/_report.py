@@ -4,7 +4,6 @@ import textwrap
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -21,6 +20,9 @@ SKIPPED_STEPS = 1000
 START_UP = 24
 # How many parameters a report names.
 SHOWN = 3
+# What a skip for a non-finite gradient leaves in the state of a rule that has these
+# fields. A skip because of the loss leaves the state as it was.
+MARKS = {"good_steps": 0, "overflowed": True}
 
 TRACE = (
     "Run diagnostics.trace_numerics(loss_fn, params, batch, state=state) with the "
@@ -219,10 +221,10 @@ def _read_worst(state: Any) -> tuple[dict[str, Any], str]:
     """Returns the numbers of the worst member, and which one that is."""
     rule = state.loss_scale_state
     named = {name: getattr(state, name) for name in Report._fields[4:]}
-    named = {name: unbox(x) for name, x in named.items() if x is not None}
-    named |= {"loss_scale": unbox(rule.loss_scale), "loss_alone": _loss_alone(rule)}
-    named |= {"is_fixed": isinstance(rule, FixedLossScaleState)}
-    named = jax.device_get(named)
+    named = {name: x for name, x in named.items() if x is not None}
+    named |= {"loss_scale": rule.loss_scale}
+    named |= {name: getattr(rule, name, x) for name, x in MARKS.items()}
+    named = {name: jax.device_get(unbox(x)) for name, x in named.items()}
     shape = np.broadcast_shapes(*map(np.shape, named.values()))
     named = {name: np.broadcast_to(x, shape).ravel() for name, x in named.items()}
     scale = named["loss_scale"]
@@ -232,18 +234,8 @@ def _read_worst(state: Any) -> tuple[dict[str, Any], str]:
     measure = np.where(_is_valid(scale), measure, np.inf)
     worst = np.lexsort((scale, -measure))[0]
     where = f" (Member {worst} of {scale.size}.)" if shape else ""
-    return {name: x[worst].item() for name, x in named.items()}, where
-
-
-def _loss_alone(rule: Any) -> Any:
-    """Whether all steps that were just skipped were skipped because of their loss.
-
-    Such a step does not change the state of the rule. One with a non-finite gradient
-    leaves a mark, if the rule has one of these fields.
-    """
-    good_steps = unbox(getattr(rule, "good_steps", 0))
-    overflowed = unbox(getattr(rule, "overflowed", True))
-    return (good_steps > 0) | jnp.logical_not(overflowed)
+    read = {name: x[worst].item() for name, x in named.items()}
+    return read | {"is_fixed": isinstance(rule, FixedLossScaleState)}, where
 
 
 def _loss_skips(read: dict[str, Any]) -> tuple[int, int]:
@@ -251,8 +243,9 @@ def _loss_skips(read: dict[str, Any]) -> tuple[int, int]:
     in_a_row = read["consecutive_skipped_steps"]
     total = read.get("nonfinite_loss_steps", 0)
     most = min(total, in_a_row - read["stuck_steps"])
+    has_mark = all(read[name] == mark for name, mark in MARKS.items())
     # At a fixed scale every step with a non-finite gradient counts as stuck.
-    if read["loss_alone"] or read["is_fixed"]:
+    if read["is_fixed"] or not has_mark:
         return most, most
     return max(0, total - (read["skipped_steps"] - in_a_row)), most
 

@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,8 @@ from optax_lossscale.diagnostics import (
     underflow_stats,
 )
 
+# What is of float16 already has been rounded: a test below is about the warning.
+pytestmark = pytest.mark.filterwarnings("ignore:The gradients are")
 X64 = jax.config.jax_enable_x64
 NARROW = ["float16", "bfloat16", "float8_e5m2", "float8_e4m3fn", "float8_e4m3fnuz"]
 LEAVES = [*NARROW, "float32", *["float64"] * X64]
@@ -256,6 +259,18 @@ class TestUnderflowStats:
             assert (counts.tolist(), int(largest)) == ([7, 1], 11)
             assert counts.dtype == jnp.float32
 
+    def test_gradients_that_are_rounded_already(self):
+        grads = {"w": jnp.ones(2, jnp.float16), "b": jnp.ones(2)}
+        for function in (jax.jit(underflow_stats), underflow_stats):
+            with pytest.warns(UserWarning, match="are float16 already") as seen:
+                function(grads, 2.0)
+            assert len(seen) == 1
+        assert seen[0].filename == __file__
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            underflow_stats(grads, 2.0, "bfloat16")
+            underflow_stats(grads["b"], 2.0)
+
     def test_one_pass(self):
         text = jax.jit(underflow_stats).lower(jnp.ones(1000), 1.0).as_text()
         reductions = re.findall(r"reduce\(.*: \(tensor<1000x", text)
@@ -276,6 +291,42 @@ class TestUnderflowStats:
         ]:
             with pytest.raises(error, match=message):
                 underflow_stats(self.grads, state, dtype)
+
+
+class TestTable:
+    def test_one_row_for_each_leaf_the_worst_first(self):
+        grads = {
+            "fine": jnp.ones(3000),
+            "flushed": jnp.array([1.0, 2.0**-26, 0.0]),
+            "subnormal": jnp.array([1.0, 2.0**-20]),
+            "bad": jnp.array([1.0, INF]),
+        }
+        stats = underflow_stats(grads, 1.0)
+        assert repr(stats) == str(stats)
+        header, *rows = [line.split() for line in str(stats).splitlines()]
+        assert header == list(Underflow._fields)
+        assert [name for name, *_ in rows] == [
+            "all", *(f"grads['{x}']" for x in ("bad", "flushed", "subnormal", "fine"))
+        ]  # fmt: skip
+        assert rows[2][1:] == ["3", "33.3%", "0.0%", "33.3%", "33.3%", "0.0%", "16.0"]
+        assert rows[-1][1] == "3,000"
+        assert len({len(line) for line in str(stats).splitlines()}) == 1
+
+    def test_of_many_leaves_the_worst_are_shown(self):
+        leaves = [jnp.float32(2.0**-26)] + [jnp.ones(3)] * 299
+        text = str(underflow_stats(leaves[::-1], 1.0))
+        assert len(text) < 2000
+        assert text.splitlines()[2].startswith("grads[299]")
+        assert text.endswith("\nand 288 more")
+
+    def test_where_there_are_no_numbers(self):
+        texts = []
+        grads = {"w": jnp.ones((2, 3))}
+        batched = jax.vmap(lambda x: underflow_stats(x, 1.0))(grads)
+        jax.jit(lambda x: texts.append(str(underflow_stats(x, 1.0))))(grads)
+        for text in (*texts, str(batched), str(jax.eval_shape(lambda: batched))):
+            assert text.startswith("UnderflowStats(")
+            assert text.endswith("and 1 leaves)")
 
 
 class TestExponentHistogram:

@@ -95,10 +95,11 @@ WAYS = [by_minimize, by_update, by_apply_gradients]
 
 
 def counts(state):
+    loss = state.nonfinite_loss_steps
     return (
         state.skipped_steps,
         state.consecutive_skipped_steps,
-        state.nonfinite_loss_steps or 0,  # None without check_loss.
+        0 if loss is None else loss,  # None without check_loss.
         state.stuck_steps,
     )
 
