@@ -60,6 +60,5 @@ def add_legend(ax: Any, title: str = "") -> None:
         loc="upper left",
         ncols=2,
         fontsize="small",
-        title_fontsize="small",
     )
     ax.spines[["top", "right"]].set_visible(False)

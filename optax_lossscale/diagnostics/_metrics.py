@@ -8,14 +8,6 @@ import jax.numpy as jnp
 from optax_lossscale._state import find_state, unbox
 from optax_lossscale.diagnostics import _bits
 
-RECORDED = (
-    "last_step_applied",
-    "skipped_steps",
-    "consecutive_skipped_steps",
-    "stuck_steps",
-    "nonfinite_loss_steps",
-)
-
 
 def metrics(state: Any, prefix: str = "") -> dict[str, jax.Array]:
     """Returns the scalars to log about loss scaling, by flat names.
@@ -49,27 +41,20 @@ def metrics(state: Any, prefix: str = "") -> dict[str, jax.Array]:
       >>> import jax.numpy as jnp
       >>> import optax
       >>> from optax_lossscale import LossScaleOptimizer, diagnostics
-      >>> optimizer = LossScaleOptimizer(optax.sgd(0.1), check_loss=True)
-      >>> state = optimizer.init(jnp.ones(3))
-      >>> for name, value in diagnostics.metrics(state, prefix="scaling/").items():
-      ...     print(name, value)
-      scaling/loss_scale 32768.0
-      scaling/log2_loss_scale 15.0
-      scaling/good_steps 0
-      scaling/hysteresis_left 1
-      scaling/last_step_applied True
-      scaling/skipped_steps 0
-      scaling/consecutive_skipped_steps 0
-      scaling/stuck_steps 0
-      scaling/nonfinite_loss_steps 0
+      >>> state = LossScaleOptimizer(optax.sgd(0.1)).init(jnp.ones(3))
+      >>> record = {"step": 0} | diagnostics.metrics(state, prefix="scaling/")
+      >>> print(record["scaling/loss_scale"], record["scaling/skipped_steps"])
+      32768.0 0
+      >>> print(record["scaling/good_steps"], record["scaling/last_step_applied"])
+      0 True
     """
     found = find_state(state)
     scale = jnp.asarray(unbox(found.loss_scale_state.loss_scale), jnp.float32)
     named = {"loss_scale": scale, "log2_loss_scale": _log2(scale)}
     named |= _numbers_of(found.loss_scale_state)
-    for name in RECORDED:
-        if getattr(found, name) is not None:
-            named[name] = jnp.asarray(unbox(getattr(found, name)))
+    for name, value in found._asdict().items():
+        if name.endswith(("_applied", "_steps")) and value is not None:
+            named[name] = jnp.asarray(unbox(value))
     return {prefix + name: value for name, value in named.items()}
 
 

@@ -160,7 +160,7 @@ def report(state: Any, params: Any = None) -> Report:
     is_stuck = read["stuck_steps"] >= STUCK_STEPS
     is_skipping = read["consecutive_skipped_steps"] >= SKIPPED_STEPS
     is_healthy = is_valid and not (nonfinite or is_stuck or is_skipping)
-    numbers = {name: read.get(name) for name in Report._fields[3:]}
+    numbers: dict[str, Any] = {name: read.get(name) for name in Report._fields[3:]}
     return Report(is_healthy, diagnosis + where, tuple(advice), **numbers)
 
 
@@ -252,8 +252,7 @@ def _loss_skips(read: dict[str, Any]) -> tuple[int, int]:
 
 def _judge(state: Any, read: dict[str, Any], has_finite_params: bool) -> list[str]:
     """Returns a diagnosis of a step that was applied, and the advice."""
-    is_fixed = read["is_fixed"]
-    if read["skipped_steps"] and read["loss_scale"] <= 1 and not is_fixed:
+    if read["skipped_steps"] and read["loss_scale"] <= 1 and not read["is_fixed"]:
         return [
             "The last step was applied, but so low a loss scale does not help.",
             "Unless you chose it, run diagnostics.trace_numerics(loss_fn, params, "
@@ -263,7 +262,7 @@ def _judge(state: Any, read: dict[str, Any], has_finite_params: bool) -> list[st
         return ["The last step was applied."]
     if _is_new(state.inner_state):
         return ["No step has been taken yet."]
-    if has_finite_params or not is_fixed:
+    if has_finite_params or not read["is_fixed"]:
         return ["No step was skipped."]
     return [
         "No step was skipped. The state does not tell more: a fixed loss scale checks "

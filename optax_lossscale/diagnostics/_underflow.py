@@ -96,7 +96,7 @@ class UnderflowStats(NamedTuple):
 
 
 def _table(stats: UnderflowStats) -> str:
-    def badness(item: tuple[str, Underflow]) -> tuple[float, ...]:
+    def badness(item: tuple[str, Any]) -> Any:
         return item[1].nonfinite, item[1].flushed, item[1].subnormal
 
     overall, leaves = jax.device_get((stats.overall, stats.leaves))
@@ -125,12 +125,14 @@ def underflow_stats(grads: Any, state: Any, dtype: Any = "float16") -> Underflow
     would have flushed them during the computation.
 
     You may call it inside `jax.jit`, `jax.lax.scan` and `jax.vmap`, and on sharded
-    arrays. It reads each gradient once.
+    arrays. It reads each gradient once. It warns, once a program is traced, if
+    gradients are in `dtype` already: they have been rounded, and what was flushed is
+    gone.
 
     Args:
-      grads: Unscaled gradients, any pytree, as `value_and_grad` returns them. A number
-        that was flushed to zero while it was computed counts as zero. None and integer
-        leaves are ignored.
+      grads: Unscaled gradients, any pytree, as `value_and_grad` returns them, best
+        computed in float32: a number that was flushed to zero while it was computed
+        counts as zero. None and integer leaves are ignored.
       state: A pytree that holds one `LossScaleOptimizerState`, or the scale itself, a
         number from 2**-126 to 2**126.
       dtype: The dtype that gradients are computed in: "float16", "bfloat16", or a
@@ -219,7 +221,7 @@ def _count(x: jax.Array, thresholds: list[jax.Array]) -> tuple[jax.Array, jax.Ar
         return _bits.reduce_counts(masks, finite)
 
     counts, largest = zip(*map(count, _bits.magnitudes(x)), strict=True)
-    return sum(counts), jnp.max(jnp.stack(largest))
+    return jnp.sum(jnp.stack(counts), axis=0), jnp.max(jnp.stack(largest))
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -246,7 +248,8 @@ def _total(rows: list[jax.Array]) -> jax.Array:
 @jax.jit
 def _shares(row: jax.Array) -> Underflow:
     size, *counts, headroom = row
-    return Underflow(size, *(x / jnp.maximum(size, 1.0) for x in counts), headroom)
+    shares = (x / jnp.maximum(size, 1.0) for x in counts)
+    return Underflow._make([size, *shares, headroom])
 
 
 class ExponentHistogram(NamedTuple):
