@@ -1,6 +1,5 @@
 """The code of the README and of the guide runs as pasted, and prints what is shown."""
 
-import doctest
 import re
 import sys
 import types
@@ -10,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import ROOT, assert_same_bits, page_blocks
+from pages import run_blocks
 
 DEVICES = "docs/guide/many-devices.md"
 GUIDE = {f"docs/guide/{path.name}" for path in ROOT.glob("docs/guide/*.md")}
 PAGES = ["README.md", *sorted(GUIDE - {DEVICES})]
-CHECKER = doctest.OutputChecker()
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -54,39 +53,21 @@ def loggers(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def reader(tmp_path, monkeypatch, loggers):
-    """Gives each page a folder, JAX's default promotion, and packages for logs."""
+def reader(tmp_path, monkeypatch):
+    """Gives each page a folder, and one process for those that want several."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jax.distributed, "initialize", lambda: None)
     with jax.numpy_dtype_promotion("standard"):
         yield
 
 
-def run_page(path, capsys):
-    """Runs the blocks of a page as one script, and yields its variables after each."""
-    script, scope = "", {"__name__": "train"}
-    for code, shown in page_blocks(path):
-        before = "\n" * script.count("\n")
-        exec(compile(before + code, "train.py", "exec"), scope)
-        printed = capsys.readouterr().out
-        assert CHECKER.check_output(shown, printed, doctest.ELLIPSIS), printed
-        script += code + "\n"
-        yield code, scope
-
-
 @pytest.mark.parametrize("path", [path for path in PAGES if page_blocks(path)])
-def test_page(path, capsys):
-    *_, (_, scope) = run_page(path, capsys)
-    CHECKS.get(path, lambda scope: None)(scope)
-
-
-def check_logs(scope):
-    assert scope["SummaryWriter"]
-    for name in ("tensorboardX", "wandb"):
-        assert list(dict.fromkeys(sys.modules[name].steps)) == [100, 200, 300, 400]
-
-
-CHECKS = {"docs/guide/see-what-happens.md": check_logs}
+def test_page(path, loggers):
+    for _, printed, _ in run_blocks(path):
+        assert not printed
+    if path.endswith("see-what-happens.md"):
+        for logger in loggers.values():
+            assert list(dict.fromkeys(logger.steps)) == [100, 200, 300, 400]
 
 
 def test_the_diff_in_the_readme():
@@ -106,10 +87,10 @@ def test_the_diff_in_the_readme():
     assert scope["loss"] < 0.1
 
 
-def test_many_devices(capsys):
+def test_many_devices():
     """All devices skip a batch that overflows on one of them."""
     checked = 0
-    for code, scope in run_page(DEVICES, capsys):
+    for code, _, scope in run_blocks(DEVICES):
         if "def train_step" not in code or "initialize" in code:
             continue
         batch = jnp.ones((16, 3)).at[5].set(jnp.inf), jnp.ones((16, 2))

@@ -1,0 +1,46 @@
+"""Runs the pages of the documentation as a reader pastes them."""
+
+import contextlib
+import doctest
+import io
+import re
+
+import jax
+from helpers import ROOT
+
+BLOCK = re.compile(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", re.DOTALL)
+CHECKER = doctest.OutputChecker()
+
+
+def run_blocks(path, filename="train.py"):
+    """Runs a page as one script, and yields each block, and the variables after it.
+
+    What a block prints is compared with the block below it, in which `...` stands for
+    anything. (A block of "text" below it is not compared: numbers of one machine.)
+
+    Args:
+      path: The page, from the root of the repository.
+      filename: What the script is called. The lines of "train.py" are those of the
+        blocks, of another file those of the page.
+    """
+    text, script, scope = (ROOT / path).read_text(), "", {"__name__": "train"}
+    for match in BLOCK.finditer(text):
+        code, shown = match.groups()
+        before = script if filename == "train.py" else text[: match.start(1)]
+        printed = io.StringIO()
+        with (
+            jax.numpy_dtype_promotion("standard"),
+            contextlib.redirect_stdout(printed),
+        ):
+            exec(compile("\n" * before.count("\n") + code, filename, "exec"), scope)
+        printed = printed.getvalue()
+        if shown is not None:
+            assert CHECKER.check_output(shown, printed, doctest.ELLIPSIS), printed
+        yield code, printed if shown is None else "", scope
+        script += code + "\n"
+
+
+def run_page(path, filename="train.py"):
+    """Runs a page, and returns its variables."""
+    (*_, (_, _, scope)) = run_blocks(path, filename)
+    return scope
