@@ -4,10 +4,11 @@ import re
 
 import jax
 import pytest
-from optax_table import FOOT, HEAD, PAGE, ROWS, heading
+from optax_table import PAGE, ROWS, heading, table
 
 TEXT = PAGE.read_text()
-LINES = TEXT.removeprefix(HEAD).removesuffix(FOOT).splitlines()
+START, END = table(TEXT)
+LINES = TEXT[START:END].splitlines()
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.code)
 
 
@@ -22,13 +23,11 @@ def standard_dtype_promotion():
 @every_row
 def test_row_is_what_running_it_shows(row):
     assert row.line() in LINES, (
-        "python tests/support/optax_table.py makes the page anew"
+        "python tests/support/optax_table.py makes the table anew"
     )
 
 
-def test_page_is_made_of_the_rows():
-    assert TEXT.startswith(HEAD)
-    assert TEXT.endswith(FOOT)
+def test_table_is_made_of_the_rows():
     assert LINES[:2] == heading()
     codes = [line.split(" | ")[0] for line in LINES[2:]]
     assert codes == [f"| `{row.code}`" for row in ROWS]
@@ -51,7 +50,7 @@ def test_words_are_explained():
     for line in LINES[2:]:
         for cell in line.split(" | ")[1:4]:
             words |= set(re.split("[,;] ", re.sub("inf: |nan: ", "", cell))) - {""}
-    assert words <= set(re.findall(r"\*(.*?)\*", HEAD)), words
+    assert words <= set(re.findall(r"\*(.*?)\*", TEXT[:START])), words
     assert {"exact", "moves", "stops", "nan"} <= words
 
 
