@@ -232,7 +232,7 @@ class TestAround:
         )
         assert any(moved(train(mended, [2.0**10] * 20)))
 
-    def test_warns_once_and_not_of_reading(self):
+    def test_warns_of_each_line_once_and_not_of_reading(self):
         scaler, param = LossScaleOptimizer(optax.sgd(0.1)), jnp.float32(2)
         around = optax.chain(optax.MultiSteps(scaler, 2).gradient_transformation())
         state = around.init(param)
@@ -244,8 +244,12 @@ class TestAround:
             for _ in range(3):
                 scaler.value_and_grad(jnp.square, state)(param)
                 scaler.get_unscaled_gradients(param, state)
-        (warning,) = caught
-        assert "LossScaleOptimizer(optax.MultiSteps(inner, k))" in str(warning.message)
+        assert len(caught) == 2
+        for warning in caught:
+            assert warning.filename == __file__
+            assert "LossScaleOptimizer(optax.MultiSteps(inner, k))" in str(
+                warning.message
+            )
 
 
 @pytest.mark.parametrize(

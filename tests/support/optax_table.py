@@ -445,11 +445,7 @@ ROWS = [
         "`schedule_free_eval_params(state.inner_state, params)`",
         eval_params_want_the_inner_state,
     ),
-    Row(
-        "optax.contrib.sam(inner, optax.sgd(0.05))",
-        "`update` without extra arguments, which it refuses",
-        refuses_extra_arguments,
-    ),
+    Row("optax.contrib.sam(inner, optax.sgd(0.05))"),
     Row(
         "optax.chain(optax.contrib.sam(inner, optax.sgd(0.05)))",
         "the chain hides from `minimize` that it refuses extra arguments",
