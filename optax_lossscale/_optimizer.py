@@ -307,7 +307,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> from optax_lossscale import LossScaleOptimizer
           >>> optimizer = LossScaleOptimizer(optax.sgd(0.1))
           >>> state = optimizer.init(jnp.float16(0.0))
-          >>> tiny = lambda x: x * jnp.float16(1e-4) * jnp.float16(1e-4)
+          >>> half = jnp.float16(1e-4)
+          >>> tiny = lambda x: (x * half * half).astype(jnp.float32)
           >>> print(jax.grad(tiny)(jnp.float16(1.0)))
           0.0
           >>> value, grad = optimizer.value_and_grad(tiny, state)(jnp.float16(1.0))
