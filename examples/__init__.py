@@ -1,1 +1,1 @@
-"""Complete training scripts."""
+"""Examples: `python -m examples.digits` and `python -m examples.language_model`."""

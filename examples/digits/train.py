@@ -1,10 +1,9 @@
-"""The demonstration's experiment, report and figure; `__main__` runs them."""
+"""The network, its data, and the four ways to train it: begin here."""
 
 import functools
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -12,11 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
-from matplotlib.figure import Figure
-from rich import box
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Column, Table
 from sklearn.datasets import load_digits, load_sample_images
 from sklearn.metrics import average_precision_score
 
@@ -31,7 +27,6 @@ from optax_lossscale import (
 SIDE, WIDTH = 8, 32  # Patches are 8 x 8; hidden layers have 32 units.
 POSITIVES = 0.005  # The share of the patches that have a digit.
 PRIOR = 0.01  # What the network says at first, as in RetinaNet.
-TOLERANCE = 0.03  # Average precisions that differ by at most this much count as equal.
 
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "sgd": lambda: optax.sgd(3.0),
@@ -73,16 +68,22 @@ class Run(NamedTuple):
     Attributes:
       precision: The average precision on new patches.
       seconds: The duration of the run, without compilation.
-      history: The metrics of the initial state (step 0) and of every step. Every step
-        also has `loss` and `zeros`, the share of the gradients of the last hidden
+      start: The metrics of the initial state, as a record of step 0.
+      records: The record of every step: its number `step`, the metrics of the state
+        after it, `loss`, and `zeros`, the share of the gradients of the last hidden
         layer's activations that are exactly zero.
       histograms: The exponents of these gradients, unscaled, in every step.
     """
 
     precision: float
     seconds: float
-    history: diagnostics.History
+    start: dict[str, Any]
+    records: list[dict[str, Any]]
     histograms: list[diagnostics.ExponentHistogram]
+
+    def column(self, name: str) -> np.ndarray:
+        """Returns an entry of the record of every step."""
+        return np.array([record[name] for record in self.records])
 
 
 class Detector(nn.Module):
@@ -212,107 +213,17 @@ def train(
     opt_state = wrapped.init(params)
     # The first call compiles. That is not timed.
     jax.block_until_ready(train_step(params, opt_state, keys[0], *pictures))
-    histograms, history = [], diagnostics.History(capacity=steps + 1)
-    history.record(0, diagnostics.metrics(opt_state))
+    start = {"step": 0, **jax.device_get(diagnostics.metrics(opt_state))}
+    records, histograms = [], []
     started = time.perf_counter()
     for step, key in enumerate(keys, 1):
         params, opt_state, record, histogram = train_step(
             params, opt_state, key, *pictures
         )
-        history.record(step, record)
+        records.append({"step": step, **jax.device_get(record)})
         histograms.append(jax.device_get(histogram))
         advance()
     seconds = time.perf_counter() - started
     logits, has_digit = map(np.asarray, test(params, last, *pictures))
     precision = average_precision_score(has_digit, logits)
-    return Run(float(precision), seconds, history, histograms)
-
-
-def column(run: Run, name: str) -> np.ndarray:
-    """Returns a metric of every step."""
-    return run.history.columns[name][1:]
-
-
-def skips(run: Run) -> int:
-    """Returns the number of skipped steps."""
-    return int(column(run, "skipped_steps")[-1])
-
-
-def print_report(runs: dict[Way, Run]) -> None:
-    """Prints a table with a row for every way, then a summary in words."""
-    titles = ("average precision, %", "skipped", "scale", "zeros, %", "seconds")
-    columns = [Column(title, justify="right") for title in titles]
-    table = Table("training", *columns, box=box.SIMPLE_HEAD)
-    for way, run in runs.items():
-        table.add_row(
-            way.name,
-            f"{100 * run.precision:.1f}",
-            f"{skips(run)}",
-            f"2^{column(run, 'log2_loss_scale')[-1]:g}",
-            f"{100 * column(run, 'zeros').mean():.1f}",
-            f"{run.seconds:.1f}",
-        )
-    Console().print(table)
-    print(
-        "average precision: on new patches. skipped: number of skipped steps. scale:\n"
-        "the last loss scale. zeros: gradients of the hidden activations that are\n"
-        "exactly zero. seconds: time of the run, without compilation.\n"
-    )
-    print(describe(runs))
-
-
-def describe(runs: dict[Way, Run]) -> str:
-    """Returns a summary of the runs in words."""
-    precision = {way: run.precision for way, run in runs.items()}
-
-    def verdict(way: Way) -> str:
-        percent = f"({precision[way]:.1%})"
-        if abs(precision[way] - precision[FLOAT32]) <= TOLERANCE:
-            return f"matches float32 {percent}"
-        if precision[way] < 0.2:
-            return f"learns next to nothing {percent}"
-        below = precision[way] < precision[FLOAT32]
-        return f"{'falls short of' if below else 'exceeds'} float32 {percent}"
-
-    if precision[FLOAT32] < 0.2:
-        return (
-            f"float32 itself reaches only {precision[FLOAT32]:.1%}, so this says "
-            "nothing about float16: try more --steps."
-        )
-    return (
-        f"float32 reaches an average precision of {precision[FLOAT32]:.1%}; guessing "
-        f"gives {POSITIVES:.1%}. Without loss scaling float16 {verdict(UNSCALED)}: "
-        f"{column(runs[UNSCALED], 'zeros').mean():.1%} of the gradients of its hidden "
-        f"activations are zero. With a fixed scale it {verdict(FIXED)}. With the "
-        f"dynamic scale it {verdict(DYNAMIC)}, and skips {skips(runs[DYNAMIC])} of "
-        f"{len(runs[DYNAMIC].histograms)} steps."
-    )
-
-
-def draw_figure(runs: dict[Way, Run], path: Path) -> None:
-    """Draws all losses, and the scale and gradients of the dynamic run."""
-    figure = Figure(figsize=(9, 6.4), dpi=140, layout="constrained")
-    axes = figure.subplot_mosaic("ls;gg", height_ratios=[1, 0.85])
-
-    for way, run in runs.items():
-        width, dashes = 5 if way == FLOAT32 else 2, "--" if way == DYNAMIC else "-"
-        style = {"color": way.color, "label": way.name, "linestyle": dashes}
-        axes["l"].semilogy(column(run, "loss"), linewidth=width, **style)
-    axes["l"].set(xlabel="step", ylabel="loss")
-    axes["l"].spines[["top", "right"]].set_visible(False)
-    axes["l"].legend(frameon=False)
-
-    run = runs[DYNAMIC]
-    diagnostics.plot_history(run.history, ax=axes["s"])
-    # Draw the last step that was applied, or the last one if every step was skipped.
-    applied = column(run, "last_step_applied")
-    last = len(applied) - 1 - np.argmax(applied[::-1])
-    # The history starts with the initial state, so row `last` is before that step.
-    scale = run.history.columns["loss_scale"][last]
-    diagnostics.plot_exponents(run.histograms[last], scale, ax=axes["g"])
-
-    axes["l"].set_title("Training loss", loc="left", fontweight="bold")
-    axes["s"].set_title("Dynamic loss scale", loc="left", fontweight="bold")
-    title = f"Gradients of the hidden activations, step {last + 1}"
-    axes["g"].set_title(title, loc="left", fontweight="bold")
-    figure.savefig(path)
+    return Run(float(precision), seconds, start, records, histograms)

@@ -1,0 +1,45 @@
+"""What the command lines of the examples share."""
+
+import argparse
+import importlib
+import os
+import signal
+import sys
+from typing import Any, NoReturn
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser that prints errors on one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the message and exits with status 2."""
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+def load(module: str, program: str) -> Any:
+    """Imports a module of an example.
+
+    Raises:
+      SystemExit: With status 2, after one line on stderr, if a package is missing.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        install = "install it with: pip install -e '.[demo]'"
+        print(f"{program}: error: needs {error.name}; {install}", file=sys.stderr)
+        sys.exit(2)
+
+
+def exit_when_interrupted(program: str) -> None:
+    """Makes Ctrl-C end this process at once.
+
+    Raising KeyboardInterrupt instead could interrupt an import or a compilation, and
+    unwinding these may crash the interpreter.
+    """
+
+    def handle(*_: object) -> None:
+        show_cursor = "\x1b[?25h\n" if sys.stderr.isatty() else ""
+        os.write(2, f"{show_cursor}{program}: interrupted\n".encode())
+        os._exit(130)
+
+    signal.signal(signal.SIGINT, handle)

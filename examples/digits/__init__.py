@@ -1,0 +1,1 @@
+"""Real float16 training, with and without loss scaling: `python -m examples.digits`."""
