@@ -5,14 +5,15 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import jax
 
+from examples import command_line
 from examples.language_model import PROGRAM
 from examples.language_model.config import PRESETS, Config, SettingError
 from examples.language_model.data import Corpus, make_corpus
-from examples.language_model.files import write_whole
+from examples.language_model.logs import write_whole
 from examples.language_model.sharding import make_mesh
 from examples.language_model.train import Result, train
 
@@ -20,14 +21,6 @@ DESCRIPTION = """
 Trains a language model on the sources of Python's standard library, in float16 with
 loss scaling. Run it again with the same folder, and it goes on where it stopped.
 """
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """An argument parser that prints errors on one line, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        """Prints the message and exits with status 2."""
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -65,9 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(128 + result.stopped_by)
 
 
-def make_parser() -> OneLineParser:
+def make_parser() -> command_line.OneLineParser:
     """Returns the command-line parser: an option for each setting, and a few more."""
-    parser = OneLineParser(prog=PROGRAM, description=DESCRIPTION, allow_abbrev=False)
+    parser = command_line.OneLineParser(
+        prog=PROGRAM, description=DESCRIPTION, allow_abbrev=False
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     parser.add_argument(
         "--preset", choices=PRESETS, default="tiny", help="gives all other settings"

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, Final
 
 DTYPES = ("float32", "bfloat16", "float16")
-LOSS_SCALES = ("none", "fixed", "dynamic", "tolerant", "headroom", "logmax")
+LOSS_SCALES = ("none", "fixed", "dynamic", "tolerant", "headroom")
 
 
 class SettingError(ValueError):

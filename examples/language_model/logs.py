@@ -1,20 +1,33 @@
 """Logs that do not make the device wait: a CSV file, TensorBoard, a progress line."""
 
 import collections
+import csv
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from tensorboardX import SummaryWriter
 
 from examples.language_model.config import Config
-from examples.language_model.progress import ProgressLine
-from examples.language_model.table import Table
 
 # The metrics of a step are read when this many later steps are under way: the device
 # has something to do while the host waits, and the host cannot run far ahead.
 LAG = 2
+# The first columns. Only the rows of an evaluation have a perplexity.
+COLUMNS = ("step", "loss", "perplexity", "loss_scale", "skipped_steps")
+# Where there is no terminal, this many lines show how the training goes.
+LINES = 20
 
 
 class Logs:
@@ -74,3 +87,99 @@ class Logs:
             for name, value in values.items():
                 if math.isfinite(value):  # of others TensorBoard only warns
                     self._board.add_scalar(name, value, step)
+
+
+class Table:
+    """A CSV file with a row per step; its columns are those of its first row.
+
+    Args:
+      path: The file.
+      step: Rows beyond this step, of a process that died, are dropped.
+    """
+
+    def __init__(self, path: Path, step: int):
+        kept = list(_rows_until(path, step))
+        write_whole(path, "".join(kept))
+        self._file = path.open("a", newline="")
+        self._names = kept[0].strip().split(",") if kept else []
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Adds a row, which everyone who reads the file sees at once."""
+        if not self._names:
+            self._names = [*dict.fromkeys((*COLUMNS, *row))]
+            self._writer().writeheader()
+        self._writer().writerow(row)
+        self._file.flush()
+
+    def _writer(self) -> csv.DictWriter:
+        return csv.DictWriter(self._file, self._names, lineterminator="\n")
+
+    def flush(self) -> None:
+        """Returns when all rows are on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def _rows_until(path: Path, step: int) -> Iterator[str]:
+    """Yields the header of a CSV file, if there is one, and its rows up to a step."""
+    if step == 0 or not path.exists():
+        return
+    with path.open(newline="") as file:
+        yield file.readline()
+        for row in file:
+            # The last row may be incomplete; it is beyond the last checkpoint then.
+            if not row.endswith("\n") or int(row.split(",")[0]) > step:
+                return
+            yield row
+
+
+class ProgressLine:
+    """Shows the last step on one line.
+
+    Args:
+      step: The steps that were taken before.
+      steps: The number of all steps.
+    """
+
+    def __init__(self, step: int, steps: int):
+        self._console = Console()
+        self._every = max(steps // LINES, 1)
+        self._steps = steps
+        columns = (
+            BarColumn(bar_width=10),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+        )
+        self._progress = Progress(
+            *columns, console=self._console, disable=not self._console.is_terminal
+        )
+        self._task = self._progress.add_task("compiling", completed=step, total=steps)
+        self._progress.start()
+
+    def show(self, step: int, values: Mapping[str, float]) -> None:
+        """Shows a step and its metrics."""
+        text = (
+            f"loss {values['loss']:.3f}  scale {values['loss_scale']:g}  "
+            f"skipped {values['skipped_steps']:g}"
+        )
+        if "perplexity" in values:
+            text += f"  perplexity {values['perplexity']:.1f}"
+        self._progress.update(self._task, completed=step, description=text)
+        if not self._console.is_terminal and step % self._every == 0:
+            print(f"step {step} of {self._steps}  {text}", flush=True)
+
+    def close(self) -> None:
+        """Leaves the line as it is."""
+        self._progress.stop()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that is whole whenever the process dies: renames a draft."""
+    draft = path.with_name(path.name + ".partial")
+    draft.write_text(text)
+    draft.replace(path)

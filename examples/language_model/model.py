@@ -5,9 +5,12 @@ logits that it returns are float32.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 
@@ -63,11 +66,13 @@ class Transformer(nnx.Module):
     Args:
       config: The settings.
       rngs: The random keys of the parameters.
-      sharding: Where activations, [batch, time, width], belong. Without it the compiler
-        might gather the activations in place of the sharded parameters.
+      sharding: Where activations, [batch, time, width], belong, if parameters are
+        sharded: without it the compiler might gather the activations in their place.
     """
 
-    def __init__(self, config: Config, rngs: nnx.Rngs, sharding: NamedSharding):
+    def __init__(
+        self, config: Config, rngs: nnx.Rngs, sharding: NamedSharding | None = None
+    ):
         embed = functools.partial(
             nnx.Embed,
             features=config.width,
@@ -86,16 +91,18 @@ class Transformer(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Maps int32[batch, time] to logits, f32[batch, time, vocabulary]."""
         x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
-        x = jax.lax.with_sharding_constraint(x, self.sharding)
+
+        def place(x):
+            return jax.lax.with_sharding_constraint(x, self.sharding)
 
         def call(block, x):
-            return jax.lax.with_sharding_constraint(block(x), self.sharding)
+            return place(block(x)) if self.sharding else block(x)
 
         call = nnx.remat(call) if self.remat else call
         scan = nnx.scan(
             call, in_axes=(0, nnx.Carry), out_axes=nnx.Carry, unroll=self.unroll
         )
-        x = scan(self.blocks, x)
+        x = scan(self.blocks, place(x) if self.sharding else x)
         return self.tokens.attend(self.norm(x)).astype(jnp.float32)
 
 
@@ -111,3 +118,34 @@ def _stack_blocks(config: Config, rngs: nnx.Rngs) -> Block:
         return Block(config, rngs)
 
     return make(rngs)
+
+
+def make_functions(
+    config: Config, sharding: NamedSharding | None = None
+) -> tuple[Callable[[jax.Array], Any], Callable[[Any, jax.Array], jax.Array]]:
+    """Returns two functions of the model, whose parameters are a dictionary of arrays.
+
+    Args:
+      config: The settings.
+      sharding: As in `Transformer`.
+
+    Returns:
+      `init`, which maps a random key to the parameters, and `loss`, which maps
+      parameters and tokens, int32[batch, time], to the mean cross entropy of predicting
+      each next token, f32[].
+    """
+
+    def make(key):
+        return Transformer(config, nnx.Rngs(key), sharding)
+
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(0)))
+
+    def init(key):
+        return nnx.to_pure_dict(nnx.state(make(key)))
+
+    def loss(params, tokens):
+        logits = nnx.merge(graphdef, params)(tokens[:, :-1])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return losses.mean()
+
+    return init, loss

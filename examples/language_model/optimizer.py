@@ -11,7 +11,6 @@ from optax_lossscale import (
     DynamicLossScale,
     FixedLossScale,
     HeadroomLossScale,
-    LogMaxLossScale,
     LossScaleOptimizer,
     TolerantLossScale,
 )
@@ -21,7 +20,6 @@ RULES = {
     "dynamic": DynamicLossScale(),
     "tolerant": TolerantLossScale(0.05),
     "headroom": HeadroomLossScale(),
-    "logmax": LogMaxLossScale(),
 }
 
 

@@ -5,12 +5,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from optax.microbatching import AccumulationType
 
 from examples.language_model.config import Config
-from examples.language_model.model import Transformer
+from examples.language_model.model import make_functions
 from examples.language_model.optimizer import averaged_parameters, make_optimizer
 from examples.language_model.sharding import shard_batch, shard_state
 from optax_lossscale import LossScaleOptimizer, check_health, diagnostics
@@ -41,7 +40,8 @@ class Trainer:
 
     Attributes:
       state: The shapes, dtypes and shardings of the state.
-      batch: The same of a batch.
+      batch: The shape, dtype and sharding of a batch.
+      loss: Maps parameters and tokens to the mean cross entropy, f32[].
       init: Returns the first state, given a random key.
       step: Maps a state, which it consumes, and a batch to the next state and a
         dictionary of scalars.
@@ -51,9 +51,8 @@ class Trainer:
 
     def __init__(self, config: Config, mesh: Mesh):
         self._config = config
-        self._mesh = mesh
         self._optimizer = make_optimizer(config)
-        self._graphdef = nnx.graphdef(nnx.eval_shape(lambda: self._model(0)))
+        self._init_params, self.loss = make_functions(config, shard_batch(mesh, ndim=3))
         shapes = jax.eval_shape(self._init, jax.random.key(0))
         shardings = shard_state(shapes, mesh)
         self.state = jax.tree.map(_describe, shapes, shardings)
@@ -76,20 +75,9 @@ class Trainer:
         if isinstance(self._optimizer, LossScaleOptimizer):
             check_health(state.opt_state)
 
-    def _model(self, key):
-        sharding = shard_batch(self._mesh, ndim=3)
-        return Transformer(self._config, nnx.Rngs(key), sharding)
-
     def _init(self, key):
-        params = nnx.to_pure_dict(nnx.state(self._model(key)))
+        params = self._init_params(key)
         return TrainState(jnp.int32(0), params, self._optimizer.init(params))
-
-    def loss(self, params: Any, tokens: jax.Array) -> jax.Array:
-        """Returns the mean cross entropy of predicting each next token, f32[]."""
-        model = nnx.merge(self._graphdef, params)
-        logits = model(tokens[:, :-1])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-        return losses.mean()
 
     def _step(self, state, tokens):
         step, params, opt_state = state

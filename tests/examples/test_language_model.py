@@ -23,13 +23,12 @@ from language_model_run import (
     signal_while_saving,
 )
 
-from examples import language_model
-from examples.language_model import __main__, cli
+from examples.language_model import cli
 from examples.language_model.config import Config, SettingError
 from examples.language_model.data import BYTES, Corpus, Tokenizer
+from examples.language_model.logs import COLUMNS, Table
 from examples.language_model.optimizer import averaged_parameters, make_optimizer
 from examples.language_model.sharding import make_mesh
-from examples.language_model.table import COLUMNS, Table
 
 # An old Flax uses what the JAX of its time deprecates.
 WARNINGS = ["-W", "error", "-W", "ignore::DeprecationWarning"]
@@ -159,7 +158,6 @@ class TestCommandLine:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--steps=0"], "--steps: must be at least 1, got 0"),
             (["--steps=many"], "--steps: must be a whole number, got 'many'"),
             (["--clip-norm=nan"], "--clip-norm: must be at least 0, got nan"),
             (["--average-decay=2"], "--average-decay: must be at most 1, got 2.0"),
@@ -175,26 +173,13 @@ class TestCommandLine:
                 "got 16",
             ),
             (
-                ["--mesh=rows=8"],
-                "--mesh: must be like 'data', 'data=8' or 'data=2,fsdp=4', "
-                "got 'rows=8'",
-            ),
-            (["--mesh=data=3"], "--mesh: must have all 8 devices, got 'data=3'"),
-            (
                 ["--corpus=*.txt"],
                 "--corpus: must match more text, as '*.py' does, got '*.txt'",
             ),
-            *(
-                (
-                    [f"--corpus={pattern}"],
-                    "--corpus: must be a glob pattern relative to the library, such "
-                    f"as '*.py', got '{pattern}'",
-                )
-                for pattern in ("/data/*.txt", "")
-            ),
             (
-                ["--corpus=../*"],
-                "--corpus: must match more text, as '*.py' does, got '../*'",
+                ["--corpus=/data/*.txt"],
+                "--corpus: must be a glob pattern relative to the library, such as "
+                "'*.py', got '/data/*.txt'",
             ),
             (
                 ["--coordinator=somewhere"],
@@ -205,16 +190,8 @@ class TestCommandLine:
                 "--processes: must be left out with --coordinator auto, got 2",
             ),
             (
-                ["--coordinator=127.0.0.1:1"],
-                "--processes: must be the number of processes, got None",
-            ),
-            (
                 ["--coordinator=127.0.0.1:1", "--processes=2", "--process=2"],
                 "--process: must be from 0 to 1, got 2",
-            ),
-            (
-                ["--process=1"],
-                "--coordinator: must be given with --processes and --process, got None",
             ),
         ],
     )
@@ -224,24 +201,6 @@ class TestCommandLine:
         error = f"python -m examples.language_model: error: argument {message}\n"
         assert capsys.readouterr().err == error
         assert not (tmp_path / "run").exists()
-
-    def test_a_file_is_no_folder(self, tmp_path, capsys):
-        (tmp_path / "file").touch()
-        with pytest.raises(SystemExit, match="2"):
-            main("--out", str(tmp_path / "file"))
-        error = capsys.readouterr().err
-        assert "argument --out: must be a folder that can be written" in error
-        assert error.count("\n") == 1
-
-    def test_a_missing_package_gets_one_line(self, monkeypatch, capsys):
-        monkeypatch.delattr(language_model, "cli")
-        monkeypatch.setitem(sys.modules, "examples.language_model.cli", None)
-        with pytest.raises(SystemExit, match="2"):
-            __main__.main()
-        assert capsys.readouterr().err == (
-            "python -m examples.language_model: error: needs "
-            "examples.language_model.cli; pip install -e '.[examples]'\n"
-        )
 
     def test_every_setting_is_an_option_with_help(self, capsys):
         with pytest.raises(SystemExit, match="0"):
@@ -305,7 +264,7 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path):
 @pytest.mark.exhaustive
 def test_devices_and_processes_train_alike_and_skip_together(tmp_path):
     assert SEQUENCE // (16 // 8) == 2
-    meshes = {"one": (1, "data"), "data": (8, "data"), "fsdp": (8, "data=2,fsdp=4")}
+    meshes = {"one": (1, "data"), "fsdp": (8, "data=2,fsdp=4")}
     for name, (devices, mesh) in meshes.items():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(jax, "devices", lambda n=devices: jax.local_devices()[:n])
@@ -313,7 +272,7 @@ def test_devices_and_processes_train_alike_and_skip_together(tmp_path):
     run_two_processes(tmp_path / "processes")
     wanted = tmp_path / "one"
     assert column(wanted, "skipped_steps")[-1] == 1
-    for name in ("data", "fsdp", "processes"):
+    for name in ("fsdp", "processes"):
         out = tmp_path / name
         for exact in ("step", "loss_scale", "skipped_steps"):
             assert column(out, exact) == column(wanted, exact)
@@ -390,21 +349,14 @@ class TestData:
 
 @pytest.mark.parametrize(
     ("text", "shape"),
-    [
-        ("data", (8, 1)),
-        ("fsdp", (1, 8)),
-        ("data=8", (8, 1)),
-        ("data=2,fsdp", (2, 4)),
-        ("fsdp=4,data=2", (2, 4)),
-    ],
+    [("fsdp", (1, 8)), ("data=8", (8, 1)), ("fsdp,data=2", (2, 4))],
 )
 def test_meshes(text, shape):
     assert make_mesh(text, jax.devices()).devices.shape == shape
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "data=0", "data=-8", "data=3,fsdp", "data=x", "data,fsdp", "data=1,data=8"],
+    "text", ["", "data=0", "data=3,fsdp", "rows=8", "data,fsdp", "data=1,data=8"]
 )
 def test_meshes_that_do_not_fit(text):
     with pytest.raises(SettingError, match="mesh must"):
