@@ -15,11 +15,7 @@ from helpers import (
     relaxed,
 )
 
-from optax_lossscale import (
-    LossScaleOptimizer,
-    accumulate_gradients,
-    diagnostics,
-)
+from optax_lossscale import LossScaleOptimizer
 
 X = jnp.linspace(-1, 1, 12, dtype=jnp.float32).reshape(4, 3)
 
@@ -139,28 +135,6 @@ class TestEquinox:
         assert_same_model(eqx.apply_updates(model, updates), moved)
         assert_same_bits(again, after)
 
-    def test_tracked_leaves_are_named(self, init):
-        optimizer, model = LossScaleOptimizer(INNER, track_leaves=True), Model()
-        state = optimizer.init(init(model))
-        model, state, _ = optimizer.minimize(
-            loss_fn, model, state, X * NAN, transform=eqx.filter_value_and_grad
-        )
-        names = [leaf.name for leaf in diagnostics.nonfinite_leaves(state, init(model))]
-        assert "params.mlp.layers[0].weight" in names
-        assert all(name.startswith("params.mlp.layers") for name in names)
-
-    def test_accumulation(self, init):
-        scaler, model = LossScaleOptimizer(INNER), Model()
-        optimizer = accumulate_gradients(scaler, 2)
-        state = optimizer.init(init(model))
-        for _ in range(2):
-            _, grads = scaler.value_and_grad(
-                loss_fn, state, transform=eqx.filter_value_and_grad
-            )(model, X)
-            updates, state = optimizer.update(grads, state, init(model))
-            model = eqx.apply_updates(model, updates)
-        assert_same_model(model, plain(1)[0])
-
     @pytest.mark.exhaustive
     def test_a_line_search(self, init):
         model = Model()
@@ -226,19 +200,6 @@ def test_an_integer_field_and_clipping_by_the_global_norm():
     assert moved.heads == 4
     assert type(moved.heads) is int
     np.testing.assert_allclose(abs(moved.w - model.w), np.full(3, 0.01), rtol=1e-3)
-
-
-def test_none_for_a_whole_branch_with_tracked_leaves():
-    optimizer = LossScaleOptimizer(optax.sgd(0.5), track_leaves=True)
-    params = {
-        "a": jnp.ones(2, jnp.float32),
-        "b": {"x": jnp.ones(1, jnp.float32), "y": jnp.ones(1, jnp.float32)},
-    }
-    state = optimizer.init(params)
-    grads = {"a": jnp.array([1, NAN], jnp.float32), "b": None}
-    _, state = optimizer.apply_gradients(grads, params, state)
-    (found,) = diagnostics.nonfinite_leaves(state, params)
-    assert found.name == "params['a']"
 
 
 @auto_skip

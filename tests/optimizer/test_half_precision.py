@@ -13,7 +13,7 @@ from helpers import (
     signature,
 )
 
-from optax_lossscale import LossScaleOptimizer, accumulate_gradients
+from optax_lossscale import LossScaleOptimizer
 
 HALVES = ["float16", "bfloat16"]
 
@@ -114,18 +114,6 @@ def test_a_line_search_evaluates_what_it_returns():
     params = train(optimizer, loss_fn, jnp.zeros(3, jnp.float16), 3, jax.jit)
     np.testing.assert_allclose(params, np.ones(3), rtol=1e-3)
     assert set(seen) == {jnp.dtype("float16")}
-
-
-def test_accumulated_gradients():
-    scaler = LossScaleOptimizer(optax.sgd(0.5, momentum=0.9))
-    optimizer = accumulate_gradients(scaler, 2)
-    params = jnp.ones(1, jnp.float16)
-    state = optimizer.init(params)
-    for _ in range(2):
-        grads = jnp.full(1, 1e-7, jnp.float32)
-        updates, state = optimizer.update(grads, state, params)
-    assert updates.dtype == jnp.float32
-    np.testing.assert_allclose(updates, [-0.5e-7], rtol=1e-6)
 
 
 def test_what_a_narrower_state_is_asked_for_is_kept():

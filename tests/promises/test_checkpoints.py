@@ -23,7 +23,6 @@ from optax_lossscale import (
     DynamicLossScale,
     FixedLossScale,
     LossScaleOptimizer,
-    import_state,
 )
 
 PARAMS = {"w": jnp.arange(16.0).reshape(8, 2), "b": jnp.zeros(2)}
@@ -338,16 +337,3 @@ class TestOtherStates:
         _, state = self.DYNAMIC.update(GOOD, state)
         assert state.inner_state[0].count == 2
 
-    @LIBRARIES
-    def test_the_state_of_another_library(self, tmp_path, library):
-        loss_scale, imported = import_state(
-            {"scale": 64.0, "_growth_tracker": 9},
-            growth_interval=10,
-            growth_factor=2.0,
-            backoff_factor=0.5,
-        )
-        optimizer = LossScaleOptimizer(optax.adam(0.1), loss_scale)
-        state = optimizer.init(PARAMS)._replace(loss_scale_state=imported)
-        state = library(state, optimizer.init(PARAMS), tmp_path)
-        _, state = optimizer.update(GOOD, state)
-        assert optimizer.current_loss_scale(state) == 128
