@@ -17,7 +17,7 @@ from helpers import (
 
 from optax_lossscale import LossScaleOptimizer
 
-X = jnp.linspace(-1, 1, 12, dtype=jnp.float32).reshape(4, 3)
+X = jnp.linspace(-1, 1, 4, dtype=jnp.float32).reshape(2, 2)
 
 
 class Model(eqx.Module):
@@ -30,7 +30,8 @@ class Model(eqx.Module):
     scale: float = 2.0
 
     def __init__(self):
-        self.mlp = eqx.nn.MLP(3, 2, 8, 1, dtype=jnp.float32, key=jax.random.key(0))
+        # Few shapes: each is a program for each operation.
+        self.mlp = eqx.nn.MLP(2, 2, 2, 1, dtype=jnp.float32, key=jax.random.key(0))
         self.dropout = eqx.nn.Dropout(0.5)
         self.steps = jnp.array([1, 2], jnp.int32)
         self.name = "model"
@@ -150,28 +151,14 @@ class TestEquinox:
 
 
 def test_none_for_a_whole_branch():
-    params = {
-        "w": jnp.ones(2, jnp.float32),
-        "frozen": {"a": jnp.ones(3, jnp.float32), "b": (jnp.ones(1, jnp.float32), "x")},
-    }
+    ones = jnp.ones(2, jnp.float32)
+    params = {"w": ones, "frozen": {"a": ones, "b": (ones, "x")}}
     optimizer = LossScaleOptimizer(optax.sgd(0.5, momentum=0.9))
     state = optimizer.init(params)
-    grads = {"w": jnp.ones(2, jnp.float32), "frozen": None}
-    moved, state = optimizer.apply_gradients(grads, params, state)
+    moved, state = optimizer.apply_gradients({"w": ones, "frozen": None}, params, state)
     assert moved["w"].tolist() == [0.5, 0.5]
-    assert moved["frozen"] is not None
-    assert_same_bits(moved["frozen"]["a"], params["frozen"]["a"])
+    assert_same_bits(moved["frozen"]["a"], ones)
     assert moved["frozen"]["b"][1] == "x"
-
-
-def test_python_numbers_with_gradients_are_parameters():
-    optimizer = LossScaleOptimizer(optax.sgd(0.25))
-    params = {"a": 1.0, "b": jnp.float32(2)}
-    state = optimizer.init(params)
-    params, state, loss = optimizer.minimize(
-        lambda p: p["a"] ** 2 + p["b"], params, state
-    )
-    assert (loss, params["a"], params["b"]) == (3, 0.5, 1.75)
 
 
 class WithInteger(eqx.Module):
@@ -187,7 +174,7 @@ class WithInteger(eqx.Module):
 def test_an_integer_field_and_clipping_by_the_global_norm():
     inner = relaxed(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.01)))
     optimizer = LossScaleOptimizer(inner)
-    model = WithInteger(jnp.ones(3, jnp.float32))
+    model = WithInteger(jnp.ones(2, jnp.float32))
     state = optimizer.init(model)
     moved, state, _ = optimizer.minimize(
         lambda model, x: jnp.sum(model(x) ** 2),
@@ -199,22 +186,22 @@ def test_an_integer_field_and_clipping_by_the_global_norm():
     assert state.last_step_applied
     assert moved.heads == 4
     assert type(moved.heads) is int
-    np.testing.assert_allclose(abs(moved.w - model.w), np.full(3, 0.01), rtol=1e-3)
+    np.testing.assert_allclose(abs(moved.w - model.w), np.full(2, 0.01), rtol=1e-3)
 
 
 @auto_skip
 def test_a_state_with_constants_under_filter_jit(skip):
     def update(updates, state, params=None):
         network, count, name = state
-        updates = jax.tree.map(lambda x: jax.vmap(network)(x[:, None])[:, 0], updates)
+        updates = jax.tree.map(network, updates)
         return updates, (network, count + 1, name)
 
-    network = eqx.nn.MLP(1, 1, 4, 1, dtype=jnp.float32, key=jax.random.key(0))
+    network = Model().mlp
     inner = optax.GradientTransformation(
         lambda params: (network, jnp.int32(0), "learned"), update
     )
     optimizer = LossScaleOptimizer(inner, skip=skip)
-    params = jnp.ones(3, jnp.float32)
+    params = jnp.ones(2, jnp.float32)
     state = optimizer.init(params)
     for method in (optimizer.update, optimizer.apply_gradients):
         arguments = (state, params) if method == optimizer.update else (params, state)

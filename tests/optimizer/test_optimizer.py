@@ -1,8 +1,5 @@
 """The optimizer itself: construction, steps, skips, states."""
 
-import copy
-import pickle
-
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -71,7 +68,7 @@ class TestConstruction:
             ),
             ({"dynamic": 1}, TypeError, "dynamic must be True or False, got 1"),
             ({"loss_scale": 0.5}, ValueError, "at least 1"),
-            ({"loss_scale": "static"}, ValueError, '"logmax", got .static.'),
+            ({"loss_scale": "static"}, ValueError, "got .static."),
             ({"loss_scale": jnp.float32(8)}, ValueError, "static_args"),
             ({"skip": "never"}, ValueError, "skip must be .*'never'"),
             ({"axis_name": ["batch"]}, TypeError, "axis_name.*batch"),
@@ -109,28 +106,13 @@ class TestIsAGradientTransformation:
         assert updates == -1
         assert isinstance(state, LossScaleOptimizerState)
 
-    def test_copies_and_equality(self):
-        for clone in (copy.copy(self.optimizer), copy.deepcopy(self.optimizer)):
-            assert clone == self.optimizer
-            assert hash(clone) == hash(self.optimizer)
-            assert (clone != self.optimizer) is False
+    def test_equality(self):
         for other in (
             LossScaleOptimizer(optax.sgd(0.5, 0.9), 8, axis_name="i", skip="cond"),
             LossScaleOptimizer(self.optimizer.inner_optimizer, 8, skip="cond"),
             self.optimizer.inner_optimizer,
         ):
             assert other != self.optimizer
-
-    def test_pickles_with_what_it_wraps(self):
-        # Functions of modules, as pickle does not take those that Optax makes.
-        inner = optax.GradientTransformation(optax.init_empty_state, max)
-        optimizer = LossScaleOptimizer(inner, DynamicLossScale(8.0))
-        assert pickle.loads(pickle.dumps(optimizer)) == optimizer
-
-    def test_is_a_constant_of_tree_functions_and_jit(self):
-        assert jax.tree.leaves(self.optimizer) == []
-        same = jax.tree.map(lambda x: x + 1, {"tx": self.optimizer, "n": 1})
-        assert same == {"tx": self.optimizer, "n": 2}
 
     def test_repr_shows_the_configuration(self):
         text = repr(self.optimizer)
@@ -197,28 +179,41 @@ def test_training_is_the_reference_step_by_step(run, skip, interval, hysteresis)
 
 
 class TestState:
-    params = {"w": jnp.ones((3, 2), jnp.float32), "b": jnp.zeros(2, jnp.float32)}
+    params = {"w": jnp.ones(2, jnp.float32), "b": jnp.float32(0)}
 
     @every_skip
-    def test_one_trace_over_a_jitted_loop(self, skip):
-        traces = []
+    def test_is_a_legal_carry_donated_in_one_trace(self, skip):
         optimizer = LossScaleOptimizer(
-            relaxed(optax.adam(0.1)), DynamicLossScale(growth_interval=2), skip=skip
+            optax.sgd(0.1, 0.9), DynamicLossScale(growth_interval=2), skip=skip
         )
+        traces = []
 
-        @jax.jit
-        def step(params, state, factor):
+        def step(carry, factor):
             traces.append(1)
+            grads = jax.tree.map(lambda x: x * factor, self.params)
+            return optimizer.apply_gradients(grads, *carry), None
 
-            def loss(params):
-                return factor * sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
-
-            return optimizer.minimize(loss, params, state)
-
-        params, state = self.params, optimizer.init(self.params)
-        for factor in (1.0, NAN, 1.0, 1.0, INF, 1.0):
-            params, state, _ = step(params, state, jnp.float32(factor))
+        factors = jnp.array([1, NAN, 1, 1, INF, 1], jnp.float32)
+        start = (self.params, optimizer.init(self.params))
+        scanned, _ = jax.lax.scan(step, start, factors)
+        traces.clear()
+        donating = jax.jit(step, donate_argnums=0)
+        carry = jax.tree.map(jnp.copy, start)
+        for factor in factors:
+            donated, (carry, _) = carry, donating(carry, factor)
+            # But what no operation reads, such as whether the last step was applied.
+            used = donated[0], donated[1].inner_state, donated[1].loss_scale_state
+            assert all(x.is_deleted() for x in jax.tree.leaves(used))
         assert len(traces) == 1
+        assert signature(carry) == signature(start) == signature(scanned)
+        assert_close(carry, scanned)
+        assert optimizer.current_loss_scale(carry[1]) == 2**14
+        looped = jax.lax.while_loop(
+            lambda carry: carry[1].loss_scale_state.good_steps < 1,
+            lambda carry: step(carry, jnp.float32(1))[0],
+            start,
+        )
+        assert signature(looped) == signature(start)
 
     @every_skip
     def test_the_inner_optimizer_is_traced_once(self, skip):
@@ -233,67 +228,13 @@ class TestState:
         jax.jit(optimizer.update)(self.params, optimizer.init(self.params))
         assert len(traces) == 1
 
-    @every_skip
-    def test_is_a_legal_carry(self, skip):
-        optimizer = LossScaleOptimizer(optax.sgd(0.1, 0.9), skip=skip)
-        start = (self.params, optimizer.init(self.params))
-
-        def step(carry, _):
-            return optimizer.apply_gradients(self.params, *carry), None
-
-        scanned, _ = jax.lax.scan(step, start, length=3)
-        looped = jax.lax.while_loop(
-            lambda carry: carry[1].loss_scale_state.good_steps < 3,
-            lambda carry: step(carry, None)[0],
-            start,
-        )
-        assert signature(scanned) == signature(start) == signature(looped)
-        assert_close(scanned, looped)
-
-    @every_skip
-    def test_can_be_donated(self, skip):
-        optimizer = LossScaleOptimizer(optax.sgd(0.1, 0.9), skip=skip)
-        step = jax.jit(optimizer.apply_gradients, donate_argnums=(1, 2))
-        carry = jax.tree.map(jnp.copy, (self.params, optimizer.init(self.params)))
-        for _ in range(3):
-            donated, carry = carry, step(self.params, *carry)
-            assert all(x.is_deleted() for x in jax.tree.leaves(donated[0]))
-
-    def test_an_ensemble_has_a_scale_each(self):
-        optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9))
-        params = jnp.ones((3, 2), jnp.float32)
-        grads = jnp.ones((3, 2), jnp.float32).at[1, 0].set(NAN)
-        state = jax.vmap(optimizer.init)(params)
-        step = jax.jit(jax.vmap(optimizer.apply_gradients))
-        params, state = step(grads, params, state)
-        assert params.tolist() == [[0.5, 0.5], [1, 1], [0.5, 0.5]]
-        scales = optimizer.current_loss_scale(state)
-        assert scales.tolist() == [2**15, 2**14, 2**15]
-        assert state.last_step_applied.tolist() == [True, False, True]
-        assert state.inner_state[0].trace[1].tolist() == [0, 0]
-
-    @every_skip
-    @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-    def test_half_precision_parameters(self, dtype, skip):
-        # Adam's moments start in half precision, and float32 gradients widen them.
-        params = jax.tree.map(lambda x: x.astype(dtype), self.params)
-        optimizer = LossScaleOptimizer(relaxed(optax.adam(0.1)), skip=skip)
-        start = (params, optimizer.init(params))
-        step = jax.jit(optimizer.apply_gradients)
-        carry = start
-        for factor in (1, NAN, 1):
-            grads = jax.tree.map(lambda x, f=factor: x * f, self.params)
-            carry = step(grads, *carry)
-            assert signature(carry) == signature(start)
-        assert step._cache_size() == 1
-        assert (carry[0]["w"] < 1).all()
-
-    def test_python_numbers_as_parameters(self):
+    @pytest.mark.parametrize("start", [1.0, np.float32(1), np.ones(())])
+    def test_numbers_and_numpy_as_parameters(self, start):
         optimizer = LossScaleOptimizer(optax.sgd(0.25))
-        state = optimizer.init({"x": 1.0})
+        params, state = {"x": start}, optimizer.init({"x": start})
         step = jax.jit(lambda p, s: optimizer.minimize(lambda p: p["x"] ** 2, p, s))
-        params, state, _ = step({"x": 1.0}, state)
-        params, state, loss = step(params, state)
+        for _ in range(2):
+            params, state, loss = step(params, state)
         assert (params["x"], loss) == (0.25, 0.25)
 
     @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
@@ -310,22 +251,6 @@ class TestState:
         assert seen == [-1, -0.5, -0.25]
         if not jax.config.jax_enable_x64:  # where Python's integers are int64
             assert signature(state) == signature(start)
-
-    def test_numpy_parameters(self):
-        optimizer = LossScaleOptimizer(optax.sgd(0.5))
-        params = {"w": np.ones(3)}
-        params, _, loss = optimizer.minimize(
-            lambda p: jnp.sum(p["w"] ** 2), params, optimizer.init(params)
-        )
-        assert params["w"].tolist() == [0, 0, 0]
-        assert loss == 3
-
-    def test_no_value_leaves_the_device(self):
-        optimizer = LossScaleOptimizer(optax.sgd(0.5))
-        step = jax.jit(lambda p, s: optimizer.minimize(square, p, s))
-        carry = step(jnp.float32(1), optimizer.init(jnp.float32(1)))[:2]
-        with jax.transfer_guard("disallow"):
-            step(*carry)
 
     @pytest.mark.parametrize("empty", [(), {}, None, {"a": None}])
     def test_empty_trees(self, empty):
@@ -458,36 +383,3 @@ class TestExtraArguments:
             params, state, value = step(params, state)
         assert (value[0] if has_aux else value) == 2
         np.testing.assert_allclose(params, target, atol=1e-6)
-
-
-class Logging(LossScaleOptimizer):
-    """A subclass with other names of parameters, which overrides methods."""
-
-    def __new__(cls, inner, rule=None, **options):
-        self = super().__new__(cls, inner, rule, **options)
-        self.log = []
-        return self
-
-    def value_and_grad(self, *args, **kwargs):
-        self.log.append("value_and_grad")
-        return super().value_and_grad(*args, **kwargs)
-
-    def apply_gradients(self, *args, **kwargs):
-        self.log.append("apply_gradients")
-        return super().apply_gradients(*args, **kwargs)
-
-
-class TestSubclasses:
-    def test_minimize_calls_what_they_override(self):
-        optimizer = Logging(optax.sgd(0.1))
-        params = jnp.ones(2)
-        optimizer.minimize(jnp.sum, params, optimizer.init(params))
-        assert optimizer.log == ["value_and_grad", "apply_gradients"]
-
-    @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy])
-    def test_copies_are_equal(self, again):
-        optimizer = Logging(optax.sgd(0.1), mask={"w": True})
-        copied = again(optimizer)
-        assert type(copied) is Logging
-        assert copied == optimizer
-        assert repr(copied) == repr(optimizer)

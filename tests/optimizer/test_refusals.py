@@ -216,5 +216,3 @@ def test_nothing_is_transferred_unasked(options):
         params, after = ours.apply_gradients(x, x, after, value=value)
         select_applied(after, params, x)
     assert after.last_step_applied
-
-

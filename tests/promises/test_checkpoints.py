@@ -336,4 +336,3 @@ class TestOtherStates:
         state = self.DYNAMIC.init(PARAMS)._replace(inner_state=restored)
         _, state = self.DYNAMIC.update(GOOD, state)
         assert state.inner_state[0].count == 2
-
