@@ -279,7 +279,8 @@ class TestOtherStates:
     @pytest.mark.parametrize("call", ["update", "apply_gradients"])
     def test_a_step_says_what_is_wrong(self, call):
         dynamic, fixed = self.DYNAMIC.init(PARAMS), self.FIXED.init(PARAMS)
-        several = LossScaleOptimizer(optax.adam(0.1), num_losses=3).init(PARAMS)
+        three = jax.tree.map(lambda x: jnp.stack([x] * 3), dynamic.loss_scale_state)
+        several = dynamic._replace(loss_scale_state=three)
         as_dict = dynamic._replace(loss_scale_state=dynamic.loss_scale_state._asdict())
 
         def step(optimizer, state):
@@ -297,7 +298,7 @@ class TestOtherStates:
                     dynamic._replace(**{name: value}),
                     rf"state\.{name} must be of shape \(\), got {shape}",
                 )
-                for name in dynamic._fields[2:7]
+                for name in dynamic._fields[2:6]
                 for value, shape in [(jnp.ones(3, int), r"\(3,\)"), (None, "None")]
             ),
         ]:

@@ -169,8 +169,11 @@ def make_targets(name, dtype=jnp.float32):
 
 def loss_fn(params, target):
     """Half the squared distance: its gradient is the difference, to the bit."""
-    squares = jax.tree.map(lambda p, t: jnp.sum((p - t) ** 2), trained(params), target)
-    return 0.5 * optax.tree.sum(squares)
+
+    def square(param, target):
+        return jnp.sum((param - target).astype(jnp.float32) ** 2)
+
+    return 0.5 * optax.tree.sum(jax.tree.map(square, trained(params), target))
 
 
 def gradients(name, params, target):
