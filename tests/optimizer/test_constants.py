@@ -10,6 +10,7 @@ import optax
 import pytest
 from helpers import (
     NAN,
+    WRAPS,
     assert_same_bits,
     auto_skip,
     relaxed,
@@ -159,6 +160,52 @@ def test_none_for_a_whole_branch():
     assert moved["w"].tolist() == [0.5, 0.5]
     assert_same_bits(moved["frozen"]["a"], ones)
     assert moved["frozen"]["b"][1] == "x"
+
+
+class WithKey(eqx.Module):
+    """Holds arrays that are no parameters: a typed key, small and other integers."""
+
+    w: jax.Array
+    key: jax.Array
+    table: jax.Array
+    steps: jax.Array
+
+    def __init__(self):
+        self.w = jnp.ones(2, jnp.float32)
+        self.key = jax.random.key(0)
+        self.table = jnp.array([1, 2], jnp.int4)
+        self.steps = jnp.array([1, 2], jnp.int32)
+
+    def __call__(self, x):
+        noise = jax.random.normal(self.key, (2,), jnp.float32)
+        return x @ (self.w * self.table.astype(jnp.float32) + noise)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit], ids=WRAPS)
+@pytest.mark.parametrize("init", INITS.values(), ids=INITS)
+def test_keys_and_small_integers(init, wrap):
+    def loss_fn(model, x):
+        return jnp.sum(model(x) ** 2)
+
+    model, optimizer = WithKey(), LossScaleOptimizer(INNER)
+    state = optimizer.init(init(model))
+    assert state.inner_state[1][0].mu.key is None
+
+    @wrap
+    def step(model, state, x):
+        transform = eqx.filter_value_and_grad
+        return optimizer.minimize(loss_fn, model, state, x, transform=transform)
+
+    _, grads = eqx.filter_value_and_grad(loss_fn)(model, X)
+    params = trainable(model)
+    updates, _ = INNER.update(grads, INNER.init(params), params)
+    expected = eqx.apply_updates(model, updates)
+    for x, wanted in ((X * NAN, model), (X, expected)):
+        moved, state, _ = step(model, state, x)
+        np.testing.assert_allclose(moved.w, wanted.w, rtol=1e-6)
+        rest = eqx.tree_at(lambda m: m.w, moved, model.w)
+        assert_same_model(rest, model)
+    assert state.skipped_steps == 1
 
 
 class WithInteger(eqx.Module):

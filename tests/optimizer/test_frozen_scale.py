@@ -70,10 +70,18 @@ class TestWarning:
 
     def test_of_a_scale_that_is_a_constant_under_jit(self, make, optimizer):
         call = make(optimizer, optimizer.init(self.params))
-        with pytest.warns(UserWarning, match="inside the training step"):
-            jax.jit(call)(self.params)
-        with pytest.warns(UserWarning, match="a constant in a function that JAX"):
-            lax.map(call, self.params[None])
+
+        def step(params):
+            return call(params)
+
+        def steps(params):
+            return lax.map(call, params[None])
+
+        for compiled in (jax.jit(call), jax.jit(step), jax.jit(steps)):
+            with pytest.warns(UserWarning, match="inside the training step") as caught:
+                compiled(self.params)
+            # It names a line of the user, not one of ours or of JAX.
+            assert [warning.filename for warning in caught] == [__file__]
 
     def test_not_of_an_argument(self, make, optimizer):
         @jax.jit
@@ -86,6 +94,21 @@ class TestWarning:
         call = make(optimizer, optimizer.init(self.params))
         call(self.params)
         jax.vmap(call)(self.params[None])
+
+    def test_not_of_a_loop_that_is_not_compiled(self, make, optimizer):
+        """It runs at once, with the state of now, which the body may close over."""
+        state, batch = optimizer.init(self.params), self.params[None]
+
+        def closed_over(carry, params):
+            return carry, make(optimizer, state)(params)
+
+        def carried(state, params):
+            return state, make(optimizer, state)(params)
+
+        lax.scan(closed_over, None, batch)
+        lax.scan(carried, state, batch)
+        lax.map(make(optimizer, state), batch)
+        jax.jit(lambda state: lax.scan(carried, state, batch))(state)
 
     def test_not_of_a_state_made_there(self, make, optimizer):
         jax.jit(lambda p: make(optimizer, optimizer.init(p))(p))(self.params)

@@ -116,6 +116,32 @@ def test_a_line_search_evaluates_what_it_returns():
     assert set(seen) == {jnp.dtype("float16")}
 
 
+@pytest.mark.parametrize("inner", [optax.sgd(0.5), optax.sgd(0.25, momentum=0.5)])
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_float8_parameters_train_as_with_optax_alone(wrap, inner):
+    """Of numbers that float8 holds exactly: what remains is the order of casts."""
+    params = expected = jnp.array([1, -2], jnp.float8_e4m3fn)
+
+    def loss_fn(params, factor):
+        return 0.5 * jnp.sum((factor * params.astype(jnp.float32)) ** 2)
+
+    # The gradient is float8 too, which ends at 448.
+    optimizer = LossScaleOptimizer(inner, initial_scale=8.0)
+    state, inner_state = optimizer.init(params), inner.init(expected)
+    minimize = wrap(lambda *args: optimizer.minimize(loss_fn, *args))
+    one = jnp.float32(1)
+    for _ in range(2):
+        grads = jax.grad(loss_fn)(expected, one)
+        by_grads, _ = wrap(optimizer.apply_gradients)(grads, params, state)
+        updates, inner_state = inner.update(grads, inner_state, expected)
+        expected = optax.apply_updates(expected, updates)
+        params, state, _ = minimize(params, state, one)
+        assert_same_bits((params, by_grads), (expected, expected))
+    kept, state, _ = minimize(params, state, jnp.float32(jnp.nan))
+    assert_same_bits(kept, params)
+    assert state.skipped_steps == 1
+
+
 def test_what_a_narrower_state_is_asked_for_is_kept():
     optimizer = LossScaleOptimizer(relaxed(optax.adam(0.1, mu_dtype="bfloat16")))
     params = jnp.ones(2, jnp.float32)

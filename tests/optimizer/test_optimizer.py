@@ -1,5 +1,7 @@
 """The optimizer itself: construction, steps, skips, states."""
 
+import functools
+
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import reference
 from helpers import (
     INF,
     NAN,
+    OUT_OF_BOUNDS,
     SKIPS,
     WRAPS,
     assert_close,
@@ -26,6 +29,7 @@ from optax_lossscale import (
     LossScaleOptimizer,
     LossScaleOptimizerState,
 )
+from optax_lossscale.diagnostics import metrics
 
 
 def square(x):
@@ -228,6 +232,23 @@ class TestState:
         jax.jit(optimizer.update)(self.params, optimizer.init(self.params))
         assert len(traces) == 1
 
+    @every_skip
+    def test_keys_of_the_inner_optimizer_are_used_once(self, skip):
+        inner = relaxed(optax.noisy_sgd(0.1, key=jax.random.key(0)))
+        optimizer = LossScaleOptimizer(inner, skip=skip)
+        with jax.debug_key_reuse(True):
+            carry = self.params, optimizer.init(self.params)
+            step = jax.jit(optimizer.apply_gradients)
+            seen = [carry[0]]
+            for factor in (1, NAN, 1, 1):
+                grads = jax.tree.map(lambda x, f=factor: x * f, self.params)
+                carry = step(grads, *carry)
+                seen.append(carry[0])
+        values = [float(params["w"][0]) for params in seen]
+        assert values[1] == values[2]
+        assert len(set(values)) == 4
+        assert carry[1].skipped_steps == 1
+
     @pytest.mark.parametrize("start", [1.0, np.float32(1), np.ones(())])
     def test_numbers_and_numpy_as_parameters(self, start):
         optimizer = LossScaleOptimizer(optax.sgd(0.25))
@@ -251,6 +272,48 @@ class TestState:
         assert seen == [-1, -0.5, -0.25]
         if not jax.config.jax_enable_x64:  # where Python's integers are int64
             assert signature(state) == signature(start)
+
+    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+    @pytest.mark.parametrize("as_leaf", [float, np.float32, jnp.float32])
+    @pytest.mark.parametrize("scale", OUT_OF_BOUNDS)
+    def test_a_scale_out_of_bounds_heals_in_any_step(self, wrap, as_leaf, scale):
+        rule = DynamicLossScale(8.0, min_scale=2.0, max_scale=1024.0)
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), rule, check_loss=True)
+        one = jnp.float32(1)
+        state = optax.tree.set(optimizer.init(one), loss_scale=as_leaf(scale))
+        used = float(optimizer.current_loss_scale(state))
+        assert 2 <= used <= 1024
+        step = wrap(lambda g, s, loss: optimizer.update(g, s, one, value=loss)[1])
+        for grad, loss, expected in (
+            (1, 1, used),
+            (INF, 1, max(used / 2, 2)),
+            (1, NAN, used),  # the scale stays, within its bounds
+        ):
+            after = step(jnp.float32(grad), state, jnp.float32(loss))
+            assert after.loss_scale_state.loss_scale == expected
+            assert metrics(after)["loss_scale"] == expected
+            assert signature(after) == signature(optimizer.init(one))
+
+    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+    @pytest.mark.parametrize("convert", [lambda x: x, np.asarray, lambda x: x.item()])
+    def test_check_loss_may_differ_from_that_of_the_saved_state(self, wrap, convert):
+        one = jnp.float32(1)
+        off, on = (
+            LossScaleOptimizer(optax.sgd(0.5), check_loss=check_loss)
+            for check_loss in (False, True)
+        )
+        assert off.init(one).nonfinite_loss_steps is None
+        assert on.init(one).nonfinite_loss_steps == 0
+        state = jax.tree.map(convert, off.init(one))
+        step = wrap(lambda s, loss: on.update(one, s, one, value=loss))
+        for loss, count in ((1, 0), (NAN, 1), (1, 1), (INF, 2)):
+            updates, state = step(state, jnp.float32(loss))
+            assert state.nonfinite_loss_steps == state.skipped_steps == count
+            assert updates == (-0.5 if loss == 1 else 0)
+        assert signature(state) == signature(on.init(one))
+        state = jax.tree.map(convert, state)
+        updates, state = wrap(off.update)(one, state, one)
+        assert (updates, state.skipped_steps) == (-0.5, 2)
 
     @pytest.mark.parametrize("empty", [(), {}, None, {"a": None}])
     def test_empty_trees(self, empty):
@@ -298,6 +361,23 @@ class TestState:
             getattr(optimizer, method)(*arguments[method])
 
 
+SGD = optax.sgd(0.1)
+NEED_EXTRA_ARGUMENTS = {
+    "lbfgs": optax.lbfgs,
+    "backtracking": lambda: optax.chain(
+        SGD, optax.scale_by_backtracking_linesearch(5, store_grad=True)
+    ),
+    "polyak_sgd": optax.polyak_sgd,
+    "in a named chain": lambda: optax.named_chain(("inner", optax.polyak_sgd())),
+    "in multi_transform": lambda: optax.partition(
+        {"all": optax.polyak_sgd()}, {"w": "all"}
+    ),
+    "in inject_hyperparams": lambda: optax.inject_hyperparams(optax.polyak_sgd)(
+        max_learning_rate=0.5
+    ),
+}
+
+
 class TestExtraArguments:
     def test_reach_the_inner_optimizer(self):
         seen = {}
@@ -319,18 +399,65 @@ class TestExtraArguments:
         optimizer.apply_gradients(one, one, state, value=one)
         assert seen == {"value": 1}
 
-    def test_minimize_passes_what_is_taken(self):
+    @pytest.mark.parametrize(
+        "wrap",
+        [
+            lambda inner: inner,
+            lambda inner: optax.chain(optax.identity(), inner),
+            lambda inner: inner._replace(update=functools.partial(inner.update)),
+        ],
+        ids=["itself", "chain", "partial"],
+    )
+    def test_minimize_passes_what_is_named(self, wrap):
         seen = {}
 
-        def update(updates, state, params=None, *, value):
-            seen.update(value=value)
+        def named(updates, state, params=None, *, value, grad, value_fn, **others):
+            seen.update(value=value, grad=grad, value_fn=value_fn, **others)
             return updates, state
 
+        def unnamed(updates, state, params=None, **extra_args):
+            seen.update(extra_args)
+            return updates, state
+
+        for update, names in ((named, {"value", "grad", "value_fn"}), (unnamed, set())):
+            inner = optax.GradientTransformationExtraArgs(lambda _: (), update)
+            optimizer, three = LossScaleOptimizer(wrap(inner)), jnp.float32(3)
+            seen.clear()
+            optimizer.minimize(square, three, optimizer.init(three))
+            assert seen.keys() - {"value"} == names - {"value"}
+            if names:
+                assert (seen["value"], seen["grad"]) == (9, 6)
+                assert seen["value_fn"](jnp.float32(4)) == 16
+
+    def test_minimize_passes_no_more_than_is_taken(self):
+        def update(updates, state, params=None, *, value):
+            return jax.tree.map(lambda u: -u * value, updates), state
+
         # Against Optax's convention it takes no others; optax.contrib.sam is such.
-        inner = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+        inner = optax.GradientTransformationExtraArgs(lambda _: (), update)
+        optimizer, three = LossScaleOptimizer(inner), jnp.float32(3)
+        params, *_ = optimizer.minimize(square, three, optimizer.init(three))
+        assert params == 3 - 6 * 9
+
+    @pytest.mark.parametrize(
+        "make", NEED_EXTRA_ARGUMENTS.values(), ids=NEED_EXTRA_ARGUMENTS
+    )
+    def test_minimize_serves_what_needs_them(self, make):
+        inner = relaxed(make())
         optimizer = LossScaleOptimizer(inner)
-        optimizer.minimize(square, jnp.float32(3), optimizer.init(None))
-        assert seen == {"value": 9}
+        params = expected = {"w": jnp.array([1, -2], jnp.float32)}
+        loss_fn = lambda params: jnp.sum((params["w"] - 3) ** 4)  # noqa: E731
+        state, inner_state = optimizer.init(params), inner.init(params)
+        for _ in range(2):
+            value, grad = jax.value_and_grad(loss_fn)(expected)
+            updates, inner_state = inner.update(
+                grad, inner_state, expected, value=value, grad=grad, value_fn=loss_fn
+            )
+            expected = optax.apply_updates(expected, updates)
+            with jax.numpy_dtype_promotion("standard"):
+                params, state, loss = optimizer.minimize(loss_fn, params, state)
+            assert loss == value
+            np.testing.assert_allclose(params["w"], expected["w"], rtol=1e-5)
 
     def test_are_dropped_for_one_that_takes_none(self):
         optimizer = LossScaleOptimizer(optax.scale(-1.0))

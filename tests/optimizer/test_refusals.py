@@ -1,5 +1,7 @@
 """What is refused, in words that say what to do; and what was refused without need."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from flax import nnx
 from helpers import SKIPS, WRAPS, relaxed
 
 from optax_lossscale import (
+    DynamicLossScale,
     FixedLossScale,
     LossScaleOptimizer,
     get_loss_scale,
@@ -116,6 +119,48 @@ def test_a_state_without_a_scale_is_refused_where_it_is_first_read(damaged):
     ):
         with pytest.raises(ValueError, match="loss_scale_state must be a LossScaleSt"):
             call()
+
+
+def test_a_rule_that_was_not_called():
+    for call in (
+        lambda: LossScaleOptimizer(optax.sgd(0.5), DynamicLossScale),
+        lambda: get_loss_scale(DynamicLossScale),
+    ):
+        with pytest.raises((TypeError, ValueError), match=r"(?i)call it"):
+            call()
+
+
+def test_a_scale_below_one_is_refused_in_words_of_the_user():
+    with pytest.raises(ValueError, match=r"at least 1\b.*0\.5") as refused:
+        LossScaleOptimizer(optax.sgd(0.5), 0.5)
+    assert "loss_scale_value" not in str(refused.value)
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_a_float16_loss_warns_when_it_is_traced(wrap):
+    def loss_of(dtype):
+        return lambda params: jnp.sum(params["w"]).astype(dtype)
+
+    for call in (
+        lambda loss, p, s: optimizer.value_and_grad(loss, s)(p),
+        lambda loss, p, s: optimizer.value_and_grad(
+            lambda p: (loss(p), None), s, has_aux=True
+        )(p),
+        lambda loss, p, s: optimizer.minimize(loss, p, s),
+    ):
+        step = wrap(functools.partial(call, loss_of(jnp.float16)))
+        with pytest.warns(UserWarning, match="float32") as caught:
+            step(PARAMS, state)
+        assert [warning.filename for warning in caught] == [__file__]
+        if wrap is jax.jit:
+            step(PARAMS, state)  # Traced already.
+        for dtype in (jnp.float32, jnp.bfloat16):
+            wrap(functools.partial(call, loss_of(dtype)))(PARAMS, state)
+
+
+def test_an_array_is_no_state():
+    with pytest.raises(ValueError, match=r"exactly one .* got 0 in (?!a Array)"):
+        optimizer.current_loss_scale(jnp.ones(3))
 
 
 def test_pairs_of_gradients_and_variables():

@@ -316,8 +316,15 @@ class TestOtherStates:
         else:
             saved = serialization.to_bytes(self.DYNAMIC.init(PARAMS))
             restored = serialization.msgpack_restore(saved)
-        with pytest.raises(ValueError, match=r"LossScaleOptimizerState .* got dict"):
-            self.DYNAMIC.update(GOOD, restored, PARAMS)
+        optimizer = self.DYNAMIC
+        for call in (
+            lambda: optimizer.update(GOOD, restored, PARAMS),
+            lambda: optimizer.value_and_grad(optax.tree.sum, restored),
+            lambda: optimizer.minimize(optax.tree.sum, PARAMS, restored),
+            lambda: optimizer.current_loss_scale({"opt_state": restored}),
+        ):
+            with pytest.raises(ValueError, match=r"dict.* init returns as the target"):
+                call()
 
     @LIBRARIES
     def test_ways_to_go_on(self, tmp_path, library):

@@ -345,6 +345,67 @@ class TestShardedJit:
         assert optimizer.current_loss_scale(state) == 2**14
 
 
+PER_DEVICE = {
+    "pmap": lambda f, mesh: jax.pmap(f, axis_name="batch"),
+    "shard_map": lambda f, mesh: jax.shard_map(
+        lambda *args: jax.tree.map(
+            lambda x: x[None], f(*jax.tree.map(lambda x: x[0], args))
+        ),
+        mesh=mesh,
+        in_specs=P("batch"),
+        out_specs=P("batch"),
+        check_vma=False,
+    ),
+}
+
+
+@pytest.mark.parametrize("per_device", PER_DEVICE.values(), ids=PER_DEVICE)
+class TestMinimizeWithoutAveraging:
+    """Where JAX does not average the gradients of replicated parameters itself."""
+
+    x = jnp.arange(8, dtype=jnp.float32)
+
+    @staticmethod
+    def loss_fn(params, x):
+        return 0.5 * (params - x) ** 2
+
+    def step(self, per_device, optimizer, **options):
+        def step(params, state, x):
+            return optimizer.minimize(self.loss_fn, params, state, x, **options)[:2]
+
+        mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
+        start = jnp.float32(1), optimizer.init(jnp.float32(1))
+        start = jax.tree.map(lambda x: jnp.stack([x] * 8), start)
+        return jax.jit(per_device(step, mesh))(*start, self.x)
+
+    def test_is_refused(self, per_device):
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), axis_name="batch")
+        three_lines = (
+            r"(?s)value_and_grad\(.*jax\.lax\.pmean\(.*apply_gradients\(grads, params"
+        )
+        with pytest.raises(ValueError, match=three_lines):
+            self.step(per_device, optimizer)
+
+    def test_is_left_to_a_transform_of_the_user(self, per_device):
+        def averaging(fun, **options):
+            def value_and_grad(*args, **kwargs):
+                value, grads = jax.value_and_grad(fun, **options)(*args, **kwargs)
+                return value, jax.lax.pmean(grads, "batch")
+
+            return value_and_grad
+
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), axis_name="batch")
+        params, state = self.step(per_device, optimizer, transform=averaging)
+        assert params.tolist() == [1 - 0.5 * (1 - 3.5)] * 8
+        assert state.last_step_applied.all()
+
+    def test_members_may_train_apart(self, per_device):
+        optimizer = LossScaleOptimizer(optax.sgd(0.5))
+        params, state = self.step(per_device, optimizer)
+        np.testing.assert_array_equal(params, 1 - 0.5 * (1 - self.x))
+        assert state.last_step_applied.all()
+
+
 class TestAxisName:
     def test_an_unknown_axis_is_named(self):
         optimizer = LossScaleOptimizer(optax.sgd(0.1), axis_name="bacth")

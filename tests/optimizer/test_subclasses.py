@@ -1,0 +1,135 @@
+"""Subclasses, copies, and optimizers as constants of compiled functions."""
+
+import copy
+import functools
+import pickle
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from optax_lossscale import DynamicLossScale, LossScaleOptimizer
+
+ONES = jnp.ones(2, jnp.float32)
+
+
+def halve(updates, state, params=None):
+    del params
+    return jax.tree.map(lambda u: -0.5 * u, updates), state
+
+
+# Of functions of modules, as pickle takes no others.
+INNER = optax.GradientTransformation(optax.init_empty_state, halve)
+
+
+class Weighted(LossScaleOptimizer):
+    """Multiplies the gradients by an attribute of its own."""
+
+    def __new__(cls, weight, inner, rule=None):
+        self = super().__new__(cls, inner, rule, skip="where")
+        self.weight = weight
+        return self
+
+    def apply_gradients(self, grads, params, state, **extra_args):
+        grads = jax.tree.map(lambda g: g * self.weight, grads)
+        return super().apply_gradients(grads, params, state, **extra_args)
+
+
+BASE = LossScaleOptimizer(INNER, DynamicLossScale(8.0), axis_name=None)
+WEIGHTED = Weighted(1.0, INNER)
+every_optimizer = pytest.mark.parametrize(
+    "optimizer", [BASE, WEIGHTED], ids=["base", "subclass"]
+)
+
+
+def one_step(optimizer, params=ONES):
+    return optimizer.apply_gradients(ONES, params, optimizer.init(params))[0]
+
+
+def test_minimize_calls_what_is_overridden():
+    params, *_ = Weighted(2.0, INNER).minimize(jnp.sum, ONES, BASE.init(ONES))
+    assert params.tolist() == [0, 0]
+
+
+def test_attributes_are_part_of_equality():
+    assert Weighted(1.0, INNER) == WEIGHTED
+    assert hash(Weighted(1.0, INNER)) == hash(WEIGHTED)
+    assert Weighted(2.0, INNER) != WEIGHTED
+    assert LossScaleOptimizer(INNER, skip="where") != WEIGHTED
+
+
+def test_each_has_a_compiled_function_of_its_own():
+    step = jax.jit(one_step, static_argnums=0)
+    for weight in (1.0, 2.0, 4.0):
+        optimizer = Weighted(weight, INNER)
+        assert step(optimizer).tolist() == [1 - weight / 2] * 2
+        assert jax.jit(one_step)(optimizer, ONES).tolist() == [1 - weight / 2] * 2
+
+
+@pytest.mark.parametrize(
+    "again",
+    [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+@every_optimizer
+def test_copies(optimizer, again):
+    copied = again(optimizer)
+    assert type(copied) is type(optimizer)
+    assert copied == optimizer
+    assert (copied != optimizer) is False
+    assert hash(copied) == hash(optimizer)
+    assert repr(copied) == repr(optimizer)
+    if optimizer is WEIGHTED:
+        # The functions of the tuple are those of the copy.
+        copied.weight = 4.0
+        init, _ = copied
+        params, _ = copied.apply_gradients(ONES, ONES, init(ONES))
+        assert params.tolist() == [-1, -1]
+        assert optimizer.weight == 1
+        assert copied != optimizer
+
+
+@every_optimizer
+def test_is_a_tree_without_leaves(optimizer):
+    assert jax.tree.leaves(optimizer) == []
+    same = jax.tree.map(lambda x: x + 1, {"tx": optimizer, "n": 1})
+    assert same == {"tx": optimizer, "n": 2}
+    assert type(same["tx"]) is type(optimizer)
+    assert getattr(same["tx"], "weight", 1.0) == 1
+
+
+class Trainer(eqx.Module):
+    optimizer: LossScaleOptimizer
+    params: jax.Array
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, eqx.filter_jit])
+@every_optimizer
+def test_is_an_argument_and_an_attribute(optimizer, wrap):
+    assert wrap(one_step)(optimizer, ONES).tolist() == [0.5, 0.5]
+    trainer = Trainer(optimizer, ONES)
+    step = wrap(lambda trainer: one_step(trainer.optimizer, trainer.params))
+    assert step(trainer).tolist() == [0.5, 0.5]
+    assert len(jax.tree.leaves(trainer)) == 1
+
+
+@every_optimizer
+def test_functions_can_be_replaced_as_in_any_optimizer(optimizer):
+    compiled = jax.jit(optimizer.update)
+    replaced = optimizer._replace(update=compiled)
+    assert isinstance(replaced, optax.GradientTransformation)
+    assert replaced.update is compiled
+    params, state = ONES, replaced.init(ONES)
+    for grads, expected in ((ONES, 0.5), (jnp.nan * ONES, 0.5), (ONES, 0)):
+        updates, state = replaced.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        assert params.tolist() == [expected] * 2
+    assert state.skipped_steps == 1
+    assert compiled._cache_size() == 1
+
+    counted = functools.partial(optimizer.init)
+    other = optimizer._replace(init=counted)
+    assert other.init is counted
+    assert other.update(ONES, other.init(ONES), ONES)[0].tolist() == [-0.5, -0.5]
