@@ -31,8 +31,8 @@ def measure(workload: Workload, rounds: int) -> dict[str, Any]:
         return jax.jit(step).lower(params, state, batch).compile()
 
     def compile_trace():
-        call = make_call(workload.loss_fn, params, batch, {}, False, None)
-        return make_program(call, "float16")[0]
+        call = make_call(workload.loss_fn, params, batch, {}, False)
+        return make_program(call, "float16")
 
     pairs = [(cpu_seconds(compile_step), cpu_seconds(compile_trace)) for _ in range(2)]
     compiling = [min(pair[i][0] for pair in pairs) for i in range(2)]
@@ -46,7 +46,7 @@ def measure(workload: Workload, rounds: int) -> dict[str, Any]:
     ratios = []
     for _ in range(rounds + 1):
         base = seconds(lambda: plain(params, state, batch))
-        ratios.append(seconds(lambda: traced.run([SCALE])[1].largest) / base)
+        ratios.append(seconds(lambda: traced.run(SCALE)[0].maxima) / base)
     return {
         "workload": workload.name,
         "operations": len(traced.sites),

@@ -2,205 +2,321 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from helpers import exhaustive_but
+from helpers import INF, exhaustive_but
 from jax import lax
-from tracing import assert_found, half, line_of, total
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from tracing import TWO, assert_found, half, line_of, total
 
 from optax_lossscale.diagnostics import trace_numerics
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-TWO = jnp.array([1.0, 2.0], jnp.float32)
+X64 = jax.config.jax_enable_x64
+CASES = []
 
 
-class TestCalls:
-    def test_a_jitted_function_called_twice(self):
-        @jax.jit
-        def helper(x):
-            return jnp.exp(x)  # helper
+def case(*args, phase="forward", largest=None, scale=1.0, **expected):
+    """Registers a loss function, whose line that breaks ends with its name.
 
-        def loss_fn(w):
-            small = helper(half(w))
-            return total(helper(small * 5.0))
+    Args:
+      *args: Its arguments.
+      phase: The phase of the operation that breaks.
+      largest: The largest loss scale.
+      scale: The loss scale of the trace.
+      **expected: What else is known of the operation.
+    """
 
-        assert_found(trace_numerics(loss_fn, TWO), "helper", primitive="exp")
+    def register(loss_fn):
+        values = loss_fn, args, scale, largest, expected | {"phase": phase}
+        CASES.append(pytest.param(*values, id=loss_fn.__name__))
+        return loss_fn
 
-    def test_functions_of_jax_traced_before(self):
-        def other(x):
-            return jax.nn.softplus(half(x)) * 3e4
-
-        def loss_fn(w):
-            x = jax.nn.softplus(half(w))
-            return total(jax.nn.elu(-jax.nn.silu(x * 6e4)))  # jax.nn
-
-        jax.make_jaxpr(other)(TWO)
-        jax.make_jaxpr(lambda x: jax.nn.silu(half(x)))(TWO)
-        trace = trace_numerics(loss_fn, TWO)
-        assert_found(trace, "jax.nn", primitive="mul")
-        line = line_of("jax.nn", __file__)
-        found = {x.line for x in trace.operations if x.file == __file__}
-        assert found == {line - 1, line}
-
-    def test_jax_nn_overflows_inside(self):
-        def loss_fn(w):
-            return total(jax.nn.silu(half(w) * 2e4) * TWO.astype(jnp.float16))  # silu
-
-        trace = trace_numerics(loss_fn, TWO * 1.5)
-        assert_found(trace, "silu", primitive="mul")
-
-    def test_checkpoint(self):
-        @jax.checkpoint
-        def block(x):
-            return jnp.sin(jnp.square(x))  # checkpoint
-
-        trace = trace_numerics(lambda w: total(block(half(w))), TWO * 300)
-        assert_found(trace, "checkpoint", primitive="square")
-        again = [x for x in trace.operations if x.primitive == "square"]
-        assert {x.phase for x in again} == {"forward", "backward"}
-
-    def test_custom_jvp(self):
-        @jax.custom_jvp
-        def f(x):
-            return x
-
-        @f.defjvp
-        def _(primals, tangents):
-            return f(*primals), tangents[0] * jnp.float16(3e4)  # custom_jvp
-
-        trace = trace_numerics(lambda w: total(f(half(w)) * 4.0), TWO)
-        assert_found(trace, "custom_jvp", "backward", primitive="mul")
-        assert trace.largest_scale == 0.5
-
-    def test_custom_vjp(self):
-        @jax.custom_vjp
-        def f(x):
-            return x
-
-        def backward(_, grads):
-            grads = grads * jnp.float16(3e4)  # custom_vjp
-            return (grads,)
-
-        f.defvjp(lambda x: (x, None), backward)
-        trace = trace_numerics(lambda w: total(f(half(w)) * 4.0), TWO)
-        assert_found(trace, "custom_vjp", "backward", primitive="mul")
-        assert f.bwd is backward
-
-    def test_vmap(self):
-        def one(w, x):
-            return jnp.exp(half(w) * x)  # vmap
-
-        xs = jnp.array([1, 3, 9], jnp.float16)
-        trace = trace_numerics(lambda w: total(jax.vmap(one, (None, 0))(w, xs)), TWO)
-        assert_found(trace, "vmap", primitive="exp", shape=(3, 2))
+    return register
 
 
-class TestLoops:
-    @pytest.mark.parametrize(("reverse", "iteration"), [(False, 3), (True, 4)])
-    def test_scan(self, reverse, iteration):
-        def loss_fn(w, xs):
-            def body(x, y):
-                x = x * y  # scan
-                return x, jnp.sin(x)
-
-            x, out = lax.scan(body, half(w), xs, reverse=reverse)
-            return total(x) + total(out)
-
-        # 2 * 16^4 overflows.
-        xs = jnp.full(8, 16, jnp.float16)
-        trace = trace_numerics(loss_fn, TWO, xs)
-        assert_found(trace, "scan", primitive="mul", iteration=iteration)
-
-    def test_backward_pass_of_a_scan(self):
-        def loss_fn(w):
-            def body(x, _):
-                return x * jnp.float16(8), None  # backward of scan
-
-            x, _ = lax.scan(body, half(w), length=6)
-            return total(x)
-
-        # It runs backwards: 4 * 8^5 is the first that overflows.
-        trace = trace_numerics(loss_fn, TWO * 1e-3, scale=4.0)
-        assert_found(trace, "backward of scan", "backward", iteration=1)
-        assert trace.largest_scale == 2.0**-3
-
-    def test_nested_scans(self):
-        def loss_fn(w):
-            def inner(x, _):
-                return x * jnp.float16(4), None  # nested
-
-            def outer(x, _):
-                return lax.scan(inner, x, length=3)[0], None
-
-            return total(lax.scan(outer, half(w), length=4)[0])
-
-        trace = trace_numerics(loss_fn, TWO)
-        assert_found(trace, "nested", iteration=(2, 1))
-
-    def test_a_state_whose_parts_change_places(self):
-        def loss_fn(w):
-            def inner(state, _):
-                x, y = state
-                return (y, x * jnp.float16(16)), y  # places
-
-            def outer(state, _):
-                state, out = lax.scan(inner, state, length=2)
-                return state, out
-
-            state, out = lax.scan(outer, (half(w), half(w)), length=3)
-            return total(state[0]) + total(out)
-
-        trace = trace_numerics(loss_fn, TWO * 8)
-        # 16 * 16^3, in one part or the other.
-        assert_found(trace, "places", primitive="mul", iteration=(2, 0))
-
-    def test_fori_loop(self):
-        def loss_fn(w):
-            x = lax.fori_loop(0, 9, lambda i, x: x * jnp.float16(8), half(w))  # fori
-            return total(x)
-
-        assert_found(trace_numerics(loss_fn, TWO), "fori", iteration=5 - 1)
-
-    def test_while_loop(self):
-        def loss_fn(w):
-            def body(state):
-                i, x = state
-                return i + 1, x * jnp.float16(256)  # while
-
-            x = lax.stop_gradient(half(w))
-            _, x = lax.while_loop(lambda s: s[0] < 5, body, (0, x))
-            return total(x) + total(w)
-
-        assert_found(trace_numerics(loss_fn, TWO), "while", iteration=1)
-
-    def test_a_loop_that_never_runs(self):
-        def loss_fn(w):
-            body = lambda x, _: (jnp.exp(x), None)  # noqa: E731
-            return total(lax.scan(body, half(w), length=0)[0])
-
-        trace = trace_numerics(loss_fn, TWO)
-        assert trace.findings[0].kind == "fine"
-        assert not [x for x in trace.operations if x.primitive == "exp"]
+@case(TWO, primitive="exp")
+def jit_called_twice(w):
+    helper = jax.jit(lambda x: jnp.exp(x))  # jit_called_twice
+    return total(helper(helper(half(w)) * 5.0))
 
 
-class TestBranches:
-    @pytest.mark.parametrize("chosen", exhaustive_but([0, 1, 2], [1]))
-    def test_switch(self, chosen):
-        def loss_fn(w, index):
-            branches = [jnp.tanh, jnp.exp, jnp.log1p]
-            return total(lax.switch(index, branches, half(w)))
+@case(TWO * 1.5, primitive="mul")
+def jax_nn_overflows_inside(w):
+    w = jax.nn.silu(half(w) * 2e4) * half(TWO)  # jax_nn_overflows_inside
+    return total(w)
 
-        trace = trace_numerics(loss_fn, TWO * 10, jnp.int32(chosen))
-        forward = {x.primitive for x in trace.operations if x.phase == "forward"}
-        names = ["tanh", "exp", "log1p"]
-        assert forward & set(names) == {names[chosen]}
-        assert (trace.first_nonfinite is not None) == (chosen == 1)
 
-    def test_cond_in_a_loop(self):
-        def loss_fn(w):
-            def body(x, i):
-                grow = lambda x: x * jnp.float16(300)  # noqa: E731 # cond
-                return lax.cond(i == 2, grow, jnp.sin, x), None
+@case(TWO, phase="backward", largest=0.5, primitive="mul", in_rule=False)
+def custom_jvp(w):
+    @jax.custom_jvp
+    def f(x):
+        return x
 
-            return total(lax.scan(body, half(w) + 300, jnp.arange(4))[0])
+    @f.defjvp
+    def _(primals, tangents):
+        return f(*primals), tangents[0] * jnp.float16(3e4)  # custom_jvp
 
+    return total(f(half(w)) * 4.0)
+
+
+@case(TWO, phase="backward", largest=0.5, primitive="mul", in_rule=True)
+def custom_vjp(w):
+    f = jax.custom_vjp(lambda x: x)
+    f.defvjp(lambda x: (x, None), lambda _, g: (g * jnp.float16(3e4),))
+    x = f(half(w) * 1.0)  # custom_vjp
+    return total(x * 4.0)
+
+
+@case(TWO, jnp.array([1, 3, 9], jnp.float16), primitive="exp", shape=(3, 2))
+def vmap(w, xs):
+    return total(jax.vmap(lambda x: jnp.exp(half(w) * x))(xs))  # vmap
+
+
+@case(TWO, True, primitive="mul", iteration=4)
+@case(TWO, False, primitive="mul", iteration=3)
+def scan(w, reverse):
+    def body(x, y):
+        x = x * y  # scan
+        return x, jnp.sin(x)
+
+    # 2 * 16^4 overflows.
+    xs = jnp.full(8, 16, jnp.float16)
+    x, out = lax.scan(body, half(w), xs, reverse=reverse)
+    return total(x) + total(out)
+
+
+# It runs backwards: 4 * 8^5 is the first that overflows.
+@case(TWO * 1e-3, phase="backward", largest=2.0**-3, scale=4.0, iteration=1)
+def backward_of_scan(w):
+    def body(x, _):
+        return x * jnp.float16(8), None  # backward_of_scan
+
+    return total(lax.scan(body, half(w), length=6)[0])
+
+
+@case(TWO, iteration=(2, 1))
+def nested_scans(w):
+    def inner(x, _):
+        return x * jnp.float16(4), None  # nested_scans
+
+    def outer(x, _):
+        return lax.scan(inner, x, length=3)[0], None
+
+    return total(lax.scan(outer, half(w), length=4)[0])
+
+
+# 16 * 16^3, in one part or the other.
+@case(TWO * 8, primitive="mul", iteration=(2, 0))
+def parts_change_places(w):
+    def inner(state, _):
+        x, y = state
+        return (y, x * jnp.float16(16)), y  # parts_change_places
+
+    def outer(state, _):
+        return lax.scan(inner, state, length=2)
+
+    state, out = lax.scan(outer, (half(w), half(w)), length=3)
+    return total(state[0]) + total(out)
+
+
+@case(TWO, iteration=4)
+def fori_loop(w):
+    body = lambda i, x: x * jnp.float16(8)  # noqa: E731 # fori_loop
+    return total(lax.fori_loop(0, 9, body, half(w)))
+
+
+@case(TWO, iteration=1)
+def while_loop(w):
+    def body(state):
+        return state[0] + 1, state[1] * jnp.float16(256)  # while_loop
+
+    start = 0, lax.stop_gradient(half(w))
+    return total(lax.while_loop(lambda s: s[0] < 5, body, start)[1]) + total(w)
+
+
+@case(TWO * 2, jax.random.PRNGKey(0), primitive="mul", shape=())
+@case(TWO * 2, jax.random.key(0), primitive="mul", shape=())
+def dropout(w, key):
+    keep = jax.random.bernoulli(key, 0.5, (64,))
+    x = jnp.where(keep, half(w)[0] * 4e4, 0)  # dropout
+    return total(x + jax.random.normal(key, (64,), jnp.float16))
+
+
+@case(TWO, jnp.array([2, 1]), primitive="mul", dtype="complex64")
+def integers_and_complex_numbers(w, i):
+    x = w[jnp.argsort(i)] * 1e30
+    z = lax.complex(x, x) * lax.complex(x, x)  # integers_and_complex_numbers
+    return jnp.real(z).sum() + jnp.imag(z).sum()
+
+
+@case(TWO, primitive="pure_callback", opaque=True)
+def callback(w):
+    x = lax.stop_gradient(half(w))
+    return total(jax.pure_callback(lambda x: x * INF, x, x)) + total(w)  # callback
+
+
+@pytest.mark.parametrize(("loss_fn", "args", "scale", "largest", "expected"), CASES)
+def test_the_line_that_breaks(loss_fn, args, scale, largest, expected):
+    trace = trace_numerics(loss_fn, *args, scale=scale)
+    assert_found(trace, loss_fn.__name__, **expected)
+    assert largest in (None, trace.largest_scale)
+    is_said = "in its backward rule" in trace.findings[0].message
+    assert is_said == expected.get("in_rule", False)
+    is_said = "Not followed in float32: pure_callback" in str(trace)
+    assert is_said == expected.get("opaque", False)
+
+
+def test_functions_of_jax_traced_before():
+    def other(x):
+        return jax.nn.softplus(half(x)) * 3e4
+
+    def loss_fn(w):
+        x = jax.nn.softplus(half(w))
+        return total(jax.nn.elu(-jax.nn.silu(x * 6e4)))  # jax.nn
+
+    jax.make_jaxpr(other)(TWO)
+    jax.make_jaxpr(lambda x: jax.nn.silu(half(x)))(TWO)
+    trace = trace_numerics(loss_fn, TWO)
+    assert_found(trace, "jax.nn", primitive="mul")
+    line = line_of("jax.nn", __file__)
+    assert {x.line for x in trace.operations if x.file == __file__} == {line - 1, line}
+
+
+def test_checkpoint():
+    @jax.checkpoint
+    def block(x):
+        return jnp.sin(jnp.square(x))  # checkpoint
+
+    trace = trace_numerics(lambda w: total(block(half(w))), TWO * 300)
+    assert_found(trace, "checkpoint", primitive="square")
+    again = [x for x in trace.operations if x.primitive == "square"]
+    assert {x.phase for x in again} == {"forward", "backward"}
+
+
+@pytest.mark.parametrize("chosen", exhaustive_but([0, 1, 2], [1]))
+def test_switch(chosen):
+    names = ["tanh", "exp", "log1p"]
+
+    def loss_fn(w, index):
+        return total(lax.switch(index, [getattr(jnp, x) for x in names], half(w)))
+
+    trace = trace_numerics(loss_fn, TWO * 10, jnp.int32(chosen))
+    forward = {x.primitive for x in trace.operations if x.phase == "forward"}
+    assert forward & set(names) == {names[chosen]}
+    assert (trace.first_nonfinite is not None) == (chosen == 1)
+
+
+def test_leaks_nothing():
+    def loss_fn(w):
+        def body(x, i):
+            return lax.cond(i == 2, lambda x: x * jnp.float16(300), jnp.sin, x), None
+
+        return total(lax.scan(body, half(w) + 300, jnp.arange(4))[0])
+
+    with jax.checking_leaks():
         assert trace_numerics(loss_fn, TWO).first_nonfinite is None
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda w: total(lax.scan(lambda x, _: (jnp.exp(x), None), w, length=0)[0]),
+        lambda w: total(jnp.exp(w[:0])) + total(w),
+    ],
+)
+def test_what_never_runs_and_empty_arrays(loss_fn):
+    trace = trace_numerics(lambda w: loss_fn(half(w)), TWO)
+    assert trace.findings[0].kind == "fine"
+    ran = [x for x in trace.operations if x.shape != (0,)]
+    assert "exp" not in {x.primitive for x in ran}
+
+
+class TestDtypes:
+    @pytest.mark.skipif(not X64, reason="needs float64")
+    def test_float64(self):
+        def loss_fn(w):
+            return jnp.sum(jnp.exp(w * 400))  # float64
+
+        trace = trace_numerics(loss_fn, TWO.astype(jnp.float64))
+        assert_found(trace, "float64", primitive="exp", dtype="float64")
+
+    def test_bfloat16(self):
+        def loss_fn(w):
+            return total(jnp.exp(w.astype(jnp.bfloat16) * 60))  # bfloat16
+
+        trace = trace_numerics(loss_fn, TWO, dtype="bfloat16")
+        assert trace.computes_in_dtype
+        assert_found(trace, "bfloat16", primitive="exp", dtype="bfloat16")
+
+    def test_float8(self):
+        def loss_fn(w):
+            x = half((w * 250).astype(jnp.float8_e5m2))
+            return total(x * x)  # float8
+
+        trace = trace_numerics(loss_fn, TWO, dtype="float8_e5m2")
+        assert trace.computes_in_dtype
+        assert_found(trace, "float8", primitive="mul", dtype="float16")
+
+    @pytest.mark.parametrize(
+        ("own", "dtype", "factor", "end"),
+        [
+            ("float32", "float16", 6e4, "2^16"),
+            ("float32", "float8_e4m3fn", 400, "2^9"),
+            ("bfloat16", "float16", 1e5, "2^16"),
+        ],
+    )
+    def test_a_program_in_another_dtype(self, own, dtype, factor, end):
+        def loss_fn(w):
+            return total(w.astype(own) * jnp.asarray(factor, own))  # would
+
+        trace = trace_numerics(loss_fn, TWO, dtype=dtype)
+        assert not trace.computes_in_dtype
+        assert trace.first_nonfinite is None
+        finding = trace.findings[0]
+        assert finding.kind == "would_overflow"
+        assert finding.operation.dtype == own
+        assert finding.operation.line == line_of("would", __file__)
+        assert f"{dtype} ends at {end}" in finding.message
+        assert np.isclose(trace.loss, 3 * factor, rtol=1e-2)
+        assert f"No operation computes in {dtype}" in str(trace)
+
+    def test_a_bfloat16_program_that_overflows_in_float16_alone(self):
+        def loss_fn(w):
+            return total(w.astype(jnp.bfloat16) * jnp.bfloat16(1e5))
+
+        trace = trace_numerics(loss_fn, TWO, dtype="bfloat16")
+        assert trace.findings[0].kind == "fine"
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
+class TestDevices:
+    def mesh(self):
+        return jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+
+    def test_sharded_arrays(self):
+        mesh = self.mesh()
+        x = jax.device_put(jnp.arange(4.0) * 3e2, NamedSharding(mesh, P("x")))
+        w = jax.device_put(TWO, NamedSharding(mesh, P()))
+
+        def loss_fn(w, x):
+            return total(jnp.square(half(w)[:, None] * half(x)))  # sharded
+
+        assert_found(trace_numerics(loss_fn, w, x), "sharded", primitive="square")
+
+    @pytest.mark.parametrize("check_vma", exhaustive_but([True, False], [True]))
+    def test_shard_map(self, check_vma):
+        def local(w, x):
+            y = half(w) * half(x)  # shard_map
+            y, _ = lax.scan(lambda y, _: (jnp.sin(y), None), y, length=2)
+            y = lax.cond(w[0] > 0, jnp.cos, jnp.sin, y)
+            return lax.psum(total(y), "x")
+
+        specs = {"in_specs": (P(), P("x")), "out_specs": P()}
+        loss_fn = jax.shard_map(local, mesh=self.mesh(), check_vma=check_vma, **specs)
+        # Only the second device overflows.
+        x = jnp.array([1.0, 2.0, 3.0, 6e4])
+        trace = trace_numerics(loss_fn, TWO, x)
+        assert_found(trace, "shard_map", primitive="mul", shape=(2,))
+        assert trace.first_nonfinite.output.infs == 0.25
+        assert np.isnan(trace.loss)

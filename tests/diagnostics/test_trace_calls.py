@@ -1,6 +1,5 @@
 """`trace_numerics`: its arguments, its reports, and every number in them."""
 
-import csv
 import json
 from collections import Counter
 
@@ -11,18 +10,14 @@ import optax
 import pytest
 from helpers import INF, NAN
 from jax import lax
-from tracing import run_eagerly, total
+from tracing import TWO, half, run_eagerly, total
 
 from optax_lossscale import LossScaleOptimizer
 from optax_lossscale.diagnostics import trace_numerics
 
-W = jnp.array([1.0, 2.0], jnp.float32)
-# Two names of `jax.jit` in jaxprs, old and new.
-CALLS = ("jit", "pjit", "custom_jvp_call", "custom_vjp_call")
-
 
 def loss_fn(w, x=1.0):
-    return total(jnp.square(w.astype(jnp.float16) * x))
+    return total(jnp.square(half(w) * x))
 
 
 def mlp_loss(params, x):
@@ -64,24 +59,13 @@ class TestNumbers:
 
     def test_what_it_would_be_in_float32(self):
         def loss_fn(w):
-            return total(jnp.exp(w.astype(jnp.float16) * 10.0))
+            return total(jnp.exp(half(w) * 10.0))
 
-        trace = trace_numerics(loss_fn, W)
+        trace = trace_numerics(loss_fn, TWO)
         found = trace.first_nonfinite
         assert np.isclose(found.output.float32_largest, np.exp(20.0))
         assert np.isclose(trace.float32_loss, np.exp(10.0) + np.exp(20.0))
         assert trace.loss == INF
-
-    @pytest.mark.parametrize("exponent", [3, 8])
-    def test_the_largest_scale(self, exponent):
-        def loss_fn(w):
-            return total(w.astype(jnp.float16) * 2.0**exponent)
-
-        largest = trace_numerics(loss_fn, W).largest_scale
-        assert largest == 2.0 ** (15 - exponent)
-        for scale in (largest, 2 * largest):
-            grads = jax.grad(lambda w, s=scale: loss_fn(w) * s)(W)
-            assert np.isfinite(grads).all() == (scale == largest)
 
 
 def numbers(x):
@@ -108,32 +92,34 @@ class TestFindings:
         ],
     )
     def test_the_advice_is_about_what_float32_would_do(self, function, advice):
-        trace = trace_numerics(lambda w: total(function(w.astype(jnp.float16))), W)
+        trace = trace_numerics(lambda w: total(function(half(w))), TWO)
         assert advice in trace.findings[0].message
 
     def test_a_sound_program(self):
-        trace = trace_numerics(loss_fn, W, scale=2.0**10)
+        trace = trace_numerics(loss_fn, TWO, scale=2.0**10)
         assert [x.kind for x in trace.findings] == ["fine"]
         assert trace.first_nonfinite is None
         assert trace.loss == trace.float32_loss == 5
         assert (trace.scale, trace.dtype) == (2.0**10, "float16")
 
     def test_an_inf_that_is_swallowed(self):
-        trace = trace_numerics(lambda w: total(jnp.tanh(jnp.exp(w * 1e4))), W)
+        trace = trace_numerics(lambda w: total(jnp.tanh(jnp.exp(w * 1e4))), TWO)
         assert trace.first_nonfinite.primitive == "exp"
         assert trace.loss == 2
         assert trace.findings[0].kind == "forward"
 
-    @pytest.mark.parametrize("bad", [INF, NAN])
-    def test_what_it_was_given(self, bad):
-        x = jnp.array([1, bad], jnp.float16)
-        for trace, name in (
-            (trace_numerics(loss_fn, W, x=x), "argument x"),
-            (trace_numerics(loss_fn, W, x), "argument args[0]"),
-            (trace_numerics(loss_fn, W * x.astype(jnp.float32)), "parameter params"),
-        ):
-            assert trace.findings[0].kind == "nonfinite_argument"
-            assert name in trace.findings[0].message
+    @pytest.mark.parametrize(
+        ("name", "args", "kwargs"),
+        [
+            ("argument x", (TWO,), {"x": jnp.array([1, INF], jnp.float16)}),
+            ("argument args[0]", (TWO, jnp.array([1, NAN], jnp.float16)), {}),
+            ("parameter params", (TWO * NAN,), {}),
+        ],
+    )
+    def test_an_argument_that_is_not_finite(self, name, args, kwargs):
+        finding, *_ = trace_numerics(loss_fn, *args, **kwargs).findings
+        assert finding.kind == "nonfinite_argument"
+        assert name in finding.message
 
     def test_a_masked_row_is_fine(self):
         def loss_fn(w):
@@ -141,7 +127,7 @@ class TestFindings:
             x = jnp.where(jnp.eye(2, dtype=bool), x, -INF)
             return total(jax.nn.softmax(x) * x.shape[0])
 
-        assert trace_numerics(loss_fn, W).first_nonfinite is None
+        assert trace_numerics(loss_fn, TWO).first_nonfinite is None
 
 
 class TestArguments:
@@ -150,60 +136,46 @@ class TestArguments:
             assert (power, names, none) == (2, ["a"], None)
             return total(activation(params["w"] ** power)), {"aux": names}
 
-        params = {"w": W, "steps": jnp.arange(3), "name": "model", "none": None}
+        params = {"w": TWO, "steps": jnp.arange(3), "name": "model", "none": None}
         trace = trace_numerics(
             loss_fn, params, jnp.tanh, power=2, names=["a"], has_aux=True
         )
         assert np.isclose(trace.loss, np.tanh(1) + np.tanh(4))
 
-    @pytest.mark.parametrize("masked", [False, True])
-    def test_state(self, masked):
+    @pytest.mark.parametrize("is_inside", [False, True])
+    def test_state(self, is_inside):
         optimizer = LossScaleOptimizer(optax.sgd(0.1), initial_scale=2.0**14)
-        if masked:
+        if is_inside:
             optimizer = optax.masked(optimizer, {"w": True, "b": False})
-        state = optimizer.init({"w": W, "b": W})
-        trace = trace_numerics(
-            lambda p, x: loss_fn(p["w"] + p["b"], x), {"w": W, "b": W}, 1.0, state=state
-        )
+        params = {"w": TWO, "b": TWO}
+        state = optimizer.init(params)
+        trace = trace_numerics(lambda p: loss_fn(p["w"] + p["b"]), params, state=state)
         assert trace.scale == 2.0**14
         assert trace.findings[0].kind == "scale_too_high"
         assert trace.largest_scale == 2.0**12
 
-    def test_several_losses(self):
-        optimizer = LossScaleOptimizer(
-            optax.sgd(0.1), initial_scale=2.0**14, num_losses=2
-        )
-
-        def losses(w):
-            return loss_fn(w), loss_fn(w) / 2.0**20
-
-        trace = trace_numerics(losses, W, state=optimizer.init(W))
-        assert trace.scale == (2.0**14, 2.0**14)
-        assert trace.largest_scale == (2.0**13, 2.0**33)
-        assert trace.first_nonfinite.loss == 0
-        assert len(trace.loss) == len(trace.float32_loss) == 2
-        assert trace_numerics(losses, W, scale=[1, 2]).scale == (1, 2)
+    @pytest.mark.parametrize("scale", [2, np.float32(2), jnp.float32(2)])
+    def test_scale(self, scale):
+        assert trace_numerics(loss_fn, TWO, scale=scale).scale == 2.0
 
     @pytest.mark.parametrize(
         ("error", "match", "options"),
         [
-            (ValueError, "state or scale", {"scale": 1.0, "state": W}),
+            (ValueError, "state or scale", {"scale": 1.0, "state": TWO}),
             (ValueError, "scale", {"scale": 0.0}),
             (ValueError, "scale", {"scale": 2.0**127}),
             (ValueError, "scale", {"scale": NAN}),
-            (ValueError, r"scale\[1\]", {"scale": [1.0, INF]}),
-            (ValueError, "scale", {"scale": [[1.0]]}),
+            (ValueError, "one by one", {"scale": [1.0, 2.0]}),
             (ValueError, "dtype", {"dtype": "float32"}),
             (ValueError, "dtype", {"dtype": "int8"}),
             ((ValueError, TypeError), "dtype", {"dtype": "half precision"}),
-            (ValueError, "state", {"state": {"w": W}}),
+            (ValueError, "state", {"state": {"w": TWO}}),
             (TypeError, "has_aux", {"has_aux": True}),
-            (TypeError, "2 loss", {"scale": [1.0, 2.0]}),
         ],
     )
     def test_wrong_arguments(self, error, match, options):
         with pytest.raises(error, match=match):
-            trace_numerics(loss_fn, W, **options)
+            trace_numerics(loss_fn, TWO, **options)
 
     @pytest.mark.parametrize("params", [{}, None, {"n": 1}, jnp.arange(3)])
     def test_params_without_arrays(self, params):
@@ -221,44 +193,26 @@ class TestArguments:
     )
     def test_a_loss_that_is_no_real_scalar(self, loss_fn):
         with pytest.raises(TypeError, match=r"loss|scalar|real"):
-            trace_numerics(loss_fn, W)
+            trace_numerics(loss_fn, TWO)
 
     def test_under_jit(self):
         with pytest.raises(TypeError, match="trace_numerics"):
-            jax.jit(lambda w: trace_numerics(loss_fn, w).loss)(W)
+            jax.jit(lambda w: trace_numerics(loss_fn, w).loss)(TWO)
 
 
-class TestReports:
-    @pytest.fixture
-    def trace(self):
-        def loss_fn(w):
-            x = w.astype(jnp.float16)
-            for i in range(8):
-                x = jnp.exp(x) if i % 2 else -x * 1e3
-            return total(x)
+def test_report_and_table():
+    def loss_fn(w):
+        x = half(w)
+        for i in range(8):
+            x = jnp.exp(x) if i % 2 else -x * 1e3
+        return total(x)
 
-        return trace_numerics(loss_fn, W * jnp.array([1.0, -1.0]), scale=2.0**10)
-
-    def test_one_screen(self, trace):
-        lines = str(trace).splitlines()
-        assert 2 <= len(lines) <= 30
-        assert max(map(len, lines)) <= 79
-        assert "exp" in lines[0] + lines[1]
-
-    def test_csv(self, trace, tmp_path):
-        trace.to_csv(tmp_path / "trace.csv")
-        with (tmp_path / "trace.csv").open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        assert len(rows) == len(trace.operations)
-        for row, operation in zip(rows, trace.operations, strict=True):
-            assert row["primitive"] == operation.primitive
-            assert int(row["line"]) == operation.line
-            assert float(row["largest"]) == operation.output.largest
-
-    def test_json(self, trace, tmp_path):
-        trace.to_json(tmp_path / "trace.json")
-        found = json.loads((tmp_path / "trace.json").read_text())
-        assert found["first_nonfinite"]["primitive"] == "exp"
-        assert len(found["operations"]) == len(trace.operations)
-        assert found["findings"][0]["message"] == trace.findings[0].message
-        assert found["scale"] == 2.0**10
+    trace = trace_numerics(loss_fn, TWO * jnp.array([1.0, -1.0]), scale=2.0**10)
+    lines = str(trace).splitlines()
+    assert 2 <= len(lines) <= 30
+    assert max(map(len, lines)) <= 79
+    assert "exp" in " ".join(lines[:3])
+    rows = [x._asdict() | x.output._asdict() for x in trace.operations]
+    found = json.loads(json.dumps(rows))
+    assert [x["primitive"] for x in found] == [x.primitive for x in trace.operations]
+    assert [x["largest"] for x in found] == [x.output.largest for x in trace.operations]

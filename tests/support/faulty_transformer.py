@@ -2,7 +2,7 @@
 
 Each fault is one computation in float16, or one wrong input, that breaks a step. The
 line to change ends in `# fault: NAME`. If another line breaks first, it ends in
-`# breaks: NAME`. Mended, the model computes the line to change in its sound form.
+`# breaks: NAME`.
 
     faulty = faulty_transformer.plant("gelu")
     jax.value_and_grad(faulty.loss_fn)(faulty.params, *faulty.args)
@@ -20,6 +20,7 @@ import numpy as np
 
 LAYERS, WIDTH, HEADS = 4, 32, 2
 BATCH, CONTEXT, VOCABULARY = 2, 16, 64
+HALF = jnp.float16
 
 
 class Fault(NamedTuple):
@@ -65,7 +66,6 @@ class Faulty(NamedTuple):
       scale: The loss scale to use.
       lines: The file and the number of each line that may break first. For "data",
         the line that reads the argument with the nan.
-      causes: The lines to change, which differ from `lines` only for "sum".
     """
 
     loss_fn: Callable[..., jax.Array]
@@ -73,48 +73,29 @@ class Faulty(NamedTuple):
     args: tuple[Any, ...]
     scale: float
     lines: set[tuple[str, int]]
-    causes: set[tuple[str, int]]
 
 
-def plant(
-    name: str | None, *, mended: bool = False, dtype: Any = jnp.float16
-) -> Faulty:
+def plant(name: str | None, *, layers: int = LAYERS) -> Faulty:
     """Returns the transformer with one fault, or without any.
 
     Args:
       name: The name of one of `FAULTS`, or None for the sound model.
-      mended: Whether the fault is mended. Parameters and batch stay as they are, except
-        that the data have no nan.
-      dtype: The dtype of the computation. With float32, no fault breaks anything except
-        the nan in the data.
+      layers: The number of layers. A residual stream needs four to overflow.
     """
-    params, batch = inputs(name, mended=mended)
+    params, batch = inputs(name, layers)
     scale = next((f.scale for f in FAULTS if f.name == name), 2.0**10)
-    loss_fn = partial(loss, fault=None if mended else name, dtype=dtype)
-    return Faulty(loss_fn, params, (batch,), scale, *marked(name, __file__))
+    source = Path(__file__).read_text(encoding="utf-8").splitlines()
+    marked = {
+        kind: {
+            (__file__, i) for i, x in enumerate(source, 1) if f"# {kind}: {name}" in x
+        }
+        for kind in ("fault", "breaks")
+    }
+    lines = marked["breaks"] or marked["fault"]
+    return Faulty(partial(loss, fault=name), params, (batch,), scale, lines)
 
 
-def marked(name: str | None, *files: str) -> tuple[set, set]:
-    """Returns the lines that break and the lines to change, as files and numbers.
-
-    Args:
-      name: The name of a fault.
-      *files: Source files. The first with a marker counts.
-    """
-
-    def lines(marker):
-        for file in files:
-            source = Path(file).read_text(encoding="utf-8").splitlines()
-            found = {(file, i) for i, line in enumerate(source, 1) if marker in line}
-            if found:
-                return found
-        return set()
-
-    causes = lines(f"  # fault: {name}")
-    return lines(f"  # breaks: {name}") or causes, causes
-
-
-def inputs(name: str | None, *, mended: bool = False) -> tuple[Any, dict[str, Any]]:
+def inputs(name: str | None, layers: int) -> tuple[Any, dict[str, Any]]:
     """Returns parameters and a batch with which the fault breaks the step."""
     vocabulary = 4096 if name == "softmax" else VOCABULARY
     random = np.random.default_rng(0)
@@ -125,7 +106,7 @@ def inputs(name: str | None, *, mended: bool = False) -> tuple[Any, dict[str, An
 
     shapes = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH)}
     shapes |= {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
-    blocks = [{k: normal(*s) for k, s in shapes.items()} for _ in range(LAYERS)]
+    blocks = [{k: normal(*s) for k, s in shapes.items()} for _ in range(layers)]
     params: dict[str, Any] = {
         "embed": normal(vocabulary, WIDTH, std=1.0),
         "positions": normal(CONTEXT, WIDTH, std=1.0),
@@ -162,59 +143,57 @@ def inputs(name: str | None, *, mended: bool = False) -> tuple[Any, dict[str, An
                 block["down"] *= 16000
         case "logarithm":
             params["bias"][batch["tokens"][0, 5]] = -24
-        case "data" if not mended:
+        case "data":
             batch["features"][1, 2, 3] = np.nan
     return jax.tree.map(jnp.asarray, (params, batch))
 
 
-def normalize(x: jax.Array, dtype: Any, fault: str | None) -> jax.Array:
+def normalize(x: jax.Array, fault: str | None) -> jax.Array:
     """Returns `x` with mean 0 and variance 1."""
-    x = x.astype(dtype if fault == "variance" else jnp.float32)
+    x = x.astype(HALF if fault == "variance" else jnp.float32)
     x = x - x.mean(-1, keepdims=True)
     variance = jnp.square(x).mean(-1, keepdims=True)  # fault: variance
-    return (x * jax.lax.rsqrt(variance + 1e-5)).astype(dtype)
+    return (x * jax.lax.rsqrt(variance + 1e-5)).astype(HALF)
 
 
-def attend(x: jax.Array, block: Any, dtype: Any, fault: str | None) -> jax.Array:
+def attend(x: jax.Array, block: Any, fault: str | None) -> jax.Array:
     """Returns causal self-attention over `x`, [batch, time, channel]."""
-    qkv = normalize(x, dtype, fault) @ block["qkv"]
+    qkv = normalize(x, fault) @ block["qkv"]
     q, k, v = jnp.split(qkv.reshape(*x.shape[:2], 3 * HEADS, -1), 3, axis=2)
     if fault != "logits":
         q, k = q.astype(jnp.float32) * q.shape[-1] ** -0.5, k.astype(jnp.float32)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)  # fault: logits
     causal = jnp.tri(x.shape[1], dtype=bool)
     if fault == "mask":
-        scores = scores.astype(dtype)
-        scores += (1 - causal.astype(dtype)) * -1e9  # fault: mask
+        scores = scores.astype(HALF)
+        scores += (1 - causal.astype(HALF)) * -1e9  # fault: mask
     else:
         scores = jnp.where(causal, scores.astype(jnp.float32), -jnp.inf)
-    weights = jax.nn.softmax(scores).astype(dtype)
+    weights = jax.nn.softmax(scores).astype(HALF)
     mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
     return (mixed.reshape(x.shape) @ block["out"]).astype(x.dtype)
 
 
-def feed_forward(x: jax.Array, block: Any, dtype: Any, fault: str | None) -> jax.Array:
+def feed_forward(x: jax.Array, block: Any, fault: str | None) -> jax.Array:
     """Returns the two layers with a GELU between them."""
-    h = normalize(x, dtype, fault) @ block["up"]
+    h = normalize(x, fault) @ block["up"]
     if fault != "gelu":
         h = h.astype(jnp.float32)
     h = 0.5 * h * (1 + jnp.tanh(0.79788 * (h + 0.044715 * h**3)))  # fault: gelu
-    return (h.astype(dtype) @ block["down"]).astype(x.dtype)
+    return (h.astype(HALF) @ block["down"]).astype(x.dtype)
 
 
-def loss(
-    params: Any, batch: Any, *, fault: str | None = None, dtype: Any = jnp.float16
-) -> jax.Array:
+def loss(params: Any, batch: Any, *, fault: str | None) -> jax.Array:
     """Returns the loss of predicting each next token, f32[]."""
-    params = jax.tree.map(lambda p: p.astype(dtype), params)
+    params = jax.tree.map(lambda p: p.astype(HALF), params)
     x = params["embed"][batch["tokens"][:, :-1]] + params["positions"]
-    x = x + batch["features"].astype(dtype)  # fault: data
+    x = x + batch["features"].astype(HALF)  # fault: data
     if fault != "residual":
         x = x.astype(jnp.float32)
     for block in params["blocks"]:
-        x = x + attend(x, block, dtype, fault)  # fault: residual
-        x = x + feed_forward(x, block, dtype, fault)  # fault: residual
-    x = normalize(x, dtype, fault)
+        x = x + attend(x, block, fault)  # fault: residual
+        x = x + feed_forward(x, block, fault)  # fault: residual
+    x = normalize(x, fault)
     logits = x @ params["head"] + params["bias"]  # breaks: sum
     return objective(logits, batch, fault)
 

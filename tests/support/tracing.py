@@ -6,6 +6,8 @@ import jax.numpy as jnp
 
 from optax_lossscale.diagnostics._trace import equations
 
+TWO = jnp.array([1.0, 2.0], jnp.float32)
+
 
 def line_of(mark, file):
     """Returns the number of the line of a file that ends with a comment."""
@@ -44,7 +46,8 @@ def run_eagerly(jaxpr, consts, args):
     for equation in jaxpr.eqns:
         inputs = list(map(read, equation.invars))
         if equation.primitive.name in equations.CALLS:
-            found = yield from run_eagerly(*equations.called_jaxpr(equation), inputs)
+            inner = equations.opened(equations.called_jaxpr(equation))
+            found = yield from run_eagerly(*inner, inputs)
         elif equation.primitive.name == "scan":
             found = yield from _scan_eagerly(equation, inputs)
         else:

@@ -10,39 +10,32 @@ from jax.core import eval_jaxpr
 from jax.sharding import PartitionSpec
 
 from optax_lossscale.diagnostics._trace import equations, statistics
-from optax_lossscale.diagnostics._trace.statistics import Recorder
 from optax_lossscale.diagnostics._trace.values import (
     Loop,
     Place,
     Value,
-    is_apart,
-    join,
+    keys_of,
     pack,
     unpack,
 )
 
 
 def run_cond(
-    interpreter: Any,
-    equation: Any,
-    inputs: list[Value],
-    place: Place,
-    recorder: Recorder,
+    interpreter: Any, equation: Any, inputs: list[Value], place: Place
 ) -> list[Value]:
     """Follows every branch; only the one that is taken is measured."""
     index, *operands = inputs
     branches = equation.params["branches"]
+    measured: list[Any] = [None] * len(branches)
     results: list[Any] = [None] * len(branches)
 
     def make(k):
         def branch(packed):
-            own = interpreter.new_recorder()
-            inner = place._replace(key=(*place.key, f"branch {k}"))
-            values = unpack(packed, operands)
-            jaxpr, consts = branches[k].jaxpr, branches[k].consts
-            out = interpreter.enter(jaxpr, consts, values, inner, own)
-            results[k] = (own.keys, out)
-            return pack(out, apart=True), own.finish()
+            inner = place.inside(f"branch {k}")
+            values = unpack(packed, keys_of(operands))
+            out = interpreter.enter(branches[k], values, inner)
+            measured[k], results[k] = inner.recorder.keys, keys_of(out)
+            return pack(out, apart=True), inner.recorder.finish()
 
         return branch
 
@@ -67,102 +60,81 @@ def run_cond(
         pairs = zip(chosen, platforms, strict=True)
         by_name = {x: f for f, names in pairs for x in names or ("default",)}
         out, found = lax.platform_dependent(packed, **by_name)
-    recorder.extend([key for keys, _ in results for key in keys], found)
-    columns = zip(*(out for _, out in results), strict=True)
-    keys = [tuple(k for x in column for k in x.keys) for column in columns]
-    return join(out, keys)
+    place.recorder.extend([key for keys in measured for key in keys], found)
+    return unpack(out, [sum(keys, ()) for keys in zip(*results, strict=True)])
 
 
 def run_scan(
-    interpreter: Any,
-    equation: Any,
-    inputs: list[Value],
-    place: Place,
-    recorder: Recorder,
+    interpreter: Any, equation: Any, inputs: list[Value], place: Place
 ) -> list[Value]:
     """Follows a scan."""
     params = equation.params
     n, m = equations.scan_counts(equation)
     consts, carry, xs = inputs[:n], inputs[n : n + m], inputs[n + m :]
-    loop = Loop(params["length"], params["reverse"])
-    closed = params["jaxpr"]
 
-    def body(values, x, inner, own):
-        x = unpack(x, xs)
-        args = [*consts, *values, *x]
-        out = interpreter.enter(closed.jaxpr, closed.consts, args, inner, own)
+    def body(values, x, inner):
+        args = [*consts, *values, *unpack(x, keys_of(xs))]
+        out = interpreter.enter(params["jaxpr"], args, inner)
         return out[:m], out[m:]
 
     def loop_over(step, state):
-        return lax.scan(
-            step, state, pack(xs), length=params["length"],
-            reverse=params["reverse"], unroll=params["unroll"],
-        )  # fmt: skip
+        options = {name: params[name] for name in ("length", "reverse", "unroll")}
+        return lax.scan(step, state, pack(xs), **options)
 
     def first_of(x):
         return x[0] if params["length"] else jnp.zeros(x.shape[1:], x.dtype)
 
     first = jax.tree.map(first_of, pack(xs))
-    return _loop(interpreter, body, loop_over, carry, first, loop, place, recorder)
+    loop = Loop(params["length"], params["reverse"])
+    return _loop(interpreter, body, loop_over, carry, first, loop, place)
 
 
 def run_while(
-    interpreter: Any,
-    equation: Any,
-    inputs: list[Value],
-    place: Place,
-    recorder: Recorder,
+    interpreter: Any, equation: Any, inputs: list[Value], place: Place
 ) -> list[Value]:
     """Follows a while loop. The last time, its condition is not measured."""
     params = equation.params
     n, m = params["cond_nconsts"], params["body_nconsts"]
     asked, consts, carry = inputs[:n], inputs[n : n + m], inputs[n + m :]
-    condition, closed = params["cond_jaxpr"], params["body_jaxpr"]
+    condition = params["cond_jaxpr"]
 
-    def body(values, _, inner, own):
+    def body(values, _, inner):
         asking = inner._replace(key=(*inner.key, "condition"))
-        args = [*asked, *values]
-        interpreter.enter(condition.jaxpr, condition.consts, args, asking, own)
-        args = [*consts, *values]
-        return interpreter.enter(closed.jaxpr, closed.consts, args, inner, own), []
+        interpreter.enter(condition, [*asked, *values], asking)
+        return interpreter.enter(params["body_jaxpr"], [*consts, *values], inner), []
 
     def continues(state):
-        values = [x.real for x in join(state[2], [()] * len(carry))]
-        args = [*(x.real for x in asked), *values]
+        args = [*(x.real for x in asked), *(real for real, _ in state[2])]
         (again,) = eval_jaxpr(condition.jaxpr, condition.consts, *args)
         return again
 
     def loop_over(step, state):
-        state = lax.while_loop(continues, lambda s: step(s, None)[0], state)
-        return state, ([], [])
+        return lax.while_loop(continues, lambda s: step(s, None)[0], state), []
 
-    return _loop(interpreter, body, loop_over, carry, None, Loop(), place, recorder)
+    return _loop(interpreter, body, loop_over, carry, None, Loop(), place)
 
 
-def _loop(interpreter, body, loop_over, carry, x, loop, place, recorder):
+def _loop(interpreter, body, loop_over, carry, x, loop, place):
     """Runs a loop whose state also holds statistics.
 
     Args:
       interpreter: The interpreter.
-      body: Maps values, a slice, a place and a recorder to values and outputs.
+      body: Maps values, a slice and a place to values and outputs.
       loop_over: Runs a function of state and slice on an initial state.
       carry: The initial values.
       x: One slice.
       loop: What is known of the loop.
       place: Where it is.
-      recorder: The recorder around it.
     """
-    inner = place._replace(key=(*place.key, "loop"), loops=(*place.loops, loop))
-    states = [(*inner.key, "state", i) for i in range(len(carry))]
+    states = [(*place.key, "loop", "state", i) for i in range(len(carry))]
     known: dict[str, Any] = {}
 
     def step(state, x):
         index, total, packed = state
-        own = interpreter.new_recorder()
-        values = join(packed, [(key,) for key in states])
-        new, out = body(values, x, inner, own)
-        known.update(keys=own.keys, new=new, out=out)
-        found = statistics.in_iteration(own.finish(), index)
+        inner = place.inside("loop", loop)
+        new, out = body(unpack(packed, [(key,) for key in states]), x, inner)
+        known.update(keys=inner.recorder.keys, new=keys_of(new), out=keys_of(out))
+        found = statistics.in_iteration(inner.recorder.finish(), index)
         if total is not None:
             found = statistics.merge(total, found)
         return (index + 1, found, pack(new, apart=True)), pack(out, apart=True)
@@ -171,14 +143,10 @@ def _loop(interpreter, body, loop_over, carry, x, loop, place, recorder):
     (_, shapes, _), _ = jax.eval_shape(step, start, x)
     total = _neutral(interpreter, shapes)
     (_, found, packed), out = loop_over(step, (start[0], total, start[2]))
-    recorder.extend(known["keys"], found)
-    new = [x.keys for x in known["new"]]
-    leave = _sources(interpreter, states, [x.keys for x in carry], new)
+    place.recorder.extend(known["keys"], found)
+    leave = _sources(interpreter, states, keys_of(carry), known["new"])
     ends = [leave((key,)) for key in states]
-    return [
-        *join(packed, ends),
-        *join(out, [leave(y.keys) for y in known["out"]]),
-    ]
+    return [*unpack(packed, ends), *unpack(out, map(leave, known["out"]))]
 
 
 def _sources(interpreter, states, old, new):
@@ -216,11 +184,7 @@ def _neutral(interpreter, like):
 
 
 def run_shard_map(
-    interpreter: Any,
-    equation: Any,
-    inputs: list[Value],
-    place: Place,
-    recorder: Recorder,
+    interpreter: Any, equation: Any, inputs: list[Value], place: Place
 ) -> list[Value]:
     """Follows the program of each device."""
     params = equation.params
@@ -231,33 +195,22 @@ def run_shard_map(
 
     def body(zero, varying, packed):
         interpreter.zero, interpreter.varying = zero, varying[0]
-        own = interpreter.new_recorder()
-        out = interpreter.run(params["jaxpr"], (), unpack(packed, inputs), place, own)
-        known.update(keys=own.keys, out=out)
-        found = jax.tree.map(lambda x: x[None], own.finish())
+        inner = place.inside("device")
+        values = unpack(packed, keys_of(inputs))
+        out = interpreter.enter(params["jaxpr"], values, inner)
+        known.update(keys=inner.recorder.keys, out=keys_of(out))
+        found = jax.tree.map(lambda x: x[None], inner.recorder.finish())
         return pack(out, apart=True), found
 
-    def specs(values, given, apart=False):
-        reals = list(given)
-        pairs = zip(values, given, strict=True)
-        return reals, [spec for x, spec in pairs if is_apart(x, apart)]
-
-    out_types = [Value(v.aval, v.aval) for v in equation.outvars]
+    # A value and its shadow are sharded alike.
     out, found = jax.shard_map(
         body,
         mesh=params["mesh"],
-        in_specs=(
-            PartitionSpec(),
-            PartitionSpec(axes),
-            specs(inputs, params["in_specs"]),
-        ),
-        out_specs=(
-            specs(out_types, params["out_specs"], True),
-            PartitionSpec(axes),
-        ),
+        in_specs=(PartitionSpec(), PartitionSpec(axes), list(params["in_specs"])),
+        out_specs=(list(params["out_specs"]), PartitionSpec(axes)),
         axis_names=set(axes),
         check_vma=params["check_vma"],
     )(interpreter.zero, jnp.zeros(devices, jnp.int32), pack(inputs))
     interpreter.zero, interpreter.varying = outer
-    recorder.extend(known["keys"], statistics.over_devices(found))
-    return join(out, [x.keys for x in known["out"]])
+    place.recorder.extend(known["keys"], statistics.over_devices(found))
+    return unpack(out, known["out"])

@@ -4,12 +4,11 @@ What this folder knows about JAX's primitives and its internals is here, but for
 and branches: see `control_flow`.
 """
 
-import contextlib
+import functools
 import os
 import re
 import sys
 import sysconfig
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-PATCHING = threading.RLock()
+CUSTOM_VJP = jax.custom_vjp.__call__.__qualname__
 # A line in these packages is not the user's: the line that called them is.
 FRAMEWORKS = ("jax", "jaxlib", "flax", "haiku", "equinox", "optax", "chex", "jmp")
 # Primitives that call one jaxpr, and the parameters that hold it.
@@ -58,11 +57,20 @@ HALF = [
 
 
 class Source(NamedTuple):
-    """Where an equation stands in the user's code; line 0 if that is not known."""
+    """Where an equation stands in the user's code; line 0 if that is not known.
+
+    Attributes:
+      file: The file.
+      line: The line.
+      function: The qualified name of the function with that line.
+      in_rule: Whether the equation is in the backward rule of a `jax.custom_vjp`
+        function, which that line calls.
+    """
 
     file: str = ""
     line: int = 0
     function: str = ""
+    in_rule: bool = False
 
 
 def is_half(dtype: Any) -> bool:
@@ -85,28 +93,33 @@ def holds(new: Any, old: Any) -> bool:
     return a.nmant <= b.nmant and a.minexp >= b.minexp and a.maxexp <= b.maxexp
 
 
-def source_of(equation: Any, caller: Source) -> Source:
+def source_of(equation: Any, caller: Source, *, is_backward: bool) -> Source:
     """Returns the innermost line of the user.
 
     Args:
       equation: An equation.
       caller: Where the jaxpr that holds it is called. JAX keeps the jaxpr of a jitted
         function, with the lines of the first call, so only lines inside count.
+      is_backward: Whether it is in the backward pass. There JAX gives equations of a
+        custom rule the line of the call of the `jax.custom_vjp` function.
     """
     traceback = equation.source_info.traceback
+    in_rule = False
     for frame in traceback.frames if traceback is not None else ():
-        if frame.file_name == __file__:
-            continue
+        in_rule |= is_backward and frame.function_name == CUSTOM_VJP
         if frame.file_name.startswith(PACKAGE + os.sep):
             break
         if frame.function_name == "_create_pjit_jaxpr":  # In older versions of JAX.
             break
         if _is_users(frame.file_name):
-            return Source(frame.file_name, frame.line_num, frame.function_name)
-    return caller
+            place = frame.file_name, frame.line_num, frame.function_name
+            return Source(*place, in_rule)
+    return caller._replace(in_rule=in_rule or caller.in_rule)
 
 
+@functools.cache
 def _is_users(file: str) -> bool:
+    """Whether a file of a traceback is the user's own."""
     if file.startswith("<") and not file.startswith(("<stdin", "<doctest", "<string")):
         return False
     library = sysconfig.get_path("stdlib") + os.sep
@@ -127,26 +140,29 @@ def scope_of(equation: Any, outer: str) -> str:
     return "/".join(part for part in parts if part)
 
 
-def opened(x: Any) -> tuple[Any, Sequence[Any]] | None:
-    """Returns a jaxpr and its constants, if `x` is one, closed or not."""
-    if hasattr(x, "jaxpr"):
-        return x.jaxpr, x.consts
-    return (x, ()) if hasattr(x, "eqns") else None
+def opened(x: Any) -> tuple[Any, Sequence[Any]]:
+    """Returns a jaxpr and its constants, closed or not."""
+    return (x.jaxpr, x.consts) if hasattr(x, "jaxpr") else (x, ())
 
 
-def called_jaxpr(equation: Any) -> tuple[Any, Sequence[Any]]:
-    """Returns the jaxpr that a primitive in `CALLS` calls, and its constants."""
-    found = opened(next(equation.params[x] for x in CALLED if x in equation.params))
-    assert found is not None
-    return found
+def is_jaxpr(x: Any) -> bool:
+    """Whether `x` is a jaxpr, closed or not."""
+    return hasattr(x, "eqns")
 
 
-def inner_jaxprs(equation: Any) -> Iterator[Any]:
-    """Yields the jaxprs among an equation's parameters."""
-    for parameter in equation.params.values():
-        for x in parameter if isinstance(parameter, tuple) else (parameter,):
-            if found := opened(x):
-                yield found[0]
+def called_jaxpr(equation: Any) -> Any:
+    """Returns the jaxpr that a primitive in `CALLS` calls."""
+    return next(equation.params[x] for x in CALLED if x in equation.params)
+
+
+def all_equations(jaxpr: Any) -> Iterator[Any]:
+    """Yields the equations of a jaxpr, and of the jaxprs in their parameters."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for parameter in equation.params.values():
+            for x in parameter if isinstance(parameter, tuple) else (parameter,):
+                if is_jaxpr(x):
+                    yield from all_equations(opened(x)[0])
 
 
 def manual_axes(equation: Any) -> tuple[str, ...]:
@@ -176,51 +192,6 @@ def bind(equation: Any, args: Sequence[Any], params: Any = None) -> list[Any]:
     return list(out) if equation.primitive.multiple_results else [out]
 
 
-class _Unknown(tuple):
-    """An empty traceback: JAX then takes that of the call itself."""
-
-    def as_python_traceback(self) -> None:
-        """Returns nothing to show in an error."""
-
-
-@contextlib.contextmanager
-def lines_of_backward_rules() -> Iterator[None]:
-    """Inside, equations of a `jax.custom_vjp` rule keep the lines of the rule.
-
-    JAX would give them the line of the call. One thread at a time may be inside.
-    """
-    # Here: it takes 50 ms to import.
-    from jax.extend import source_info_util
-
-    call: Any = None
-    changed = []
-
-    def with_lines(rule):
-        def backward(*args, **kwargs):
-            names = source_info_util.current_name_stack()
-            with source_info_util.user_context(_Unknown(), name_stack=names):
-                return rule(*args, **kwargs)
-
-        return backward
-
-    def patched(self, *args, **kwargs):
-        rule = getattr(self, "bwd", None)
-        if rule is not None and not any(self is other for other, _ in changed):
-            changed.append((self, rule))
-            self.bwd = with_lines(rule)
-        return call(self, *args, **kwargs)
-
-    with PATCHING:
-        call = jax.custom_vjp.__call__
-        jax.custom_vjp.__call__ = patched
-        try:
-            yield
-        finally:
-            jax.custom_vjp.__call__ = call
-            for function, rule in changed:
-                function.bwd = rule
-
-
 # The same equation in float32.
 
 
@@ -241,8 +212,8 @@ def bind_wide(equation: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def _widen_parameter(x: Any) -> Any:
-    if found := opened(x):
-        widened = _widen_jaxpr(*found)
+    if is_jaxpr(x):
+        widened = _widen_jaxpr(*opened(x))
         return widened if hasattr(x, "jaxpr") else widened.jaxpr
     if type(x) is tuple:  # Named tuples hold no dtypes.
         return tuple(map(_widen_parameter, x))

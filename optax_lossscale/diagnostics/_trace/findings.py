@@ -1,4 +1,4 @@
-"""What was found, and how it is put into words."""
+"""What was found, and the words for it."""
 
 import math
 from typing import NamedTuple
@@ -6,8 +6,6 @@ from typing import NamedTuple
 from optax_lossscale.diagnostics import _common
 from optax_lossscale.diagnostics._trace.operations import NumericOperation, Run
 from optax_lossscale.diagnostics._trace.values import Key
-
-SHOWN = 3
 
 
 class NumericFinding(NamedTuple):
@@ -66,12 +64,3 @@ def log2_of(run: Run, key: Key) -> float:
 def power(scale: float) -> str:
     """Writes a number as a power of two, but for 1."""
     return "1" if scale == 1 else _common.power(scale)
-
-
-def distinct_lines(run: Run, keys: list[Key]) -> list[Key]:
-    """Returns the first site of each line."""
-    found: dict[object, Key] = {}
-    for key in keys:
-        site = run.site(key)
-        found.setdefault((site.source, site.scope, site.source.line or key), key)
-    return list(found.values())

@@ -1,6 +1,6 @@
 """Runs a jaxpr, and beside it the same one in float32, and measures every result."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,12 +9,12 @@ from jax import lax
 from jax.core import Tracer
 
 from optax_lossscale.diagnostics._trace import control_flow, equations
-from optax_lossscale.diagnostics._trace.statistics import Recorder
 from optax_lossscale.diagnostics._trace.values import (
     Key,
     Place,
     Site,
     Value,
+    keys_of,
     pack,
     unpack,
 )
@@ -31,60 +31,33 @@ class Interpreter:
     """Runs jaxprs.
 
     Attributes:
+      zero: u32[], a zero that the compiler does not know.
+      varying: i32[], a zero that differs between devices for all that the compiler
+        knows; None outside of `jax.shard_map`.
+      loss_scale: The variable that holds the loss scale. The equation that reads it
+        scales the loss, and is not measured; what follows is the backward pass.
       sites: By key, what was measured.
       before: By key, for the state of a loop: the keys before the loop, and those of
         the iteration before.
     """
 
-    def __init__(self, zero: Any, judged: Any):
-        """Prepares a run.
-
-        Args:
-          zero: u32[], a zero that the compiler does not know.
-          judged: The dtype that all numbers should fit into; None for their own.
-        """
-        self.zero = zero
+    def __init__(self, zero: Any, loss_scale: Any):
+        """Prepares a run; see the attributes."""
+        self.zero, self.loss_scale = zero, loss_scale
         self.varying: Any = None
-        self.judged = judged
         self.sites: dict[Key, Site] = {}
         self.before: dict[Key, tuple[tuple[Key, ...], tuple[Key, ...]]] = {}
 
-    def new_recorder(self) -> Recorder:
-        """Returns a recorder for one level of loops and branches."""
-        return Recorder(self.judged)
-
-    def argument(self, key: Key, x: Any, recorder: Recorder) -> Value:
-        """Measures an argument of the program."""
-        if not equations.is_inexact(x):
-            return Value(x, x)
-        site = Site(dtype=x.dtype.name, shape=x.shape, phase="argument")
-        self.sites[key] = site
-        recorder.add(key, x, x)
-        return Value(x, x, (key,))
-
-    def run(
-        self,
-        jaxpr: Any,
-        consts: Sequence[Value],
-        args: Sequence[Value],
-        place: Place,
-        recorder: Recorder,
-        loss_scale: Any = None,
-    ) -> list[Value]:
+    def run(self, jaxpr: Any, args: Sequence[Value], place: Place) -> list[Value]:
         """Evaluates a jaxpr.
 
         Args:
           jaxpr: The jaxpr.
-          consts: Its constants.
-          args: Its arguments.
+          args: Its constants and its arguments.
           place: Where it is called.
-          recorder: What measures.
-          loss_scale: The variable that holds the loss scale, if this is the whole
-            program. The equation that reads it scales the loss, and is not measured;
-            what follows is the backward pass.
         """
-        values = dict(zip(jaxpr.constvars, consts, strict=True))
-        values |= zip(jaxpr.invars, args, strict=True)
+        variables = [*jaxpr.constvars, *jaxpr.invars]
+        values = dict(zip(variables, args, strict=True))
         last = _last_uses(jaxpr)
 
         def read(x):
@@ -93,115 +66,109 @@ class Interpreter:
         for index, equation in enumerate(jaxpr.eqns):
             inputs = list(map(read, equation.invars))
             here = place.at(equation, index)
-            scales_loss = any(x is loss_scale for x in equation.invars)
-            handler = self._handler(equation)
-            if scales_loss:
-                found = self._unmeasured(handler, equation, inputs, here)
+            if any(x is self.loss_scale for x in equation.invars):
+                found = self._unmeasured(equation, inputs, here)
                 place = place._replace(phase="backward")
             else:
-                found = handler(equation, inputs, here, recorder)
+                found = self._follow(equation, inputs, here)
             values.update(zip(equation.outvars, found, strict=True))
             for variable in last.get(index, ()):
                 del values[variable]
         return list(map(read, jaxpr.outvars))
 
-    def enter(
-        self,
-        jaxpr: Any,
-        consts: Sequence[Any],
-        args: Sequence[Value],
-        place: Place,
-        recorder: Recorder,
-    ) -> list[Value]:
-        """Evaluates a jaxpr inside the program, whose constants are not measured."""
-        known = [Value(x, x) for x in consts]
-        return self.run(jaxpr, known, args, place, recorder)
+    def enter(self, jaxpr: Any, args: Sequence[Value], place: Place) -> list[Value]:
+        """Evaluates a jaxpr of an equation, whose constants are not measured."""
+        jaxpr, consts = equations.opened(jaxpr)
+        return self.run(jaxpr, [*(Value(x, x) for x in consts), *args], place)
 
-    def _handler(self, equation: Any) -> Callable[..., list[Value]]:
-        name = equation.primitive.name
-        if name in equations.CALLS:
-            return self._call
-        return self._flow if name in FLOW else self._operation
+    def measure(self, key: Key, x: Value, place: Place, **about: Any) -> Value:
+        """Measures a value, if it is floating-point.
 
-    def _flow(self, equation, inputs, place, recorder):
-        """Measures the results of loops and branches: only some sites are in them."""
-        found = FLOW[equation.primitive.name](self, equation, inputs, place, recorder)
-        values = []
-        for i, x in enumerate(found):
-            if equations.is_inexact(x.real):
-                key = (*place.key, "result", i)
-                self.sites[key] = Site(
-                    dtype=x.real.dtype.name,
-                    shape=x.real.shape,
-                    source=place.source,
-                    scope=place.scope,
-                    phase=place.phase,
-                    loops=place.loops,
-                    inputs=(x.keys,),
-                )
-                recorder.add(key, x.real, x.shadow)
-                values.append(x._replace(keys=(key,)))
-            else:
-                values.append(x)
-        return values
+        Args:
+          key: Its key.
+          x: The value.
+          place: Where it was computed.
+          **about: What else is known of the site.
+        """
+        if not equations.is_inexact(x.real):
+            return x
+        site = Site(
+            dtype=x.real.dtype.name,
+            shape=x.real.shape,
+            source=place.source,
+            scope=place.scope,
+            phase=place.phase,
+            loops=place.loops,
+            **about,
+        )
+        self.sites[key] = site
+        if site.moved is None:
+            place.recorder.add(key, x.real, x.shadow)
+        else:
+            place.recorder.known.add(key)
+        return x._replace(keys=(key,))
 
-    def _unmeasured(self, handler, equation, inputs, place):
+    def _unmeasured(self, equation, inputs, place):
         known = set(self.sites)
-        found = handler(equation, inputs, place, self.new_recorder())
+        found = self._follow(equation, inputs, place.inside("scale"))
         for key in set(self.sites) - known:
             del self.sites[key]
         return [x._replace(keys=()) for x in found]
 
-    # One operation.
+    def _follow(self, equation, inputs, place):
+        name = equation.primitive.name
+        if name in equations.CALLS:
+            return self._call(equation, inputs, place)
+        if name not in FLOW:
+            return self._operation(equation, inputs, place)
+        # In loops and branches are only some of the sites of their results.
+        found = FLOW[name](self, equation, inputs, place)
+        return [
+            self.measure((*place.key, "result", i), x, place, inputs=(x.keys,))
+            for i, x in enumerate(found)
+        ]
 
-    def _operation(self, equation, inputs, place, recorder):
-        known = [not isinstance(x.real, Tracer) for x in inputs]
+    def _call(self, equation, inputs, place):
+        if equation.primitive.name in equations.REMATERIALIZED:
+            # Otherwise the compiler would find that the forward pass has this already.
+            packed = lax.optimization_barrier(pack(inputs))
+            inputs = unpack(packed, keys_of(inputs))
+        return self.enter(equations.called_jaxpr(equation), inputs, place)
+
+    def _operation(self, equation, inputs, place):
+        name = equation.primitive.name
+        constant = [not isinstance(x.real, Tracer) for x in inputs]
         args = [x.real for x in inputs]
-        if equation.primitive.name == "div":
+        if name == "div":
             # The compiler would multiply by the reciprocal of a constant.
-            pairs = zip(args, known, strict=True)
-            args = [
-                self._hold(jnp.asarray(x)) if is_known else x for x, is_known in pairs
-            ]
+            pairs = zip(args, constant, strict=True)
+            args = [self._hold(jnp.asarray(x)) if fixed else x for x, fixed in pairs]
         reals = equations.bind(equation, args)
         # XLA would fold constants, and their statistics, at compile time.
-        constant = all(known)
-        if any(known) or constant or equation.primitive.name in equations.REWRITTEN:
-            reals = [self._hold(x) for x in reals]
+        if any(constant) or not inputs or name in equations.REWRITTEN:
+            reals = list(map(self._hold, reals))
         shadows, opaque = self._shadows(equation, inputs, reals)
-        if constant:
+        if all(constant):
             pairs = zip(reals, shadows, strict=True)
             shadows = [y if y is x else self._hold(y) for x, y in pairs]
         moved = None
-        if _keeps_magnitudes(equation) and recorder.has(inputs[0].keys):
+        if _keeps_magnitudes(equation) and place.recorder.has(inputs[0].keys):
             (moved,) = inputs[0].keys
             moved = self.sites[moved].moved or moved
         numbers = [x for x in inputs if equations.is_inexact(x.real)]
-        values = []
-        for i, (real, shadow) in enumerate(zip(reals, shadows, strict=True)):
-            if not equations.is_inexact(real):
-                values.append(Value(real, real))
-                continue
-            key = (*place.key, i)
-            self.sites[key] = Site(
-                equation.primitive.name,
-                real.dtype.name,
-                real.shape,
-                place.source,
-                place.scope,
-                place.phase,
-                place.loops,
-                tuple(x.keys for x in numbers if x.keys),
-                tuple(x for v in numbers if not v.keys for x in _constant(v.real)),
-                moved,
-                opaque,
-            )
-            if moved is None:
-                recorder.add(key, real, shadow)
-            else:
-                recorder.known.add(key)
-            values.append(Value(real, shadow, (key,)))
-        return values
+        about = {
+            "primitive": name,
+            "inputs": tuple(x.keys for x in numbers if x.keys),
+            "constants": tuple(
+                c for x in numbers if not x.keys for c in _constant(x.real)
+            ),
+            "moved": moved,
+            "opaque": opaque,
+        }
+        return [
+            self.measure((*place.key, i), Value(*pair), place, **about)
+            for i, pair in enumerate(zip(reals, shadows, strict=True))
+        ]
 
     def _hold(self, x):
         """Makes the compiler round `x`: it does not know that `zero` changes nothing.
@@ -243,16 +210,6 @@ class Interpreter:
             return wide, True
         pairs = zip(reals, found, strict=True)
         return [y if equations.is_inexact(x) else x for x, y in pairs], False
-
-    # Operations that call jaxprs.
-
-    def _call(self, equation, inputs, place, recorder):
-        jaxpr, consts = equations.called_jaxpr(equation)
-        if equation.primitive.name in equations.REMATERIALIZED:
-            # Otherwise the compiler would find that the forward pass has this already.
-            packed = pack(inputs)
-            inputs = unpack(lax.optimization_barrier(packed), inputs)
-        return self.enter(jaxpr, consts, inputs, place, recorder)
 
 
 def _keeps_magnitudes(equation: Any) -> bool:

@@ -1,6 +1,7 @@
 """What is known of each operation after a run, as Python numbers."""
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._trace import equations
 from optax_lossscale.diagnostics._trace.program import Program
+from optax_lossscale.diagnostics._trace.statistics import COUNTS
 from optax_lossscale.diagnostics._trace.values import Key, Site
 
 
@@ -66,7 +68,8 @@ class NumericOperation(NamedTuple):
       phase: "forward" or "backward".
       file: The file of the user's line; "" if the line is not known.
       line: The line. An operation of the backward pass has the line of the operation
-        that it differentiates, or of the user's own backward rule. 0 if not known.
+        that it differentiates; in the backward rule of a `jax.custom_vjp` function, the
+        line that calls this function. 0 if not known.
       function: The qualified name of the function with that line.
       scope: The named scopes around it, `Model/Block_0/Dense_1` for example.
       primitive: The name of the JAX primitive.
@@ -74,11 +77,12 @@ class NumericOperation(NamedTuple):
       shape: Its shape.
       iteration: If it is in a loop, the first iteration with inf or nan; a tuple for
         loops in loops, the outermost first. Else None.
-      loss: The index of the loss whose gradient this is, if there are several.
       inputs: The ranges of its floating-point inputs.
       output: The range of its result.
       opaque: Whether JAX cannot look into it (a Pallas kernel, a callback), or it could
         not run in float32: `float32_largest` and `error` start anew here.
+      in_rule: Whether it is in the backward rule of a `jax.custom_vjp` function, which
+        the line calls.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -100,10 +104,10 @@ class NumericOperation(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     iteration: int | tuple[int, ...] | None
-    loss: int | None
     inputs: tuple[NumericRange, ...]
     output: NumericRange
     opaque: bool
+    in_rule: bool
 
     @property
     def place(self) -> str:
@@ -118,9 +122,10 @@ class NumericOperation(NamedTuple):
     def __str__(self):
         shape = ",".join(map(str, self.shape))
         iteration = "" if self.iteration is None else f", iteration {self.iteration}"
+        rule = ", in its backward rule (jax.custom_vjp)" if self.in_rule else ""
         return (
             f"{self.place}: {self.primitive} {self.dtype}[{shape}]{iteration}, "
-            f"{self.phase} pass"
+            f"{self.phase} pass{rule}"
         )
 
 
@@ -132,29 +137,45 @@ def _short(file: str) -> str:
 
 
 class Run:
-    """One run of the program: what was measured at some loss scales."""
+    """One run of the program: what was measured at a loss scale.
 
-    def __init__(self, program: Program, scales: Any, dtype: str | None):
-        """Runs the program.
+    Attributes:
+      program: The program.
+      scale: The loss scale.
+      losses: The loss, and what it would be in float32.
+      keys: The keys of everything that ran, in order of execution; arguments first.
+    """
 
-        Args:
-          program: The program.
-          scales: The loss scales, f32[n].
-          dtype: The dtype that all numbers should fit into; None for their own.
-        """
-        keys, self._statistics, self.losses = program.run(scales)
-        self.program, self.scales, self.dtype = program, scales, dtype
-        self._rows = {key: i for i, key in enumerate(keys)}
+    def __init__(self, program: Program, scale: float):
+        """Runs the program at a loss scale."""
+        self.program, self.scale = program, scale
+        self._statistics, self.losses = program.run(scale)
+        self._rows = {key: i for i, key in enumerate(program.keys)}
         self._ranges: dict[Key, NumericRange] = {}
-        executed = (key for key in program.sites if self._seen(key))
-        #: The keys of everything that ran, in order of execution; arguments come first.
-        self.keys = sorted(executed, key=self._order)
+        seen, nonfinite = self._statistics.counts[:, 0], self._statistics.nonfinite
+        self._seen, self._nonfinite = (seen > 0).tolist(), (nonfinite > 0).tolist()
+        self.keys = sorted(filter(self._ran, program.sites), key=self._order)
 
     def _row(self, key: Key) -> int:
         return self._rows[self.site(key).moved or key]
 
-    def _seen(self, key):
-        return self._statistics.seen[self._row(key)] > 0
+    def _ran(self, key: Key) -> bool:
+        return self._seen[self._row(key)]
+
+    def _order(self, key: Key) -> Any:
+        """Returns what to sort by: the iteration of the first inf or nan counts."""
+        if self.site(key).phase == "argument":
+            return ()
+        iterations = iter(self.first(key) if self.is_bad(key) else ())
+
+        def number(part):
+            if part == "loop":
+                return next(iterations, 0)
+            if part == "condition":
+                return -1
+            return 0 if isinstance(part, str) else part
+
+        return tuple(map(number, key))
 
     def site(self, key: Key) -> Site:
         """Returns what is measured."""
@@ -165,18 +186,6 @@ class Run:
         count = len(self.site(key).loops)
         return tuple(self._statistics.first[self._row(key)][:count].tolist())
 
-    def _order(self, key):
-        iterations = iter(self.first(key) if self.is_bad(key) else ())
-        kinds = {"loop": lambda: next(iterations, 0), "condition": lambda: -1}
-
-        def number(part):
-            if isinstance(part, str):
-                return kinds.get(part, lambda: 0)()
-            return part
-
-        is_operation = self.site(key).phase != "argument"
-        return is_operation, tuple(map(number, key)) if is_operation else ()
-
     def range(self, key: Key) -> NumericRange:
         """Returns the numbers at a site."""
         if key not in self._ranges:
@@ -184,39 +193,31 @@ class Run:
         return self._ranges[key]
 
     def _read(self, key):
-        site, found = self.site(key), self._statistics
-        row = self._row(key)
-        measured = self.site(site.moved or key)
-        seen = max(float(found.seen[row]), 1.0)
-
-        def share(name):
-            return float(getattr(found, name)[row]) / seen
-
-        def number(name, dtype):
-            return _decode(int(getattr(found, name)[row]), dtype)
-
-        wide = number("wide_largest", "float32")
-        if measured.dtype in ("float64", "complex128"):
-            wide = number("largest", "float64")
-        is_empty = share("zeros") + share("nans") + share("infs") >= 1
+        site, found = self.site(key), self._statistics.row(self._row(key))
+        measured = self.site(site.moved or key).dtype
+        seen = max(found["seen"], 1.0)
+        share = {name: found[name] / seen for name in COUNTS}
+        wide = _decode(found["wide_largest"], "float32")
+        if measured in ("float64", "complex128"):
+            wide = _decode(found["largest"], "float64")
+        is_empty = share["zeros"] + share["nans"] + share["infs"] >= 1
         return NumericRange(
             dtype=site.dtype,
             shape=site.shape,
-            smallest=0.0 if is_empty else number("smallest", measured.dtype),
-            largest=number("largest", measured.dtype),
+            smallest=0.0 if is_empty else _decode(found["smallest"], measured),
+            largest=_decode(found["largest"], measured),
             float32_largest=wide,
-            zeros=share("zeros"),
-            subnormals=share("subnormals") if site.dtype == measured.dtype else 0.0,
-            infs=share("infs"),
-            nans=share("nans"),
-            flushed=share("flushed"),
-            error=number("error", "float32") / wide if wide else 0.0,
+            zeros=share["zeros"],
+            subnormals=share["subnormals"] if site.dtype == measured else 0.0,
+            infs=share["infs"],
+            nans=share["nans"],
+            flushed=share["flushed"],
+            error=_decode(found["error"], "float32") / wide if wide else 0.0,
         )
 
     def operation(self, key: Key) -> NumericOperation:
         """Returns an operation."""
-        site, several = self.site(key), len(self.scales) > 1
-        iteration: Any = None
+        site, iteration = self.site(key), None
         if site.loops and not self.range(key).is_finite:
             steps = zip(self.first(key), site.loops, strict=True)
             found = [(x.length or 0) - 1 - i if x.reverse else i for i, x in steps]
@@ -232,28 +233,34 @@ class Run:
             dtype=site.dtype,
             shape=site.shape,
             iteration=iteration,
-            loss=key[0] if several and site.phase == "backward" else None,
             inputs=tuple(self.range(x[-1]) for x in inputs if x),
             output=self.range(key),
             opaque=site.opaque,
+            in_rule=site.source.in_rule,
         )
+
+    @property
+    def backward(self) -> list[Key]:
+        """The sites of the backward pass."""
+        return [key for key in self.keys if self.site(key).phase == "backward"]
+
+    @property
+    def gradients(self) -> list[Key]:
+        """The sites of the parameters' gradients."""
+        return self.inputs(self.program.gradients)
 
     def operands(self, key: Key) -> list[Key]:
         """Returns the sites of the inputs of an operation."""
         return [k for keys in self.site(key).inputs for k in self.inputs(keys)]
 
-    def gradients(self, loss: int) -> list[Key]:
-        """Returns the sites of the parameters' gradients."""
-        return self.inputs(self.program.gradients[loss])
-
-    def inputs(self, keys: tuple[Key, ...]) -> list[Key]:
+    def inputs(self, keys: Iterable[Key]) -> list[Key]:
         """Returns the sites of an input that ran."""
         found = []
         for key in keys:
             if key in self.program.before:
                 before, after = self.program.before[key]
                 found += self.inputs(before) + self.inputs(after)
-            elif self._seen(key):
+            elif self._ran(key):
                 found.append(key)
         return found
 
@@ -261,7 +268,7 @@ class Run:
 
     def limit(self, key: Key) -> _bits.Limits | None:
         """Returns the limits of half precision that apply, if any do."""
-        dtype = self.dtype or self.site(key).dtype
+        dtype = self.program.judged or self.site(key).dtype
         return _bits.limits_of(dtype) if equations.is_half(jnp.dtype(dtype)) else None
 
     def exceeds(self, key: Key) -> bool:
@@ -275,10 +282,9 @@ class Run:
 
     def is_bad(self, key: Key) -> bool:
         """Whether there is inf or nan, or would be in the dtype in question."""
-        row = self._row(key)
-        if self._statistics.infs[row] or self._statistics.nans[row]:
+        if self._nonfinite[self._row(key)]:
             return True
-        return self.dtype is not None and self.exceeds(key)
+        return self.program.judged is not None and self.exceeds(key)
 
     def is_origin(self, key: Key) -> bool:
         """Whether inf or nan begins here."""
@@ -310,25 +316,22 @@ class Run:
 
     def bad_operands(self, key: Key) -> list[Key]:
         """Returns the inputs that held inf or nan when an operation first did."""
-        ran = (k for keys in self.site(key).inputs for k in self._ran(keys))
-        return self.inputs(tuple(k for k in ran if self._was_bad(k, key)))
-
-    def _ran(self, keys):
-        return [k for k in keys if k in self.program.before or self._seen(k)]
+        inputs = (k for keys in self.site(key).inputs for k in keys)
+        return self.inputs(k for k in inputs if self._was_bad(k, key))
 
     def _was_bad(self, key, reader):
         """Whether `key` held inf or nan when `reader` first did."""
         when = self.first(reader)
         if key in self.program.before:
             before, after = self.program.before[key]
-            if any(self._was_bad(k, reader) for k in self._ran(before)):
+            if any(self._was_bad(k, reader) for k in before):
                 return True
             depth = key.count("loop")
             return any(
                 self.is_bad(k) and self.first(k)[:depth] < when[:depth]
                 for k in self.inputs(after)
             )
-        if not self.is_bad(key):
+        if not self._ran(key) or not self.is_bad(key):
             return False
         depth = 0
         for x, y in zip(key, reader, strict=False):

@@ -6,36 +6,30 @@ from collections.abc import Callable
 import numpy as np
 
 from optax_lossscale.diagnostics._trace.operations import Run
+from optax_lossscale.diagnostics._trace.values import Key
 
 LOWEST, HIGHEST = -126, 126
 
 
-def find_largest(run: Run, at: Callable[[list[float]], Run], loss: int) -> Run | None:
-    """Returns the run with the largest scale of one loss, or None if there is none.
+def find_largest(run: Run, at: Callable[[float], Run]) -> Run | None:
+    """Returns the run with the largest scale, or None if there is none.
 
     It tries scales, so it is exact: the prediction only says where to begin. What fits
     at a scale must fit at every lower one.
 
     Args:
       run: A run.
-      at: Runs the program with other scales.
-      loss: The index of the loss.
+      at: Runs the program with another scale.
     """
-    found: dict[int, Run] = {}
-
-    def fits(exponent: int) -> bool:
-        scales = list(run.scales)
-        scales[loss] = 2.0**exponent
-        found[exponent] = at(scales)
-        return is_sound(found[exponent], loss)
-
+    best = None
     # What fits, and what does not; both are out of range until one was tried.
     below, above = LOWEST - 1, HIGHEST + 1
-    exponent = int(np.clip(_predict(run, loss), LOWEST, HIGHEST))
+    exponent = int(np.clip(_predict(run), LOWEST, HIGHEST))
     step = 1
     while above - below > 1:
-        if fits(exponent):
-            below = exponent
+        tried = at(2.0**exponent)
+        if is_sound(tried):
+            below, best = exponent, tried
         else:
             above = exponent
         if below < LOWEST:
@@ -45,17 +39,15 @@ def find_largest(run: Run, at: Callable[[list[float]], Run], loss: int) -> Run |
         else:
             exponent = (below + above) // 2
         step *= 2
-    return found.get(below)
+    return best
 
 
-def is_sound(run: Run, loss: int) -> bool:
-    """Whether nothing in the backward pass of a loss overflows, at the run's scales."""
-    if any(map(run.is_bad, run.gradients(loss))):
-        return False
-    return not any(key[0] == loss for key in run.origins("backward"))
+def is_sound(run: Run) -> bool:
+    """Whether nothing in the backward pass overflows, at the scale of the run."""
+    return not any(map(run.is_bad, run.gradients)) and not run.origins("backward")
 
 
-def headroom(run: Run, key: tuple) -> float:
+def headroom(run: Run, key: Key) -> float:
     """Returns log2 of what a result could grow by before it overflows."""
     limits, largest = run.limit(key), run.range(key).float32_largest
     if limits is None or not largest:
@@ -63,8 +55,7 @@ def headroom(run: Run, key: tuple) -> float:
     return math.log2(limits.overflow / largest)
 
 
-def _predict(run: Run, loss: int) -> int:
-    backward = (k for k in run.keys if run.site(k).phase == "backward" and k[0] == loss)
-    room = min((headroom(run, key) for key in backward), default=math.inf)
+def _predict(run: Run) -> int:
+    room = min((headroom(run, key) for key in run.backward), default=math.inf)
     room = min(room, 2.0 * HIGHEST)
-    return math.floor(math.log2(run.scales[loss]) + room - 2**-20)
+    return math.floor(math.log2(run.scale) + room - 2**-20)

@@ -16,93 +16,83 @@ from optax_lossscale.diagnostics import _bits
 ROW, GROUPED = 2**12, 2**20
 
 
+MAXIMA = ("largest", "wide_largest", "error")
+COUNTS = ("seen", "zeros", "subnormals", "infs", "nans", "flushed")
+# What stands for the smallest magnitude where there is none.
+NONE_SMALLEST = np.iinfo(np.int32).max
+
+
 class Statistics(NamedTuple):
     """What was measured of n arrays, over all iterations if they are in a loop.
 
     Magnitudes are bits, as `_bits.magnitudes` returns them (of float64, the upper 32).
 
     Attributes:
-      largest: i32[n], the largest finite magnitude.
+      maxima: i32[n, 3], the largest finite magnitude, the largest one in float32, and
+        the largest difference from float32.
       smallest: i32[n], the smallest magnitude that is not zero.
-      wide_largest: i32[n], the largest finite magnitude in float32.
-      error: i32[n], the largest difference from float32.
-      seen: f32[n], how many numbers were measured.
-      zeros: f32[n], how many were zero.
-      subnormals: f32[n], how many were subnormal.
-      infs: f32[n], how many were inf.
-      nans: f32[n], how many were nan.
-      flushed: f32[n], how many are zero, or would be, that are not zero in float32.
+      counts: f32[n, 6], how many numbers were measured; how many were zero, subnormal,
+        inf and nan; how many are zero, or would be, that are not zero in float32.
       first: i32[n, loops], in which iteration of each loop the first inf or nan was.
     """
 
-    largest: Any
+    maxima: Any
     smallest: Any
-    wide_largest: Any
-    error: Any
-    seen: Any
-    zeros: Any
-    subnormals: Any
-    infs: Any
-    nans: Any
-    flushed: Any
+    counts: Any
     first: Any
 
+    @property
+    def nonfinite(self) -> Any:
+        """How many numbers were inf or nan, f32[n]."""
+        infs = COUNTS.index("infs")
+        return self.counts[..., infs : infs + 2].sum(-1)
 
-MAXIMA = ("largest", "wide_largest", "error")
-COUNTS = ("seen", "zeros", "subnormals", "infs", "nans", "flushed")
-NOT_SEEN = {"smallest": np.iinfo(np.int32).max, "first": -1}
+    def row(self, i: int) -> dict[str, Any]:
+        """Returns the numbers of one array, by the names in `MAXIMA` and `COUNTS`."""
+        maxima = dict(zip(MAXIMA, self.maxima[i].tolist(), strict=True))
+        counts = dict(zip(COUNTS, self.counts[i].tolist(), strict=True))
+        return {"smallest": int(self.smallest[i]), **maxima, **counts}
 
 
 def neutral(rows: int, loops: int) -> Statistics:
     """Returns the statistics of arrays that no one has computed."""
-
-    def fill(name):
-        is_bits = name in (*MAXIMA, "smallest", "first")
-        shape = (rows, loops) if name == "first" else (rows,)
-        dtype = jnp.int32 if is_bits else jnp.float32
-        return jnp.full(shape, NOT_SEEN.get(name, 0), dtype)
-
-    return Statistics(*map(fill, Statistics._fields))
+    return Statistics(
+        maxima=jnp.zeros((rows, len(MAXIMA)), jnp.int32),
+        smallest=jnp.full(rows, NONE_SMALLEST, jnp.int32),
+        counts=jnp.zeros((rows, len(COUNTS)), jnp.float32),
+        first=jnp.full((rows, loops), -1, jnp.int32),
+    )
 
 
-def merge(left: Statistics, right: Statistics) -> Statistics:
+def merge(old: Statistics, new: Statistics) -> Statistics:
     """Joins the statistics of the same arrays, those of an earlier iteration first."""
-
-    def join(name):
-        x, y = getattr(left, name), getattr(right, name)
-        if name == "first":
-            return jnp.where((left.infs + left.nans)[:, None] > 0, x, y)
-        if name == "smallest":
-            return jnp.minimum(x, y)
-        return jnp.maximum(x, y) if name in MAXIMA else x + y
-
-    return Statistics(*map(join, Statistics._fields))
+    return Statistics(
+        maxima=jnp.maximum(old.maxima, new.maxima),
+        smallest=jnp.minimum(old.smallest, new.smallest),
+        counts=old.counts + new.counts,
+        first=jnp.where(old.nonfinite[:, None] > 0, old.first, new.first),
+    )
 
 
 def over_devices(statistics: Statistics) -> Statistics:
     """Joins the statistics of devices, which are along the first axis."""
-
-    def join(name):
-        x = getattr(statistics, name)
-        if name == "first":
-            # The earliest iteration, comparing the outer loops first.
-            bad = statistics.infs + statistics.nans > 0
-            late = np.iinfo(np.int32).max
-            x = jnp.where(bad[..., None], x, late)
-            for i in range(x.shape[-1]):
-                earliest = x[..., i] == x[..., i].min(0)
-                x = jnp.where(earliest[..., None], x, late)
-            return x.min(0)
-        if name == "smallest":
-            return x.min(0)
-        return x.max(0) if name in MAXIMA else x.sum(0)
-
-    return Statistics(*map(join, Statistics._fields))
+    # The earliest iteration, comparing the outer loops first.
+    late = np.iinfo(np.int32).max
+    first = jnp.where(statistics.nonfinite[..., None] > 0, statistics.first, late)
+    for i in range(first.shape[-1]):
+        earliest = first[..., i] == first[..., i].min(0)
+        first = jnp.where(earliest[..., None], first, late)
+    return Statistics(
+        maxima=statistics.maxima.max(0),
+        smallest=statistics.smallest.min(0),
+        counts=statistics.counts.sum(0),
+        first=first.min(0),
+    )
 
 
 def in_iteration(statistics: Statistics, index: Any) -> Statistics:
     """Adds an outer loop to `first`."""
-    index = jnp.broadcast_to(index, statistics.infs.shape).astype(jnp.int32)
+    index = jnp.broadcast_to(index, statistics.smallest.shape).astype(jnp.int32)
     first = jnp.concatenate([index[:, None], statistics.first], axis=1)
     return statistics._replace(first=first)
 
@@ -122,14 +112,16 @@ def join_rows(parts: list[Statistics]) -> Statistics:
 
 
 class Recorder:
-    """Measures arrays, in groups."""
+    """Measures arrays, in groups.
+
+    Attributes:
+      dtype: The dtype that all numbers should fit into; None for their own.
+      keys: The keys of what was measured, in the order of the statistics.
+      known: The keys of what was measured here, and not in a loop or branch inside.
+    """
 
     def __init__(self, dtype: Any = None):
-        """Prepares to measure.
-
-        Args:
-          dtype: The dtype that all numbers are checked against; None for their own.
-        """
+        """Prepares to measure; see the attributes."""
         self.dtype = dtype
         self.keys: list[Any] = []
         self.known: set[Any] = set()
@@ -143,20 +135,20 @@ class Recorder:
         real = _as_real(real)
         shadow = _as_real(shadow).astype(jnp.float32) if has_shadow else real
         judged = real.dtype if self.dtype is None else self.dtype
-        kind = (real.dtype, judged, has_shadow)
         size = real.size
         if 0 < size < ROW and ROW % size == 0:
             size = ROW
         if not size:
-            self._extend([key], neutral(1, 0))
+            self.extend([key], neutral(1, 0))
         elif 2 * size > GROUPED or not _is_replicated(real):
             found = _measure(real, shadow, judged, has_shadow, range(real.ndim))
-            self._extend([key], jax.tree.map(lambda x: x[None], found))
+            self.extend([key], jax.tree.map(lambda x: x[None], found))
         else:
-            group = self._groups.setdefault((*kind, size), [])
+            kind = real.dtype, judged, has_shadow, size
+            group = self._groups.setdefault(kind, [])
             group.append((key, real, shadow))
             if (len(group) + 1) * size > GROUPED:
-                self._measure_group((*kind, size))
+                self._measure_group(kind)
 
     def has(self, keys: tuple[Any, ...]) -> bool:
         """Whether one array was measured here, and not in a loop or branch around."""
@@ -164,17 +156,14 @@ class Recorder:
 
     def extend(self, keys: list[Any], statistics: Statistics) -> None:
         """Adds arrays that were measured elsewhere."""
-        self._extend(keys, statistics)
+        self.keys += keys
+        self._parts.append(statistics)
 
     def finish(self) -> Statistics:
         """Returns the statistics of all arrays, in the order of `keys`."""
         for kind in list(self._groups):
             self._measure_group(kind)
         return join_rows(self._parts)
-
-    def _extend(self, keys, statistics):
-        self.keys += keys
-        self._parts.append(statistics)
 
     def _measure_group(self, kind):
         _, judged, has_shadow, size = kind
@@ -192,9 +181,8 @@ class Recorder:
         real = stack(reals)
         shadow = stack(shadows) if has_shadow else real
         found = _measure(real, shadow, judged, has_shadow, (1,))
-        share = jnp.asarray([x.size / size for x in reals], jnp.float32)
-        counts = {name: getattr(found, name) * share for name in COUNTS}
-        self._extend(list(keys), found._replace(**counts))
+        share = jnp.asarray([[x.size / size] for x in reals], jnp.float32)
+        self.extend(list(keys), found._replace(counts=found.counts * share))
 
 
 def _as_real(x):
@@ -259,7 +247,7 @@ def _summarize(real, shadow, judged, has_shadow, axes):
         bits > infinity,
     ]
     maxima = [lax.select(finite, bits, zero)]
-    least = lax.select(is_zero, lax.full_like(bits, NOT_SEEN["smallest"]), bits)
+    least = lax.select(is_zero, lax.full_like(bits, NONE_SMALLEST), bits)
     if has_shadow:
         (wide,) = _bits.magnitudes(shadow)
         difference = lax.abs(lax.sub(real.astype(jnp.float32), shadow))
@@ -271,17 +259,17 @@ def _summarize(real, shadow, judged, has_shadow, axes):
     elif codes.flushed:
         flags.append(~is_zero & (bits <= lax.full_like(bits, codes.flushed)))
     counts = [flag.astype(jnp.int32) for flag in flags]
-    first = (np.int32(0),) * (len(counts) + len(maxima))
+    n = len(counts)  # `combine` must not hold arrays: JAX keeps it.
+    first = (np.int32(0),) * (n + len(maxima))
 
     def combine(x, y):
-        n = len(counts)
         sums = map(lax.add, x[:n], y[:n])
         tops = map(lax.max, x[n:-1], y[n:-1])
         return *sums, *tops, lax.min(x[-1], y[-1])
 
-    initial = (*first, np.int32(NOT_SEEN["smallest"]))
+    initial = (*first, np.int32(NONE_SMALLEST))
     *found, smallest = lax.reduce((*counts, *maxima, least), initial, combine, axes)
-    return found[: len(counts)], found[len(counts) :], smallest
+    return found[:n], found[n:], smallest
 
 
 def _measure(real, shadow, judged, has_shadow, axes) -> Statistics:
@@ -292,21 +280,16 @@ def _measure(real, shadow, judged, has_shadow, axes) -> Statistics:
     sums, maxima, smallest = _summarize(
         real, shadow, judged, has_shadow, axes[len(apart) :]
     )
-    counts = [jnp.sum(x.astype(jnp.float32), apart) for x in sums]
-    maxima = [jnp.max(x, apart) for x in maxima]
-    nonzero, normal, nonfinite, nans = counts[:4]
-    flushed = counts[4] if len(counts) > 4 else jnp.zeros_like(nonzero)
-    wide, error = maxima[1:] if has_shadow else (maxima[0], jnp.zeros_like(maxima[0]))
+    sums = [jnp.sum(x.astype(jnp.float32), apart) for x in sums]
+    largest, *wide = [jnp.max(x, apart) for x in maxima]
+    nonzero, normal, nonfinite, nans, *flushed = sums
+    seen, none = jnp.full_like(nonzero, size), jnp.zeros_like(nonzero)
+    zeros, subnormals, infs = seen - nonzero, nonzero - normal, nonfinite - nans
+    counts = [seen, zeros, subnormals, infs, nans, *(flushed or [none])]
+    maxima = [largest, *(wide or [largest, jnp.zeros_like(largest)])]
     return Statistics(
-        largest=maxima[0],
+        maxima=jnp.stack(maxima, -1),
         smallest=jnp.min(smallest, apart),
-        wide_largest=wide,
-        error=error,
-        seen=jnp.full_like(nonzero, size),
-        zeros=size - nonzero,
-        subnormals=nonzero - normal,
-        infs=nonfinite - nans,
-        nans=nans,
-        flushed=flushed,
+        counts=jnp.stack(counts, -1),
         first=jnp.zeros((*nonzero.shape, 0), jnp.int32),
     )

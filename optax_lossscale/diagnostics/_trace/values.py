@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from optax_lossscale.diagnostics._trace import equations
+from optax_lossscale.diagnostics._trace.statistics import Recorder
 
 Key = tuple[Any, ...]
 NOWHERE = equations.Source()
@@ -63,9 +64,19 @@ class Site:
 
 
 class Place(NamedTuple):
-    """Where a jaxpr is called."""
+    """Where a jaxpr is called, and what measures its results.
+
+    Attributes:
+      key: The numbers of the equations around it, the outermost first.
+      recorder: Measures results on this level of loops and branches.
+      source: The user's line that calls it.
+      scope: The named scopes around it.
+      phase: "forward" or "backward"; "argument" for the arguments of the program.
+      loops: The loops around it, the outermost first.
+    """
 
     key: Key
+    recorder: Recorder
     source: equations.Source = NOWHERE
     scope: str = ""
     phase: str = "forward"
@@ -73,42 +84,46 @@ class Place(NamedTuple):
 
     def at(self, equation: Any, index: int) -> "Place":
         """Returns the place of an equation."""
+        source = equations.source_of(
+            equation, self.source, is_backward=self.phase == "backward"
+        )
+        scope = equations.scope_of(equation, self.scope)
+        return self._replace(key=(*self.key, index), source=source, scope=scope)
+
+    def inside(self, name: str, *loops: Loop) -> "Place":
+        """Returns the place inside a loop or a branch, which is measured apart."""
         return self._replace(
-            key=(*self.key, index),
-            source=equations.source_of(equation, self.source),
-            scope=equations.scope_of(equation, self.scope),
+            key=(*self.key, name),
+            recorder=Recorder(self.recorder.dtype),
+            loops=(*self.loops, *loops),
         )
 
 
-def is_apart(x: Value, always: bool) -> bool:
-    """Whether a value has, or always has, a shadow of its own."""
-    return equations.is_inexact(x.real) and (always or x.shadow is not x.real)
+def keys_of(values: Sequence[Value]) -> list[tuple[Key, ...]]:
+    """Returns the keys of each value."""
+    return [x.keys for x in values]
 
 
-def pack(values: Sequence[Value], apart: bool = False) -> tuple[list[Any], list[Any]]:
-    """Returns the arrays of values, and the shadows that are arrays of their own.
+def pack(values: Sequence[Value], *, apart: bool = False) -> list[tuple[Any, Any]]:
+    """Returns the arrays of values, each with its shadow, or with None.
 
     Args:
       values: The values.
-      apart: Whether to return a shadow for every floating-point value.
+      apart: Whether every floating-point value gets a shadow of its own, since values
+        that have one may take its place.
     """
-    shadows = [equations.widen(x.shadow) for x in values if is_apart(x, apart)]
-    return [x.real for x in values], shadows
+
+    def shadow(x):
+        has_own = apart or x.shadow is not x.real
+        is_inexact = equations.is_inexact(x.real)
+        return equations.widen(x.shadow) if has_own and is_inexact else None
+
+    return [(x.real, shadow(x)) for x in values]
 
 
-def unpack(packed: Any, like: Sequence[Value]) -> list[Value]:
-    """Returns packed values; `like` says which have a shadow of their own."""
-    reals, shadows = packed[0], iter(packed[1])
+def unpack(packed: Any, keys: Sequence[tuple[Key, ...]]) -> list[Value]:
+    """Returns the values that were packed, with these keys."""
     return [
-        Value(real, next(shadows) if is_apart(x, False) else real, x.keys)
-        for real, x in zip(reals, like, strict=True)
-    ]
-
-
-def join(packed: Any, keys: Sequence[tuple[Key, ...]]) -> list[Value]:
-    """Returns values that were packed with a shadow for each."""
-    reals, shadows = packed[0], iter(packed[1])
-    return [
-        Value(real, next(shadows) if equations.is_inexact(real) else real, found)
-        for real, found in zip(reals, keys, strict=True)
+        Value(real, real if shadow is None else shadow, found)
+        for (real, shadow), found in zip(packed, keys, strict=True)
     ]
