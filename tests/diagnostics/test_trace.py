@@ -12,24 +12,23 @@ from tracing import TWO, assert_found, half, line_of, total
 from optax_lossscale.diagnostics import trace_numerics
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-X64 = jax.config.jax_enable_x64
 CASES = []
 
 
-def case(*args, phase="forward", largest=None, scale=1.0, **expected):
+def case(*args, options=None, largest=None, marks=(), **expected):
     """Registers a loss function, whose line that breaks ends with its name.
 
     Args:
       *args: Its arguments.
-      phase: The phase of the operation that breaks.
+      options: The options of the trace.
       largest: The largest loss scale.
-      scale: The loss scale of the trace.
-      **expected: What else is known of the operation.
+      marks: The marks of the test.
+      **expected: What is known of the operation that breaks.
     """
 
     def register(loss_fn):
-        values = loss_fn, args, scale, largest, expected | {"phase": phase}
-        CASES.append(pytest.param(*values, id=loss_fn.__name__))
+        values = loss_fn, args, options or {}, largest, expected
+        CASES.append(pytest.param(*values, id=loss_fn.__name__, marks=marks))
         return loss_fn
 
     return register
@@ -87,7 +86,9 @@ def scan(w, reverse):
 
 
 # It runs backwards: 4 * 8^5 is the first that overflows.
-@case(TWO * 1e-3, phase="backward", largest=2.0**-3, scale=4.0, iteration=1)
+@case(
+    TWO * 1e-3, phase="backward", largest=2.0**-3, options={"scale": 4.0}, iteration=1
+)
 def backward_of_scan(w):
     def body(x, _):
         return x * jnp.float16(8), None  # backward_of_scan
@@ -144,9 +145,9 @@ def dropout(w, key):
 
 
 @case(TWO, jnp.array([2, 1]), primitive="mul", dtype="complex64")
-def integers_and_complex_numbers(w, i):
+def complex_numbers(w, i):
     x = w[jnp.argsort(i)] * 1e30
-    z = lax.complex(x, x) * lax.complex(x, x)  # integers_and_complex_numbers
+    z = lax.complex(x, x) * lax.complex(x, x)  # complex_numbers
     return jnp.real(z).sum() + jnp.imag(z).sum()
 
 
@@ -156,10 +157,30 @@ def callback(w):
     return total(jax.pure_callback(lambda x: x * INF, x, x)) + total(w)  # callback
 
 
-@pytest.mark.parametrize(("loss_fn", "args", "scale", "largest", "expected"), CASES)
-def test_the_line_that_breaks(loss_fn, args, scale, largest, expected):
-    trace = trace_numerics(loss_fn, *args, scale=scale)
+@case(TWO, options={"dtype": "bfloat16"}, primitive="exp", dtype="bfloat16")
+def bfloat16(w):
+    return total(jnp.exp(w.astype(jnp.bfloat16) * 60))  # bfloat16
+
+
+@case(TWO, options={"dtype": "float8_e5m2"}, primitive="mul", dtype="float16")
+def float8(w):
+    x = half((w * 250).astype(jnp.float8_e5m2))
+    return total(x * x)  # float8
+
+
+needs_float64 = pytest.mark.skipif(not jax.config.jax_enable_x64, reason="no float64")
+
+
+@case(TWO, marks=needs_float64, primitive="exp", dtype="float64")
+def float64(w):
+    return jnp.sum(jnp.exp(w.astype(float) * 400))  # float64
+
+
+@pytest.mark.parametrize(("loss_fn", "args", "options", "largest", "expected"), CASES)
+def test_the_line_that_breaks(loss_fn, args, options, largest, expected):
+    trace = trace_numerics(loss_fn, *args, **options)
     assert_found(trace, loss_fn.__name__, **expected)
+    assert trace.computes_in_dtype == (loss_fn not in (float64, complex_numbers))
     assert largest in (None, trace.largest_scale)
     is_said = "in its backward rule" in trace.findings[0].message
     assert is_said == expected.get("in_rule", False)
@@ -232,61 +253,30 @@ def test_what_never_runs_and_empty_arrays(loss_fn):
     assert "exp" not in {x.primitive for x in ran}
 
 
-class TestDtypes:
-    @pytest.mark.skipif(not X64, reason="needs float64")
-    def test_float64(self):
-        def loss_fn(w):
-            return jnp.sum(jnp.exp(w * 400))  # float64
+@pytest.mark.parametrize(
+    ("own", "dtype", "factor", "end"),
+    [
+        ("float32", "float16", 6e4, "2^16"),
+        ("float32", "float8_e4m3fn", 400, "2^9"),
+        ("bfloat16", "float16", 1e5, "2^16"),
+    ],
+)
+def test_a_program_in_another_dtype(own, dtype, factor, end):
+    def loss_fn(w):
+        return total(w.astype(own) * jnp.asarray(factor, own))  # would
 
-        trace = trace_numerics(loss_fn, TWO.astype(jnp.float64))
-        assert_found(trace, "float64", primitive="exp", dtype="float64")
-
-    def test_bfloat16(self):
-        def loss_fn(w):
-            return total(jnp.exp(w.astype(jnp.bfloat16) * 60))  # bfloat16
-
-        trace = trace_numerics(loss_fn, TWO, dtype="bfloat16")
-        assert trace.computes_in_dtype
-        assert_found(trace, "bfloat16", primitive="exp", dtype="bfloat16")
-
-    def test_float8(self):
-        def loss_fn(w):
-            x = half((w * 250).astype(jnp.float8_e5m2))
-            return total(x * x)  # float8
-
-        trace = trace_numerics(loss_fn, TWO, dtype="float8_e5m2")
-        assert trace.computes_in_dtype
-        assert_found(trace, "float8", primitive="mul", dtype="float16")
-
-    @pytest.mark.parametrize(
-        ("own", "dtype", "factor", "end"),
-        [
-            ("float32", "float16", 6e4, "2^16"),
-            ("float32", "float8_e4m3fn", 400, "2^9"),
-            ("bfloat16", "float16", 1e5, "2^16"),
-        ],
-    )
-    def test_a_program_in_another_dtype(self, own, dtype, factor, end):
-        def loss_fn(w):
-            return total(w.astype(own) * jnp.asarray(factor, own))  # would
-
-        trace = trace_numerics(loss_fn, TWO, dtype=dtype)
-        assert not trace.computes_in_dtype
-        assert trace.first_nonfinite is None
-        finding = trace.findings[0]
-        assert finding.kind == "would_overflow"
-        assert finding.operation.dtype == own
-        assert finding.operation.line == line_of("would", __file__)
-        assert f"{dtype} ends at {end}" in finding.message
-        assert np.isclose(trace.loss, 3 * factor, rtol=1e-2)
-        assert f"No operation computes in {dtype}" in str(trace)
-
-    def test_a_bfloat16_program_that_overflows_in_float16_alone(self):
-        def loss_fn(w):
-            return total(w.astype(jnp.bfloat16) * jnp.bfloat16(1e5))
-
-        trace = trace_numerics(loss_fn, TWO, dtype="bfloat16")
-        assert trace.findings[0].kind == "fine"
+    trace = trace_numerics(loss_fn, TWO, dtype=dtype)
+    assert not trace.computes_in_dtype
+    assert trace.first_nonfinite is None
+    finding = trace.findings[0]
+    assert finding.kind == "would_overflow"
+    assert finding.operation.dtype == own
+    assert finding.operation.line == line_of("would", __file__)
+    assert f"{dtype} ends at {end}" in finding.message
+    assert np.isclose(trace.loss, 3 * factor, rtol=1e-2)
+    assert f"No operation computes in {dtype}" in str(trace)
+    own_trace = trace_numerics(loss_fn, TWO, dtype="bfloat16")
+    assert own_trace.findings[0].kind == "fine"
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")

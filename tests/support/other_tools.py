@@ -107,7 +107,7 @@ def compare(place: tuple[str, int], faulty: Faulty) -> str:
 def table() -> str:
     """Returns the Markdown table."""
     rows = [["fault", *TOOLS], ["---"] * (1 + len(TOOLS))]
-    for name in (None, *(fault.name for fault in FAULTS)):
+    for name in (None, *FAULTS):
         faulty = faulty_transformer.plant(name)
         rows.append([name or "none", *(tool(faulty) for tool in TOOLS.values())])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
