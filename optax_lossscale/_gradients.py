@@ -16,10 +16,9 @@ from optax_lossscale._state import (
     check_rule_state,
     expected_state,
     find_state,
-    unbox,
     warn_if_in_multi_steps,
 )
-from optax_lossscale._tree import is_inexact
+from optax_lossscale._tree import is_inexact, unbox
 from optax_lossscale._warn import is_called_by_jit, warn
 
 

@@ -21,8 +21,9 @@ from optax_lossscale._inner import arguments_of_minimize
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._rules.identifiers import get_loss_scale, keras_loss_scale
-from optax_lossscale._state import LossScaleOptimizerState, find_state, unbox
+from optax_lossscale._state import LossScaleOptimizerState, find_state
 from optax_lossscale._step import Options
+from optax_lossscale._tree import unbox
 
 
 class LossScaleOptimizer(optax.GradientTransformationExtraArgs):

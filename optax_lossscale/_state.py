@@ -9,7 +9,7 @@ import optax
 from jax import lax
 
 from optax_lossscale._rules.base import LossScale
-from optax_lossscale._tree import cast_like, is_array, select, strongly_typed
+from optax_lossscale._tree import cast_like, is_array, select, strongly_typed, unbox
 from optax_lossscale._warn import warn
 
 
@@ -275,12 +275,6 @@ def warn_if_in_multi_steps(state: Any) -> None:
             "LossScaleOptimizer(optax.MultiSteps(inner, k)), which drops the "
             "micro-batch."
         )
-
-
-def unbox(value: Any) -> jax.Array:
-    """Returns the array in a box, such as a variable of Flax nnx."""
-    (array,) = jax.tree.leaves(value)
-    return array
 
 
 def select_applied(state: Any, new: Any, old: Any) -> Any:

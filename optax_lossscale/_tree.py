@@ -27,6 +27,12 @@ def is_key(leaf: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
+def unbox(value: Any) -> jax.Array:
+    """Returns the array in a box, such as a variable of Flax nnx."""
+    (array,) = jax.tree.leaves(value)
+    return array
+
+
 def split_arrays(
     tree: Any,
 ) -> tuple[list[jax.Array], Callable[[Sequence[Any]], Any]]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from optax_lossscale import _check as check
 from optax_lossscale._scaling import all_finite, largest_magnitude
-from optax_lossscale._state import unbox
+from optax_lossscale._tree import unbox
 
 
 class LossScale(abc.ABC):

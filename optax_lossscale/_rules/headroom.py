@@ -11,7 +11,7 @@ from jax import lax
 from optax_lossscale import _check as check
 from optax_lossscale._rules.base import AdaptiveLossScale
 from optax_lossscale._scaling import exact_exp2, overflow_exponent
-from optax_lossscale._state import unbox
+from optax_lossscale._tree import unbox
 
 
 class HeadroomLossScaleState(NamedTuple):

@@ -10,8 +10,8 @@ import numpy as np
 from jax.core import Tracer
 
 from optax_lossscale import _check as check
-from optax_lossscale._state import find_state, unbox
-from optax_lossscale._tree import is_real
+from optax_lossscale._state import find_state
+from optax_lossscale._tree import is_real, unbox
 
 
 def scale_of(state: Any) -> jax.Array:

@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._state import find_state, unbox
+from optax_lossscale._state import find_state
+from optax_lossscale._tree import unbox
 from optax_lossscale.diagnostics import _bits
 
 

@@ -9,7 +9,8 @@ import optax
 
 from optax_lossscale import _check as check
 from optax_lossscale._rules.fixed import FixedLossScaleState
-from optax_lossscale._state import find_state, unbox
+from optax_lossscale._state import find_state
+from optax_lossscale._tree import unbox
 from optax_lossscale.diagnostics._common import check_host, named_leaves, power
 from optax_lossscale.diagnostics._nonfinite import NonfiniteGradient, find_nonfinite
 
