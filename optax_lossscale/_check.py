@@ -46,7 +46,7 @@ def _in_range(name, value, low, high, wanted):
 
 def scale(name: str, value: Any) -> float:
     """Returns `value` as a float, if it is a valid loss scale."""
-    wanted = "from 2**-126 to 2**126, where 1 / scale is a normal float32 number too"
+    wanted = "at least 2**-126 and at most 2**126, where 1 / scale is a normal float32"
     return _in_range(name, value, SMALLEST_SCALE, LARGEST_SCALE, wanted)
 
 
