@@ -1,5 +1,6 @@
 """Run a step or keep what there was: by a select, or by a branch on CPU."""
 
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any, Literal
 
@@ -9,6 +10,7 @@ from jax import lax
 
 from optax_lossscale._tree import (
     cast_like,
+    difference,
     is_array,
     is_inexact,
     select,
@@ -113,7 +115,13 @@ def commit(
     def keep_arrays(like, arrays):
         new = joins[0](like)
         old = keep(new, *join(arrays)[1])
-        _check_same(new, old)
+        if place := difference(new, old):
+            raise ValueError(
+                "inner_optimizer must return parameters and a state like those it "
+                "gets. Pass grads of the structure and shapes of params, and the state "
+                "that this optimizer's init made for these params. In (result, state): "
+                f"{place}"
+            )
         return split_arrays(old)[0]
 
     if skip is None:
@@ -182,37 +190,20 @@ def _is_select_better(old: list[jax.Array], arrays: list[jax.Array]) -> bool:
     return updates > MUCH_LARGER * state
 
 
-def _check_same(new: Any, old: Any) -> None:
-    """Raises if a step returns other structures or shapes than a skipped step.
-
-    Args:
-      new: The result of the step, or its shapes.
-      old: The result of a skipped step.
-    """
-
-    def leaf(path, x, y):
-        if np.shape(x) != np.shape(y):
-            place = jax.tree_util.keystr(path)
-            raise ValueError(f"{place} is of shape {np.shape(x)}, not {np.shape(y)}.")
-
-    try:
-        jax.tree_util.tree_map_with_path(leaf, new, old)
-    except ValueError as error:
-        raise ValueError(
-            "inner_optimizer must return parameters and a state like those it gets. "
-            "Pass grads of the structure and shapes of params, and the state that this "
-            f"optimizer's init made for these params. In (result, state): {error}"
-        ) from error
-
-
 def small_unless(should_apply: jax.Array, tree: Any) -> Any:
     """Replaces floating-point leaves with small numbers if the step is skipped."""
 
     def leaf(x):
         is_number = is_array(x) and is_inexact(x)
-        return lax.select(should_apply, x, lax.full_like(x, SMALL)) if is_number else x
+        return _small_number_unless(should_apply, x) if is_number else x
 
     return jax.tree.map(leaf, tree)
+
+
+# Compiled, so that an eager call transfers no constant to the device.
+@functools.partial(jax.jit, inline=True)
+def _small_number_unless(should_apply, x):
+    return lax.select(should_apply, x, lax.full_like(x, SMALL))
 
 
 def varying_axes(x: Any) -> frozenset[Hashable]:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -194,19 +194,10 @@ def _types(tree: Any) -> Any:
     return jax.tree.map(describe, tree)
 
 
-@jax.tree_util.register_pytree_node_class
-class _Out:
+class _Out(NamedTuple):
     """Marks the output of the user's function in the result of a transform."""
 
-    def __init__(self, value):
-        self.value = value
-
-    def tree_flatten(self):
-        return (self.value,), None
-
-    @classmethod
-    def tree_unflatten(cls, _, children):
-        return cls(*children)
+    value: Any
 
 
 def _unpack(result: Any) -> tuple[Any, Any]:

@@ -133,6 +133,18 @@ def without_constants(params: Any) -> Any:
     return jax.tree.map(chosen, params)
 
 
+def typed(params: Any, grads: Any) -> Any:
+    """Returns parameters as strongly typed arrays where they have a gradient."""
+
+    def leaf(grad, param):
+        return param if grad is None else strongly_typed(param)
+
+    try:
+        return map_with_none(leaf)(grads, params)
+    except ValueError:
+        return strongly_typed(params)
+
+
 def widen(tree: Any) -> Any:
     """Converts numbers to arrays, and narrow floating-point arrays to float32."""
 

@@ -9,7 +9,14 @@ import optax
 from jax import lax
 
 from optax_lossscale._rules.base import LossScale
-from optax_lossscale._tree import cast_like, is_array, select, strongly_typed, unbox
+from optax_lossscale._tree import (
+    cast_like,
+    difference,
+    is_array,
+    select,
+    strongly_typed,
+    unbox,
+)
 from optax_lossscale._warn import warn
 
 
@@ -174,20 +181,15 @@ def check_state(state: Any, rule: LossScale) -> None:
         )
     expected = expected_state(rule)
     scale_state, wanted = state.loss_scale_state, expected.loss_scale_state
-    check_rule_state(scale_state, wanted)
     if jax.tree.structure(scale_state) != jax.tree.structure(wanted):
-        raise ValueError(
-            _no_arrays(scale_state, wanted) or _other_rule(scale_state, wanted)
-        )
+        raise ValueError(_other_rule(scale_state, wanted))
     # The inner optimizer has its own checks, and the last counter may be None.
-    state = state._replace(inner_state=None, nonfinite_loss_steps=None)
-    for (path, got), (_, shape) in zip(*map(_shapes, (state, expected)), strict=True):
-        if got != shape:
-            raise ValueError(
-                f"state{jax.tree_util.keystr(path)} must be of shape {shape}, got "
-                f"{got}. If the state has many members or devices, call inside the "
-                "vmap or pmap that made it."
-            )
+    own = state._replace(inner_state=None, nonfinite_loss_steps=None)
+    if place := difference(own, expected):
+        raise ValueError(
+            f"state{place} If the state has many members or devices, call inside the "
+            "vmap or pmap that made it."
+        )
 
 
 def healed(rule: LossScale, state: Any) -> Any:
@@ -223,45 +225,22 @@ def check_rule_state(state: Any, expected: Any) -> None:
         raise ValueError(_other_rule(state, expected))
 
 
-def _no_arrays(state: Any, expected: Any) -> str:
-    """Explains a state with a variable around each array; returns "" for others."""
-    try:
-        held = jax.tree.structure(expected).flatten_up_to(state)
-    except ValueError:
-        return ""
-    if len(jax.tree.leaves(state)) != len(held):
-        return ""
-    kinds = ", ".join(type(x).__name__ for x in held)
+def _other_rule(state: Any, expected: Any) -> str:
     return (
-        f"state.loss_scale_state must hold arrays, got {kinds}. With Flax nnx, let "
+        f"state.loss_scale_state must be a {_describe(expected)} of arrays for this "
+        f"rule, got a {_describe(state)}. Use the loss_scale that the state was saved "
+        "with, or begin a new state: state._replace("
+        "loss_scale_state=optimizer.init(params).loss_scale_state). With Flax nnx, let "
         "nnx.Optimizer.update take the step, or pass a state that "
         "optimizer.init(nnx.state(model, nnx.Param)) returned."
     )
 
 
-def _other_rule(state: Any, expected: Any) -> str:
-    return (
-        f"state.loss_scale_state must be a {_describe(expected)} for this rule, "
-        f"got a {_describe(state)}. Use the loss_scale that the state was saved "
-        "with, or begin a new state: state._replace("
-        "loss_scale_state=optimizer.init(params).loss_scale_state)."
-    )
-
-
-def _shapes(tree: Any) -> list[tuple[Any, Any]]:
-    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None)
-    return [(path, None if x is None else jnp.shape(x)) for path, x in leaves]
-
-
 def _describe(state: Any) -> str:
-    """Returns the type of a state, with its fields and which of them are None."""
-    names = getattr(state, "_fields", ())
-    fields = (n if getattr(state, n) is not None else f"{n}=None" for n in names)
-    return (
-        f"{type(state).__name__}({', '.join(fields)})"
-        if names
-        else type(state).__name__
-    )
+    """Returns the type of a state and those of its fields that are no arrays."""
+    fields = getattr(state, "_asdict", dict)().items()
+    kinds = [n if hasattr(x, "dtype") else f"{n}={type(x).__name__}" for n, x in fields]
+    return f"{type(state).__name__}({', '.join(kinds)})"
 
 
 def warn_if_in_multi_steps(state: Any) -> None:
@@ -323,12 +302,8 @@ def select_applied(state: Any, new: Any, old: Any) -> Any:
         )
     old = jax.tree.map(_promote, old, new)
     new = cast_like(new, old)
-    arrays = [[x for x in jax.tree.leaves(tree) if is_array(x)] for tree in (new, old)]
-    got, wanted = ([x.shape for x in leaves] for leaves in arrays)
-    if got != wanted:
-        raise ValueError(
-            f"new and old must have the same shapes, got {got} and {wanted}."
-        )
+    if place := difference(new, old):
+        raise ValueError(f"new and old must have the same shapes. In new, {place}")
     return select(applied, new, old)
 
 

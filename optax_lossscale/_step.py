@@ -143,7 +143,7 @@ def _take_step(
         lambda like, inner_state, params: (keep(like[0], params), inner_state),
         (grads, extra),
         strongly_typed(state.inner_state),
-        jax.tree.map(_strong_number, params),
+        _inner.typed(params, grads),
     )
 
     # Record.
@@ -184,8 +184,3 @@ def _loss(extra: dict[str, Any]) -> Any:
 def _constant(leaf: Any) -> Any:
     # The scale has no derivative.
     return lax.stop_gradient(leaf) if is_inexact(leaf) else leaf
-
-
-def _strong_number(leaf: Any) -> Any:
-    # JAX computes no gradients for Python integers: they stay as they are.
-    return leaf if isinstance(leaf, int) else strongly_typed(leaf)

@@ -103,6 +103,21 @@ def strongly_typed(tree: Any) -> Any:
     return jax.tree.map(strong, tree)
 
 
+def difference(got: Any, wanted: Any) -> str:
+    """Describes where a tree has another structure or shape; "" if nowhere."""
+
+    def leaf(path, x, y):
+        if np.shape(x) != np.shape(y):
+            place = jax.tree_util.keystr(path)
+            raise ValueError(f"{place} is of shape {np.shape(x)}, not {np.shape(y)}.")
+
+    try:
+        jax.tree.map_with_path(leaf, got, wanted)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def cast_like(tree: Any, like: Any) -> Any:
     """Gives the leaves of `tree` the dtypes of `like`, strongly typed.
 

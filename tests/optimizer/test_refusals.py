@@ -62,7 +62,7 @@ def test_the_state_of_nnx_optimizer_holds_variables():
     trainer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
     params = nnx.state(model, nnx.Param)
     with pytest.raises(
-        ValueError, match=r"must hold arrays, got \w+, .*nnx.Optimizer.update"
+        ValueError, match=r"of arrays for this rule, got a .*nnx.Optimizer.update"
     ):
         optimizer.apply_gradients(params, params, trainer.opt_state)
 
@@ -126,7 +126,7 @@ def test_a_rule_that_was_not_called():
         lambda: LossScaleOptimizer(optax.sgd(0.5), DynamicLossScale),
         lambda: get_loss_scale(DynamicLossScale),
     ):
-        with pytest.raises((TypeError, ValueError), match=r"(?i)call it"):
+        with pytest.raises((TypeError, ValueError), match=r"Call the class"):
             call()
 
 

@@ -43,5 +43,5 @@ class TestSelectApplied:
             select_applied(self.state, {"a": 1.0}, {"b": 1.0})
 
     def test_refuses_other_shapes(self):
-        with pytest.raises(ValueError, match=r"same shapes, got \[\(2,\)\] and"):
+        with pytest.raises(ValueError, match=r"same shapes. .*\(2,\)"):
             select_applied(self.state, jnp.ones(2), jnp.ones(3))
