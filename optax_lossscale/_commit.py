@@ -1,7 +1,7 @@
 """Run a step or keep what there was: by a select, or by a branch on CPU."""
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -41,17 +41,6 @@ def _constant():
     # Compiled, because an eager operation would transfer the constant to the device,
     # which jax.transfer_guard may forbid.
     return np.zeros((), bool)
-
-
-def choose_skip(skip: Skip, axis_name: Hashable | None) -> Skip:
-    """Returns "where" for "auto" if devices may decide differently, else `skip`.
-
-    Devices along a mapped axis that `axis_name` leaves out need not agree. If they
-    branched, a device that skips would not join the collectives of the others.
-    """
-    named = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    apart = set(jax.sharding.get_abstract_mesh().manual_axes).difference(named)
-    return "where" if skip == "auto" and apart else skip
 
 
 def barrier_on_cpu(skip: Skip | None, tree: Any) -> Any:
@@ -137,44 +126,28 @@ def commit(
         old = keep_arrays(new, arrays)
         return select(should_apply, cast_like(new, old), old)
 
-    if skip == "where" or not is_compiled:
-        new = where(should_apply, arrays)
-        return joins[0](new)
-    like = jax.eval_shape(compute, arrays)
-
     def branch(should_apply, arrays):
-        return _branch(should_apply, compute, keep_arrays, like, arrays)
+        def skip_branch(arrays):
+            return keep_arrays(like, arrays)
+
+        def run_branch(arrays):
+            return cast_like(compute(arrays), skip_branch(arrays))
+
+        return lax.cond(should_apply, run_branch, skip_branch, arrays)
 
     def on_cpu(should_apply, arrays):
         is_small = _is_select_better(keep_arrays(like, arrays), arrays)
         return (where if is_small else branch)(should_apply, arrays)
 
+    if skip == "where" or not is_compiled:
+        new = where(should_apply, arrays)
+        return joins[0](new)
+    like = jax.eval_shape(compute, arrays)
     if skip == "cond":
         new = branch(should_apply, arrays)
     else:
         new = lax.platform_dependent(should_apply, arrays, cpu=on_cpu, default=where)
     return joins[0](new)
-
-
-def _branch(should_apply, compute, keep, like, arrays):
-    """Returns `compute(arrays)` if `should_apply`, else `keep(like, arrays)`."""
-
-    def skip_branch(arrays):
-        return keep(like, arrays)
-
-    def run_branch(arrays):
-        return cast_like(compute(arrays), skip_branch(arrays))
-
-    if not jax.sharding.get_abstract_mesh().manual_axes:
-        return lax.cond(should_apply, run_branch, skip_branch, arrays)
-    # Both branches must vary over the same axes of jax.shard_map.
-    kept = jax.eval_shape(skip_branch, arrays)
-    axes = [varying_axes(x) | varying_axes(y) for x, y in zip(like, kept, strict=True)]
-    branches = [lambda x, f=f: _vary(f(x), axes) for f in (run_branch, skip_branch)]
-    new = lax.cond(should_apply, *branches, arrays)
-    # Devices that decide separately have different results. lax.cond does not tell
-    # jax.shard_map so, but a select does, and XLA removes it.
-    return select(should_apply, new, new)
 
 
 def _is_select_better(old: list[jax.Array], arrays: list[jax.Array]) -> bool:
@@ -204,25 +177,3 @@ def small_unless(should_apply: jax.Array, tree: Any) -> Any:
 @functools.partial(jax.jit, inline=True)
 def _small_number_unless(should_apply, x):
     return lax.select(should_apply, x, lax.full_like(x, SMALL))
-
-
-def varying_axes(x: Any) -> frozenset[Hashable]:
-    """Returns the axes of `jax.shard_map` over which an array, or its type, varies."""
-    # The name of this attribute depends on the version of JAX.
-    if hasattr(x, "manual_axis_type"):
-        return getattr(x.manual_axis_type, "varying", frozenset())
-    return getattr(x, "vma", None) or frozenset()
-
-
-def _vary(arrays, axes):
-    """Makes arrays vary over mesh axes, as both branches of a cond must.
-
-    XLA removes the selects.
-    """
-
-    def leaf(x, axes):
-        for axis in sorted(axes, key=str):
-            x = lax.select(lax.axis_index(axis) >= 0, x, x)
-        return x
-
-    return [leaf(x, names) for x, names in zip(arrays, axes, strict=True)]

@@ -8,25 +8,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lossscale._commit import Skip, barrier_on_cpu, is_recording, varying_axes
+from optax_lossscale._commit import Skip, barrier_on_cpu, is_recording
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._scaling import scale_down, scale_up
-from optax_lossscale._state import (
-    check_rule_state,
-    expected_state,
-    find_state,
-    warn_if_in_multi_steps,
-)
+from optax_lossscale._state import find_rule_state, warn_if_in_multi_steps
 from optax_lossscale._tree import is_inexact, unbox
 from optax_lossscale._warn import is_called_by_jit, warn
 
 
 def current_scale(rule: LossScale, state: Any) -> jax.Array:
     """Returns the scale in a tree with one state: f32[], or one for each member."""
-    found = find_state(state).loss_scale_state
-    check_rule_state(found, expected_state(rule).loss_scale_state)
-    return rule.loss_scale(found)
+    return rule.loss_scale(find_rule_state(state, rule))
 
 
 def _scale_of_step(rule: LossScale, state: Any) -> jax.Array:
@@ -38,7 +31,7 @@ def _scale_of_step(rule: LossScale, state: Any) -> jax.Array:
             f"{jnp.shape(scale)}. If the state belongs to many members or devices, "
             "call inside the vmap or pmap that made it."
         )
-    held = unbox(find_state(state).loss_scale_state.loss_scale)
+    held = unbox(find_rule_state(state, rule).loss_scale)
     is_constant = is_recording() and not isinstance(held, jax.core.Tracer)
     if is_constant and not isinstance(rule, FixedLossScale) and is_called_by_jit():
         warn(
@@ -104,33 +97,17 @@ def unscaled_value_and_grad(
         scale = _scale_of_step(rule, state)
         warn_if_in_multi_steps(state)
 
-        def checked(*args, **kwargs):
+        def scaled(*args, **kwargs):
             out = fun(*args, **kwargs)
-            _warn_of_float16(rule, out[0] if has_aux and _is_pair(out) else out)
-            return out
+            loss = _loss_of(out, has_aux)
+            _warn_of_float16(rule, loss)
+            # The loss itself is passed along: the scaled one may be inf.
+            return scale_up(loss, scale), _Out(out)
 
-        scaled = scaled_value_and_grad(checked, scale, has_aux, transform)
-        value, grads = scaled(*args, **kwargs)
+        value, grads = _unpack(transform(scaled, has_aux=True)(*args, **kwargs))
         return value, _unscale(grads, scale, choose_skip())
 
     return value_and_grad
-
-
-def scaled_value_and_grad(
-    fun: Callable[..., Any],
-    scale: jax.Array,
-    has_aux: bool,
-    transform: Callable[..., Any],
-) -> Callable[..., tuple[Any, Any]]:
-    """Makes a function that returns the value of `fun` and its scaled gradients."""
-
-    def scaled(*args, **kwargs):
-        out = fun(*args, **kwargs)
-        # The loss itself is passed along: the scaled one may be inf.
-        return scale_up(_loss_of(out, has_aux), scale), _Out(out)
-
-    differentiated = transform(scaled, has_aux=True)
-    return lambda *args, **kwargs: _unpack(differentiated(*args, **kwargs))
 
 
 def check_averaging(axis_name: Hashable | None, transform: Callable[..., Any]) -> None:
@@ -141,7 +118,7 @@ def check_averaging(axis_name: Hashable | None, transform: Callable[..., Any]) -
     """
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     names = set(names).intersection(jax.sharding.get_abstract_mesh().manual_axes)
-    adds_up = all(varying_axes(jax.typeof(lax.axis_index(x))) for x in names)
+    adds_up = all(_varies(jax.typeof(lax.axis_index(x))) for x in names)
     while isinstance(transform, functools.partial):
         transform = transform.func
     library = str(getattr(transform, "__module__", "")).partition(".")[0]
@@ -159,6 +136,13 @@ def check_averaging(axis_name: Hashable | None, transform: Callable[..., Any]) -
     )
 
 
+def _varies(kind: Any) -> bool:
+    """Tells whether `jax.shard_map` knows that such arrays vary over devices."""
+    # The name of this attribute depends on the version of JAX.
+    kind = getattr(kind, "manual_axis_type", kind)
+    return bool(getattr(kind, "varying", getattr(kind, "vma", None)))
+
+
 def _warn_of_float16(rule: LossScale, loss: Any) -> None:
     largest = rule._bounds[1]
     if getattr(loss, "dtype", None) == jnp.float16 and largest >= 2.0**16:
@@ -169,14 +153,11 @@ def _warn_of_float16(rule: LossScale, loss: Any) -> None:
         )
 
 
-def _is_pair(out: Any) -> bool:
-    return isinstance(out, tuple | list) and len(out) == 2
-
-
 def _loss_of(out: Any, has_aux: bool) -> Any:
     """Returns the loss in the result of a loss function."""
-    loss = out[0] if has_aux and _is_pair(out) else out
-    if (has_aux and not _is_pair(out)) or not is_inexact(loss):
+    is_pair = isinstance(out, tuple | list) and len(out) == 2
+    loss = out[0] if has_aux and is_pair else out
+    if (has_aux and not is_pair) or not is_inexact(loss):
         wanted = "a loss and auxiliary data" if has_aux else "a loss alone"
         raise TypeError(
             f"With has_aux={has_aux} the function must return {wanted}, the loss a "
@@ -187,11 +168,9 @@ def _loss_of(out: Any, has_aux: bool) -> Any:
 
 def _types(tree: Any) -> Any:
     """Returns a tree with the types of its leaves, for messages."""
-
-    def describe(leaf):
-        return jax.typeof(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__
-
-    return jax.tree.map(describe, tree)
+    return jax.tree.map(
+        lambda x: jax.typeof(x) if hasattr(x, "dtype") else type(x).__name__, tree
+    )
 
 
 class _Out(NamedTuple):

@@ -22,8 +22,7 @@ def wrap(inner: Any) -> optax.GradientTransformationExtraArgs:
 
 def check_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
     """Returns `inner` as an optimizer that takes, or ignores, extra arguments."""
-    has_methods = (callable(getattr(inner, name, None)) for name in ("init", "update"))
-    if not all(has_methods):
+    if not all(callable(getattr(inner, x, None)) for x in ("init", "update")):
         hint = " Call it to make an optimizer." if callable(inner) else ""
         raise TypeError(
             "inner_optimizer must be an optax.GradientTransformation, or an object "
@@ -44,8 +43,9 @@ def parameters_of(function: Callable[..., Any]) -> tuple[set[str], bool]:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # Some functions of C have no signature.
         parameters = ()
-    any_other = inspect.Parameter.VAR_KEYWORD
-    return {x.name for x in parameters}, any_other in {x.kind for x in parameters}
+    return {x.name for x in parameters}, any(
+        x.kind == x.VAR_KEYWORD for x in parameters
+    )
 
 
 def in_float32(
@@ -79,8 +79,8 @@ def none_is_no_gradient(
         if params is None or is_whole:
             return inner.update(updates, state, params, **extra_args)
         try:
-            chosen = map_with_none(lambda g, p: None if g is None else p)(
-                updates, params
+            chosen = map_with_none(
+                lambda g, p: None if g is None else p, updates, params
             )
         except ValueError:
             # The structures differ, as with optax.lookahead.
@@ -96,24 +96,27 @@ def none_is_no_gradient(
         if "grad" in extra_args:
             extra_args["grad"] = given(extra_args["grad"])
         new, state = inner.update(given(updates), state, chosen, **extra_args)
-        none = map_with_none(lambda grad, update: None if grad is None else update)
-        return none(updates, new), state
+        return _none_like(updates, new), state
 
     return optax.GradientTransformationExtraArgs(
         lambda params: inner.init(without_constants(params)), update
     )
 
 
-def map_with_none(function: Callable[..., Any]) -> Callable[..., Any]:
+def map_with_none(function: Callable[..., Any], *trees: Any) -> Any:
     """Maps over trees; None in the first, a missing gradient, is a leaf."""
-    return functools.partial(jax.tree.map, function, is_leaf=lambda x: x is None)
+    return jax.tree.map(function, *trees, is_leaf=lambda x: x is None)
+
+
+def _none_like(grads, tree):
+    return map_with_none(lambda grad, x: None if grad is None else x, grads, tree)
 
 
 def _zeros_for_none(grads, params):
     def zeros(grad, params):
         return jax.tree.map(jnp.zeros_like, params) if grad is None else grad
 
-    return map_with_none(zeros)(grads, params)
+    return map_with_none(zeros, grads, params)
 
 
 def without_constants(params: Any) -> Any:
@@ -140,7 +143,7 @@ def typed(params: Any, grads: Any) -> Any:
         return param if grad is None else strongly_typed(param)
 
     try:
-        return map_with_none(leaf)(grads, params)
+        return map_with_none(leaf, grads, params)
     except ValueError:
         return strongly_typed(params)
 
@@ -149,9 +152,8 @@ def widen(tree: Any) -> Any:
     """Converts numbers to arrays, and narrow floating-point arrays to float32."""
 
     def wide(leaf):
-        if not is_array(leaf) or not is_inexact(leaf):
-            return leaf
-        return leaf.astype(at_least_float32(leaf.dtype))
+        is_number = is_array(leaf) and is_inexact(leaf)
+        return leaf.astype(at_least_float32(leaf.dtype)) if is_number else leaf
 
     return jax.tree.map(wide, strongly_typed(tree))
 
@@ -179,12 +181,12 @@ def apply_updates(params: Any, updates: Any) -> Any:
     """
 
     def add(update, param):
-        if update is None or not is_array(param) or not is_array(update):
+        if not is_array(param) or not is_array(update):
             return param
         with jax.numpy_dtype_promotion("standard"):
             return (widen(param) + update).astype(param.dtype)
 
-    return map_with_none(add)(updates, params)
+    return map_with_none(add, updates, params)
 
 
 def as_parameters(proposed: Any, params: Any) -> Any:
@@ -195,15 +197,11 @@ def as_parameters(proposed: Any, params: Any) -> Any:
             return old
         return new.astype(old.dtype) if is_array(old) else new
 
-    return map_with_none(cast)(proposed, params)
+    return map_with_none(cast, proposed, params)
 
 
 def arguments_of_minimize(
-    inner: Any,
-    loss_fn: Callable[..., Any],
-    params: Any,
-    loss: Any,
-    grads: Any,
+    inner: Any, loss_fn: Callable[..., Any], params: Any, loss: Any, grads: Any
 ) -> dict[str, Any]:
     """Returns the extra arguments of a line search, as far as `inner` names them.
 
@@ -226,38 +224,29 @@ def names_argument(update: Callable[..., Any], name: str) -> bool:
     """Tells whether an optimizer uses the extra argument `name`.
 
     The update of `optax.chain` takes any extra argument. So this looks for a parameter
-    of this name in the functions inside it: in closures, default values, partial
-    functions, attributes, and the globals of functions that are not Optax's.
+    of this name in the functions that it can call: those in closures, default values,
+    globals, partial functions and attributes.
     """
-    seen, found = set(), [update]
+    # By id, and kept alive: the id of a temporary object would be used again.
+    seen, found = {}, [update]
     while found:
         x = found.pop()
         if id(x) in seen:
             continue
-        seen.add(id(x))
+        seen[id(x)] = x
         if isinstance(x, types.FunctionType):
             if name in parameters_of(x)[0]:
                 return True
-            found += _inside(x)
+            found += [x.__defaults__, x.__kwdefaults__, x.__dict__]
+            # A variable that has no value yet is an error.
+            with contextlib.suppress(ValueError):
+                found += inspect.getclosurevars(x)[:2]
         elif isinstance(x, types.MethodType):
             found += [x.__func__, x.__self__]
         elif isinstance(x, functools.partial):
-            found += [x.func, *x.args, *x.keywords.values()]
+            found += [x.func, x.args, x.keywords]
         elif isinstance(x, tuple | list | dict):
             found += x.values() if isinstance(x, dict) else x
         elif callable(getattr(x, "update", x)) and not isinstance(x, type):
             found += getattr(x, "__dict__", {}).values()
     return False
-
-
-def _inside(function: types.FunctionType) -> list[Any]:
-    """Returns the values that a function can use besides its arguments."""
-    values = [function.__defaults__, function.__kwdefaults__, function.__dict__]
-    for cell in function.__closure__ or ():
-        # A variable that has no value yet leaves its cell empty.
-        with contextlib.suppress(ValueError):
-            values.append(cell.cell_contents)
-    module = function.__module__ or ""  # None if `exec` made it.
-    if module.partition(".")[0] not in ("jax", "optax"):
-        values += [function.__globals__.get(x) for x in function.__code__.co_names]
-    return values

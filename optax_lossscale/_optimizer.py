@@ -8,15 +8,8 @@ from typing import Any
 import jax
 import optax
 
-from optax_lossscale import _step
+from optax_lossscale import _gradients, _step
 from optax_lossscale._commit import Skip
-from optax_lossscale._gradients import (
-    check_averaging,
-    current_scale,
-    scale_loss,
-    unscale,
-    unscaled_value_and_grad,
-)
 from optax_lossscale._inner import arguments_of_minimize
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
@@ -139,8 +132,6 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         jax.tree_util.register_static(cls)
 
     def __eq__(self, other):
-        if self is other:
-            return True
         try:
             return type(self) is type(other) and bool(vars(self) == vars(other))
         except ValueError:  # Arrays among the attributes.
@@ -187,9 +178,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     @property
     def initial_scale(self) -> float | None:
         """The first (or fixed) scale; None if a custom rule does not name it."""
-        if isinstance(self.loss_scale, FixedLossScale):
-            return self.loss_scale.loss_scale_value
-        return getattr(self.loss_scale, "initial_scale", None)
+        fixed = getattr(self.loss_scale, "loss_scale_value", None)
+        return getattr(self.loss_scale, "initial_scale", fixed)
 
     @property
     def dynamic_growth_steps(self) -> int | None:
@@ -259,7 +249,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> float(optimizer.current_loss_scale(optimizer.init(jnp.ones(3))))
           32768.0
         """
-        return current_scale(self.loss_scale, state)
+        return _gradients.current_scale(self.loss_scale, state)
 
     def value_and_grad(
         self,
@@ -319,7 +309,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         # eqx.filter_value_and_grad has no argnums: it uses the first argument.
         options = {} if argnums == 0 else {"argnums": argnums}
         transform = functools.partial(transform, **options)
-        return unscaled_value_and_grad(
+        return _gradients.unscaled_value_and_grad(
             self.loss_scale, self._options.choose_skip, fun, state, has_aux, transform
         )
 
@@ -365,7 +355,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> print(scaled, optimizer.get_unscaled_gradients(scaled, state))
           32768.0 1.0
         """
-        return scale_loss(self.loss_scale, loss, state)
+        return _gradients.scale_loss(self.loss_scale, loss, state)
 
     def get_unscaled_gradients(self, grads: Any, state: Any) -> Any:
         """Divides gradients by the current scale.
@@ -398,7 +388,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> optimizer.get_unscaled_gradients(grads, state)
           [Array(2., dtype=float32), None, Array(-4., dtype=float32)]
         """
-        return unscale(self.loss_scale, self._options.choose_skip(), grads, state)
+        return _gradients.unscale(
+            self.loss_scale, self._options.choose_skip(), grads, state
+        )
 
     def update(  # pyright: ignore[reportIncompatibleVariableOverride]
         self,
@@ -515,7 +507,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> print(params, loss)
           [0.5   0.875] 1.25
         """
-        check_averaging(self._options.axis_name, transform)
+        _gradients.check_averaging(self._options.axis_name, transform)
         value_and_grad = self.value_and_grad(
             loss_fn, state, has_aux=has_aux, transform=transform
         )
@@ -539,13 +531,11 @@ def _without_attributes(cls: type[LossScaleOptimizer]) -> LossScaleOptimizer:
     """Returns an optimizer without attributes, whose functions call its methods."""
     # Optax unpacks this tuple. It holds plain functions, because methods cannot be
     # bound before the object exists.
-    self = tuple.__new__(
-        cls,
-        (
-            lambda params: self.init(params),
-            lambda *args, **kwargs: self.update(*args, **kwargs),
-        ),
+    functions = (
+        lambda params: self.init(params),
+        lambda *args, **kwargs: self.update(*args, **kwargs),
     )
+    self = tuple.__new__(cls, functions)
     return self
 
 

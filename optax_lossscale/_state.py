@@ -47,16 +47,8 @@ class LossScaleOptimizerState(NamedTuple):
     nonfinite_loss_steps: jax.Array | None = None
 
 
-COUNTERS = (
-    "skipped_steps",
-    "consecutive_skipped_steps",
-    "stuck_steps",
-    "nonfinite_loss_steps",
-)
-
-
 def initial_state(
-    inner_state: Any, rule: LossScale, check_loss: bool = False
+    inner_state: Any, rule: LossScale, check_loss: bool
 ) -> LossScaleOptimizerState:
     """Returns the state before the first step."""
     zero = functools.partial(jnp.zeros, (), jnp.int32)
@@ -71,12 +63,7 @@ def initial_state(
     )
 
 
-@functools.lru_cache
-def expected_state(rule: LossScale) -> LossScaleOptimizerState:
-    """Returns the shapes of a state, without those of the inner optimizer."""
-    return jax.eval_shape(lambda: initial_state(None, rule))
-
-
+@functools.partial(jax.jit, inline=True)
 def count_step(
     state: LossScaleOptimizerState,
     should_apply: jax.Array | None,
@@ -86,51 +73,40 @@ def count_step(
     """Records in the state whether a step was applied or skipped, and why.
 
     Args:
-      state: The state before the step.
+      state: The state before the step, without the inner state and that of the rule.
       should_apply: bool[], or None where every step is applied.
       loss_is_finite: bool[], or None where the loss is not checked.
       is_stuck: bool[], whether the gradients were not finite and the scale could not
         have been lower.
     """
-    counters = {name: getattr(state, name) for name in COUNTERS}
-    if loss_is_finite is None:
-        counters["nonfinite_loss_steps"] = None
-    elif counters["nonfinite_loss_steps"] is None:
-        # A state from before check_loss was switched on.
-        counters["nonfinite_loss_steps"] = jnp.zeros_like(state.skipped_steps)
-    fields = state.last_step_applied, counters
-    return state._replace(**_count(*fields, should_apply, loss_is_finite, is_stuck))
 
-
-@functools.partial(jax.jit, inline=True)
-def _count(last_step_applied, counters, should_apply, loss_is_finite, is_stuck):
-    # The old values lend new ones the axes of jax.shard_map over which they vary.
-    no = lax.full_like(last_step_applied, False, bool)
-    if should_apply is None:
-        names = ("consecutive_skipped_steps", "stuck_steps")
-        zeros = {x: lax.full_like(counters[x], 0, jnp.int32) for x in names}
-        skipped = jnp.asarray(counters["skipped_steps"], jnp.int32)
-        return counters | zeros | {"last_step_applied": ~no, "skipped_steps": skipped}
-
-    def count(name, condition):
-        steps = jnp.asarray(counters[name], jnp.int32)
+    def count(steps, condition):
+        steps = jnp.asarray(steps, jnp.int32)
         return jnp.where(condition, optax.safe_increment(steps), steps)
 
-    def in_a_row(name, condition):
-        return jnp.where(should_apply, 0, count(name, condition))
-
-    counted = {}
+    # The old values lend new ones the axes of jax.shard_map over which they vary.
+    no = lax.full_like(state.last_step_applied, False, bool)
+    zero = lax.full_like(state.skipped_steps, 0, jnp.int32)
+    if should_apply is None:
+        skipped_steps = jnp.asarray(state.skipped_steps, jnp.int32)
+        return LossScaleOptimizerState(None, None, ~no, skipped_steps, zero, zero)
+    nonfinite_loss_steps = None
     if loss_is_finite is not None:
-        counted["nonfinite_loss_steps"] = count("nonfinite_loss_steps", ~loss_is_finite)
+        # None in a state from before check_loss was switched on.
+        before = state.nonfinite_loss_steps
+        before = zero if before is None else before
+        nonfinite_loss_steps = count(before, ~loss_is_finite)
         is_stuck &= loss_is_finite
     skipped = ~should_apply
-    return counted | {
-        "last_step_applied": should_apply | no,
-        "skipped_steps": count("skipped_steps", skipped),
-        "consecutive_skipped_steps": in_a_row("consecutive_skipped_steps", skipped),
-        "stuck_steps": in_a_row("stuck_steps", is_stuck),
-        "nonfinite_loss_steps": counted.get("nonfinite_loss_steps"),
-    }
+    in_a_row = count(state.consecutive_skipped_steps, skipped)
+    stuck_steps = count(state.stuck_steps, is_stuck)
+    return state._replace(
+        last_step_applied=should_apply | no,
+        skipped_steps=count(state.skipped_steps, skipped),
+        consecutive_skipped_steps=jnp.where(should_apply, 0, in_a_row),
+        stuck_steps=jnp.where(should_apply, 0, stuck_steps),
+        nonfinite_loss_steps=nonfinite_loss_steps,
+    )
 
 
 def nodes_of(kind: Any, tree: Any) -> list[Any]:
@@ -179,17 +155,20 @@ def check_state(state: Any, rule: LossScale) -> None:
             "of another one, such as a chain, call the update of that. "
             f"{_hint_for_dict(state)}"
         )
-    expected = expected_state(rule)
-    scale_state, wanted = state.loss_scale_state, expected.loss_scale_state
-    if jax.tree.structure(scale_state) != jax.tree.structure(wanted):
-        raise ValueError(_other_rule(scale_state, wanted))
-    # The inner optimizer has its own checks, and the last counter may be None.
-    own = state._replace(inner_state=None, nonfinite_loss_steps=None)
-    if place := difference(own, expected):
+    scale_state, expected = state.loss_scale_state, expected_state(rule)
+    if jax.tree.structure(scale_state) != jax.tree.structure(expected):
+        raise ValueError(_other_rule(scale_state, expected))
+    if place := difference(scale_state, expected):
         raise ValueError(
-            f"state{place} If the state has many members or devices, call inside the "
-            "vmap or pmap that made it."
+            f"state.loss_scale_state{place} If the state has many members or devices, "
+            "call inside the vmap or pmap that made it."
         )
+
+
+@functools.lru_cache
+def expected_state(rule: LossScale) -> Any:
+    """Returns the shapes of the state of a rule."""
+    return jax.eval_shape(rule.init)
 
 
 def healed(rule: LossScale, state: Any) -> Any:
@@ -207,11 +186,8 @@ def check_inner_state(inner_state: Any) -> None:
             "bug. Keep only the outer one."
         )
 
-    def has_hyperparameters(node):
-        return isinstance(getattr(node, "hyperparams", None), dict)
-
-    nodes = jax.tree.leaves(inner_state, is_leaf=has_hyperparameters)
-    if any(has_hyperparameters(x) and "loss_scale" in x.hyperparams for x in nodes):
+    injected = optax.InjectStatefulHyperparamsState | optax.InjectHyperparamsState
+    if any("loss_scale" in x.hyperparams for x in nodes_of(injected, inner_state)):
         raise ValueError(
             "inner_optimizer has a hyperparameter named 'loss_scale', which "
             "optax.tree.set(state, loss_scale=...) would set together with the scale. "
@@ -219,10 +195,12 @@ def check_inner_state(inner_state: Any) -> None:
         )
 
 
-def check_rule_state(state: Any, expected: Any) -> None:
-    """Raises if no scale can be read from the state of a rule."""
-    if len(jax.tree.leaves(getattr(state, "loss_scale", None))) != 1:
-        raise ValueError(_other_rule(state, expected))
+def find_rule_state(state: Any, rule: LossScale) -> Any:
+    """Returns the state of a rule in a tree with one `LossScaleOptimizerState`."""
+    found = find_state(state).loss_scale_state
+    if len(jax.tree.leaves(getattr(found, "loss_scale", None))) != 1:
+        raise ValueError(_other_rule(found, expected_state(rule)))
+    return found
 
 
 def _other_rule(state: Any, expected: Any) -> str:
@@ -239,15 +217,15 @@ def _other_rule(state: Any, expected: Any) -> str:
 def _describe(state: Any) -> str:
     """Returns the type of a state and those of its fields that are no arrays."""
     fields = getattr(state, "_asdict", dict)().items()
-    kinds = [n if hasattr(x, "dtype") else f"{n}={type(x).__name__}" for n, x in fields]
+    kinds = [
+        n if hasattr(x, "dtype") else f"{n}={x and type(x).__name__}" for n, x in fields
+    ]
     return f"{type(state).__name__}({', '.join(kinds)})"
 
 
 def warn_if_in_multi_steps(state: Any) -> None:
     """Warns of a loss-scaled optimizer inside `optax.MultiSteps`."""
-    nodes = nodes_of(optax.MultiStepsState | LossScaleOptimizerState, state)
-    multi_steps = [node for node in nodes if isinstance(node, optax.MultiStepsState)]
-    if nodes_of(LossScaleOptimizerState, multi_steps):
+    if nodes_of(LossScaleOptimizerState, nodes_of(optax.MultiStepsState, state)):
         warn(
             "A LossScaleOptimizer is inside optax.MultiSteps, which keeps non-finite "
             "gradients forever: after one, all steps are skipped. Use "
@@ -311,8 +289,8 @@ _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
 def _kind(dtype: Any) -> int:
-    found = [i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)]
-    return found[0] if found else len(_KINDS)
+    found = (i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind))
+    return next(found, len(_KINDS))
 
 
 def _promote(old: Any, new: Any) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from optax_lossscale import _check as check, _inner, _state
-from optax_lossscale._commit import Skip, choose_skip, commit
+from optax_lossscale._commit import Skip, commit
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._scaling import all_finite
 from optax_lossscale._tree import (
@@ -48,7 +48,10 @@ class Options(NamedTuple):
         """Returns how the step that is being traced is skipped; None if it never is."""
         if not self.loss_scale.skip_nonfinite and not self.check_loss:
             return None
-        return choose_skip(self.skip, self.axis_name)
+        # Devices need not agree: if one branched alone, it would not join the
+        # collectives of the others.
+        in_shard_map = jax.sharding.get_abstract_mesh().manual_axes
+        return "where" if in_shard_map else self.skip
 
 
 def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
@@ -149,6 +152,7 @@ def _take_step(
     # Record.
     if skip is None:
         should_apply = None
+    state = state._replace(inner_state=None, loss_scale_state=None)
     state = _state.count_step(state, should_apply, loss_is_finite, is_stuck)
     return result, state._replace(inner_state=inner_state, loss_scale_state=new)
 

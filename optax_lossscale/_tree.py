@@ -76,9 +76,8 @@ def zero_update(like: Any) -> Any:
         return np.zeros(like.shape, jax.dtypes.float0)
     # Minus zero: x + -0.0 is x for every x, but -0.0 + 0.0 is 0.0.
     value = -0.0 if is_inexact(like) else 0
-    if isinstance(like, jax.ShapeDtypeStruct):
-        return lax.full_like(like, value)
-    return _filled_like(like, value)
+    is_shape = isinstance(like, jax.ShapeDtypeStruct)
+    return (lax.full_like if is_shape else _filled_like)(like, value)
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
@@ -125,9 +124,7 @@ def cast_like(tree: Any, like: Any) -> Any:
     """
 
     def cast(new, old):
-        if not is_array(old):
-            return old
-        return lax.convert_element_type(new, old.dtype)
+        return lax.convert_element_type(new, old.dtype) if is_array(old) else old
 
     return jax.tree.map(cast, tree, like)
 

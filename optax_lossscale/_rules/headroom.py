@@ -10,7 +10,7 @@ from jax import lax
 
 from optax_lossscale import _check as check
 from optax_lossscale._rules.base import AdaptiveLossScale
-from optax_lossscale._scaling import exact_exp2, overflow_exponent
+from optax_lossscale._scaling import exact_exp2
 from optax_lossscale._tree import unbox
 
 
@@ -115,8 +115,8 @@ class HeadroomLossScale(AdaptiveLossScale):
     def init(self) -> HeadroomLossScaleState:
         """Returns the initial state; see the base class."""
         # The peak at which the first scale is the highest allowed.
-        limit = overflow_exponent(self.dtype)
-        peak = limit - self.min_margin - math.log2(self.initial_scale)
+        margins = self.min_margin + math.log2(self.initial_scale)
+        peak = jnp.finfo(self.dtype).maxexp - margins
         return HeadroomLossScaleState(
             loss_scale=jnp.asarray(self.initial_scale, jnp.float32),
             peak=jnp.asarray(peak, jnp.float32),
@@ -125,7 +125,7 @@ class HeadroomLossScale(AdaptiveLossScale):
         )
 
     def _advance(self, scale, state, finite, largest):
-        limit, exponent = overflow_exponent(self.dtype), jnp.log2(scale)
+        limit, exponent = jnp.finfo(self.dtype).maxexp, jnp.log2(scale)
         old_margin = _restored(state.margin, self.min_margin, self.min_margin)
         old_peak = _restored(state.peak, -256.0, limit - old_margin - exponent)
         overflowed = jnp.asarray(unbox(state.overflowed), bool)

@@ -275,9 +275,9 @@ def test_a_fixed_scale_compiles_no_check_unless_asked():
         params = jnp.ones(3, jnp.float32)
         return step.lower(params, optimizer.init(params)).as_text()
 
-    assert "is_finite" not in lowered()
+    assert "stablehlo.subtract" not in lowered()  # x - x, the check on CPU
     assert count_branches(lowered()) == 0
-    assert "is_finite" in lowered(check_loss=True)
+    assert "stablehlo.subtract" in lowered(check_loss=True)
     assert count_branches(lowered(check_loss=True)) == 1
 
 
@@ -327,7 +327,7 @@ class TestDevices:
             optax.sgd(0.5), SCALE, axis_name="i", check_loss=True
         )
         init = jax.pmap(optimizer.init, axis_name="i")
-        for way in WAYS:
+        for way in (by_update, by_apply_gradients):  # minimize is refused here
             step = jax.pmap(functools.partial(way, optimizer), axis_name="i")
             params, state = step(self.grads, init(self.grads), self.losses, self.grads)
             assert params.tolist() == [1] * 8
