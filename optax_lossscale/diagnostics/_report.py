@@ -215,7 +215,7 @@ def _is_valid(scale: Any) -> Any:
 
 
 def _describe_scale(scale: float) -> str:
-    return f"{scale:g}" + (f" ({power(scale)})" if _is_valid(scale) else "")
+    return f"{scale:.10g}" + (f" ({power(scale)})" if _is_valid(scale) else "")
 
 
 def _read_worst(state: Any) -> tuple[dict[str, Any], str]:
@@ -293,7 +293,7 @@ def _judge_skips(read: dict[str, Any]) -> list[str]:
         TRACE,
         "If the loss is not finite, look for nan and inf in the data and in the "
         "parameters, and for an overflow in the forward pass. No loss scale helps "
-        "there.",
+        "there: check_loss=True keeps it.",
         "If the loss is finite, compute in float32 what overflows, clip gradients or "
         "lower the learning rate. If the scale is high, lower it: the fixed scale, "
         "min_scale or initial_scale.",
