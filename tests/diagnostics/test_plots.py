@@ -121,7 +121,7 @@ class TestExponents:
 
     def test_refuses_other_arguments(self):
         for scale in (0.0, -1.0, NAN, INF, 2.0**200):
-            with pytest.raises(ValueError, match=r"state must be (at least|finite)"):
+            with pytest.raises(ValueError, match="state must be "):
                 plot_exponents(histogram({0: 1}), scale)
         with pytest.raises(ValueError, match="scale must be positive and finite"):
             plot_exponents(histogram({0: 1}), jnp.float32(-1))

@@ -89,7 +89,7 @@ class TestThresholds:
         with pytest.raises(FloatingPointError, match="The loss scale is damaged"):
             check_health(state)
         found = report(state)
-        assert f"loss scale       {np.float32(scale):g}\n" in str(found)
+        assert f"loss scale       {np.float32(scale):.10g}\n" in str(found)
         assert "loss_scale_state=optimizer.init" in found.advice[0]
         # The advice helps.
         new = LossScaleOptimizer(optax.sgd(0.5)).init(PARAMS).loss_scale_state
