@@ -205,7 +205,7 @@ def check_health(state: Any, params: Any = None) -> Report:
     """
     found = report(state, params)
     if not found.healthy:
-        raise FloatingPointError(f"Training makes no progress.\n{found}")
+        raise FloatingPointError(str(found))
     return found
 
 

@@ -79,10 +79,10 @@ class UnderflowStats(NamedTuple):
       >>> print(stats.overall.flushed, stats.leaves["grads['w']"].flushed)
       0.33333334 0.5
       >>> stats
-                 size   zero subnormal flushed flushed_unscaled nonfinite headroom
-      all           3  33.3%      0.0%   33.3%            33.3%      0.0%     16.0
-      grads['w']    2  50.0%      0.0%   50.0%            50.0%      0.0%     45.9
-      grads['b']    1   0.0%      0.0%    0.0%             0.0%      0.0%     16.0
+                 size  zero subnormal flushed flushed_unscaled nonfinite headroom
+      all           3 33.3%      0.0%   33.3%            33.3%      0.0%     16.0
+      grads['w']    2 50.0%      0.0%   50.0%            50.0%      0.0%     45.9
+      grads['b']    1  0.0%      0.0%    0.0%             0.0%      0.0%     16.0
     """
 
     overall: Underflow
