@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 
 from optax_lossscale import _check as check
@@ -45,13 +44,6 @@ def power(number: float) -> str:
     """Writes a positive number as a power of two."""
     exponent = math.log2(number)
     return f"2^{exponent:.{0 if exponent.is_integer() else 2}f}"
-
-
-def is_argument(x: Any) -> bool:
-    """Whether `x` is an array that a compiled function can take as an argument."""
-    if isinstance(x, np.ndarray | np.generic):
-        return jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
-    return isinstance(x, jax.Array)
 
 
 def check_host(function: str, tree: Any) -> None:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale._scaling import scale_up
 from optax_lossscale._tree import is_inexact
-from optax_lossscale.diagnostics._common import is_argument
 from optax_lossscale.diagnostics._trace import equations
 from optax_lossscale.diagnostics._trace.interpreter import Interpreter
 from optax_lossscale.diagnostics._trace.statistics import Recorder, Statistics
@@ -69,7 +69,7 @@ def make_call(
             "pytree, pass its parameters, and build the model in loss_fn."
         )
     others = set(range(len(leaves))) - set(differentiated)
-    chosen = [*differentiated, *(i for i in sorted(others) if is_argument(leaves[i]))]
+    chosen = [*differentiated, *(i for i in sorted(others) if _is_argument(leaves[i]))]
 
     def function(arrays):
         given = list(leaves)
@@ -80,6 +80,13 @@ def make_call(
 
     arrays, names = [leaves[i] for i in chosen], [names[i] for i in chosen]
     return Call(function, arrays, names, len(differentiated))
+
+
+def _is_argument(x: Any) -> bool:
+    """Whether `x` is an array that a compiled function can take as an argument."""
+    if isinstance(x, np.ndarray | np.generic):
+        return jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
+    return isinstance(x, jax.Array)
 
 
 def _name(path: Any) -> str:
