@@ -35,7 +35,7 @@ def run(*steps, loss_scale="dynamic", inner=None, **options):
     pairs = [step if isinstance(step, tuple) else (step, 1.0) for step in steps]
 
     def step(state, pair):
-        grads = jax.tree.map(lambda x: pair[0] * jnp.ones_like(x), PARAMS)
+        grads = jax.tree.map(lambda x: jnp.full_like(x, pair[0]), PARAMS)
         extra = {"value": pair[1]} if check_loss else {}
         return optimizer.update(grads, state, PARAMS, **extra)[1], None
 

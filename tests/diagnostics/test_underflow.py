@@ -283,8 +283,8 @@ class TestUnderflowStats:
             (1.0, "float32", ValueError, "dtype must be .*16 bits.*'float32'"),
             (1.0, "half a float", TypeError, "dtype must be a dtype .*'half a float'"),
             (1.0, "float8_e8m0fnu", ValueError, "dtype must have a zero"),
-            (0, "float16", ValueError, r"state must be at least .*, got 0"),
-            (INF, "float16", ValueError, "state must be finite, got inf"),
+            (0, "float16", ValueError, r"state must be .*, got 0"),
+            (INF, "float16", ValueError, "state must be .*got inf"),
             ({}, "float16", ValueError, "exactly one LossScaleOptimizerState, got 0"),
             (True, "float16", ValueError, "exactly one"),
             (states, "float16", ValueError, "belongs to many members"),
@@ -420,28 +420,19 @@ class TestTransformations:
         grads = {"w": x, "none": None}
         return underflow_stats(grads, state), exponent_histogram(grads)
 
-    def test_jit_is_eager(self):
-        assert_same_bits(jax.jit(self.both)(self.x), self.both(self.x))
+    def test_jit_scan_and_vmap_are_eager(self):
+        scales = 2.0 ** jnp.arange(8, dtype=jnp.float32)
+        rows = [self.both(*row) for row in zip(self.x, scales, strict=True)]
+        expected = jax.tree.map(lambda *rows: jnp.stack(rows), *rows)
 
-    def test_scan_carries_it(self):
-        def step(carry, x):
-            found = self.both(x)
+        def step(carry, row):
+            found = self.both(*row)
             assert signature(found) == signature(carry)
             return found, found
 
-        first = self.both(self.x[0])
-        last, all_of_them = jax.jit(lambda x: jax.lax.scan(step, first, x))(self.x)
-        expected = [self.both(row) for row in self.x]
-        assert_same_bits(last, expected[-1])
-        stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *expected)
-        assert_same_bits(all_of_them, stacked)
-        assert_same_bits(jax.vmap(self.both)(self.x), stacked)
-
-    def test_vmap_over_scales(self):
-        scales = 2.0 ** jnp.arange(8, dtype=jnp.float32)
-        found = jax.vmap(self.both)(self.x, scales)
-        rows = [self.both(*row) for row in zip(self.x, scales, strict=True)]
-        assert_same_bits(found, jax.tree.map(lambda *rows: jnp.stack(rows), *rows))
+        scan = jax.jit(lambda *rows: jax.lax.scan(step, self.both(self.x[0]), rows)[1])
+        for mapped in (jax.vmap(self.both), scan):
+            assert_same_bits(mapped(self.x, scales), expected)
 
     @pytest.mark.parametrize("spec", [P("a"), P(None, "a")])
     def test_sharded_arrays(self, spec):

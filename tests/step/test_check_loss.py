@@ -375,19 +375,3 @@ class TestDevices:
             assert params.tolist() == [0.5 + e / 2 for e in expected]
             assert state.nonfinite_loss_steps.tolist() == expected
             assert state.skipped_steps.tolist() == expected
-
-    def test_scan(self):
-        optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.5), SCALE, check_loss=True)
-        numbers = jnp.array([numbers for numbers, _ in STEPS], jnp.float32)
-        for way in WAYS:
-
-            def body(carry, numbers, way=way):
-                carry = way(optimizer, *carry, *numbers)
-                scale = optimizer.current_loss_scale(carry[1])
-                return carry, (scale, *counts(carry[1]))
-
-            start = (jnp.float32(1), optimizer.init(jnp.float32(1)))
-            _, seen = lax.scan(body, start, numbers)
-            assert list(zip(*(x.tolist() for x in seen), strict=True)) == [
-                expected for _, expected in STEPS
-            ]
