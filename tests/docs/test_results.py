@@ -1,0 +1,35 @@
+"""The pages show the committed results of the benchmarks."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import ROOT
+
+from benchmarks import language_model, need, pages, report
+from benchmarks.tasks import detector, perceptron
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.mark.parametrize("path", pages.PAGES, ids=lambda path: path.name)
+def test_tables_are_those_of_the_results(path):
+    text = path.read_text()
+    assert report.replace_tables(text, pages.tables()) == text
+
+
+def test_readme_tells_the_perplexities():
+    rows = language_model.table(report.load(language_model.RESULTS)).splitlines()[2:]
+    in_float32, unscaled, *scaled = (row.split(" | ")[1] for row in rows)
+    assert set(scaled) == {scaled[0]}
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"{in_float32} in float32, {unscaled} in float16 without" in text
+    assert f"[{scaled[0]} with it]" in text
+
+
+def test_a_training_lowers_the_loss():
+    (way,) = need.WAYS.keys() - {"float32", "float16, unscaled"}
+    with jax.numpy_dtype_promotion("standard"):
+        few, many = (need.final_loss(perceptron(steps), way, 0) for steps in (10, 60))
+        assert many < few < jnp.inf
+        # The detector starts at its prior.
+        assert 0.02 < need.final_loss(detector(10, 256), "float32", 0) < 0.2
