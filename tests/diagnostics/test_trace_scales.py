@@ -5,38 +5,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import exhaustive_but
 from tracing import half, run_eagerly, total
 
 from optax_lossscale.diagnostics import trace_numerics
 
-X = jnp.linspace(-1, 1, 48, dtype=jnp.float16).reshape(6, 8)
+
+def perceptron(std):
+    """Two layers, with a loss of a small weight."""
+
+    def loss_fn(params):
+        x = jnp.linspace(-1, 1, 48, dtype=jnp.float16).reshape(6, 8)
+        x = jnp.tanh(x @ half(params[0]))
+        return 2.0**-20 * total(jnp.square(x @ half(params[1])))
+
+    weights = std * np.random.default_rng(0).standard_normal((2, 8, 8))
+    return loss_fn, jnp.asarray(weights, jnp.float32)
 
 
-def deep(params):
-    """A perceptron, with a loss of a small weight."""
-    hidden = jnp.tanh(X @ half(params[0]))
-    return 2.0**-20 * total(jnp.square(hidden @ half(params[1])))
-
-
-def recurrent(params):
-    """A scan with a gated state."""
-
-    def step(state, x):
-        gate = jax.nn.sigmoid(state @ half(params[0]) + x)
-        state = gate * state + (1 - gate) * jnp.tanh(state @ half(params[1]))
-        return state, total(state)
-
-    return jax.lax.scan(step, X[0], X)[1].mean()
-
-
-def weights(std):
-    random = np.random.default_rng(0)
-    return jnp.asarray(std * random.standard_normal((2, 8, 8)), jnp.float32)
-
-
-def transformer(params):
-    sound = faulty_transformer.plant(None)
-    return sound.loss_fn(params, *sound.args)
+def transformer(name):
+    found = faulty_transformer.plant(name)
+    return lambda params: found.loss_fn(params, *found.args), found.params
 
 
 def overflows(closed, scale, args):
@@ -50,18 +39,13 @@ def overflows(closed, scale, args):
     return False
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "params"),
-    [
-        (deep, weights(0.3)),
-        pytest.param(deep, weights(2.0), marks=pytest.mark.exhaustive),
-        pytest.param(recurrent, weights(0.3), marks=pytest.mark.exhaustive),
-        pytest.param(recurrent, weights(2.0), marks=pytest.mark.exhaustive),
-        pytest.param(transformer, None, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_the_largest_scale_is_the_bisected_one(loss_fn, params):
-    params = faulty_transformer.plant(None).params if params is None else params
+NETWORKS = [(perceptron, 0.3), (perceptron, 2.0), (transformer, None)]
+
+
+@pytest.mark.parametrize("network", exhaustive_but(NETWORKS, NETWORKS[:1]))
+def test_the_largest_scale_is_the_bisected_one(network):
+    make, option = network
+    loss_fn, params = make(option)
 
     def scaled(scale, params):
         return jax.grad(lambda p: loss_fn(p) * scale)(params)
@@ -91,14 +75,9 @@ def test_the_largest_scale_of_a_product(power, factor):
 
 
 def test_no_scale():
-    @jax.custom_vjp
-    def f(x):
-        return x
-
-    def backward(x, g):
-        return (g + jnp.float16(65504) + x * jnp.float16(65504),)
-
-    f.defvjp(lambda x: (x, x), backward)
+    largest = jnp.float16(65504)
+    f = jax.custom_vjp(lambda x: x)
+    f.defvjp(lambda x: (x, x), lambda x, g: (g + largest + x * largest,))
     trace = trace_numerics(lambda w: total(f(half(w))), jnp.ones(2))
     assert trace.largest_scale is None
     assert trace.findings[0].kind == "backward"

@@ -23,21 +23,11 @@ BATCH, CONTEXT, VOCABULARY = 2, 16, 64
 HALF = jnp.float16
 
 
-# What is wrong, by the name that the markers in the source have.
-FAULTS = {
-    "logits": "attention logits without 1/sqrt(d), of large q and k",
-    "mask": "a mask of (1 - mask) * -1e9",
-    "softmax": "a softmax over 4096 entries without subtracting the maximum",
-    "mean": "a mean whose sum exceeds 65504",
-    "variance": "a variance of large activations",
-    "division": "a division by x + 1e-8",
-    "exponential": "exp of a large log-probability ratio",
-    "gelu": "the cube in a GELU of large activations",
-    "residual": "a residual stream that grows with depth",
-    "sum": "a loss that is summed, not averaged",
-    "logarithm": "log of a probability that was flushed to zero",
-    "data": "one nan in the data",
-}
+# The table in docs/recipes/troubleshooting.md says what each is, in this order.
+FAULTS = (
+    "logits", "mask", "softmax", "mean", "variance", "division", "exponential", "gelu",
+    "residual", "sum", "logarithm", "data",
+)  # fmt: skip
 
 
 class Faulty(NamedTuple):

@@ -48,24 +48,8 @@ def run_eagerly(jaxpr, consts, args):
         if equation.primitive.name in equations.CALLS:
             inner = equations.opened(equations.called_jaxpr(equation))
             found = yield from run_eagerly(*inner, inputs)
-        elif equation.primitive.name == "scan":
-            found = yield from _scan_eagerly(equation, inputs)
         else:
             found = equations.bind(equation, inputs)
             yield equation, found
         values.update(zip(equation.outvars, found, strict=True))
     return list(map(read, jaxpr.outvars))
-
-
-def _scan_eagerly(equation, inputs):
-    n, m = equations.scan_counts(equation)
-    consts, carry, xs = inputs[:n], inputs[n : n + m], inputs[n + m :]
-    steps = range(equation.params["length"])
-    steps = reversed(steps) if equation.params["reverse"] else steps
-    inner, ys = equation.params["jaxpr"], {}
-    for i in steps:
-        args = [*consts, *carry, *(x[i] for x in xs)]
-        found = yield from run_eagerly(inner.jaxpr, inner.consts, args)
-        carry, ys[i] = found[:m], found[m:]
-    stacked = (jnp.stack(y) for y in zip(*(ys[i] for i in sorted(ys)), strict=True))
-    return [*carry, *stacked]
