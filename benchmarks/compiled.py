@@ -53,25 +53,23 @@ def device(target: str) -> jax.Device | None:
     return found and found[0]
 
 
-def compile_on(
-    system: System, arguments: tuple, device: jax.Device
-) -> jax.stages.Compiled:
-    """Compiles a step for a device, with donated parameters and state."""
-    sharding = SingleDeviceSharding(device)
-
-    def shape(x):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    return lower(system, *jax.tree.map(shape, arguments)).compile()
+def shapes(workload: Workload, system: System) -> tuple:
+    """Returns the arguments of a step as shapes; no array is made."""
+    params = jax.eval_shape(workload.init)
+    batch = jax.eval_shape(lambda: tuple(workload.batches()[0]))
+    return params, jax.eval_shape(system.init, params), *batch
 
 
 def compile_step(
     workload: Workload, system: System, device: jax.Device
 ) -> jax.stages.Compiled:
-    """Compiles a step of a workload for a device."""
-    params = workload.init()
-    arguments = (params, system.init(params), *workload.batches()[0])
-    return compile_on(system, arguments, device)
+    """Compiles a step for a device, with donated parameters and state."""
+    sharding = SingleDeviceSharding(device)
+
+    def place(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return lower(system, *jax.tree.map(place, shapes(workload, system))).compile()
 
 
 def describe(compiled: jax.stages.Compiled) -> dict[str, Any]:

@@ -1,110 +1,124 @@
-"""A character-level transformer, and the text on which it is trained."""
+"""Compares ways to train the language model: `python -m benchmarks.language_model`.
 
-import sysconfig
+Trains the preset `tiny` of `examples.language_model` in float32, and in float16 without
+loss scaling and with three rules, with three seeds. Then traces the first step, to see
+which operations lose their gradients. Writes `results/language_model.json`.
+"""
+
+import csv
+import dataclasses
+import itertools
+import linecache
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
+from rich.progress import track
 
-CHARACTERS = 128
+from benchmarks import report
+from examples.language_model.config import PRESETS, Config
+from examples.language_model.data import make_corpus
+from examples.language_model.sharding import make_mesh
+from examples.language_model.step import Trainer
+from examples.language_model.train import train
+from optax_lossscale import diagnostics
+
+RESULTS = report.RESULTS / "language_model.json"
+
+# The settings of each way.
+WAYS: dict[str, dict[str, str]] = {
+    "float32": {"dtype": "float32", "loss_scale": "none"},
+    "float16, unscaled": {"loss_scale": "none"},
+    "float16, fixed": {"loss_scale": "fixed"},
+    "float16, dynamic": {"loss_scale": "dynamic"},
+    "float16, headroom": {"loss_scale": "headroom"},
+}
+# The loss scales at which the first step is traced: none, and the default.
+SCALES = (1.0, 2.0**15)
 
 
-def source_text(*patterns: str) -> np.ndarray:
-    """Returns the ASCII codes of source files in the standard library, uint8[n].
+def run(config: Config) -> dict[str, Any]:
+    """Trains once, and returns what its logs say."""
+    mesh = make_mesh(config.mesh, jax.devices())
+    with tempfile.TemporaryDirectory() as folder:
+        train(config, make_corpus(config), mesh, Path(folder))
+        with Path(folder, "metrics.csv").open() as file:
+            rows = list(csv.DictReader(file))
+    return {
+        "perplexity": round(float(rows[-1]["perplexity"]), 1),
+        "skipped": int(float(rows[-1]["skipped_steps"])),
+        "loss_scale": float(rows[-1]["loss_scale"]),
+    }
 
-    Args:
-      *patterns: Glob patterns of file names, `"*.py"` for example.
+
+def flushed(config: Config) -> dict[str, dict[str, float]]:
+    """Traces the first step, and returns the largest share of flushed gradients.
+
+    Returns:
+      By loss scale, then by line of the model: of the operations of the line's backward
+      pass, the largest share of results that are zero in float16 and not in float32.
     """
-    library = Path(sysconfig.get_path("stdlib"))
-    paths = sorted(path for pattern in patterns for path in library.glob(pattern))
-    source = b"".join(path.read_bytes() for path in paths)
-    return np.frombuffer(source, np.uint8) % CHARACTERS
+    trainer = Trainer(config, make_mesh("data", jax.devices()))
+    state = trainer.init(jax.random.key(config.seed))
+    batch = make_corpus(config).training_batch(0, config.batch_size)
+    found = {}
+    for scale in SCALES:
+        trace = diagnostics.trace_numerics(
+            trainer.loss, state.params, batch, scale=scale
+        )
+        shares = found[f"{scale:g}"] = {}
+        for operation in trace.operations:
+            if operation.phase == "backward" and operation.dtype == "float16":
+                line = linecache.getline(operation.file, operation.line).strip()
+                share = float(operation.output.flushed)
+                shares[line] = max(shares.get(line, 0.0), share)
+    return found
 
 
-def init(
-    key: jax.Array,
-    layers: int,
-    width: int,
-    *,
-    positions: int = 0,
-    embedding_std: float = CHARACTERS**-0.5,
-) -> dict[str, Any]:
-    """Returns random float32 parameters.
-
-    Args:
-      key: A random key.
-      layers: The number of blocks.
-      width: The number of channels.
-      positions: The number of positions to embed. With 0, the network knows the order
-        of characters only through its causal mask.
-      embedding_std: The standard deviation of the character embedding.
-    """
-    keys = iter(jax.random.split(key, 6 * layers + 2))
-
-    def matrix(rows, columns, std=None):
-        std = rows**-0.5 if std is None else std
-        return std * jax.random.normal(next(keys), (rows, columns), jnp.float32)
-
-    shapes = {"qkv": (width, 3 * width), "out": (width, width)}
-    shapes |= {"up": (width, 4 * width), "down": (4 * width, width)}
-    blocks = [{k: matrix(*s) for k, s in shapes.items()} for _ in range(layers)]
-    params = {"blocks": blocks, "embed": matrix(CHARACTERS, width, embedding_std)}
-    if positions:
-        params["positions"] = matrix(positions, width, 1.0)
-    return params | {"head": matrix(width, CHARACTERS)}
+def compare(config: Config, seeds: int) -> dict[str, Any]:
+    """Runs the whole experiment."""
+    runs = {name: [] for name in WAYS}
+    for seed, name in track(list(itertools.product(range(seeds), WAYS)), "training"):
+        changed = dataclasses.replace(config, seed=seed, **WAYS[name])
+        runs[name].append(run(changed))
+    return {
+        **report.about(),
+        "settings": dataclasses.asdict(config),
+        "runs": runs,
+        "flushed": flushed(config),
+    }
 
 
-def normalize(x: jax.Array) -> jax.Array:
-    """Returns `x` with mean 0 and variance 1, computed in float32."""
-    wide = x.astype(jnp.float32)
-    wide = (wide - wide.mean(-1, keepdims=True)) * jax.lax.rsqrt(
-        wide.var(-1, keepdims=True) + 1e-5
+def table(found: dict[str, Any]) -> str:
+    """Returns a Markdown table of the runs."""
+    cells = []
+    for name, runs in found["runs"].items():
+        last = [run["perplexity"] for run in runs]
+        skipped = np.mean([run["skipped"] for run in runs])
+        spread = f"{min(last):.0f} to {max(last):.0f}"
+        cells.append([name, f"{np.mean(last):.0f}", spread, f"{skipped:g}"])
+    header = ["training", "perplexity", "range of 3 seeds", "skipped steps"]
+    return report.table(header, cells)
+
+
+def flushed_table(found: dict[str, Any]) -> str:
+    """Returns a Markdown table of the lines that lose most."""
+    unscaled, scaled = found["flushed"].values()
+    worst = sorted(unscaled, key=lambda line: -unscaled[line])[:6]
+    cells = [[f"`{x}`", f"{unscaled[x]:.0%}", f"{scaled[x]:.1%}"] for x in worst]
+    return report.table(
+        ["backward pass of", "unscaled", "scaled by 2<sup>15</sup>"], cells
     )
-    return wide.astype(x.dtype)
 
 
-def attend(x: jax.Array, block: dict[str, jax.Array], heads: int) -> jax.Array:
-    """Returns causal self-attention over `x`, [batch, time, channel]."""
-    size = x.shape[-1] // heads
-    qkv = jnp.split(normalize(x) @ block["qkv"], 3, axis=-1)
-    q, k, v = (t.reshape(*x.shape[:2], heads, size) for t in qkv)
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * size**-0.5
-    causal = jnp.tri(x.shape[1], dtype=bool)
-    scores = jnp.where(causal, scores.astype(jnp.float32), -jnp.inf)
-    weights = jax.nn.softmax(scores).astype(x.dtype)
-    mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
-    return mixed.reshape(x.shape) @ block["out"]
+def main() -> None:
+    """Runs the whole experiment, and writes its results."""
+    found = compare(PRESETS["tiny"], seeds=3)
+    print(table(found), flushed_table(found), sep="\n")
+    report.save(RESULTS, found)
 
 
-def loss(
-    params: Any, tokens: jax.Array, *, heads: int, dtype: Any = jnp.float16
-) -> jax.Array:
-    """Returns the mean cross entropy of predicting each next character, f32[].
-
-    Args:
-      params: As `init` returns them. The blocks may be stacked in one: they are
-        scanned then.
-      tokens: Character codes, int[batch, time].
-      heads: The number of attention heads.
-      dtype: The dtype of the computation.
-    """
-    params = jax.tree.map(lambda p: p.astype(dtype), params)
-    x = params["embed"][tokens[:, :-1]]
-    if "positions" in params:
-        x = x + params["positions"]
-
-    def run(x, block):
-        x = x + attend(x, block, heads)
-        return x + jax.nn.gelu(normalize(x) @ block["up"]) @ block["down"], None
-
-    if isinstance(params["blocks"], dict):
-        x, _ = jax.lax.scan(run, x, params["blocks"])
-    else:
-        for block in params["blocks"]:
-            x, _ = run(x, block)
-    logits = (normalize(x) @ params["head"]).astype(jnp.float32)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    return losses.mean()
+if __name__ == "__main__":
+    main()

@@ -3,20 +3,40 @@
 `python -m benchmarks.pages` writes those of the README, the guide and `results`.
 """
 
-from benchmarks import report, startup, trace
-from benchmarks.growth import page
+from pathlib import Path
+
+from benchmarks import growth, language_model, need, report
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    ROOT / name
+    for name in ("README.md", "docs/guide/costs.md", "docs/guide/do-you-need-it.md")
+]
+
+
+def tables() -> list[str]:
+    """Returns all tables of the committed results."""
+    cpu, compiled, grown, needed, trained = (
+        report.load(report.RESULTS / f"{name}.json")
+        for name in ("cpu", "compiled", "growth", "need", "language_model")
+    )
+    return [
+        *report.timing_tables(cpu),
+        *report.compiled_tables(compiled),
+        report.summary_table(cpu, compiled),
+        growth.table(grown),
+        need.table(needed),
+        language_model.table(trained),
+        language_model.flushed_table(trained),
+    ]
 
 
 def main() -> None:
     """Writes all of them."""
     cpu = report.RESULTS / "cpu"
     report.write(report.load(cpu.with_suffix(".json")), cpu)
-    for path in report.PAGES:
-        path.write_text(report.refresh(path.read_text()))
-    for part in (startup, trace):
-        path = report.RESULTS / f"cpu_{part.NAME}.md"
-        path.write_text(part.full_report(report.load(path.with_suffix(".json"))))
-    page.write(report.load(page.RESULTS))
+    for path in PAGES:
+        path.write_text(report.replace_tables(path.read_text(), tables()))
 
 
 if __name__ == "__main__":

@@ -12,12 +12,8 @@ import jax
 from benchmarks.systems import PLAIN, PLAIN_KERAS
 
 RESULTS = Path(__file__).with_name("results")
-# The pages that show tables of these results.
-PAGES = [RESULTS.parents[1] / name for name in ("README.md", "docs/guide/costs.md")]
 # How the names of this package's systems begin. They come first, in another color.
 OURS = ("minimize", "apply_gradients", "update")
-# Systems with an option that no peer has. Figures leave them out.
-OPTIONS = ("minimize, track_leaves", "minimize, check_updates")
 _PACKAGES = (
     "jax",
     "jaxlib",
@@ -124,11 +120,6 @@ def full_report(results: dict[str, Any]) -> str:
     return text
 
 
-def _is_size(row: dict[str, Any]) -> bool:
-    workload = row["workload"]
-    return workload.startswith("adam") and "overflow" not in workload
-
-
 def _columns(results: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
     """Returns the rows of workloads that have a column, by column and system."""
     found = {}
@@ -217,79 +208,30 @@ def summary_table(cpu: dict[str, Any], compiled: dict[str, Any]) -> str:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Draws the ratios of all systems, and their dependence on the size."""
-    from matplotlib import ticker
+    """Draws the time of a step: a panel for each workload, a bar for each system."""
     from matplotlib.figure import Figure
 
     columns = {
-        column: {name: row for name, row in rows.items() if name not in OPTIONS}
+        column: {call_of(name): row["ratio"] for name, row in rows.items()}
         for column, rows in _columns(results).items()
     }
-    sizes = [c for c, rows in columns.items() if _is_size(next(iter(rows.values())))]
-    shown = [c for c in columns if c not in sizes[:-1]]
-    figure = Figure(figsize=(9, 9), layout="constrained")
-    parts: Any = figure.subfigures(2, 1)
-    above, below = parts
-    count = max(len(shown), 1)
-    bars = above.subplots(1, count, sharex=True, sharey=True, squeeze=False)[0]
-    lines = below.subplots()
-    _plot_workloads(bars, {column: columns[column] for column in shown})
-    _plot_sizes(lines, [columns[column] for column in sizes])
-    for axes, axis in (*((axes, axes.xaxis) for axes in bars), (lines, lines.yaxis)):
-        every = [1, 3, 5] if axes in bars else [1, 1.5, 2, 3, 4, 5]
-        axis.set_major_locator(ticker.FixedLocator(every))
-        axis.set_major_formatter("{x:g}x")
-        axis.set_minor_locator(ticker.NullLocator())
-        axes.grid(axis=axis.axis_name, alpha=0.3)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    blue = "blue: optax_lossscale"
-    above.suptitle(f"Time of a step, relative to plain Optax ({blue})")
-    below.suptitle(
-        f"Time of a step of Adam alone, by the number of parameters ({blue})"
-    )
-    figure.savefig(path, dpi=120)
-
-
-def _color(system: str) -> str:
-    return "#0072B2" if system.startswith(OURS) else "#D55E00"
-
-
-def _plot_workloads(panels: Any, columns: dict[str, dict[str, dict[str, Any]]]) -> None:
-    """Draws bars: a panel for each workload, a bar for each system."""
-    columns = {
-        title: {call_of(name): row for name, row in rows.items()}
-        for title, rows in columns.items()
-    }
-    names = list(dict.fromkeys(name for rows in columns.values() for name in rows))
-    for axes, (title, rows) in zip(panels, columns.items(), strict=False):
-        ratios = [row["ratio"] for row in rows.values()]
-        axes.barh(list(rows), ratios, 0.7, color=list(map(_color, rows)))
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    wide = (len(columns) + 1) // 2
+    panels: Any = figure.subplots(2, wide, sharex=True, sharey=True).flat
+    for axes, (title, ratios) in zip(panels, columns.items(), strict=False):
+        colors = ["#0072B2" if x.startswith(OURS) else "#D55E00" for x in ratios]
+        axes.barh(list(ratios), list(ratios.values()), 0.7, color=colors)
         axes.axvline(1, color="black", linewidth=1)
         axes.set_title(title.replace(", ", "\n"), fontsize="medium")
-    panels[0].set_yticks(range(len(names)), names)
+        axes.set_xticks([1, 3, 5], ["1x", "3x", "5x"])
+        axes.grid(axis="x", alpha=0.3)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
     panels[0].invert_yaxis()
-
-
-def _plot_sizes(axes: Any, columns: list[dict[str, dict[str, Any]]]) -> None:
-    """Draws a line for each system, with its name at the end."""
-    ends = []
-    for name in dict.fromkeys(name for column in columns for name in column):
-        rows = [column[name] for column in columns if name in column]
-        x, y = [r["parameters"] for r in rows], [r["ratio"] for r in rows]
-        axes.plot(x, y, marker="o", color=_color(name))
-        ends.append((y[-1], x[-1], name))
-    axes.set(xscale="log", yscale="log", xlabel="parameters, in 20 leaves")
-    style = {"textcoords": "offset points", "va": "center", "fontsize": "small"}
-    above = 0.0
-    for y, x, name in sorted(ends):
-        # Names that would touch move up.
-        above = max(y, 1.08 * above)
-        axes.annotate(name, (x, above), (8, 0), color=_color(name), **style)
-    low, high = axes.get_xlim()
-    last = max((x for _, x, _ in ends), default=high)
-    axes.hlines(1, low, last, color="black", linewidth=1)
-    axes.set_xlim(low, high)
+    for axes in panels[len(columns) :]:
+        axes.set_visible(False)
+    figure.suptitle("Time of a step, relative to plain Optax (blue: optax_lossscale)")
+    figure.savefig(path, dpi=120)
 
 
 def write(results: dict[str, Any], stem: Path) -> None:
@@ -301,17 +243,8 @@ def write(results: dict[str, Any], stem: Path) -> None:
 def replace_tables(page: str, tables: list[str]) -> str:
     """Returns a page with these tables in place of those with the same first title."""
     for new in tables:
-        head = new[: new.index(" |")]
+        head = new[: new.index(" |") + 2]
         if head in page:
             start = page.index(head)
             page = page[:start] + new + page[page.index("\n\n", start) + 1 :]
     return page
-
-
-def refresh(page: str) -> str:
-    """Returns a page with its tables regenerated from the committed results."""
-    cpu, compiled = load(RESULTS / "cpu.json"), load(RESULTS / "compiled.json")
-    summary = summary_table(cpu, compiled)
-    return replace_tables(
-        page, [*timing_tables(cpu), *compiled_tables(compiled), summary]
-    )

@@ -247,9 +247,6 @@ def make_systems(
             options = {"call": call, "given": given, "skip": skip}
             label = f"{call} of unscaled" if given else call
             found[f"{label}, {skip}"] = make(_in_two, inner, loss_fn, **options)
-    for option in ("track_leaves", "check_updates"):
-        options = {option: True}
-        found[f"minimize, {option}"] = make(minimize, inner, loss_fn, **options)
     found["minimize, fixed scale"] = make(minimize, inner, loss_fn, loss_scale=SCALE)
     found["flax DynamicScale"] = make(_flax, inner, loss_fn)
     found["jmp"] = make(_jmp, inner, loss_fn)

@@ -1,14 +1,18 @@
 """The workloads: optimizer steps on given gradients, and float16 training steps."""
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import language_model
 from benchmarks.systems import SKIPS, System, make_systems
+from examples.language_model.config import Config
+from examples.language_model.data import make_corpus
+from examples.language_model.model import make_functions
+
+# The smallest vocabulary of the language model: bytes, and one word.
+BYTES = 257
 
 
 class Workload(NamedTuple):
@@ -132,33 +136,22 @@ def mlp(
 
 
 def transformer(
-    layers: int = 2,
-    width: int = 128,
-    context: int = 128,
-    batch: int = 16,
-    *,
-    scanned: bool = False,
+    layers: int = 2, width: int = 128, context: int = 128, batch: int = 16
 ) -> Workload:
-    """A character-level language model in float16, on Python source."""
-
-    def init():
-        params = language_model.init(jax.random.key(0), layers, width)
-        if scanned:
-            blocks = jax.tree.map(lambda *x: jnp.stack(x), *params["blocks"])
-            params |= {"blocks": blocks}
-        return params
-
-    def loss_fn(params, tokens):
-        return language_model.loss(params, tokens, heads=4)
+    """The language model of the examples in float16, on the bytes of Python source."""
+    config = Config("a*.py", BYTES, context, layers, width)
+    init, loss_fn = make_functions(config)
 
     def batches():
-        shape = (4, 1, batch, context + 1)
-        text = language_model.source_text("*.py")[: math.prod(shape)]
-        return [*jnp.asarray(text.reshape(shape), jnp.int32)]
+        corpus = make_corpus(config)
+        return [(jnp.asarray(corpus.training_batch(i, batch)),) for i in range(4)]
 
-    parameters = sum(x.size for x in jax.tree.leaves(jax.eval_shape(init)))
+    def initial():
+        return init(jax.random.key(0))
+
+    parameters = sum(x.size for x in jax.tree.leaves(jax.eval_shape(initial)))
     name = f"float16 transformer on text, {parameters:.1e} parameters, batch {batch}"
-    return Workload(name, "adam", init, loss_fn, batches, parameters)
+    return Workload(name, "adam", initial, loss_fn, batches, parameters)
 
 
 def make_workloads(quick: bool, *, accelerator: bool) -> list[Workload]:

@@ -62,6 +62,10 @@ class Corpus:
       context: The number of tokens that the model sees. Sequences are one longer.
       seed: The seed of the batches.
 
+    Attributes:
+      training: The tokens of the training files, uint16[n].
+      validation: The tokens of the validation files, uint16[n].
+
     Raises:
       SettingError: If the pattern matches too little text.
     """
@@ -73,28 +77,28 @@ class Corpus:
         tokenizer = Tokenizer(training, vocabulary)
         self._seed = seed
         self._length = context + 1
-        self._training = _join(tokenizer, training)
-        self._validation = _join(tokenizer, sources[::every])
-        if min(len(self._training), len(self._validation)) < 2 * self._length:
+        self.training = _join(tokenizer, training)
+        self.validation = _join(tokenizer, sources[::every])
+        if min(len(self.training), len(self.validation)) < 2 * self._length:
             raise SettingError("corpus", "match more text, as '*.py' does", pattern)
 
     @property
     def digest(self) -> str:
         """A hash of all tokens: another version of Python has other sources."""
-        both = self._training.tobytes() + self._validation.tobytes()
+        both = self.training.tobytes() + self.validation.tobytes()
         return hashlib.sha256(both).hexdigest()[:16]
 
     def training_batch(self, step: int, size: int) -> np.ndarray:
         """Returns the batch of a step, random windows: int32[size, context + 1]."""
         rng = np.random.default_rng([self._seed, step])
-        starts = rng.integers(len(self._training) - self._length, size=size)
-        return self._windows(self._training, starts)
+        starts = rng.integers(len(self.training) - self._length, size=size)
+        return self._windows(self.training, starts)
 
     def validation_batches(self, count: int, size: int) -> np.ndarray:
         """Returns evenly spaced windows: int32[count, size, context + 1]."""
-        most = len(self._validation) - self._length
+        most = len(self.validation) - self._length
         starts = np.linspace(0, most, count * size).astype(np.int64)
-        return self._windows(self._validation, starts).reshape(count, size, -1)
+        return self._windows(self.validation, starts).reshape(count, size, -1)
 
     def _windows(self, tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
         rows = starts[:, None] + np.arange(self._length)

@@ -1,4 +1,4 @@
-"""The benchmarks compare equal steps, and the documentation shows their results."""
+"""The benchmarks compare equal steps, and the pages show their results."""
 
 import functools
 
@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from helpers import exhaustive_but
 
-from benchmarks import hlo, report, startup, trace
+from benchmarks import hlo, language_model, need, pages, report
 from benchmarks.measure import measure
 from benchmarks.systems import PLAIN, SKIPS, lower
+from benchmarks.tasks import detector, perceptron
 from benchmarks.workloads import mlp, optimizer_step, transformer
 
 PROGRAM = """\
@@ -51,19 +52,10 @@ class TestHlo:
         assert module.bytes_of("copy") == 32
         assert module.bytes_moved() == 4 * 32
 
-    @pytest.mark.parametrize(
-        ("text", "size"),
-        [
-            ("f32[4,2]{1,0}", 32),
-            ("(f16[3], /*index=1*/pred[5])", 11),
-            ("bf16[]", 2),
-            ("c64[2]", 16),
-            ("u32[0,7]", 0),
-            ("token[]", 0),
-        ],
-    )
-    def test_size_of_a_type(self, text, size):
-        assert hlo.type_bytes(text) == size
+    def test_size_of_a_type(self):
+        assert hlo.type_bytes("(f16[3], /*index=1*/pred[5])") == 11
+        assert hlo.type_bytes("c64[2]") == 16
+        assert hlo.type_bytes("u32[0,7]") == hlo.type_bytes("token[]") == 0
 
     def test_reads_what_this_jax_compiles(self):
         x = jnp.ones((64, 64))
@@ -150,21 +142,36 @@ def test_measures_every_requested_system():
     assert workload.name in report.full_report(results)
 
 
-@pytest.mark.parametrize("measured", [startup, trace])
-def test_page_shows_the_results(measured):
-    paths = list(report.RESULTS.glob(f"*_{measured.NAME}.json"))
-    assert paths
-    for path in paths:
-        results = report.load(path)
-        assert measured.full_report(results) == path.with_suffix(".md").read_text()
-        assert results["machine"].keys() == report.machine().keys()
-        assert "jaxlib" in results["versions"]
-
-
-@pytest.mark.parametrize("path", report.PAGES, ids=lambda path: path.name)
-def test_tables_show_the_results(path):
-    text = path.read_text()
-    assert report.refresh(text) == text
-    changed = text.replace("| 0.98 |", "| 0.97 |").replace("| 1.143 |", "| 1.000 |")
+@pytest.mark.parametrize("path", pages.PAGES, ids=lambda path: path.name)
+def test_pages_show_the_committed_results(path):
+    text, tables = path.read_text(), pages.tables()
+    assert report.replace_tables(text, tables) == text
+    assert any(table in text for table in tables)
+    changed = text.replace(" 0.98 |", " 0.97 |").replace(" 1.00 |", " 1.50 |")
+    changed = changed.replace(" 2.35 |", " 2.30 |")
     assert changed != text
-    assert report.refresh(changed) == text
+    assert report.replace_tables(changed, tables) == text
+
+
+def test_every_table_is_on_a_page():
+    text = "".join(path.read_text() for path in pages.PAGES)
+    assert all(table in text for table in pages.tables())
+
+
+def test_readme_tells_the_perplexities():
+    rows = language_model.table(report.load(language_model.RESULTS)).splitlines()[2:]
+    in_float32, unscaled, *scaled = (row.split(" | ")[1] for row in rows)
+    assert set(scaled) == {scaled[0]}
+    text = " ".join((pages.ROOT / "README.md").read_text().split())
+    assert f"{in_float32} in float32, {unscaled} in float16 without" in text
+    assert f"[{scaled[0]} with it]" in text
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_tasks_train():
+    few, many = (
+        need.final_loss(perceptron(steps), "float16, dynamic", 0) for steps in (10, 60)
+    )
+    assert many < few < jnp.inf
+    # The detector starts at its prior.
+    assert 0.02 < need.final_loss(detector(10, 256), "float32", 0) < 0.2

@@ -48,12 +48,5 @@ def test_a_branch_would_cost_more(rows):
     assert rows["minimize, cond"]["bytes"] > rows["minimize, where"]["bytes"]
 
 
-def test_tracking_leaves_adds_less_than_a_percent(rows):
-    tracked, plain = rows["minimize, track_leaves"], rows["minimize, auto"]
-    assert tracked["bytes"] <= 1.01 * plain["bytes"]
-    assert tracked["conditionals"] == 0
-    assert tracked["copied_bytes"] <= plain["copied_bytes"]
-
-
 def test_fixed_scale_costs_nothing(rows):
     assert rows["minimize, fixed scale"]["ratio"] <= 1.001

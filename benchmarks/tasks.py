@@ -1,5 +1,6 @@
 """Small tasks for float16: three that need no loss scaling, and one that does."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,10 +10,11 @@ import jax.numpy as jnp
 import optax
 from sklearn.datasets import load_digits
 
-from benchmarks import language_model
-from optax_lossscale import _demo
-
-CORPUS = ("argparse.py", "ast.py", "dataclasses.py", "inspect.py", "pathlib.py")
+from benchmarks.workloads import BYTES
+from examples.digits import train as patches
+from examples.language_model.config import Config
+from examples.language_model.data import make_corpus
+from examples.language_model.model import make_functions
 
 
 class Task(NamedTuple):
@@ -80,19 +82,23 @@ def perceptron(steps: int) -> Task:
 
 
 def transformer(steps: int) -> Task:
-    """A two-block transformer that predicts characters of Python source code."""
-    context, width, heads = 32, 32, 2
-    text = jnp.asarray(language_model.source_text(*CORPUS), jnp.int32)
+    """The language model of the examples, on the bytes of Python source code."""
+    config = Config("a*.py", BYTES, context=32, layers=2, width=32, heads=2)
+    functions = {
+        dtype: make_functions(dataclasses.replace(config, dtype=jnp.dtype(dtype).name))
+        for dtype in (jnp.float32, jnp.float16)
+    }
+    text = jnp.asarray(make_corpus(config).training, jnp.int32)
 
     def init(key):
-        return language_model.init(key, 2, width, positions=context, embedding_std=1.0)
+        return functions[jnp.float32][0](key)
 
     def loss_fn(params, batch, dtype):
-        return language_model.loss(params, batch, heads=heads, dtype=dtype)
+        return functions[dtype][1](params, batch)
 
     def batch(key):
-        starts = jax.random.randint(key, (8,), 0, len(text) - context - 1)
-        return text[starts[:, None] + jnp.arange(context + 1)]
+        starts = jax.random.randint(key, (8,), 0, len(text) - config.context - 1)
+        return text[starts[:, None] + jnp.arange(config.context + 1)]
 
     return Task(
         "transformer, source text", init, loss_fn, batch, optax.adam(3e-3), steps
@@ -126,23 +132,24 @@ def recurrent(steps: int) -> Task:
 
 
 def detector(steps: int, size: int = 2**16) -> Task:
-    """The network of the demonstration, which needs loss scaling in large batches.
+    """The network of the digits, which needs loss scaling in large batches.
 
     Args:
       steps: The number of steps per run.
       size: The number of patches in a batch.
     """
-    photos, digits = _demo.load_pictures()
+    photos, digits = patches.load_pictures()
 
     def init(key):
-        return _demo.Detector(jnp.float32).init(key, jnp.zeros((1, 64)))["params"]
+        return patches.Detector(jnp.float32).init(key, jnp.zeros((1, 64)))["params"]
 
     def loss_fn(params, batch, dtype):
-        patches, has_digit = batch
-        logits = _demo.Detector(dtype).apply({"params": params}, patches)
+        x, has_digit = batch
+        logits = patches.Detector(dtype).apply({"params": params}, x)
         return optax.sigmoid_binary_cross_entropy(logits, has_digit).mean()
 
-    batch = functools.partial(_demo.make_batch, photos=photos, digits=digits, size=size)
+    make = functools.partial(patches.make_batch, photos=photos, digits=digits)
+    batch = functools.partial(make, size=size)
     name = f"detector, 2^{size.bit_length() - 1} patches"
     return Task(name, init, loss_fn, batch, optax.adam(3e-3), steps)
 

@@ -1,28 +1,25 @@
-"""Which trainings need loss scaling? `python -m experiments.need`.
+"""Which trainings need loss scaling? `python -m benchmarks.need`.
 
 Trains four small networks in float32, and in float16 without and with loss scaling:
 three with batches of ordinary size, and a detector with growing batches. Writes
 `results/need.json`.
 """
 
-import argparse
 import functools
+import itertools
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 
 from benchmarks import report
-from experiments.tasks import TASKS, Task, detector
+from benchmarks.tasks import TASKS, Task, detector
 from optax_lossscale import DynamicLossScale, FixedLossScale, LossScaleOptimizer
 
-RESULTS = Path(__file__).parent / "results" / "need.json"
+RESULTS = report.RESULTS / "need.json"
 
 # The dtype and the rule of each way. A scale of 1 means no scaling.
 WAYS = {
@@ -55,19 +52,12 @@ def final_loss(task: Task, way: str, seed: int) -> float:
 
 
 def compare(tasks: list[Task], seeds: int) -> dict[str, Any]:
-    """Runs the whole experiment, with a progress bar if run in a terminal."""
-    found = {**report.about(), "tasks": {}}
-    console, hidden = Console(stderr=True), not sys.stderr.isatty()
-    with Progress(console=console, transient=True, disable=hidden) as progress:
-        bar = progress.add_task("", total=len(tasks) * len(WAYS) * seeds)
-        for task in tasks:
-            losses = found["tasks"][task.name] = {name: [] for name in WAYS}
-            for way in WAYS:
-                progress.update(bar, description=f"{task.name}: {way}")
-                for seed in range(seeds):
-                    losses[way].append(final_loss(task, way, seed))
-                    progress.advance(bar)
-    return found
+    """Runs the whole experiment."""
+    losses = {task.name: {way: [] for way in WAYS} for task in tasks}
+    cases = list(itertools.product(tasks, WAYS, range(seeds)))
+    for task, way, seed in track(cases, "training"):
+        losses[task.name][way].append(final_loss(task, way, seed))
+    return {**report.about(), "tasks": losses}
 
 
 def table(found: dict[str, Any]) -> str:
@@ -83,19 +73,11 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Parses the arguments, runs the experiment and writes its results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="10 steps, one seed")
-    parser.add_argument(
-        "--out", type=Path, default=RESULTS, help="the JSON file to write"
-    )
-    options = parser.parse_args()
-    steps, seeds = (10, 1) if options.quick else (STEPS, 3)
-    tasks = [make(2 * steps) for make in TASKS]
-    tasks += [detector(steps, size) for size in SIZES]
-    found = compare(tasks, seeds)
+    """Runs the whole experiment, and writes its results."""
+    tasks = [make(2 * STEPS) for make in TASKS]
+    found = compare(tasks + [detector(STEPS, size) for size in SIZES], seeds=3)
     print(table(found))
-    report.save(options.out, found)
+    report.save(RESULTS, found)
 
 
 if __name__ == "__main__":

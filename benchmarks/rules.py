@@ -1,4 +1,4 @@
-"""Compares the rules for the loss scale: `python -m experiments.rules`.
+"""Compares the rules for the loss scale: `python -m benchmarks.rules`.
 
 Trains three small networks in float16 with each rule. At every tenth step it measures
 how far the scale is from the oracle: the largest power of two with which that step does
@@ -7,40 +7,33 @@ gradients of whole runs with other arguments of the headroom rule. Writes
 `results/rules.json`, which `notebooks/choosing_a_rule.ipynb` draws.
 """
 
-import argparse
 import functools
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+from rich.progress import track
 
-from experiments.tasks import TASKS, Task
+from benchmarks import report
+from benchmarks.tasks import TASKS, Task
 from optax_lossscale import (
     DynamicLossScale,
     HeadroomLossScale,
-    LogMaxLossScale,
     LossScale,
     LossScaleOptimizer,
     all_finite,
 )
 
-RESULTS = Path(__file__).parent / "results" / "rules.json"
+RESULTS = report.RESULTS / "rules.json"
 
 RULES: dict[str, LossScale] = {
     "dynamic": DynamicLossScale(),
     "dynamic, 200": DynamicLossScale(growth_interval=200),
-    "LogMax": LogMaxLossScale(),
     "headroom": HeadroomLossScale(),
 }
-COLORS = dict(zip(RULES, ["#56B4E9", "#0072B2", "#D55E00", "#009E73"], strict=True))
+COLORS = dict(zip(RULES, ["#56B4E9", "#0072B2", "#009E73"], strict=True))
 
 # Arguments of the headroom rule, varied one at a time around their defaults.
 SWEEP = {
@@ -194,39 +187,26 @@ def sweep(run: dict[str, np.ndarray]) -> dict[str, Any]:
     }
 
 
-def compare(steps: int, seeds: int, every: int) -> dict[str, Any]:
-    """Runs the whole experiment, with a progress bar if run in a terminal."""
-    numbers = jnp.arange(seeds)
-    report: dict[str, Any] = {"steps": steps, "seeds": seeds, "tasks": {}}
-    console, hidden = Console(stderr=True), not sys.stderr.isatty()
-    with Progress(console=console, transient=True, disable=hidden) as progress:
-        bar = progress.add_task("", total=len(TASKS) * (len(RULES) + 2))
-        for make in TASKS:
-            task = make(steps)
-            entry = report["tasks"][task.name] = {"rules": {}, "curves": {}}
-            for name, rule in RULES.items():
-                progress.update(bar, description=f"{task.name}: {name}")
-                run = jax.tree.map(np.asarray, train(task, rule, numbers, every))
-                entry["rules"][name] = summarize(run, every)
-                entry["curves"][name] = {
-                    "scale": run["scale"][0, ::every].tolist(),
-                    "loss": np.round(run["loss"][0, ::every], 5).tolist(),
-                    "oracle": run["oracle"][0].tolist(),
-                }
-                progress.advance(bar)
-            progress.update(bar, description=f"{task.name}: sweep")
-            some = numbers[:SWEEP_SEEDS]
-            run = jax.tree.map(np.asarray, train(task, RULES["dynamic"], some, 1))
-            progress.advance(bar)
-            # The largest gradient of a skipped step is unknown: take the previous one.
-            run["largest"] = carry_forward(run["largest"])
-            entry["range"] = (run["largest"].max(1) - run["largest"].min(1)).tolist()
-            entry["replayed"] = {k: summarize_replay(r, run) for k, r in RULES.items()}
-            entry["sweep"] = sweep(run)
-            run["oracle"] = run["oracle"] - UNSEEN
-            entry["unseen"] = {k: summarize_replay(r, run) for k, r in RULES.items()}
-            progress.advance(bar)
-    return report
+def compare(task: Task, seeds: int, every: int) -> dict[str, Any]:
+    """Trains a task with every rule, and replays its gradients."""
+    found: dict[str, Any] = {"rules": {}, "curves": {}}
+    for name, rule in RULES.items():
+        run = train(task, rule, jnp.arange(seeds), every)
+        run = jax.tree.map(np.asarray, run)
+        found["rules"][name] = summarize(run, every)
+        found["curves"][name] = {
+            "scale": run["scale"][0, ::every].tolist(),
+            "oracle": run["oracle"][0].tolist(),
+        }
+    run = train(task, RULES["dynamic"], jnp.arange(min(seeds, SWEEP_SEEDS)), 1)
+    run = jax.tree.map(np.asarray, run)
+    # The largest gradient of a skipped step is unknown: take the previous one.
+    run["largest"] = carry_forward(run["largest"])
+    found["range"] = (run["largest"].max(1) - run["largest"].min(1)).tolist()
+    found["sweep"] = sweep(run)
+    run["oracle"] = run["oracle"] - UNSEEN
+    found["unseen"] = {k: summarize_replay(rule, run) for k, rule in RULES.items()}
+    return found
 
 
 def carry_forward(x: np.ndarray) -> np.ndarray:
@@ -238,71 +218,13 @@ def carry_forward(x: np.ndarray) -> np.ndarray:
     return x
 
 
-def table(report: dict[str, Any]) -> Table:
-    """Returns a table of means over the seeds."""
-    columns = ["skipped", "underflow", "distance", "final_loss", "changes"]
-    made = Table("training", "rule", *columns)
-    for task, entry in report["tasks"].items():
-        for rule, numbers in entry["rules"].items():
-            means = [f"{np.mean(numbers[column]):.4g}" for column in columns]
-            made.add_row(task, rule, *means)
-    return made
-
-
-def plot(report: dict[str, Any]) -> Figure:
-    """Plots the scales and oracles of the first seed, and distances of all seeds."""
-    tasks = report["tasks"]
-    figure = Figure(figsize=(3.6 * len(tasks), 6.4), layout="constrained")
-    axes = figure.subplots(2, len(tasks))
-    for (name, entry), (top, bottom) in zip(tasks.items(), axes.T, strict=True):
-        plot_scales(top, entry["curves"], report["steps"])
-        plot_distances(bottom, entry["rules"])
-        top.set(title=name, xlabel="step")
-        bottom.set(xlabel="skipped steps", ylim=(0, None))
-        for panel in (top, bottom):
-            panel.spines[["top", "right"]].set_visible(False)
-    axes[0, 0].set_ylabel("log2 of the scale")
-    axes[1, 0].set_ylabel("bits from the oracle")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=5, frameon=False)
-    return figure
-
-
-def plot_scales(axes: Any, curves: dict[str, Any], steps: int) -> None:
-    """Plots the scale of every rule, and the oracle."""
-    lines = {rule: curve["scale"] for rule, curve in curves.items()}
-    lines["oracle"] = curves["headroom"]["oracle"]
-    for name, line in lines.items():
-        style = {"color": COLORS.get(name, "#BBBBBB"), "lw": 1.6, "where": "post"}
-        axes.step(np.arange(len(line)) * steps / len(line), line, label=name, **style)
-
-
-def plot_distances(axes: Any, rules: dict[str, Any]) -> None:
-    """Plots a dot for every seed, beside those of other rules and seeds."""
-    bands = np.linspace(-0.27, 0.27, len(rules))
-    for band, (rule, numbers) in zip(bands, rules.items(), strict=True):
-        place = band + np.linspace(-0.06, 0.06, len(numbers["skipped"]))
-        style = {"color": COLORS[rule], "s": 25, "edgecolor": "white", "lw": 0.5}
-        axes.scatter(numbers["skipped"] + place, numbers["distance"], **style)
-    most = max(max(numbers["skipped"]) for numbers in rules.values())
-    axes.set(xticks=range(most + 1), xlim=(-0.5, most + 0.5))
-    for border in range(most):
-        axes.axvline(border + 0.5, color="#DDDDDD", lw=0.8)
-
-
 def main() -> None:
-    """Parses the arguments, runs the experiment and writes its results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="200 steps, one seed")
-    parser.add_argument(
-        "--out", type=Path, default=RESULTS, help="the JSON file to write"
-    )
-    options = parser.parse_args()
-    steps, seeds = (200, 1) if options.quick else (1000, 5)
-    report = compare(steps, seeds, every=10)
-    Console().print(table(report))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report))
+    """Runs the whole experiment, and writes its results."""
+    steps, seeds = 1000, 5
+    tasks = [make(steps) for make in TASKS]
+    found = {task.name: compare(task, seeds, 10) for task in track(tasks, "training")}
+    found = {"steps": steps, "seeds": seeds, "tasks": found}
+    RESULTS.write_text(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,168 @@
+"""Measures how the cost grows: `python -m benchmarks.growth`.
+
+With leaves, parameters and chips for the optimizer's step, and with layers for
+`trace_numerics`. It needs `jax[tpu]` for its compiler, but no TPU, and `jax[cuda12]`
+for that of an H100. It takes half an hour, and writes `results/growth.json`.
+"""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from rich.progress import track
+
+from benchmarks import report
+from benchmarks.compiled import (
+    CPU,
+    H100,
+    TPU,
+    compile_step,
+    describe,
+    device,
+    devices,
+    shapes,
+)
+from benchmarks.measure import cpu_seconds
+from benchmarks.systems import PLAIN, System, lower
+from benchmarks.workloads import Workload, mlp, optimizer_step, transformer, written
+from examples.language_model.sharding import make_mesh, shard_batch, shard_state
+from optax_lossscale import LossScaleOptimizer
+from optax_lossscale.diagnostics import trace_numerics
+
+RESULTS = report.RESULTS / "growth.json"
+UPDATE, MINIMIZE = "update of unscaled, auto", "minimize, auto"
+SIZE = 8  # numbers in a leaf, where the time to compile is measured
+WIDTH, BATCH = 4096, 256  # of the perceptron on chips; the batch is that of a chip
+
+
+def compile_both(
+    workload: Workload, target: str
+) -> list[tuple[float, jax.stages.Compiled]]:
+    """Returns the processor time and the program, without and with loss scaling."""
+    found = []
+    for name in (PLAIN, UPDATE):
+        system = workload.systems()[name]()
+        make = functools.partial(compile_step, workload, system, device(target))
+        # The first program of a compiler takes longer.
+        found.append(min((cpu_seconds(make) for _ in range(2)), key=lambda x: x[0]))
+    return found
+
+
+def seconds_to_compile(target: str, leaves: int) -> list[float]:
+    """Returns the processor time to compile the step of Adam."""
+    workload = optimizer_step(SIZE * leaves, leaves)
+    return [seconds for seconds, _ in compile_both(workload, target)]
+
+
+def bytes_of_a_step(parameters: float) -> list[float]:
+    """Returns the bytes that the step of Adam moves on a TPU."""
+    workload = optimizer_step(int(parameters), 20)
+    return [describe(program)["bytes"] for _, program in compile_both(workload, TPU)]
+
+
+def compile_sharded(workload: Workload, name: str, mesh: Mesh) -> jax.stages.Compiled:
+    """Compiles a training step whose parameters and state are sharded over a mesh."""
+    system = workload.systems()[name]()
+    params, state, *batch = shapes(workload, system)
+    shardings = (*shard_state((params, state), mesh), shard_batch(mesh, ndim=2))
+
+    def step(params, state, *batch):
+        new = system.step(params, state, *batch)
+        everywhere = NamedSharding(mesh, P())
+        return jax.lax.with_sharding_constraint(new, (*shardings[:2], everywhere))
+
+    def place(x, sharding):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    params, state = jax.tree.map(place, (params, state), shardings[:2])
+    batch = [place(x, shardings[2]) for x in batch]
+    return lower(System(system.init, step), params, state, *batch).compile()
+
+
+@functools.cache
+def on_chips(chips: int) -> list[jax.stages.Compiled]:
+    """Compiles for a slice of TPU v5e, without and with loss scaling."""
+    side = int(chips**0.5)
+    mesh = make_mesh("fsdp", devices(TPU, topology_name=f"v5e:{side}x{side}") or [])
+    workload = mlp(layers=2, width=WIDTH, batch=BATCH * chips)
+    return [compile_sharded(workload, name, mesh) for name in (PLAIN, MINIMIZE)]
+
+
+def bytes_of_a_chip(chips: int) -> list[float]:
+    """Returns the bytes that a chip moves in a training step."""
+    return [describe(program)["bytes"] for program in on_chips(chips)]
+
+
+def collectives(chips: int) -> list[int]:
+    """Returns the number of collectives in a training step.
+
+    Several instructions may stand for one collective, which runs while others do. They
+    have the same channel.
+    """
+    found = (re.findall(r"channel_id=(\d+)", x.as_text()) for x in on_chips(chips))
+    return [len(set(channels)) for channels in found]
+
+
+def seconds_to_trace(layers: int) -> list[float]:
+    """Returns the processor time of a first training step, and of `trace_numerics`."""
+    workload = transformer(layers)
+    params, batch = workload.init(), workload.batches()[0]
+    optimizer = LossScaleOptimizer(optax.adam(1e-3))
+    step = jax.jit(functools.partial(optimizer.minimize, workload.loss_fn))
+
+    def first_step():
+        return jax.block_until_ready(step(params, optimizer.init(params), *batch))
+
+    def trace():
+        return trace_numerics(workload.loss_fn, params, *batch, scale=2.0**10)
+
+    return [cpu_seconds(first_step)[0], cpu_seconds(trace)[0]]
+
+
+LEAVES, CHIPS, LAYERS = (20, 200, 2000), (4, 64, 256), (1, 4, 8)
+# What is measured without and with loss scaling, and the sizes at which it is.
+ROWS: dict[str, tuple[Callable[[Any], list], tuple]] = {
+    **{
+        f"time to compile, {target}: {{}} leaves": (
+            functools.partial(seconds_to_compile, target),
+            LEAVES,
+        )
+        for target in (CPU, TPU, H100)
+    },
+    "bytes, TPU v5e: {} parameters": (bytes_of_a_step, (1e7, 1e8, 1e9)),
+    "bytes that a chip moves, TPU v5e: {} chips": (bytes_of_a_chip, CHIPS),
+    "collectives, TPU v5e: {} chips": (collectives, CHIPS),
+    "`trace_numerics` / first step, CPU: {} layers": (seconds_to_trace, LAYERS),
+}
+
+
+def table(found: dict[str, Any]) -> str:
+    """Returns a Markdown table of the ratios."""
+    cells = []
+    for title, row in found["rows"].items():
+        sizes = ", ".join(written(x) if x >= 1e4 else f"{x:g}" for x in row["sizes"])
+        cells.append([title.format(sizes), *(f"{x:.2f}" for x in row["ratio"])])
+    header = ["with loss scaling / without, as it grows", "small", "medium", "large"]
+    return report.table(header, cells)
+
+
+def main() -> None:
+    """Measures, and writes the results."""
+    found = report.load(RESULTS) | report.about()
+    for title, (function, sizes) in track(ROWS.items(), "measuring"):
+        pairs = [function(size) for size in sizes]
+        found["rows"][title] = {
+            "sizes": sizes,
+            "plain": [plain for plain, _ in pairs],
+            "ratio": [scaled / plain for plain, scaled in pairs],
+        }
+        report.save(RESULTS, found)
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""How the cost grows: `python -m benchmarks.growth`."""

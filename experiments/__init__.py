@@ -1,1 +1,0 @@
-"""Experiments that justify choices of the package, and their results."""
