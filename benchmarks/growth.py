@@ -15,17 +15,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from rich.progress import track
 
-from benchmarks import report
-from benchmarks.compiled import (
-    CPU,
-    H100,
-    TPU,
-    compile_step,
-    describe,
-    device,
-    devices,
-    shapes,
-)
+from benchmarks import compiled, report
 from benchmarks.measure import cpu_seconds
 from benchmarks.systems import PLAIN, System, lower
 from benchmarks.workloads import Workload, mlp, optimizer_step, transformer, written
@@ -46,7 +36,8 @@ def compile_both(
     found = []
     for name in (PLAIN, UPDATE):
         system = workload.systems()[name]()
-        make = functools.partial(compile_step, workload, system, device(target))
+        on = compiled.device(target)
+        make = functools.partial(compiled.compile_step, workload, system, on)
         # The first program of a compiler takes longer.
         found.append(min((cpu_seconds(make) for _ in range(2)), key=lambda x: x[0]))
     return found
@@ -61,13 +52,14 @@ def seconds_to_compile(target: str, leaves: int) -> list[float]:
 def bytes_of_a_step(parameters: float) -> list[float]:
     """Returns the bytes that the step of Adam moves on a TPU."""
     workload = optimizer_step(int(parameters), 20)
-    return [describe(program)["bytes"] for _, program in compile_both(workload, TPU)]
+    pairs = compile_both(workload, compiled.TPU)
+    return [compiled.describe(program)["bytes"] for _, program in pairs]
 
 
 def compile_sharded(workload: Workload, name: str, mesh: Mesh) -> jax.stages.Compiled:
     """Compiles a training step whose parameters and state are sharded over a mesh."""
     system = workload.systems()[name]()
-    params, state, *batch = shapes(workload, system)
+    params, state, *batch = compiled.shapes(workload, system)
     shardings = (*shard_state((params, state), mesh), shard_batch(mesh, ndim=2))
 
     def step(params, state, *batch):
@@ -87,24 +79,29 @@ def compile_sharded(workload: Workload, name: str, mesh: Mesh) -> jax.stages.Com
 def on_chips(chips: int) -> list[jax.stages.Compiled]:
     """Compiles for a slice of TPU v5e, without and with loss scaling."""
     side = int(chips**0.5)
-    mesh = make_mesh("fsdp", devices(TPU, topology_name=f"v5e:{side}x{side}") or [])
+    name = f"v5e:{side}x{side}"
+    mesh = make_mesh("fsdp", compiled.devices(compiled.TPU, topology_name=name) or [])
     workload = mlp(layers=2, width=WIDTH, batch=BATCH * chips)
     return [compile_sharded(workload, name, mesh) for name in (PLAIN, MINIMIZE)]
 
 
 def bytes_of_a_chip(chips: int) -> list[float]:
     """Returns the bytes that a chip moves in a training step."""
-    return [describe(program)["bytes"] for program in on_chips(chips)]
+    return [compiled.describe(program)["bytes"] for program in on_chips(chips)]
 
 
-def collectives(chips: int) -> list[int]:
-    """Returns the number of collectives in a training step.
+def channels(program: jax.stages.Compiled) -> int:
+    """Returns the number of collectives in a program.
 
     Several instructions may stand for one collective, which runs while others do. They
     have the same channel.
     """
-    found = (re.findall(r"channel_id=(\d+)", x.as_text()) for x in on_chips(chips))
-    return [len(set(channels)) for channels in found]
+    return len(set(re.findall(r"channel_id=(\d+)", program.as_text())))
+
+
+def collectives(chips: int) -> list[int]:
+    """Returns the number of collectives in a training step."""
+    return list(map(channels, on_chips(chips)))
 
 
 def seconds_to_trace(layers: int) -> list[float]:
@@ -131,7 +128,7 @@ ROWS: dict[str, tuple[Callable[[Any], list], tuple]] = {
             functools.partial(seconds_to_compile, target),
             LEAVES,
         )
-        for target in (CPU, TPU, H100)
+        for target in (compiled.CPU, compiled.TPU, compiled.H100)
     },
     "bytes, TPU v5e: {} parameters": (bytes_of_a_step, (1e7, 1e8, 1e9)),
     "bytes that a chip moves, TPU v5e: {} chips": (bytes_of_a_chip, CHIPS),

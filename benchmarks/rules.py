@@ -176,20 +176,9 @@ def summarize_replay(rule: LossScale, run: dict[str, np.ndarray]) -> dict[str, f
     }
 
 
-def sweep(run: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Replays recorded gradients with every argument in `SWEEP`."""
-    return {
-        name: {
-            str(value): summarize_replay(HeadroomLossScale(**{name: value}), run)
-            for value in values
-        }
-        for name, values in SWEEP.items()
-    }
-
-
 def compare(task: Task, seeds: int, every: int) -> dict[str, Any]:
     """Trains a task with every rule, and replays its gradients."""
-    found: dict[str, Any] = {"rules": {}, "curves": {}}
+    found: dict[str, Any] = {"rules": {}, "curves": {}, "sweep": {}}
     for name, rule in RULES.items():
         run = train(task, rule, jnp.arange(seeds), every)
         run = jax.tree.map(np.asarray, run)
@@ -203,7 +192,9 @@ def compare(task: Task, seeds: int, every: int) -> dict[str, Any]:
     # The largest gradient of a skipped step is unknown: take the previous one.
     run["largest"] = carry_forward(run["largest"])
     found["range"] = (run["largest"].max(1) - run["largest"].min(1)).tolist()
-    found["sweep"] = sweep(run)
+    for name, values in SWEEP.items():
+        rules = {str(value): HeadroomLossScale(**{name: value}) for value in values}
+        found["sweep"][name] = {k: summarize_replay(r, run) for k, r in rules.items()}
     run["oracle"] = run["oracle"] - UNSEEN
     found["unseen"] = {k: summarize_replay(rule, run) for k, rule in RULES.items()}
     return found

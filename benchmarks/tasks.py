@@ -84,17 +84,12 @@ def perceptron(steps: int) -> Task:
 def transformer(steps: int) -> Task:
     """The language model of the examples, on the bytes of Python source code."""
     config = Config("a*.py", BYTES, context=32, layers=2, width=32, heads=2)
-    functions = {
-        dtype: make_functions(dataclasses.replace(config, dtype=jnp.dtype(dtype).name))
-        for dtype in (jnp.float32, jnp.float16)
-    }
     text = jnp.asarray(make_corpus(config).training, jnp.int32)
-
-    def init(key):
-        return functions[jnp.float32][0](key)
+    init, _ = make_functions(config)
 
     def loss_fn(params, batch, dtype):
-        return functions[dtype][1](params, batch)
+        changed = dataclasses.replace(config, dtype=jnp.dtype(dtype).name)
+        return make_functions(changed)[1](params, batch)
 
     def batch(key):
         starts = jax.random.randint(key, (8,), 0, len(text) - config.context - 1)

@@ -162,10 +162,8 @@ def test_report(precisions, words, width, capsys, monkeypatch):
     ("option", "value", "fix"),
     [
         ("--steps", "0", "must be a whole number from 1 to 10000"),
-        ("--steps", "1.5", "must be a whole number from 1 to 10000"),
         ("--batch-size", "big\nish", "must be a whole number from 256 to 1048576"),
         ("--optimizer", "lion", "choose from"),
-        ("--plot", "missing/x.png", "must be a .png file in a directory that exists"),
         ("--plot", "x.gif", "must be a .png file in a directory that exists"),
     ],
 )

@@ -20,7 +20,6 @@ from language_model_run import (
     SEQUENCE,
     STEPS,
     main,
-    signal_while_saving,
 )
 
 from examples.language_model import cli
@@ -138,44 +137,25 @@ class TestCommandLine:
             f"loss_scale 'dynamic', not 'none'; seed 0, not 1, got '{out}'\n"
         )
 
-    @pytest.mark.exhaustive
-    def test_ctrl_c_saves_and_the_same_command_goes_on(self, tmp_path, capsys):
-        whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-        main("--out", str(whole))
-        capsys.readouterr()
-        with (
-            signal_while_saving(signal.SIGINT, 4),
-            pytest.raises(SystemExit, match=str(128 + signal.SIGINT)),
-        ):
-            main("--out", str(stopped))
-        line = "stopped after step 5; the same command goes on from there"
-        assert capsys.readouterr().out.splitlines()[-1] == line
-        assert column(stopped, "step")[-1] == 5
-        main("--out", str(stopped))
-        assert read_rows(stopped) == read_rows(whole)
-        assert_same_bits(last_state(stopped), last_state(whole))
+    def test_a_file_is_no_folder(self, tmp_path, capsys):
+        (tmp_path / "file").touch()
+        with pytest.raises(SystemExit, match="2"):
+            main("--out", str(tmp_path / "file"))
+        error = capsys.readouterr().err
+        assert "argument --out: must be a folder that can be written" in error
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
             (["--steps=many"], "--steps: must be a whole number, got 'many'"),
             (["--clip-norm=nan"], "--clip-norm: must be at least 0, got nan"),
-            (["--average-decay=2"], "--average-decay: must be at most 1, got 2.0"),
-            (
-                ["--dtype=half"],
-                "--dtype: must be one of float32, bfloat16, float16, got 'half'",
-            ),
             (["--heads=3"], "--heads: must divide the width, 32, got 3"),
-            (["--accumulate=3"], "--accumulate: must divide the batch size, 16, got 3"),
             (
                 ["--accumulate=4"],
                 "--batch-size: must be a multiple of accumulate x devices, 4 x 8, "
                 "got 16",
             ),
-            (
-                ["--corpus=*.txt"],
-                "--corpus: must match more text, as '*.py' does, got '*.txt'",
-            ),
+            (["--mesh=data=3"], "--mesh: must have all 8 devices, got 'data=3'"),
             (
                 ["--corpus=/data/*.txt"],
                 "--corpus: must be a glob pattern relative to the library, such as "
@@ -184,10 +164,6 @@ class TestCommandLine:
             (
                 ["--coordinator=somewhere"],
                 "--coordinator: must be HOST:PORT or auto, got 'somewhere'",
-            ),
-            (
-                ["--coordinator=auto", "--processes=2"],
-                "--processes: must be left out with --coordinator auto, got 2",
             ),
             (
                 ["--coordinator=127.0.0.1:1", "--processes=2", "--process=2"],
@@ -202,24 +178,18 @@ class TestCommandLine:
         assert capsys.readouterr().err == error
         assert not (tmp_path / "run").exists()
 
-    def test_every_setting_is_an_option_with_help(self, capsys):
-        with pytest.raises(SystemExit, match="0"):
-            cli.main(["--help"])
-        text = capsys.readouterr().out
-        for name in Config.__dataclass_fields__:
-            assert "--" + name.replace("_", "-") in text
-
 
 @pytest.mark.exhaustive
-def test_killed_while_it_saves_it_comes_to_the_same_end(tmp_path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+def test_killed_or_stopped_it_comes_to_the_same_end(tmp_path):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     finish(start("--out", whole))
-    # The first checkpoint, and a later one.
-    for fatal_step in (4, 8):
-        finish(start("SIGKILL", fatal_step, "--out", killed), -signal.SIGKILL)
-    finish(start("--out", killed))
-    assert read_rows(killed) == read_rows(whole)
-    assert_same_bits(last_state(killed), last_state(whole))
+    finish(start("SIGKILL", 4, "--out", stopped), -signal.SIGKILL)
+    text = finish(start("SIGINT", 8, "--out", stopped), 128 + signal.SIGINT)
+    assert "stopped after step 9; the same command goes on from there" in text
+    assert column(stopped, "step")[-1] == 9
+    finish(start("--out", stopped))
+    assert read_rows(stopped) == read_rows(whole)
+    assert_same_bits(last_state(stopped), last_state(whole))
 
 
 def run_two_processes(out, *arguments, send=(), codes=(0, 0)):
@@ -302,14 +272,6 @@ def test_bfloat16_does_not_scale_its_loss(tmp_path):
     assert np.isfinite(column(tmp_path, "loss")).all()
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("rule", ["fixed", "headroom"])
-def test_rules(rule, tmp_path):
-    main("--out", str(tmp_path), f"--loss-scale={rule}")
-    assert column(tmp_path, "skipped_steps")[-1] >= 1
-    assert column(tmp_path, "loss")[-1] < column(tmp_path, "loss")[0] - 1
-
-
 def test_a_skipped_step_leaves_the_average_and_matrices_alone_decay():
     params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
     grads = jax.tree.map(jnp.zeros_like, params)
@@ -355,9 +317,7 @@ def test_meshes(text, shape):
     assert make_mesh(text, jax.devices()).devices.shape == shape
 
 
-@pytest.mark.parametrize(
-    "text", ["", "data=0", "data=3,fsdp", "rows=8", "data,fsdp", "data=1,data=8"]
-)
+@pytest.mark.parametrize("text", ["", "data=0", "rows=8", "data=1,data=8"])
 def test_meshes_that_do_not_fit(text):
     with pytest.raises(SettingError, match="mesh must"):
         make_mesh(text, jax.devices())
