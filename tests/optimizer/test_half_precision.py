@@ -76,20 +76,6 @@ def test_squares_of_small_gradients_do_not_vanish(dtype):
     np.testing.assert_allclose(in_float32(params), [-0.495], rtol=2e-2)
 
 
-def test_under_strict_promotion():
-    inner = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9))
-    optimizer = LossScaleOptimizer(inner, initial_scale=2.0**10)
-    params = jnp.ones(2, jnp.float16)
-    with jax.numpy_dtype_promotion("strict"):
-        params, state, _ = optimizer.minimize(
-            lambda p: jnp.sum(p.astype(jnp.float32) ** 2),
-            params,
-            optimizer.init(params),
-        )
-    assert state.last_step_applied
-    assert np.all(np.abs(in_float32(params)) < 1)
-
-
 @pytest.mark.parametrize("dtype", HALVES)
 def test_updates_of_half_precision_gradients_are_rounded_at_last(dtype):
     """As Optax's own optimizers return the dtype that they are given."""

@@ -1,7 +1,5 @@
 """The optimizer itself: construction, steps, skips, states."""
 
-import functools
-
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -16,7 +14,6 @@ from helpers import (
     SKIPS,
     WRAPS,
     assert_close,
-    auto_skip,
     every_skip,
     relaxed,
     signature,
@@ -38,7 +35,10 @@ def square(x):
 
 class TestConstruction:
     def test_default_is_dynamic(self):
-        assert LossScaleOptimizer(optax.sgd(1.0)).loss_scale == DynamicLossScale()
+        made = LossScaleOptimizer(optax.sgd(1.0))
+        assert made.loss_scale == DynamicLossScale()
+        assert made.dynamic
+        assert (made.initial_scale, made.dynamic_growth_steps) == (2**15, 2000)
 
     def test_keras_arguments(self):
         made = LossScaleOptimizer(
@@ -359,154 +359,3 @@ class TestState:
         }
         with pytest.raises(ValueError, match="must be the LossScaleOptimizerState"):
             getattr(optimizer, method)(*arguments[method])
-
-
-SGD = optax.sgd(0.1)
-NEED_EXTRA_ARGUMENTS = {
-    "lbfgs": optax.lbfgs,
-    "backtracking": lambda: optax.chain(
-        SGD, optax.scale_by_backtracking_linesearch(5, store_grad=True)
-    ),
-    "polyak_sgd": optax.polyak_sgd,
-    "in a named chain": lambda: optax.named_chain(("inner", optax.polyak_sgd())),
-    "in multi_transform": lambda: optax.partition(
-        {"all": optax.polyak_sgd()}, {"w": "all"}
-    ),
-    "in inject_hyperparams": lambda: optax.inject_hyperparams(optax.polyak_sgd)(
-        max_learning_rate=0.5
-    ),
-}
-
-
-class TestExtraArguments:
-    def test_reach_the_inner_optimizer(self):
-        seen = {}
-
-        def update(updates, state, params=None, **extra_args):
-            seen.update(extra_args)
-            return updates, state
-
-        inner = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
-        optimizer = LossScaleOptimizer(inner)
-        one = jnp.float32(1)
-        state = optimizer.init(one)
-        for call in (optimizer.update, jax.jit(optimizer.update, static_argnames="f")):
-            seen.clear()
-            call(one, state, value=one, note={"a": one}, f=max)
-            assert seen.keys() == {"value", "note", "f"}
-            assert seen["f"] is max
-        seen.clear()
-        optimizer.apply_gradients(one, one, state, value=one)
-        assert seen == {"value": 1}
-
-    @pytest.mark.parametrize(
-        "wrap",
-        [
-            lambda inner: inner,
-            lambda inner: optax.chain(optax.identity(), inner),
-            lambda inner: inner._replace(update=functools.partial(inner.update)),
-        ],
-        ids=["itself", "chain", "partial"],
-    )
-    def test_minimize_passes_what_is_named(self, wrap):
-        seen = {}
-
-        def named(updates, state, params=None, *, value, grad, value_fn, **others):
-            seen.update(value=value, grad=grad, value_fn=value_fn, **others)
-            return updates, state
-
-        def unnamed(updates, state, params=None, **extra_args):
-            seen.update(extra_args)
-            return updates, state
-
-        for update, names in ((named, {"value", "grad", "value_fn"}), (unnamed, set())):
-            inner = optax.GradientTransformationExtraArgs(lambda _: (), update)
-            optimizer, three = LossScaleOptimizer(wrap(inner)), jnp.float32(3)
-            seen.clear()
-            optimizer.minimize(square, three, optimizer.init(three))
-            assert seen.keys() - {"value"} == names - {"value"}
-            if names:
-                assert (seen["value"], seen["grad"]) == (9, 6)
-                assert seen["value_fn"](jnp.float32(4)) == 16
-
-    def test_minimize_passes_no_more_than_is_taken(self):
-        def update(updates, state, params=None, *, value):
-            return jax.tree.map(lambda u: -u * value, updates), state
-
-        # Against Optax's convention it takes no others; optax.contrib.sam is such.
-        inner = optax.GradientTransformationExtraArgs(lambda _: (), update)
-        optimizer, three = LossScaleOptimizer(inner), jnp.float32(3)
-        params, *_ = optimizer.minimize(square, three, optimizer.init(three))
-        assert params == 3 - 6 * 9
-
-    @pytest.mark.parametrize(
-        "make", NEED_EXTRA_ARGUMENTS.values(), ids=NEED_EXTRA_ARGUMENTS
-    )
-    def test_minimize_serves_what_needs_them(self, make):
-        inner = relaxed(make())
-        optimizer = LossScaleOptimizer(inner)
-        params = expected = {"w": jnp.array([1, -2], jnp.float32)}
-        loss_fn = lambda params: jnp.sum((params["w"] - 3) ** 4)  # noqa: E731
-        state, inner_state = optimizer.init(params), inner.init(params)
-        for _ in range(2):
-            value, grad = jax.value_and_grad(loss_fn)(expected)
-            updates, inner_state = inner.update(
-                grad, inner_state, expected, value=value, grad=grad, value_fn=loss_fn
-            )
-            expected = optax.apply_updates(expected, updates)
-            with jax.numpy_dtype_promotion("standard"):
-                params, state, loss = optimizer.minimize(loss_fn, params, state)
-            assert loss == value
-            np.testing.assert_allclose(params["w"], expected["w"], rtol=1e-5)
-
-    def test_are_dropped_for_one_that_takes_none(self):
-        optimizer = LossScaleOptimizer(optax.scale(-1.0))
-        one = jnp.float32(1)
-        assert optimizer.update(one, optimizer.init(one), value=one)[0] == -1
-
-    def test_an_object_with_init_and_update(self):
-        class Plain:
-            def init(self, params):
-                return ()
-
-            def update(self, updates, state, params=None):
-                return -updates, state
-
-        class Extra(Plain):
-            def update(self, updates, state, params=None, **extra_args):
-                return -updates * extra_args["value"], state
-
-        class Named(Plain):
-            def update(self, updates, state, params=None, *, value):
-                return -updates * value, state
-
-        one = jnp.float32(1)
-        for inner, expected in ((Plain(), -1), (Extra(), -3), (Named(), -3)):
-            optimizer = LossScaleOptimizer(inner)
-            updates, _ = optimizer.update(one, optimizer.init(one), value=3 * one)
-            assert updates == expected
-
-    @auto_skip
-    @pytest.mark.parametrize("has_aux", [False, True])
-    def test_minimize_serves_line_searches(self, skip, has_aux):
-        target = jnp.arange(3, dtype=jnp.float32)
-
-        def loss(params, target, *, offset):
-            value = jnp.sum((params - target) ** 2) + offset
-            return (value, params) if has_aux else value
-
-        optimizer = LossScaleOptimizer(relaxed(optax.lbfgs()), skip=skip)
-
-        @jax.jit
-        def step(params, state):
-            with jax.numpy_dtype_promotion("standard"):
-                return optimizer.minimize(
-                    loss, params, state, target, has_aux=has_aux, offset=2.0
-                )
-
-        params = jnp.zeros(3, jnp.float32)
-        state = optimizer.init(params)
-        for _ in range(4):
-            params, state, value = step(params, state)
-        assert (value[0] if has_aux else value) == 2
-        np.testing.assert_allclose(params, target, atol=1e-6)

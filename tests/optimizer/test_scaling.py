@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits
+from helpers import WRAPS, assert_same_bits
 from jax.dtypes import float0
 
-from optax_lossscale import DynamicLossScale, LossScaleOptimizer
+from optax_lossscale import LossScaleOptimizer
 
 X64 = jax.config.jax_enable_x64
 optimizer = LossScaleOptimizer(optax.sgd(0.25))
@@ -105,32 +105,26 @@ class TestValueAndGrad:
     def loss(params, x, *, power=2):
         return jnp.sum((params["w"] * x + params["b"]) ** power)
 
-    @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-    def test_is_that_of_jax_to_the_bit(self, wrap):
+    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+    @pytest.mark.parametrize("power", [2, 3])
+    def test_is_that_of_jax_to_the_bit(self, wrap, power):
         @wrap
         def ours(state, *args):
-            return optimizer.value_and_grad(self.loss, state)(*args)
+            return optimizer.value_and_grad(self.loss, state)(*args, power=power)
 
-        plain = wrap(jax.value_and_grad(self.loss))
+        plain = jax.value_and_grad(functools.partial(self.loss, power=power))
         x = jnp.float32(1.25)
-        assert_same_bits(ours(state, self.params, x), plain(self.params, x))
+        assert_same_bits(ours(state, self.params, x), wrap(plain)(self.params, x))
 
-    def test_keyword_arguments(self):
-        cubic = optimizer.value_and_grad(self.loss, state)(
-            self.params, jnp.float32(1.25), power=3
-        )
-        plain = jax.value_and_grad(self.loss)(self.params, jnp.float32(1.25), power=3)
-        assert_same_bits(cubic, plain)
-
-    def test_argnums(self):
+    @pytest.mark.parametrize("argnums", [1, (0, 2)])
+    def test_argnums(self, argnums):
         def loss(a, b, c):
             return a * b * c
 
-        for argnums in (1, (0, 2)):
-            ours = optimizer.value_and_grad(loss, state, argnums=argnums)
-            plain = jax.value_and_grad(loss, argnums=argnums)
-            args = tuple(map(jnp.float32, (2, 3, 5)))
-            assert_same_bits(ours(*args), plain(*args))
+        args = tuple(map(jnp.float32, (2, 3, 5)))
+        plain = jax.value_and_grad(loss, argnums=argnums)(*args)
+        ours = optimizer.value_and_grad(loss, state, argnums=argnums)
+        assert_same_bits(ours(*args), plain)
 
     def test_aux(self):
         def loss(x):
@@ -175,18 +169,21 @@ class TestValueAndGrad:
             assert grad_fn(jnp.float16(3))[1] == expected
 
     @pytest.mark.parametrize(
-        "fun", [lambda x: 3, lambda x: (x, x), lambda x: None, lambda x: jnp.int32(x)]
+        ("has_aux", "fun"),
+        [
+            (False, lambda x: 3),
+            (False, lambda x: (x, x)),
+            (False, lambda x: None),
+            (False, lambda x: jnp.int32(x)),
+            (True, lambda x: x),
+            (True, lambda x: (x, x, x)),
+            (True, lambda x: jnp.stack([x, x])),
+        ],
     )
-    def test_refuses_what_is_no_loss(self, fun):
-        with pytest.raises(TypeError, match="floating-point scalar"):
-            optimizer.value_and_grad(fun, state)(jnp.float32(1))
-
-    @pytest.mark.parametrize(
-        "fun", [lambda x: x, lambda x: (x, x, x), lambda x: jnp.stack([x, x])]
-    )
-    def test_refuses_what_is_no_pair(self, fun):
-        with pytest.raises(TypeError, match="return a loss and auxiliary data"):
-            optimizer.value_and_grad(fun, state, has_aux=True)(jnp.float32(1))
+    def test_refuses_what_is_no_loss(self, has_aux, fun):
+        wanted = "return a loss and auxiliary data" if has_aux else "a loss alone"
+        with pytest.raises(TypeError, match=f"{wanted}, the loss a floating-point sc"):
+            optimizer.value_and_grad(fun, state, has_aux=has_aux)(jnp.float32(1))
 
     def test_refuses_a_vector(self):
         with pytest.raises(TypeError, match="scalar"):
@@ -212,26 +209,15 @@ class TestValueAndGrad:
         assert_same_bits((value, eqx.filter(grads, eqx.is_array)), plain)
         assert grads.activation is None
 
-    @pytest.mark.skipif(not X64, reason="needs JAX_ENABLE_X64=1")
-    def test_float64(self):
-        loss = lambda x: x**3  # noqa: E731
-        ours = optimizer.value_and_grad(loss, state)(jnp.float64(1 / 3))
-        assert_same_bits(ours, jax.value_and_grad(loss)(jnp.float64(1 / 3)))
-
-    def test_complex_parameters(self):
-        loss = lambda z: jnp.abs(z) ** 2  # noqa: E731
-        ours = optimizer.value_and_grad(loss, state)(jnp.complex64(1 + 2j))
-        plain = jax.value_and_grad(loss)(jnp.complex64(1 + 2j))
-        assert_same_bits(ours, plain)
+    @pytest.mark.parametrize("dtype", ["complex64", *(["float64"] * X64)])
+    def test_other_dtypes(self, dtype):
+        loss, x = lambda x: jnp.abs(x) ** 3, jnp.asarray(1 / 3, dtype)
+        ours = optimizer.value_and_grad(loss, state)(x)
+        assert_same_bits(ours, jax.value_and_grad(loss)(x))
 
 
 class TestReading:
-    def test_properties(self):
-        dynamic = LossScaleOptimizer(optax.sgd(1.0), initial_scale=8)
-        assert dynamic.dynamic
-        assert dynamic.initial_scale == 8
-        assert dynamic.dynamic_growth_steps == 2000
-        assert dynamic.loss_scale == DynamicLossScale(8.0)
+    def test_properties_of_a_fixed_scale(self):
         fixed = LossScaleOptimizer(optax.sgd(1.0), 4)
         assert not fixed.dynamic
         assert fixed.initial_scale == 4

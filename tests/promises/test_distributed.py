@@ -6,7 +6,6 @@ import re
 import socket
 import subprocess
 import sys
-import warnings
 
 import distributed
 import jax
@@ -118,15 +117,6 @@ class TestEquivalence:
         check_rows(rows)
         check_params({k: v[0] for k, v in params.items()}, atol=1e-6)
 
-    def test_pmap_with_flax_replicate(self):
-        from flax import jax_utils
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            params, _, rows = distributed.pmap(replicate=jax_utils.replicate)
-        check_rows(rows)
-        assert_same_bits(params, distributed.pmap("auto")[0])
-
     @pytest.mark.parametrize("check_vma", exhaustive_but([True, False], [True]))
     @every_skip
     def test_shard_map(self, skip, check_vma):
@@ -202,16 +192,6 @@ class TestShardedParameters:
         assert state.skipped_steps == 2
         assert optimizer.current_loss_scale(state) == 2**13
         assert state.inner_state[0].trace.sharding.spec[0] == "model"
-
-    def test_without_axis_name_the_slices_would_part(self):
-        # The bug that axis_name is for, as the notebook shows it.
-        optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9))
-        state = optimizer.init(self.params)
-        step = self.step(optimizer, "apply_gradients", False, state)
-        grads = jnp.ones_like(self.params).at[7, 5].set(jnp.inf)
-        params, _ = step(self.params, state, grads)
-        assert (params[:4] != self.params[:4]).all()
-        assert (params[4:] == self.params[4:]).all()
 
 
 @pytest.mark.parametrize("returned", ["params", "all"])

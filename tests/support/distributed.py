@@ -77,12 +77,9 @@ def one_device(skip="auto"):
     return train(step, params, optimizer.init(params), make_batches())
 
 
-@functools.cache
-def pmap(skip="auto", replicate=None):
+def pmap(skip="auto"):
     optimizer = make_optimizer(axis_name="batch", skip=skip)
-    replicate = replicate or functools.partial(
-        jax.tree.map, lambda x: jnp.stack([x] * 8)
-    )
+    replicate = functools.partial(jax.tree.map, lambda x: jnp.stack([x] * 8))
 
     @functools.partial(jax.pmap, axis_name="batch")
     def step(params, state, x, y):
