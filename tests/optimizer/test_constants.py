@@ -58,11 +58,7 @@ def trainable(model):
     return eqx.filter(model, eqx.is_inexact_array)
 
 
-INNER = relaxed(
-    optax.chain(
-        optax.clip_by_global_norm(1.0), optax.add_decayed_weights(0.1), optax.adam(0.01)
-    )
-)
+INNER = relaxed(optax.chain(optax.add_decayed_weights(0.1), optax.adam(0.01)))
 INITS = {"all": lambda model: model, "filtered": trainable}
 
 
@@ -90,7 +86,7 @@ class TestEquinox:
     def test_minimize(self, init):
         optimizer, model = LossScaleOptimizer(INNER), Model()
         state = optimizer.init(init(model))
-        assert state.inner_state[2][0].mu.key is None
+        assert state.inner_state[1][0].mu.key is None
         for _ in range(3):
             model, state, loss = optimizer.minimize(
                 loss_fn, model, state, X, transform=eqx.filter_value_and_grad
@@ -170,6 +166,26 @@ def test_none_for_a_whole_branch():
     assert moved["w"].tolist() == [0.5, 0.5]
     assert_same_bits(moved["frozen"]["a"], ones)
     assert moved["frozen"]["b"][1] == "x"
+
+
+class WithInteger(eqx.Module):
+    """Has an integer field that is not static, as is common."""
+
+    w: jax.Array
+    heads: int = 4
+
+
+def test_an_integer_field_and_clipping_by_the_global_norm():
+    inner = relaxed(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.01)))
+    optimizer, model = LossScaleOptimizer(inner), WithInteger(jnp.ones(2, jnp.float32))
+    moved, *_ = optimizer.minimize(
+        lambda model: jnp.sum(model.w**2) / model.heads,
+        model,
+        optimizer.init(model),
+        transform=eqx.filter_value_and_grad,
+    )
+    assert (moved.heads, type(moved.heads)) == (4, int)
+    np.testing.assert_allclose(moved.w, np.full(2, 0.99), rtol=1e-3)
 
 
 @auto_skip
