@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from optax_lossscale._tree import (
     cast_like,
@@ -33,7 +34,7 @@ def is_recording() -> bool:
 
     `jax.vmap` and `jax.grad` alone record nothing: they run operations one by one.
     """
-    return isinstance(_constant(), jax.core.Tracer)
+    return isinstance(_constant(), Tracer)
 
 
 @jax.jit

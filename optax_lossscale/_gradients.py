@@ -1,5 +1,6 @@
 """From the loss to unscaled gradients: scale, differentiate, unscale."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -7,12 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 
 from optax_lossscale._commit import Skip, barrier_on_cpu, is_recording
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._scaling import scale_down, scale_up
-from optax_lossscale._state import find_rule_state, warn_if_in_multi_steps
+from optax_lossscale._state import check_scalar, find_rule_state, warn_if_in_multi_steps
 from optax_lossscale._tree import is_inexact, unbox
 from optax_lossscale._warn import is_called_by_jit, warn
 
@@ -25,14 +27,9 @@ def current_scale(rule: LossScale, state: Any) -> jax.Array:
 def _scale_of_step(rule: LossScale, state: Any) -> jax.Array:
     """Returns the scale to compute with, a scalar without a derivative."""
     scale = current_scale(rule, state)
-    if jnp.shape(scale) != ():
-        raise ValueError(
-            "The loss scale in the state must be a scalar, got one of shape "
-            f"{jnp.shape(scale)}. If the state belongs to many members or devices, "
-            "call inside the vmap or pmap that made it."
-        )
+    check_scalar(scale)
     held = unbox(find_rule_state(state, rule).loss_scale)
-    is_constant = is_recording() and not isinstance(held, jax.core.Tracer)
+    is_constant = is_recording() and not isinstance(held, Tracer)
     if is_constant and not isinstance(rule, FixedLossScale) and is_called_by_jit():
         warn(
             "The loss scale is a constant in a function that JAX compiles. If you "
@@ -181,12 +178,10 @@ class _Out(NamedTuple):
 
 def _unpack(result: Any) -> tuple[Any, Any]:
     """Returns the value and the gradients, if a transform returned both."""
-    try:
+    with contextlib.suppress(TypeError, ValueError):
         (_, out), grads = result
         if isinstance(out, _Out):
             return out.value, grads
-    except (TypeError, ValueError):
-        pass
     raise TypeError(
         "transform must return the value with the gradients, as jax.value_and_grad, "
         "eqx.filter_value_and_grad and nnx.value_and_grad do; jax.grad returns only "

@@ -228,7 +228,8 @@ def names_argument(update: Callable[..., Any], name: str) -> bool:
     globals, partial functions and attributes.
     """
     # By id, and kept alive: the id of a temporary object would be used again.
-    seen, found = {}, [update]
+    seen: dict[int, Any] = {}
+    found: list[Any] = [update]
     while found:
         x = found.pop()
         if id(x) in seen:

@@ -152,7 +152,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         # Copies of the tuple's functions would still call the original.
         return _without_attributes, (type(self),), vars(self)
 
-    def _replace(self, **functions: Callable[..., Any]):
+    def _replace(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, **functions: Callable[..., Any]
+    ):
         """Returns a copy with another `init` or `update`, as any named tuple does."""
         if not functions.keys() <= {"init", "update"}:
             raise ValueError(f"Got unexpected field names: {list(functions)!r}")

@@ -147,8 +147,7 @@ def _largest(leaves: list[jax.Array], axis_name: Hashable | None) -> jax.Array:
     largest = jnp.zeros((), jnp.float32)
     if leaves:
         each = _stack([_largest_of(x) for x in leaves])
-        each = jnp.fmin(jnp.fmax(each, 0.0), jnp.finfo(jnp.float32).max)
-        largest = jnp.max(each)
+        largest = jnp.max(jnp.fmin(jnp.fmax(each, 0.0), jnp.finfo(jnp.float32).max))
     if axis_name is None:
         return largest
     varying = largest + 0 * axis_index(axis_name).astype(jnp.float32)

@@ -158,10 +158,15 @@ def check_state(state: Any, rule: LossScale) -> None:
     scale_state, expected = state.loss_scale_state, expected_state(rule)
     if jax.tree.structure(scale_state) != jax.tree.structure(expected):
         raise ValueError(_other_rule(scale_state, expected))
-    if place := difference(scale_state, expected):
+    check_scalar(unbox(scale_state.loss_scale))
+
+
+def check_scalar(value: Any) -> None:
+    """Raises if an array of a state has an axis of members or devices."""
+    if jnp.shape(value) != ():
         raise ValueError(
-            f"state.loss_scale_state{place} If the state has many members or devices, "
-            "call inside the vmap or pmap that made it."
+            f"state has arrays of shape {jnp.shape(value)}, for many members or "
+            "devices: call inside the vmap or pmap that made it."
         )
 
 
@@ -273,11 +278,7 @@ def select_applied(state: Any, new: Any, old: Any) -> Any:
       [0. 0. 0.]
     """
     applied = unbox(find_state(state).last_step_applied)
-    if jnp.ndim(applied):
-        raise ValueError(
-            "state has several members or devices. Call select_applied inside the "
-            "vmap or pmap that made it."
-        )
+    check_scalar(applied)
     old = jax.tree.map(_promote, old, new)
     new = cast_like(new, old)
     if place := difference(new, old):

@@ -14,8 +14,8 @@ from optax_lossscale._rules.base import LossScale
 from optax_lossscale._scaling import all_finite
 from optax_lossscale._tree import (
     cast_like,
+    is_array,
     is_inexact,
-    is_real,
     select,
     strongly_typed,
     zero_update,
@@ -160,8 +160,7 @@ def _take_step(
 def _check_gradients(grads: Any) -> None:
     if isinstance(grads, Iterator):
         raise TypeError(
-            "grads must be a pytree like the parameters, got a "
-            f"{type(grads).__name__}. "
+            f"grads must be a pytree like the parameters, got a {type(grads).__name__}. "
             "Keras's apply_gradients(zip(grads, variables)) is "
             "apply_gradients(grads, params, state) here."
         )
@@ -177,7 +176,8 @@ def _loss(extra: dict[str, Any]) -> Any:
             "or apply_gradients(grads, params, state, value=loss). minimize passes it "
             "for you; Flax's TrainState.apply_gradients does not."
         )
-    if not is_real(value) or np.shape(value) != ():
+    is_number = is_array(value) or type(value) in (int, float)
+    if not is_number or jnp.iscomplexobj(value) or np.shape(value) != ():
         raise TypeError(
             f"value must be the loss, a real scalar, got {value!r}. Reduce the loss to "
             "a scalar first, and pass it without auxiliary data."

@@ -57,14 +57,6 @@ def is_inexact(leaf: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
-def is_real(x: Any) -> bool:
-    """Whether `x` is a real Python number or an array of real numbers."""
-    dtype = getattr(x, "dtype", None)
-    if dtype is None:
-        return isinstance(x, int | float) and not isinstance(x, bool)
-    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-
-
 def inexact_leaves(tree: Any) -> list[jax.Array]:
     """Returns the floating-point and complex leaves of a tree, as arrays."""
     return [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact(x)]

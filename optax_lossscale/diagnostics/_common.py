@@ -10,14 +10,14 @@ from jax.core import Tracer
 
 from optax_lossscale import _check as check
 from optax_lossscale._state import find_state
-from optax_lossscale._tree import is_real, unbox
+from optax_lossscale._tree import is_array, unbox
 
 
 def scale_of(state: Any) -> jax.Array:
     """Returns the loss scale of a state, f32[]; a number is the scale itself."""
     if isinstance(state, numbers.Real) and not isinstance(state, bool):
         scale = jnp.asarray(check.scale("state", state), jnp.float32)
-    elif is_real(state):
+    elif is_array(state):
         scale = jnp.asarray(state)
     else:
         scale = unbox(find_state(state).loss_scale_state.loss_scale)

@@ -145,8 +145,8 @@ def _loop(interpreter, body, loop_over, carry, x, loop, place):
     (_, found, packed), out = loop_over(step, (start[0], total, start[2]))
     place.recorder.extend(known["keys"], found)
     leave = _sources(interpreter, states, keys_of(carry), known["new"])
-    ends = [leave((key,)) for key in states]
-    return [*unpack(packed, ends), *unpack(out, map(leave, known["out"]))]
+    ends, ys = [leave((key,)) for key in states], list(map(leave, known["out"]))
+    return [*unpack(packed, ends), *unpack(out, ys)]
 
 
 def _sources(interpreter, states, old, new):

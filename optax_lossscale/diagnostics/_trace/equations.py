@@ -20,12 +20,8 @@ CUSTOM_VJP = jax.custom_vjp.__call__.__qualname__
 # A line in these packages is not the user's: the line that called them is.
 FRAMEWORKS = ("jax", "jaxlib", "flax", "haiku", "equinox", "optax", "chex", "jmp")
 # Primitives that call one jaxpr, and the parameters that hold it.
-CALLS = (
-    "jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2",
-    "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr",
-)  # fmt: skip
-CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-REMATERIALIZED = ("checkpoint", "remat", "remat2")
+CALLS = ("jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call")
+CALLED = ("jaxpr", "call_jaxpr")
 # They return the magnitudes that they get, perhaps in another order.
 MOVES = (
     "reshape", "transpose", "broadcast_in_dim", "squeeze", "rev", "neg", "abs", "copy",

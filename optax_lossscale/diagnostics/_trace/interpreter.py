@@ -129,7 +129,7 @@ class Interpreter:
         ]
 
     def _call(self, equation, inputs, place):
-        if equation.primitive.name in equations.REMATERIALIZED:
+        if equation.primitive.name == "remat2":
             # Otherwise the compiler would find that the forward pass has this already.
             packed = lax.optimization_barrier(pack(inputs))
             inputs = unpack(packed, keys_of(inputs))
