@@ -27,7 +27,7 @@ def current_scale(rule: LossScale, state: Any) -> jax.Array:
 def _scale_of_step(rule: LossScale, state: Any) -> jax.Array:
     """Returns the scale to compute with, a scalar without a derivative."""
     scale = current_scale(rule, state)
-    check_scalar(scale)
+    check_scalar("loss_scale_state.loss_scale", scale)
     held = unbox(find_rule_state(state, rule).loss_scale)
     is_constant = is_recording() and not isinstance(held, Tracer)
     if is_constant and not isinstance(rule, FixedLossScale) and is_called_by_jit():

@@ -142,10 +142,10 @@ def typed(params: Any, grads: Any) -> Any:
     def leaf(grad, param):
         return param if grad is None else strongly_typed(param)
 
-    try:
+    # Otherwise the structures differ, as with optax.lookahead.
+    with contextlib.suppress(ValueError):
         return map_with_none(leaf, grads, params)
-    except ValueError:
-        return strongly_typed(params)
+    return strongly_typed(params)
 
 
 def widen(tree: Any) -> Any:

@@ -16,9 +16,8 @@ from optax_lossscale._tree import inexact_leaves
 def at_least_float32(dtype: jax.typing.DTypeLike) -> np.dtype:
     """Returns float32 for narrower dtypes and integers, else `dtype` itself."""
     dtype = jnp.dtype(dtype)
-    if jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 32:
-        return dtype
-    return jnp.dtype(jnp.float32)
+    is_wide = jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 32
+    return dtype if is_wide else jnp.dtype(jnp.float32)
 
 
 @functools.partial(jax.jit, inline=True)

@@ -158,15 +158,18 @@ def check_state(state: Any, rule: LossScale) -> None:
     scale_state, expected = state.loss_scale_state, expected_state(rule)
     if jax.tree.structure(scale_state) != jax.tree.structure(expected):
         raise ValueError(_other_rule(scale_state, expected))
-    check_scalar(unbox(scale_state.loss_scale))
+    check_scalar("loss_scale_state.loss_scale", unbox(scale_state.loss_scale))
+    for name in state._fields[2:6]:
+        check_scalar(name, getattr(state, name))
 
 
-def check_scalar(value: Any) -> None:
+def check_scalar(name: str, value: Any) -> None:
     """Raises if an array of a state has an axis of members or devices."""
-    if jnp.shape(value) != ():
+    shape = None if value is None else jnp.shape(value)
+    if shape != ():
         raise ValueError(
-            f"state has arrays of shape {jnp.shape(value)}, for many members or "
-            "devices: call inside the vmap or pmap that made it."
+            f"state.{name} must be of shape (), got {shape}. If the state has many "
+            "members or devices, call inside the vmap or pmap that made it."
         )
 
 
@@ -278,7 +281,7 @@ def select_applied(state: Any, new: Any, old: Any) -> Any:
       [0. 0. 0.]
     """
     applied = unbox(find_state(state).last_step_applied)
-    check_scalar(applied)
+    check_scalar("last_step_applied", applied)
     old = jax.tree.map(_promote, old, new)
     new = cast_like(new, old)
     if place := difference(new, old):

@@ -120,7 +120,7 @@ def _take_step(
     new, finite = rule.update(grads, old, axis_name=axis_name)
     finite = should_apply = jnp.asarray(finite, bool)
     new = jax.tree.map(_constant, strongly_typed(_state.healed(rule, new)))
-    is_stuck = ~finite & rule._is_at_minimum(rule.loss_scale(old), rule.loss_scale(new))
+    at_minimum = rule._is_at_minimum(rule.loss_scale(old), rule.loss_scale(new))
     loss_is_finite = None
     if options.check_loss:
         loss_is_finite = all_finite(_loss(extra), axis_name=axis_name)
@@ -150,19 +150,18 @@ def _take_step(
     )
 
     # Record.
-    if skip is None:
-        should_apply = None
+    applied = None if skip is None else should_apply
     state = state._replace(inner_state=None, loss_scale_state=None)
-    state = _state.count_step(state, should_apply, loss_is_finite, is_stuck)
+    state = _state.count_step(state, applied, loss_is_finite, ~finite & at_minimum)
     return result, state._replace(inner_state=inner_state, loss_scale_state=new)
 
 
 def _check_gradients(grads: Any) -> None:
     if isinstance(grads, Iterator):
         raise TypeError(
-            f"grads must be a pytree like the parameters, got a {type(grads).__name__}. "
-            "Keras's apply_gradients(zip(grads, variables)) is "
-            "apply_gradients(grads, params, state) here."
+            "grads must be a pytree like the parameters, got an iterator. Keras's "
+            "apply_gradients(zip(grads, variables)) is apply_gradients(grads, params, "
+            "state) here."
         )
 
 
