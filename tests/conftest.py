@@ -41,10 +41,15 @@ def quick_compilation():
     jax.config.update(option, before)
 
 
+# Where a test asks what a program computes, not what the compiler makes of a step.
+QUICK_FOLDERS = {"diagnostics", "examples", "peers", "rules"}
+
+
 @pytest.fixture(autouse=True)
-def quick_compilation_of_exhaustive_tests(request):
-    """What runs by default is compiled as users compile it, its repetitions are not."""
-    if request.node.get_closest_marker("exhaustive"):
+def quick_compilation_where_it_does_not_matter(request):
+    """Steps are compiled as users compile them, but not all repetitions."""
+    is_exhaustive = request.node.get_closest_marker("exhaustive")
+    if is_exhaustive or request.path.parent.name in QUICK_FOLDERS:
         request.getfixturevalue("quick_compilation")
 
 

@@ -317,7 +317,9 @@ def test_all_ways_to_step_agree(name):
             assert_same_bits(other, first)
 
 
-@some_optimizers("sgd", "adam", "noisy_sgd", "contrib.muon")
+@pytest.mark.parametrize(
+    "name", exhaustive_but(["sgd", "adam", "noisy_sgd", "contrib.muon"], ["adam"])
+)
 @pytest.mark.parametrize("skip", ["where", "cond"])
 def test_all_ways_to_step_agree_under_jit(name, skip):
     _, params, state = after_two_steps(name)
@@ -369,8 +371,8 @@ def test_gradients_are_exact(exponent):
     """Without overflow or underflow a power of two cancels to the bit."""
     optimizer = LossScaleOptimizer(optax.sgd(0.1), initial_scale=2.0**exponent)
     keys = jax.random.split(jax.random.key(0), 3)
-    params = {"in": jax.random.normal(keys[0], (4, 8)), "out": jnp.ones((8, 2))}
-    x, y = jax.random.normal(keys[1], (16, 4)), jax.random.normal(keys[2], (16, 2))
+    w, x, y = (jax.random.normal(key, (4, 4)) for key in keys)
+    params = {"in": w, "out": jnp.ones((4, 4))}
 
     def error(params):
         return jnp.mean((jnp.tanh(x @ params["in"]) @ params["out"] - y) ** 2)

@@ -118,7 +118,7 @@ class TestEquivalence:
         check_params({k: v[0] for k, v in params.items()}, atol=1e-6)
 
     @pytest.mark.parametrize("check_vma", exhaustive_but([True, False], [True]))
-    @every_skip
+    @auto_skip
     def test_shard_map(self, skip, check_vma):
         params, _, rows = distributed.shard_map(skip, check_vma)
         check_rows(rows)
@@ -267,7 +267,7 @@ def test_any_element_on_any_device_is_found(kind, bad):
         assert not check([jnp.ones(3), jax.device_put(x, sharding)])
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", exhaustive_but(KINDS, KINDS[:1]), ids=str)
 class TestShardedJit:
     def setup(self, kind):
         mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
@@ -434,6 +434,7 @@ class TestAxisName:
         assert_same_bits(run(params, state, jnp.float32(jnp.inf)), params)
 
 
+@pytest.mark.exhaustive
 def test_the_guide_on_two_processes(tmp_path):
     codes = [code for code, _ in page_blocks("docs/guide/many-devices.md")]
     (script,) = [code for code in codes if "jax.distributed.initialize()" in code]
