@@ -1,6 +1,7 @@
 """Extra arguments of the inner optimizer: what reaches it, and what does not."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -129,30 +130,16 @@ def test_minimize_serves_what_needs_them(make, skip):
     assert aux.keys() == {"aux"}
 
 
-def test_are_dropped_for_one_that_takes_none():
-    optimizer = LossScaleOptimizer(optax.scale(-1.0))
-    one = jnp.float32(1)
-    assert optimizer.update(one, optimizer.init(one), value=one)[0] == -1
+UPDATES = {
+    "none": (lambda u, state, params=None: (-u, state), -1),
+    "any": (lambda u, state, params=None, **extra: (-u * extra["value"], state), -3),
+    "named": (lambda u, state, params=None, *, value: (-u * value, state), -3),
+}
 
 
-def test_an_object_with_init_and_update():
-    class Plain:
-        def init(self, params):
-            return ()
-
-        def update(self, updates, state, params=None):
-            return -updates, state
-
-    class Extra(Plain):
-        def update(self, updates, state, params=None, **extra_args):
-            return -updates * extra_args["value"], state
-
-    class Named(Plain):
-        def update(self, updates, state, params=None, *, value):
-            return -updates * value, state
-
-    one = jnp.float32(1)
-    for inner, expected in ((Plain(), -1), (Extra(), -3), (Named(), -3)):
-        optimizer = LossScaleOptimizer(inner)
-        updates, _ = optimizer.update(one, optimizer.init(one), value=3 * one)
-        assert updates == expected
+@pytest.mark.parametrize(("update", "expected"), UPDATES.values(), ids=UPDATES)
+def test_what_is_taken_of_an_object_with_init_and_update(update, expected):
+    inner = types.SimpleNamespace(init=lambda params: (), update=update)
+    optimizer, one = LossScaleOptimizer(inner), jnp.float32(1)
+    updates, _ = optimizer.update(one, optimizer.init(one), value=3 * one, grad=one)
+    assert updates == expected

@@ -42,9 +42,6 @@ def injected_by_factory():
 
 POSITIONS = {
     "alone": scaler,
-    "around a chain": lambda: LossScaleOptimizer(
-        optax.chain(optax.identity(), optax.sgd(0.5, momentum=0.9))
-    ),
     "inside a chain": lambda: optax.chain(optax.identity(), scaler()),
     "deep inside": lambda: optax.chain(optax.chain(scaler()), optax.scale(1.0)),
     "inject_hyperparams of a factory": injected_by_factory,
@@ -54,13 +51,7 @@ POSITIONS = {
     "inject_hyperparams, loss scale static": lambda: optax.inject_hyperparams(
         LossScaleOptimizer, static_args=("loss_scale",)
     )(optax.sgd(0.5, momentum=0.9), loss_scale="dynamic"),
-    "around inject_hyperparams": lambda: LossScaleOptimizer(
-        optax.inject_hyperparams(optax.sgd)(learning_rate=0.5, momentum=0.9)
-    ),
     "masked": lambda: optax.masked(scaler(), {"a": True, "b": True}),
-    "around masked": lambda: LossScaleOptimizer(
-        optax.masked(optax.sgd(0.5, momentum=0.9), {"a": True, "b": True})
-    ),
     "partition": lambda: optax.partition({"all": scaler()}, {"a": "all", "b": "all"}),
     "named_chain": lambda: optax.named_chain(("scaler", scaler())),
 }
