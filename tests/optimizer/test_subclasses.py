@@ -58,6 +58,8 @@ def test_attributes_are_part_of_equality():
     assert hash(Weighted(1.0, INNER)) == hash(WEIGHTED)
     assert Weighted(2.0, INNER) != WEIGHTED
     assert LossScaleOptimizer(INNER, skip="where") != WEIGHTED
+    for other in (INNER, LossScaleOptimizer(INNER), LossScaleOptimizer(INNER, 8)):
+        assert other != BASE
 
 
 def test_each_has_a_compiled_function_of_its_own():
