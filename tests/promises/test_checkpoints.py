@@ -260,7 +260,16 @@ class TestOtherStates:
             (self.DYNAMIC, fixed, r"LossScaleState\(.*good.* a FixedLossScaleState\("),
             (self.FIXED, dynamic, r"FixedLossScaleState\(loss_scale\).* good_steps"),
             (self.DYNAMIC, as_dict, "hysteresis_left.* got a dict"),
-            (self.DYNAMIC, several, r"shape \(3,\), for many members or devices"),
+            (self.DYNAMIC, several, r"loss_scale must be of shape \(\), got \(3,\)"),
+            *(
+                (
+                    self.DYNAMIC,
+                    dynamic._replace(**{name: value}),
+                    rf"state\.{name} must be of shape \(\), got {shape}",
+                )
+                for name in dynamic._fields[2:6]
+                for value, shape in [(jnp.ones(3, int), r"\(3,\)"), (None, "None")]
+            ),
         ]:
             with pytest.raises(ValueError, match=wanted):
                 step(optimizer, state)
