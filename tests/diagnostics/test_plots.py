@@ -171,7 +171,7 @@ def run():
     return records
 
 
-class TestHistory:
+class TestPlotHistory:
     def check_run(self, records):
         ax = plot_history(records, prefix="a/")
         exponents = [19, 18, 18, 19, 18, 18]

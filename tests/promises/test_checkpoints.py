@@ -262,13 +262,9 @@ class TestOtherStates:
             (self.DYNAMIC, as_dict, "hysteresis_left.* got a dict"),
             (self.DYNAMIC, several, r"loss_scale must be of shape \(\), got \(3,\)"),
             *(
-                (
-                    self.DYNAMIC,
-                    dynamic._replace(**{name: value}),
-                    rf"state\.{name} must be of shape \(\), got {shape}",
-                )
+                (self.DYNAMIC, dynamic._replace(**{name: x}), rf"{name} must .* {got}")
                 for name in dynamic._fields[2:6]
-                for value, shape in [(jnp.ones(3, int), r"\(3,\)"), (None, "None")]
+                for x, got in [(jnp.ones(3, int), r"got \(3,\)"), (None, "got None")]
             ),
         ]:
             with pytest.raises(ValueError, match=wanted):
