@@ -293,7 +293,7 @@ def _judge_skips(read: dict[str, Any]) -> list[str]:
         TRACE,
         "If the loss is not finite, look for nan and inf in the data and in the "
         "parameters, and for an overflow in the forward pass. No loss scale helps "
-        "there: check_loss=True keeps it.",
+        "there, and check_loss=True leaves it as it is.",
         "If the loss is finite, compute in float32 what overflows, clip gradients or "
         "lower the learning rate. If the scale is high, lower it: the fixed scale, "
         "min_scale or initial_scale.",
