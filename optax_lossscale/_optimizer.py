@@ -44,7 +44,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         not reduced: reduce them before the update, as without loss scaling.
       skip: How a step is skipped. "where" computes it and selects the old values;
         "cond" branches; "auto" is "cond" in programs compiled for CPU and "where" on
-        GPU and TPU. If nothing is traced, all three select.
+        GPU and TPU. If nothing is traced, and inside `jax.pmap` and `jax.shard_map`,
+        all three select.
       check_loss: Whether to skip a step also if its loss is not finite. A lower scale
         does not help then, so the scale stays as it is, whatever the gradients are,
         and `nonfinite_loss_steps` counts the step. `update` and `apply_gradients`
