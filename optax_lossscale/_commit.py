@@ -1,4 +1,4 @@
-"""Run a step or keep what there was: by a select, or by a branch on CPU."""
+"""Run a step or keep the old values: by a select, or by a branch on CPU."""
 
 import functools
 from collections.abc import Callable
@@ -34,11 +34,11 @@ def is_recording() -> bool:
 
     `jax.vmap` and `jax.grad` alone record nothing: they run operations one by one.
     """
-    return isinstance(_constant(), Tracer)
+    return isinstance(_probe(), Tracer)
 
 
 @jax.jit
-def _constant():
+def _probe():
     # Compiled, because an eager operation would transfer the constant to the device,
     # which jax.transfer_guard may forbid.
     return np.zeros((), bool)
@@ -53,15 +53,13 @@ def barrier_on_cpu(skip: Skip | None, tree: Any) -> Any:
     if skip in (None, "where") or not is_recording():
         return tree
     arrays, join = split_arrays(tree)
+
     # One barrier per leaf: a joint one would give every leaf the varying axes of all
     # (jax.shard_map).
-    return join(
-        lax.platform_dependent(
-            arrays,
-            cpu=lambda arrays: [lax.optimization_barrier(x) for x in arrays],
-            default=lambda arrays: arrays,
-        )
-    )
+    def barriers(arrays):
+        return [lax.optimization_barrier(x) for x in arrays]
+
+    return join(lax.platform_dependent(arrays, cpu=barriers, default=list))
 
 
 def commit(
@@ -94,7 +92,7 @@ def commit(
       A tree of the structure that `run` and `keep` share.
     """
     arrays, join = split_arrays((inputs, operands))
-    joins = []
+    joins = []  # Filled when `run` is traced: how to join its results.
 
     def run_arrays(arrays):
         inputs, operands = join(arrays)

@@ -14,13 +14,16 @@ import optax
 from optax_lossscale._scaling import at_least_float32
 from optax_lossscale._tree import is_array, is_inexact, is_key, strongly_typed
 
+# No container with so many elements holds the parts of an optimizer.
+MANY = 1000
+
 
 def wrap(inner: Any) -> optax.GradientTransformationExtraArgs:
     """Returns the optimizer that the step runs, from the user's."""
-    return none_is_no_gradient(in_float32(check_optimizer(inner)))
+    return none_is_no_gradient(in_float32(as_optimizer(inner)))
 
 
-def check_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
+def as_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
     """Returns `inner` as an optimizer that takes, or ignores, extra arguments."""
     if not all(callable(getattr(inner, x, None)) for x in ("init", "update")):
         hint = " Call it to make an optimizer." if callable(inner) else ""
@@ -212,21 +215,23 @@ def arguments_of_minimize(
       loss: Their loss.
       grads: Their unscaled gradients.
     """
-    extra = {"value": loss}
-    if names_argument(inner.update, "grad"):
-        extra["grad"] = grads
-    if names_argument(inner.update, "value_fn"):
-        extra["value_fn"] = lambda proposed: loss_fn(as_parameters(proposed, params))
-    return extra
+    extra = {
+        "grad": grads,
+        "value_fn": lambda proposed: loss_fn(as_parameters(proposed, params)),
+    }
+    named = arguments_of_line_search(inner.update)
+    return {"value": loss} | {name: extra[name] for name in named}
 
 
-def names_argument(update: Callable[..., Any], name: str) -> bool:
-    """Tells whether an optimizer uses the extra argument `name`.
+@functools.lru_cache
+def arguments_of_line_search(update: Callable[..., Any]) -> set[str]:
+    """Returns which of "grad" and "value_fn" an optimizer names as parameters.
 
-    The update of `optax.chain` takes any extra argument. So this looks for a parameter
-    of this name in the functions that it can call: those in closures, default values,
-    globals, partial functions and attributes.
+    The update of `optax.chain` takes any extra argument. So this looks into the
+    functions that it can call: those in closures, default values, globals, partial
+    functions and attributes, and those that they define.
     """
+    wanted, names = {"grad", "value_fn"}, set()
     # By id, and kept alive: the id of a temporary object would be used again.
     seen: dict[int, Any] = {}
     found: list[Any] = [update]
@@ -235,19 +240,34 @@ def names_argument(update: Callable[..., Any], name: str) -> bool:
         if id(x) in seen:
             continue
         seen[id(x)] = x
-        if isinstance(x, types.FunctionType):
-            if name in parameters_of(x)[0]:
-                return True
-            found += [x.__defaults__, x.__kwdefaults__, x.__dict__]
-            # A variable that has no value yet is an error.
-            with contextlib.suppress(ValueError):
-                found += inspect.getclosurevars(x)[:2]
+        if isinstance(x, types.CodeType):
+            names.update(x.co_varnames[: x.co_argcount + x.co_kwonlyargcount])
+            found += x.co_consts
+        elif isinstance(x, types.FunctionType):
+            found += _inside(x)
         elif isinstance(x, types.MethodType):
             found += [x.__func__, x.__self__]
         elif isinstance(x, functools.partial):
             found += [x.func, x.args, x.keywords]
-        elif isinstance(x, tuple | list | dict):
+        elif isinstance(x, tuple | list | dict) and len(x) < MANY:
             found += x.values() if isinstance(x, dict) else x
         elif callable(getattr(x, "update", x)) and not isinstance(x, type):
             found += getattr(x, "__dict__", {}).values()
-    return False
+    return names & wanted
+
+
+def _inside(function: types.FunctionType) -> list[Any]:
+    """Returns what a function can use besides its arguments."""
+    library = (function.__module__ or "").partition(".")[0]  # None if `exec` made it.
+    if library in ("jax", "numpy"):
+        return []
+    code = function.__code__
+    values = [code, function.__defaults__, function.__kwdefaults__, function.__dict__]
+    # A variable that has no value yet is an error.
+    with contextlib.suppress(ValueError):
+        known = inspect.getclosurevars(function)
+        values += [known.nonlocals, known.globals]
+        if library != "optax":  # optax.chain, for example
+            modules = [x for x in known.globals.values() if inspect.ismodule(x)]
+            values += [vars(x).get(n) for x in modules for n in code.co_names]
+    return values

@@ -43,9 +43,10 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         `jax.shard_map`). All devices of these axes skip together. Gradients are
         not reduced: reduce them before the update, as without loss scaling.
       skip: How a step is skipped. "where" computes it and selects the old values;
-        "cond" branches; "auto" is "cond" in programs compiled for CPU and "where" on
-        GPU and TPU. If nothing is traced, and inside `jax.pmap` and `jax.shard_map`,
-        all three select.
+        "cond" branches; "auto" is "where" on GPU and TPU, and "cond" in programs
+        compiled for CPU, unless `update` returns much more than the state of the inner
+        optimizer, as with SGD. If nothing is traced, and inside `jax.pmap` and
+        `jax.shard_map`, all three select.
       check_loss: Whether to skip a step also if its loss is not finite. A lower scale
         does not help then, so the scale stays as it is, whatever the gradients are,
         and `nonfinite_loss_steps` counts the step. `update` and `apply_gradients`
@@ -227,8 +228,6 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
         Raises:
           TypeError: If the inner optimizer scales losses itself.
-          ValueError: If a hyperparameter of the inner optimizer
-            (`optax.inject_hyperparams`) is named `loss_scale`.
         """
         return _step.init(self._options, params)
 
@@ -239,7 +238,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           state: A pytree that holds one `LossScaleOptimizerState`.
 
         Returns:
-          f32[].
+          f32[], or f32[n] for a state of n members.
 
         Raises:
           ValueError: If `state` holds none or several.
@@ -285,8 +284,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           the scaled loss overflows. float16 and bfloat16 gradients become float32.
 
         Raises:
-          ValueError: If `state` holds none or several of these states, or that of
-            another rule.
+          ValueError: If `state` holds no `LossScaleOptimizerState` or several, or the
+            state of another rule.
           TypeError: When called, if the loss is not a real scalar, or if `transform`
             returns no value.
 
@@ -335,8 +334,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           on.)
 
         Raises:
-          ValueError: If `state` holds none or several of these states, or that of
-            another rule.
+          ValueError: If `state` holds no `LossScaleOptimizerState` or several, or the
+            state of another rule.
           TypeError: If the loss is not an array or number.
 
         Warns:
@@ -374,8 +373,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           Dividing multiplies by the reciprocal, which is exact for powers of two.
 
         Raises:
-          ValueError: If `state` holds none or several of these states, or that of
-            another rule.
+          ValueError: If `state` holds no `LossScaleOptimizerState` or several, or the
+            state of another rule.
 
         Warns:
           UserWarning: If the scale of `state` is a constant in a function that JAX
@@ -416,11 +415,11 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           **extra_args: For the inner optimizer. `check_loss` needs `value`, the loss.
 
         Returns:
-          The updates and the new state. Updates are float32 for float16 and bfloat16
-          parameters and None where a gradient is None. If the step is skipped, they
-          are -0.0, which leaves a parameter as it is when added, and `inner_state` is
-          bitwise unchanged. (On CPU, XLA flushes subnormal numbers to zero in any
-          addition; `apply_gradients` and `minimize` keep them.)
+          The updates and the new state. Updates have the dtypes of the gradients, which
+          are float32 from `value_and_grad`, and are None where a gradient is None. If
+          the step is skipped, they are -0.0, which leaves a parameter as it is when
+          added, and `inner_state` is bitwise unchanged. (On CPU, XLA flushes subnormal
+          numbers to zero in any addition; `apply_gradients` and `minimize` keep them.)
 
         Raises:
           ValueError: If `state` is not a `LossScaleOptimizerState`.
@@ -468,8 +467,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         You cannot reduce gradients over devices in between: under `jax.pmap` use
         `value_and_grad` and `apply_gradients`.
 
-        The inner optimizer gets the extra arguments `value`, `grad` and `value_fn` if
-        it takes them, as line searches and `optax.polyak_sgd` do.
+        The inner optimizer gets the extra argument `value`, the loss. It also gets
+        `grad` and `value_fn` if it names them as parameters, as line searches do.
 
         Args:
           loss_fn: Called with `params`, `*args` and `**kwargs`; returns a real
@@ -511,10 +510,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           [0.5   0.875] 1.25
         """
         _gradients.check_averaging(self._options.axis_name, transform)
-        value_and_grad = self.value_and_grad(
+        value, grads = self.value_and_grad(
             loss_fn, state, has_aux=has_aux, transform=transform
-        )
-        value, grads = value_and_grad(params, *args, **kwargs)
+        )(params, *args, **kwargs)
 
         def loss_of(value):
             return value[0] if has_aux else value

@@ -75,9 +75,8 @@ def _stack(scalars: list[jax.Array]) -> jax.Array:
     # XLA turns the reduction of a stack into a chain of operations. On TPU and GPU this
     # lets it reduce one scalar over devices. On CPU every kernel that uses the result
     # would repeat the chain: compile time would grow with the square of its length.
-    stacked = jnp.stack(scalars)
     return lax.platform_dependent(
-        stacked, cpu=lax.optimization_barrier, default=lambda stacked: stacked
+        jnp.stack(scalars), cpu=lax.optimization_barrier, default=lambda x: x
     )
 
 

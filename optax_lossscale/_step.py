@@ -33,7 +33,7 @@ class Options(NamedTuple):
 
     def check(self) -> None:
         """Raises if an argument is of the wrong type or out of its range."""
-        _inner.check_optimizer(self.inner_optimizer)
+        _inner.as_optimizer(self.inner_optimizer)
         if self.skip not in get_args(Skip):
             raise ValueError(
                 f'skip must be "auto", "where" or "cond", got {self.skip!r}.'
@@ -107,8 +107,8 @@ def _take_step(
       params: The parameters; None if the inner optimizer needs none.
       extra: Extra arguments of the inner optimizer.
       finish: Makes the result of an applied step, from the updates and parameters.
-      keep: Makes the result of a skipped step, from that of an applied step (or its
-        shapes and dtypes) and the parameters.
+      keep: Makes the result of a skipped step, from the result of an applied step (or
+        its shapes and dtypes) and the parameters.
     """
     rule, axis_name = options.loss_scale, options.axis_name
     _check_gradients(grads)
@@ -119,7 +119,7 @@ def _take_step(
     old = state.loss_scale_state
     new, finite = rule.update(grads, old, axis_name=axis_name)
     finite = should_apply = jnp.asarray(finite, bool)
-    new = jax.tree.map(_constant, strongly_typed(_state.healed(rule, new)))
+    new = jax.tree.map(_without_derivative, strongly_typed(_state.healed(rule, new)))
     at_minimum = rule._is_at_minimum(rule.loss_scale(old), rule.loss_scale(new))
     loss_is_finite = None
     if options.check_loss:
@@ -184,6 +184,6 @@ def _loss(extra: dict[str, Any]) -> Any:
     return value
 
 
-def _constant(leaf: Any) -> Any:
+def _without_derivative(leaf: Any) -> Any:
     # The scale has no derivative.
     return lax.stop_gradient(leaf) if is_inexact(leaf) else leaf

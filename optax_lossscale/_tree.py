@@ -17,8 +17,7 @@ def is_float0(leaf: Any) -> bool:
 
 def is_array(leaf: Any) -> bool:
     """Whether `leaf` is an array of numbers or PRNG keys."""
-    types = jax.Array | np.ndarray | np.generic
-    return isinstance(leaf, types) and not is_float0(leaf)
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic) and not is_float0(leaf)
 
 
 def is_key(leaf: Any) -> bool:

@@ -30,7 +30,7 @@ class LossScale(abc.ABC):
     A subclass is a frozen dataclass whose fields are its hyperparameters. It
     defines `init` and `update`; `get_config`, `from_config`, equality and hash
     follow from the fields. Everything that changes during training is in the
-    state, a pytree with at least the field `loss_scale: f32[]`. (No hyperparameter
+    state, a named tuple with at least the field `loss_scale: f32[]`. (No hyperparameter
     may be named `loss_scale`, which is the method that reads the state.)
     Hyperparameters named `min_scale` and `max_scale` bound the scale.
 

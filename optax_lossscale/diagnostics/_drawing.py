@@ -27,7 +27,7 @@ def shade_ranges(ax: Any, dtype: str, low: float, high: float) -> None:
     top.set_xticks((edges[1:] + edges[:-1]) / 2, names, fontsize="small")
     top.tick_params(length=0, pad=2)
     top.spines["top"].set_visible(False)
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    whole_numbers(ax.xaxis)
     ax.xaxis.set_major_formatter("$2^{{{x:.0f}}}$")
     ax.set_xlim(low, high)
 
@@ -39,6 +39,13 @@ def boundaries(dtype: str) -> tuple[float, float, float]:
     return math.log2(flushed), math.log2(normal), math.log2(overflow)
 
 
+def whole_numbers(axis: Any) -> None:
+    """Puts ticks at whole numbers alone."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
+
+
 def get_axes(ax: Any) -> Any:
     """Returns `ax`, or the Axes of a new figure."""
     try:
@@ -47,6 +54,8 @@ def get_axes(ax: Any) -> Any:
         raise ImportError(
             "Figures need matplotlib: pip install 'optax-lossscale[plot]'"
         ) from error
+    if ax is not None and not hasattr(ax, "stairs"):
+        raise TypeError(f"ax must be a matplotlib Axes, got {ax!r}.")
     if ax is None:
         _, ax = plt.subplots(figsize=(7, 3.6), layout="constrained")
     return ax

@@ -164,7 +164,7 @@ def plot_history(
     lowest, highest = np.nanmin(scales), np.nanmax(scales)
     axes.set_ylim(lowest / 2, highest * 2 * (highest / lowest) ** 0.25)
     axes.set(xlabel="step", ylabel="loss scale")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    _drawing.whole_numbers(axes.xaxis)
     _drawing.add_legend(axes)
     return axes
 

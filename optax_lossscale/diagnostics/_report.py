@@ -293,7 +293,7 @@ def _judge_skips(read: dict[str, Any]) -> list[str]:
         TRACE,
         "If the loss is not finite, look for nan and inf in the data and in the "
         "parameters, and for an overflow in the forward pass. No loss scale helps "
-        "there, and check_loss=True leaves it as it is.",
+        "there.",
         "If the loss is finite, compute in float32 what overflows, clip gradients or "
         "lower the learning rate. If the scale is high, lower it: the fixed scale, "
         "min_scale or initial_scale.",
@@ -338,5 +338,6 @@ def _judge_parameters(nonfinite: list[NonfiniteGradient]) -> list[str]:
         "rounded, and no step checks that.",
         "Skip steps whose gradients are not finite: take a dynamic loss scale, or "
         "FixedLossScale(..., skip_nonfinite=True). If updates are not finite all the "
-        "same, wrap the inner optimizer in optax.apply_if_finite.",
+        "same, chain optax.apply_if_finite(optax.identity(), 5) after the inner "
+        "optimizer.",
     ]

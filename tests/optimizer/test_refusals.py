@@ -183,19 +183,6 @@ def test_keras_s_second_argument():
             get_loss_scale(value)
 
 
-@pytest.mark.filterwarnings("ignore:inject_stateful:DeprecationWarning")
-@pytest.mark.parametrize(
-    "inject", [optax.inject_hyperparams, optax.inject_stateful_hyperparams]
-)
-def test_an_inner_hyperparameter_of_the_same_name(inject):
-    inner = inject(lambda loss_scale: optax.scale(loss_scale))(loss_scale=0.5)
-    with pytest.raises(ValueError, match="hyperparameter named 'loss_scale'"):
-        LossScaleOptimizer(optax.chain(inner, optax.sgd(0.1))).init(PARAMS)
-    # A parameter may well be named so.
-    named = {"loss_scale": jnp.ones(2, jnp.float32)}
-    LossScaleOptimizer(relaxed(optax.adam(0.1))).init(named)
-
-
 def test_arguments_of_the_loss_may_be_named_as_ours():
     def loss(weights, *, loss_fn, params, state):
         return jnp.sum(weights["w"]) * loss_fn * params * state

@@ -225,7 +225,7 @@ class TestSkip:
         assert not state.last_step_applied
         after = LossScaleOptimizer(inner, **resumed)
         _, state = after.update(self.good, state, self.params)
-        assert state[2:7] == (True, 1, 0, 0, None)
+        assert state[2:7] == (True, 1, 0, 0, 1 if saved else None)
         assert select_applied(state, 2.0, 1.0) == 2
 
 
