@@ -77,7 +77,7 @@ class LossScale(abc.ABC):
         """Returns the initial state.
 
         Returns:
-          A pytree of strongly typed arrays, one of them `loss_scale: f32[]`.
+          A named tuple of strongly typed arrays, one of them `loss_scale: f32[]`.
         """
 
     @abc.abstractmethod

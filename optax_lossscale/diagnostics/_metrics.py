@@ -28,7 +28,7 @@ def metrics(state: Any, prefix: str = "") -> dict[str, jax.Array]:
     Returns:
       A dictionary of scalars, or of arrays [n] if the state belongs to n members:
       `loss_scale` and `log2_loss_scale`, f32[]; the other fields of the rule's state,
-      `good_steps` for example, i32[]; `last_step_applied`, bool[]; `skipped_steps`,
+      `good_steps` (i32[]) for example; `last_step_applied`, bool[]; `skipped_steps`,
       `consecutive_skipped_steps` and `stuck_steps`, i32[]; with `check_loss=True` also
       `nonfinite_loss_steps`, i32[]. `LossScaleOptimizerState` describes them. The
       logarithm of a damaged scale is -inf (for 0), inf, or nan (for a negative number

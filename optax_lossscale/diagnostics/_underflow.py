@@ -91,7 +91,7 @@ class UnderflowStats(NamedTuple):
     def __repr__(self):
         try:
             return _table(self)
-        except (TypeError, ValueError):  # Traced, or those of many members.
+        except (TypeError, ValueError):  # Tracers, or arrays of many members.
             return f"UnderflowStats({self.overall}, and {len(self.leaves)} leaves)"
 
 
