@@ -69,7 +69,7 @@ class FixedLossScale(LossScale):
     def update(
         self, grads: Any, state: Any, *, axis_name: Hashable | None = None
     ) -> tuple[FixedLossScaleState, jax.Array]:
-        """Returns the initial state, one scale for each member; see the base class."""
+        """Returns the initial state, a scale for each member; see the base class."""
         state = FixedLossScaleState(self.loss_scale(state))
         if not self.skip_nonfinite:
             return state, all_finite(None)
