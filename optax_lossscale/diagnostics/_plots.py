@@ -97,7 +97,7 @@ def plot_history(
 
     A cross marks a record if its step was skipped, by `last_step_applied`, or if other
     steps were skipped since the record before, by `skipped_steps`. It then stands for
-    all of them. It is drawn at the scale of the record before, with which the step began.
+    all of them. It is drawn at the scale of the record before, which the step used.
 
     Args:
       records: A list of dictionaries, one for each step that was logged: what `metrics`
