@@ -23,7 +23,6 @@ from optax_lossscale.diagnostics._trace.findings import (
 )
 from optax_lossscale.diagnostics._trace.operations import (
     NumericOperation as NumericOperation,
-    NumericRange as NumericRange,
 )
 from optax_lossscale.diagnostics._trace.plot import plot_numerics as plot_numerics
 from optax_lossscale.diagnostics._trace.trace import (

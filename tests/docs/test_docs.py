@@ -48,7 +48,7 @@ def test_public_names():
     assert PUBLIC.keys() - DIAGNOSTICS.keys() == set(names.split())
     names = """
         ExponentHistogram NonfiniteGradient NumericFinding NumericOperation
-        NumericRange NumericsTrace Report Underflow UnderflowStats describe_nonfinite
+        NumericsTrace Report Underflow UnderflowStats describe_nonfinite
         exponent_histogram metrics nonfinite_leaves plot_exponents plot_history
         plot_numerics report suggest_loss_scale trace_numerics underflow_stats
     """

@@ -26,6 +26,7 @@ def test_readme_tells_the_perplexities():
     assert f"[{scaled[0]} with it]" in text
 
 
+@pytest.mark.exhaustive
 def test_a_training_lowers_the_loss():
     (way,) = need.WAYS.keys() - {"float32", "float16, unscaled"}
     with jax.numpy_dtype_promotion("standard"):

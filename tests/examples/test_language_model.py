@@ -97,6 +97,7 @@ def finish(process, code=0):
 
 
 class TestCommandLine:
+    @pytest.mark.exhaustive
     def test_a_run_leaves_settings_metrics_and_goes_on(self, tmp_path, capsys):
         out = tmp_path / "run"
         main("--out", str(out))
