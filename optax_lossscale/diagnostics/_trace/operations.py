@@ -78,7 +78,12 @@ class NumericOperation(NamedTuple):
       iteration: If it is in a loop, the first iteration with inf or nan; a tuple for
         loops in loops, the outermost first. Else None.
       inputs: The ranges of its floating-point inputs.
-      output: The range of its result.
+      output: The range of its result, a named tuple: `dtype` and `shape`; `smallest`
+        and `largest`, the magnitudes that are neither zero nor inf or nan;
+        `float32_largest`, the largest if half precision were float32; the shares
+        `zeros`, `subnormals`, `infs`, `nans` and `flushed` (zero, or too small for the
+        dtype, but not zero in float32), from 0 to 1; and `error`, the largest
+        difference from float32, relative to `float32_largest`.
       opaque: Whether JAX cannot look into it (a Pallas kernel, a callback), or it could
         not run in float32: `float32_largest` and `error` start anew here.
       in_rule: Whether it is in the backward rule of a `jax.custom_vjp` function, which
