@@ -96,7 +96,7 @@ def unscaled_value_and_grad(
 
         def scaled(*args, **kwargs):
             out = fun(*args, **kwargs)
-            loss = _loss_of(out, has_aux)
+            loss = loss_of(out, has_aux)
             _warn_of_float16(rule, loss)
             # The loss itself is passed along: the scaled one may be inf.
             return scale_up(loss, scale), _Out(out)
@@ -150,7 +150,7 @@ def _warn_of_float16(rule: LossScale, loss: Any) -> None:
         )
 
 
-def _loss_of(out: Any, has_aux: bool) -> Any:
+def loss_of(out: Any, has_aux: bool) -> Any:
     """Returns the loss in the result of a loss function."""
     is_pair = isinstance(out, tuple | list) and len(out) == 2
     loss = out[0] if has_aux and is_pair else out

@@ -220,7 +220,7 @@ def arguments_of_minimize(
         "value_fn": lambda proposed: loss_fn(as_parameters(proposed, params)),
     }
     named = arguments_of_line_search(inner.update)
-    return {"value": loss} | {name: extra[name] for name in named}
+    return {"value": loss} | {k: v for k, v in extra.items() if k in named}
 
 
 @functools.lru_cache

@@ -27,6 +27,11 @@ NEED_EXTRA_ARGUMENTS = {
     "in multi_transform": lambda: optax.partition(
         {"all": optax.polyak_sgd()}, {"w": "all"}
     ),
+    "made by a factory": lambda: optax.inject_hyperparams(
+        lambda rate: optax.chain(
+            optax.sgd(rate), optax.scale_by_backtracking_linesearch(5)
+        )
+    )(rate=0.1),
     "in inject_hyperparams": lambda: optax.inject_hyperparams(optax.polyak_sgd)(
         max_learning_rate=0.5
     ),

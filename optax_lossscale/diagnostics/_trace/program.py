@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale._gradients import loss_of
 from optax_lossscale._scaling import scale_up
 from optax_lossscale._tree import is_inexact
 from optax_lossscale.diagnostics._trace import equations
@@ -76,7 +77,7 @@ def make_call(
         for i, x in zip(chosen, arrays, strict=True):
             given[i] = x
         params, args, kwargs = jax.tree.unflatten(treedef, given)
-        return _loss_of(loss_fn(params, *args, **kwargs), has_aux)
+        return loss_of(loss_fn(params, *args, **kwargs), has_aux)
 
     arrays, names = [leaves[i] for i in chosen], [names[i] for i in chosen]
     return Call(function, arrays, names, len(differentiated))
@@ -95,19 +96,6 @@ def _name(path: Any) -> str:
     if part.idx < 2:
         return ("params", "args")[part.idx] + keystr(tuple(rest))
     return rest[0].key + keystr(tuple(rest[1:]))
-
-
-def _loss_of(out: Any, has_aux: bool) -> Any:
-    """Returns the loss in what a loss function returned."""
-    is_pair = isinstance(out, tuple | list) and len(out) == 2
-    loss = out[0] if has_aux and is_pair else out
-    if (has_aux and not is_pair) or not is_inexact(loss):
-        wanted = "a loss and auxiliary data" if has_aux else "a loss alone"
-        raise TypeError(
-            f"With has_aux={has_aux} loss_fn must return {wanted}, the loss a real "
-            f"floating-point scalar, got {type(out).__name__}."
-        )
-    return loss
 
 
 class Program(NamedTuple):
