@@ -54,7 +54,7 @@ def initial_state(
     zero = functools.partial(jnp.zeros, (), jnp.int32)
     return LossScaleOptimizerState(
         inner_state=inner_state,
-        loss_scale_state=strongly_typed(rule.init()),
+        loss_scale_state=strongly_typed(healed(rule, rule.init())),
         last_step_applied=jnp.ones((), bool),
         skipped_steps=zero(),
         consecutive_skipped_steps=zero(),
