@@ -26,10 +26,10 @@ def current_scale(rule: LossScale, state: Any) -> jax.Array:
 
 def _scale_of_step(rule: LossScale, state: Any) -> jax.Array:
     """Returns the scale to compute with, a scalar without a derivative."""
-    scale = current_scale(rule, state)
+    found = find_rule_state(state, rule)
+    scale = rule.loss_scale(found)
     check_scalar("loss_scale_state.loss_scale", scale)
-    held = unbox(find_rule_state(state, rule).loss_scale)
-    is_constant = is_recording() and not isinstance(held, Tracer)
+    is_constant = is_recording() and not isinstance(unbox(found.loss_scale), Tracer)
     if is_constant and not isinstance(rule, FixedLossScale) and is_called_by_jit():
         warn(
             "The loss scale is a constant in a function that JAX compiles. If you "

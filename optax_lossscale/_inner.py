@@ -82,9 +82,7 @@ def none_is_no_gradient(
         if params is None or is_whole:
             return inner.update(updates, state, params, **extra_args)
         try:
-            chosen = map_with_none(
-                lambda g, p: None if g is None else p, updates, params
-            )
+            chosen = _none_like(updates, params)
         except ValueError:
             # The structures differ, as with optax.lookahead.
             return inner.update(updates, state, params, **extra_args)
