@@ -17,7 +17,9 @@ ROW, GROUPED = 2**12, 2**20
 
 
 MAXIMA = ("largest", "wide_largest", "error")
-COUNTS = ("seen", "zeros", "subnormals", "infs", "nans", "flushed")
+COUNTS = (
+    "seen", "zeros", "subnormals", "infs", "nans", "flushed", "float32_nonfinite",
+)  # fmt: skip
 # What stands for the smallest magnitude where there is none.
 NONE_SMALLEST = np.iinfo(np.int32).max
 
@@ -31,8 +33,9 @@ class Statistics(NamedTuple):
       maxima: i32[n, 3], the largest finite magnitude, the largest one in float32, and
         the largest difference from float32.
       smallest: i32[n], the smallest magnitude that is not zero.
-      counts: f32[n, 6], how many numbers were measured; how many were zero, subnormal,
-        inf and nan; how many are zero, or would be, that are not zero in float32.
+      counts: f32[n, 7], how many numbers were measured; how many were zero, subnormal,
+        inf and nan; how many are zero, or would be, that are not zero in float32; how
+        many are inf or nan in float32.
       first: i32[n, loops], in which iteration of each loop the first inf or nan was.
     """
 
@@ -253,8 +256,8 @@ def _summarize(real, shadow, judged, has_shadow, axes):
         difference = lax.abs(lax.sub(real.astype(jnp.float32), shadow))
         error = lax.bitcast_convert_type(difference, jnp.int32)
         flushed = is_zero | (wide <= lax.full_like(wide, codes.flushed))
-        flags.append((wide > zero) & flushed)
         end = lax.full_like(wide, as_code(np.inf))
+        flags += [(wide > zero) & flushed, wide >= end]
         maxima += [lax.select(x < end, x, zero) for x in (wide, error)]
     elif codes.flushed:
         flags.append(~is_zero & (bits <= lax.full_like(bits, codes.flushed)))
@@ -282,10 +285,11 @@ def _measure(real, shadow, judged, has_shadow, axes) -> Statistics:
     )
     sums = [jnp.sum(x.astype(jnp.float32), apart) for x in sums]
     largest, *wide = [jnp.max(x, apart) for x in maxima]
-    nonzero, normal, nonfinite, nans, *flushed = sums
+    nonzero, normal, nonfinite, nans, *wide_counts = sums
     seen, none = jnp.full_like(nonzero, size), jnp.zeros_like(nonzero)
     zeros, subnormals, infs = seen - nonzero, nonzero - normal, nonfinite - nans
-    counts = [seen, zeros, subnormals, infs, nans, *(flushed or [none])]
+    wide_counts += [none, nonfinite][len(wide_counts) :]
+    counts = [seen, zeros, subnormals, infs, nans, *wide_counts]
     maxima = [largest, *(wide or [largest, jnp.zeros_like(largest)])]
     return Statistics(
         maxima=jnp.stack(maxima, -1),
