@@ -86,7 +86,8 @@ def run_scan(
 
     first = jax.tree.map(first_of, pack(xs))
     loop = Loop(params["length"], params["reverse"])
-    return _loop(interpreter, body, loop_over, carry, first, loop, place)
+    is_scaled = any(interpreter.is_scaled(x.keys) for x in inputs)
+    return _loop(interpreter, body, loop_over, carry, is_scaled, first, loop, place)
 
 
 def run_while(
@@ -111,10 +112,11 @@ def run_while(
     def loop_over(step, state):
         return lax.while_loop(continues, lambda s: step(s, None)[0], state), []
 
-    return _loop(interpreter, body, loop_over, carry, None, Loop(), place)
+    is_scaled = any(interpreter.is_scaled(x.keys) for x in inputs)
+    return _loop(interpreter, body, loop_over, carry, is_scaled, None, Loop(), place)
 
 
-def _loop(interpreter, body, loop_over, carry, x, loop, place):
+def _loop(interpreter, body, loop_over, carry, is_scaled, x, loop, place):
     """Runs a loop whose state also holds statistics.
 
     Args:
@@ -122,11 +124,15 @@ def _loop(interpreter, body, loop_over, carry, x, loop, place):
       body: Maps values, a slice and a place to values and outputs.
       loop_over: Runs a function of state and slice on an initial state.
       carry: The initial values.
+      is_scaled: Whether any input of the loop depends on the loss scale. Then its state
+        does: in the backward pass, cotangents of constants begin as zeros.
       x: One slice.
       loop: What is known of the loop.
       place: Where it is.
     """
     states = [(*place.key, "loop", "state", i) for i in range(len(carry))]
+    if is_scaled:
+        interpreter.scaled.update(states)
     known: dict[str, Any] = {}
 
     def step(state, x):

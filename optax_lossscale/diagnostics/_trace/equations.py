@@ -136,6 +136,11 @@ def scope_of(equation: Any, outer: str) -> str:
     return "/".join(part for part in parts if part)
 
 
+def only_names_axes(equation: Any) -> bool:
+    """Whether an equation has no effects but those of collectives."""
+    return all(type(x).__name__ == "NamedAxisEffect" for x in equation.effects)
+
+
 def opened(x: Any) -> tuple[Any, Sequence[Any]]:
     """Returns a jaxpr and its constants, closed or not."""
     return (x.jaxpr, x.consts) if hasattr(x, "jaxpr") else (x, ())

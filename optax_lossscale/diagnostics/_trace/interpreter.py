@@ -34,8 +34,9 @@ class Interpreter:
       zero: u32[], a zero that the compiler does not know.
       varying: i32[], a zero that differs between devices for all that the compiler
         knows; None outside of `jax.shard_map`.
-      loss_scale: The variable that holds the loss scale. The equation that reads it
-        scales the loss, and is not measured; what follows is the backward pass.
+      loss_scale: The variable that holds the loss scale. What depends on it is the
+        backward pass.
+      scaled: The keys of what depends on it.
       sites: By key, what was measured.
       before: By key, for the state of a loop: the keys before the loop, and those of
         the iteration before.
@@ -45,6 +46,7 @@ class Interpreter:
         """Prepares a run; see the attributes."""
         self.zero, self.loss_scale = zero, loss_scale
         self.varying: Any = None
+        self.scaled: set[Key] = set()
         self.sites: dict[Key, Site] = {}
         self.before: dict[Key, tuple[tuple[Key, ...], tuple[Key, ...]]] = {}
 
@@ -67,7 +69,7 @@ class Interpreter:
             inputs = list(map(read, equation.invars))
             here = place.at(equation, index)
             if any(x is self.loss_scale for x in equation.invars):
-                found = self._unmeasured(equation, inputs, here)
+                found = self._scale(equation, inputs, here)
                 place = place._replace(phase="backward")
             else:
                 found = self._follow(equation, inputs, here)
@@ -92,28 +94,42 @@ class Interpreter:
         """
         if not equations.is_inexact(x.real):
             return x
+        phase = place.phase
+        if phase in ("forward", "backward"):
+            is_scaled = any(map(self.is_scaled, about["inputs"]))
+            phase = "backward" if is_scaled else "forward"
         site = Site(
             dtype=x.real.dtype.name,
             shape=x.real.shape,
             source=place.source,
             scope=place.scope,
-            phase=place.phase,
+            phase=phase,
             loops=place.loops,
             **about,
         )
         self.sites[key] = site
+        if phase in ("scale", "backward"):
+            self.scaled.add(key)
         if site.moved is None:
             place.recorder.add(key, x.real, x.shadow)
         else:
             place.recorder.known.add(key)
         return x._replace(keys=(key,))
 
-    def _unmeasured(self, equation, inputs, place):
-        known = set(self.sites)
-        found = self._follow(equation, inputs, place.inside("scale"))
+    def is_scaled(self, keys: Sequence[Key]) -> bool:
+        """Whether a value with these keys depends on the loss scale."""
+        return not self.scaled.isdisjoint(keys)
+
+    def _scale(self, equation, inputs, place):
+        """Follows the equation that reads the loss scale, and hides what is inside."""
+        known, inner = set(self.sites), place.inside("scale")
+        found = self._follow(equation, inputs, inner)
         for key in set(self.sites) - known:
             del self.sites[key]
-        return [x._replace(keys=()) for x in found]
+        outer = place._replace(phase="scale")
+        return [
+            self.measure((*inner.key, i), x, outer) for i, x in enumerate(found)
+        ]
 
     def _follow(self, equation, inputs, place):
         name = equation.primitive.name
@@ -194,7 +210,7 @@ class Interpreter:
         wide = [equations.widen(x) for x in reals]
         if name in equations.BITS:
             return wide, False
-        if name in equations.OPAQUE or equation.effects:
+        if name in equations.OPAQUE or not equations.only_names_axes(equation):
             return wide, True
         try:
             args = [equations.widen(x.shadow) for x in inputs]
