@@ -33,6 +33,8 @@ MOVES = (
 REWRITTEN = (
     "mul", "square", "integer_pow", "div", "sqrt", "rsqrt", "exp", "exp2", "pow", "log",
 )  # fmt: skip
+# With a constant like -1e9 they make masks, whose overflow is no fault.
+MASKS = ("select_n", "broadcast_in_dim", "convert_element_type", "max", "min", "pad")
 # They work number by number, so new inf and nan can be counted.
 ELEMENTWISE = (
     "add", "sub", "mul", "div", "add_any", "square", "integer_pow", "pow", "exp",

@@ -127,9 +127,7 @@ class Interpreter:
         for key in set(self.sites) - known:
             del self.sites[key]
         outer = place._replace(phase="scale")
-        return [
-            self.measure((*inner.key, i), x, outer) for i, x in enumerate(found)
-        ]
+        return [self.measure((*inner.key, i), x, outer) for i, x in enumerate(found)]
 
     def _follow(self, equation, inputs, place):
         name = equation.primitive.name

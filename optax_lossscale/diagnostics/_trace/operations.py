@@ -1,7 +1,7 @@
 """What is known of each operation after a run, as Python numbers."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -12,6 +12,9 @@ from optax_lossscale.diagnostics._trace import equations
 from optax_lossscale.diagnostics._trace.program import Program
 from optax_lossscale.diagnostics._trace.statistics import COUNTS
 from optax_lossscale.diagnostics._trace.values import Key, Site
+
+# An operation makes an error of its own if its inputs have so many times smaller ones.
+INHERITED = 4
 
 
 class NumericRange(NamedTuple):
@@ -30,6 +33,7 @@ class NumericRange(NamedTuple):
       nans: The share of nan.
       flushed: The share that is zero, or too small for the dtype, but not zero in
         float32.
+      float32_nonfinite: The share that is inf or nan in float32, too.
       error: The largest difference from float32, relative to `float32_largest`.
 
     Examples:
@@ -53,6 +57,7 @@ class NumericRange(NamedTuple):
     infs: float
     nans: float
     flushed: float
+    float32_nonfinite: float
     error: float
 
     @property
@@ -82,8 +87,9 @@ class NumericOperation(NamedTuple):
         and `largest`, the magnitudes that are neither zero nor inf or nan;
         `float32_largest`, the largest if half precision were float32; the shares
         `zeros`, `subnormals`, `infs`, `nans` and `flushed` (zero, or too small for the
-        dtype, but not zero in float32), from 0 to 1; and `error`, the largest
-        difference from float32, relative to `float32_largest`.
+        dtype, but not zero in float32), from 0 to 1; `float32_nonfinite`, the share of
+        inf and nan in float32; and `error`, the largest difference from float32,
+        relative to `float32_largest`.
       opaque: Whether JAX cannot look into it (a Pallas kernel, a callback), or it could
         not run in float32: `float32_largest` and `error` start anew here.
       in_rule: Whether it is in the backward rule of a `jax.custom_vjp` function, which
@@ -148,13 +154,14 @@ class Run:
       program: The program.
       scale: The loss scale.
       losses: The loss, and what it would be in float32.
+      norms: Of each parameter's gradient, f64[n, 4]: see `statistics.norms`.
       keys: The keys of everything that ran, in order of execution; arguments first.
     """
 
     def __init__(self, program: Program, scale: float):
         """Runs the program at a loss scale."""
         self.program, self.scale = program, scale
-        self._statistics, self.losses = program.run(scale)
+        self._statistics, self.losses, self.norms = program.run(scale)
         self._rows = {key: i for i, key in enumerate(program.keys)}
         self._ranges: dict[Key, NumericRange] = {}
         seen, nonfinite = self._statistics.counts[:, 0], self._statistics.nonfinite
@@ -217,6 +224,7 @@ class Run:
             infs=share["infs"],
             nans=share["nans"],
             flushed=share["flushed"],
+            float32_nonfinite=share["float32_nonfinite"],
             error=_decode(found["error"], "float32") / wide if wide else 0.0,
         )
 
@@ -252,7 +260,7 @@ class Run:
     @property
     def gradients(self) -> list[Key]:
         """The sites of the parameters' gradients."""
-        return self.inputs(self.program.gradients)
+        return self.inputs(k for keys in self.program.gradients for k in keys)
 
     def operands(self, key: Key) -> list[Key]:
         """Returns the sites of the inputs of an operation."""
@@ -300,7 +308,10 @@ class Run:
         if any(0 in self.site(k).shape for k in known):
             return False  # The largest number of none is -inf.
         bad = self.bad_operands(key)
-        constants = [x for x in site.constants if not math.isfinite(x)]
+        limits = self.limit(key)
+        is_mask = site.primitive in equations.MASKS and self.program.judged
+        end = limits.overflow if is_mask and limits else math.inf
+        constants = [x for x in site.constants if not abs(x) < end]
         if not bad and not constants:
             return True
         found = self.range(key)
@@ -352,6 +363,49 @@ class Run:
             for key in self.keys
             if phase in (None, self.site(key).phase) and self.is_origin(key)
         ]
+
+    def causes(self, keys: Iterable[Key]) -> list[Key]:
+        """Returns where the inf and nan of these sites begin, in order of execution."""
+        reached = self.ancestors(filter(self.is_bad, keys), self.bad_operands)
+        return [key for key in self.keys if key in reached and self.is_origin(key)]
+
+    def ancestors(
+        self, keys: Iterable[Key], parents: Callable[[Key], Iterable[Key]] | None = None
+    ) -> set[Key]:
+        """Returns the sites on which others depend, and these themselves.
+
+        Args:
+          keys: Where to begin.
+          parents: Returns those of one site; all operands if None.
+        """
+        found, ahead = set(), list(keys)
+        while ahead:
+            key = ahead.pop()
+            if key not in found:
+                found.add(key)
+                ahead += (parents or self.operands)(key)
+        return found
+
+    def beginning(self, key: Key, small: float) -> Key:
+        """Returns where the error of a finite result begins.
+
+        Args:
+          key: The site of the result.
+          small: An error that is not worth following.
+        """
+        seen = set()
+        while key not in seen:
+            seen.add(key)
+            operands = [k for k in self.operands(key) if k not in seen]
+            worst = max(operands, key=lambda k: self.range(k).error, default=key)
+            least = max(small, self.range(key).error / INHERITED)
+            if self.range(worst).error >= least:
+                key = worst
+            elif self.is_bad(key):
+                return (self.causes([key]) or [key])[0]
+            else:  # An inf that is swallowed: 1 / inf is 0.
+                key = next(filter(self.is_bad, operands), key)
+        return key
 
 
 def _decode(code: int, dtype: str) -> float:

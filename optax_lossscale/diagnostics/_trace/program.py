@@ -16,8 +16,8 @@ from optax_lossscale._scaling import scale_up
 from optax_lossscale._tree import is_inexact
 from optax_lossscale.diagnostics._trace import equations
 from optax_lossscale.diagnostics._trace.interpreter import Interpreter
-from optax_lossscale.diagnostics._trace.statistics import Recorder, Statistics
-from optax_lossscale.diagnostics._trace.values import Key, Place, Site, Value
+from optax_lossscale.diagnostics._trace.statistics import Recorder, Statistics, norms
+from optax_lossscale.diagnostics._trace.values import Key, Place, Site, Value, keys_of
 
 PATIENCE = 10  # Seconds before a line says that this takes long.
 
@@ -102,24 +102,27 @@ class Program(NamedTuple):
     """A compiled program.
 
     Attributes:
-      run: Maps a loss scale to the statistics of everything in `keys`, and to the loss,
-        and what it would be in float32.
+      run: Maps a loss scale to the statistics of everything in `keys`; to the loss, and
+        what it would be in float32; and to the norms of each gradient, f32[n, 4]: see
+        `statistics.norms`.
       keys: The keys of the statistics.
       sites: By key, what was measured, in order of execution.
       before: See `Interpreter`.
       parameters: The keys of the parameters that are differentiated.
-      gradients: The keys of their gradients.
+      loss: The keys of the loss.
+      gradients: For each of them, the keys of its gradient.
       judged: The dtype that all numbers should fit into; None if the program computes
         in the dtype in question.
       compiled: The compiled program.
     """
 
-    run: Callable[[float], tuple[Statistics, list[float]]]
+    run: Callable[[float], tuple[Statistics, list[float], Any]]
     keys: list[Key]
     sites: dict[Key, Site]
     before: dict[Key, tuple[tuple[Key, ...], tuple[Key, ...]]]
     parameters: list[Key]
-    gradients: list[Key]
+    loss: tuple[Key, ...]
+    gradients: list[tuple[Key, ...]]
     judged: str | None
     compiled: Any
 
@@ -151,13 +154,14 @@ def make_program(call: Call, dtype: str) -> Program:
     followed = list(equations.all_equations(jaxpr))
     results = (x.aval for equation in followed for x in equation.outvars)
     computes = any(getattr(x, "dtype", None) == jnp.dtype(dtype) for x in results)
+    judged = None if computes else jnp.dtype(dtype)
     constants = [f"(array {j} that loss_fn closes over)" for j in range(len(consts))]
     known: dict[str, Any] = {}
 
     @jax.jit
     def run(zero, scale, arrays, consts):
         interpreter = Interpreter(zero, loss_scale=jaxpr.invars[0])
-        place = Place((), Recorder(None if computes else jnp.dtype(dtype)))
+        place = Place((), Recorder(judged))
         outside = place._replace(phase="argument")
         names, inputs = [*call.names, *constants], [*arrays, *consts]
         values = [
@@ -172,9 +176,11 @@ def make_program(call: Call, dtype: str) -> Program:
             keys=place.recorder.keys,
             sites=interpreter.sites,
             before=interpreter.before,
-            gradients=[key for x in gradients for key in x.keys],
+            loss=loss.keys,
+            gradients=keys_of(gradients),
         )
-        return statistics, (loss.real, loss.shadow)
+        found = [norms(x.real, x.shadow, judged) for x in gradients]
+        return statistics, (loss.real, loss.shadow), jnp.stack(found)
 
     def arguments(scale):
         return jnp.uint32(0), jnp.float32(scale), call.arrays, consts
@@ -185,16 +191,17 @@ def make_program(call: Call, dtype: str) -> Program:
             compiler_options={"xla_allow_excess_precision": False}
         )
 
+    @functools.cache
     def run_at(scale):
         with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
             found = compiled(*arguments(scale))
-        statistics, losses = jax.device_get(found)
-        return statistics, [float(x) for x in losses]
+        statistics, losses, sizes = jax.device_get(found)
+        return statistics, [float(x) for x in losses], sizes.astype(float)
 
     return Program(
         run=run_at,
         parameters=[(name,) for name in call.names[: call.differentiated]],
-        judged=None if computes else dtype,
+        judged=judged and judged.name,
         compiled=compiled,
         **known,
     )

@@ -1,50 +1,74 @@
 """The largest loss scale with which nothing in the backward pass overflows."""
 
+import functools
 import math
-from collections.abc import Callable
 
 import numpy as np
 
+from optax_lossscale.diagnostics._trace import effect
 from optax_lossscale.diagnostics._trace.operations import Run
+from optax_lossscale.diagnostics._trace.program import Program
 from optax_lossscale.diagnostics._trace.values import Key
 
 LOWEST, HIGHEST = -126, 126
 
 
-def find_largest(run: Run, at: Callable[[float], Run]) -> Run | None:
-    """Returns the run with the largest scale, or None if there is none.
+class Search:
+    """Runs a program at several scales.
 
-    It tries scales, so it is exact: the prediction only says where to begin. What fits
-    at a scale must fit at every lower one.
-
-    Args:
-      run: A run.
-      at: Runs the program with another scale.
+    Attributes:
+      close: How far results may be from float32.
+      run: The run at the scale in question.
+      best: The run at the largest scale with which the gradients are finite, and no
+        overflow in the backward pass changes them; None if there is none.
     """
-    best = None
-    # What fits, and what does not; both are out of range until one was tried.
-    below, above = LOWEST - 1, HIGHEST + 1
-    exponent = int(np.clip(_predict(run), LOWEST, HIGHEST))
-    step = 1
-    while above - below > 1:
-        tried = at(2.0**exponent)
-        if is_sound(tried):
-            below, best = exponent, tried
-        else:
-            above = exponent
-        if below < LOWEST:
-            exponent = max(above - step, LOWEST)
-        elif above > HIGHEST:
-            exponent = min(below + step, HIGHEST)
-        else:
-            exponent = (below + above) // 2
-        step *= 2
-    return best
 
+    def __init__(self, program: Program, dtype: str, scale: float):
+        """Runs the program until the largest scale is found."""
+        self.close = effect.closeness(dtype)
+        self.at = functools.cache(functools.partial(Run, program))
+        self.effect = functools.cache(self._effect)
+        self._noise = effect.noise_of(program, scale)
+        self.run = self.at(scale)
+        self.best = self._find_largest()
 
-def is_sound(run: Run) -> bool:
-    """Whether nothing in the backward pass overflows, at the scale of the run."""
-    return not any(map(run.is_bad, run.gradients)) and not run.origins("backward")
+    def _effect(self, run: Run) -> effect.Effect:
+        return effect.effect_of(run, self.close, self._noise)
+
+    def _find_largest(self) -> Run | None:
+        """Returns the run with the largest scale, or None if there is none.
+
+        It tries scales, so it is exact: the prediction only says where to begin. What
+        fits at a scale must fit at every lower one.
+        """
+        best = None
+        # What fits, and what does not; both are out of range until one was tried.
+        below, above = LOWEST - 1, HIGHEST + 1
+        exponent = int(np.clip(_predict(self.run), LOWEST, HIGHEST))
+        step = 1
+        while above - below > 1:
+            tried = self.at(2.0**exponent)
+            if self.is_sound(tried):
+                below, best = exponent, tried
+            else:
+                above = exponent
+            if below < LOWEST:
+                exponent = max(above - step, LOWEST)
+            elif above > HIGHEST:
+                exponent = min(below + step, HIGHEST)
+            else:
+                exponent = (below + above) // 2
+            step *= 2
+        return best
+
+    def is_sound(self, run: Run) -> bool:
+        """Whether no overflow in the backward pass matters, at the scale of the run."""
+        if any(map(run.is_bad, run.gradients)):
+            return False
+        if run.program.judged:
+            return not run.origins("backward")
+        overflows = any(k for k in run.origins("backward") if run.exceeds(k))
+        return not overflows or not self.effect(run).wrong
 
 
 def headroom(run: Run, key: Key) -> float:

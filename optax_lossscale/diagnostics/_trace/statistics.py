@@ -114,6 +114,34 @@ def join_rows(parts: list[Statistics]) -> Statistics:
     return jax.tree.map(lambda *x: jnp.concatenate(x), *map(pad, parts))
 
 
+def norms(real: Any, shadow: Any, judged: Any = None) -> Any:
+    """Returns the norms of a gradient in float32, of its error, and of what it lost.
+
+    The fourth number is a projection: where the gradient is only roundoff, it differs
+    from run to run.
+
+    Args:
+      real: The gradient.
+      shadow: The gradient in float32.
+      judged: The dtype that all numbers should fit into; None for their own.
+
+    Returns:
+      f32[4]. Lost is what is zero, or would be, that is not zero in float32.
+    """
+    wide, narrow = (_as_real(x).astype(jnp.float32) for x in (shadow, real))
+    limit = codes_of(jnp.dtype(jnp.float32), judged or jnp.float32).flushed
+    is_lost = (narrow == 0) | (_bits.magnitudes(wide)[0] <= limit)
+    parts = wide, narrow - wide, jnp.where(is_lost, wide, 0)
+
+    def norm(x):
+        largest = jnp.max(jnp.abs(x), initial=0)
+        unit = jnp.where(largest == 0, 1, largest)  # Squares could overflow.
+        return unit * jnp.sqrt(jnp.sum(jnp.square(x / unit)))
+
+    waves = jnp.sin(jnp.arange(wide.size, dtype=jnp.float32)).reshape(wide.shape)
+    return jnp.stack([*map(norm, parts), jnp.sum(waves * wide)])
+
+
 class Recorder:
     """Measures arrays, in groups.
 

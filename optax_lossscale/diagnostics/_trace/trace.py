@@ -1,6 +1,5 @@
 """`trace_numerics`: which line breaks in half precision, and why."""
 
-import functools
 import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,9 +12,9 @@ from optax_lossscale import _check as check
 from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._common import check_host, scale_of
 from optax_lossscale.diagnostics._trace.findings import NumericFinding, power
-from optax_lossscale.diagnostics._trace.operations import NumericOperation, Run
+from optax_lossscale.diagnostics._trace.operations import NumericOperation
 from optax_lossscale.diagnostics._trace.program import make_call, make_program
-from optax_lossscale.diagnostics._trace.search import find_largest
+from optax_lossscale.diagnostics._trace.search import Search
 from optax_lossscale.diagnostics._trace.verdict import find_all
 
 WIDTH = 79
@@ -174,14 +173,12 @@ def trace_numerics(
     _bits.limits_of(dtype)
     scale = _scale(state, scale)
     program = make_program(make_call(loss_fn, params, args, kwargs, has_aux), dtype)
-    at = functools.cache(functools.partial(Run, program))
-
-    run = at(scale)
-    best = find_largest(run, at)
+    search = Search(program, dtype, scale)
+    run, best = search.run, search.best
     factual = [k for k in run.origins() if not run.range(k).is_finite]
     loss, float32_loss = run.losses
     return NumericsTrace(
-        findings=find_all(run, best),
+        findings=find_all(search),
         first_nonfinite=run.operation(factual[0]) if factual else None,
         largest_scale=best and best.scale,
         scale=scale,
