@@ -1,7 +1,8 @@
 """What half precision changes in the loss and in the gradients."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -66,15 +67,24 @@ def noise_of(program: Program, scale: float) -> frozenset[int]:
         return frozenset(np.flatnonzero(change > CLOSE * first[:, 0]).tolist())
 
 
-def effect_of(run: Run, close: float, noise: frozenset[int]) -> Effect:
+def effect_of(
+    norms: Any,
+    losses: Sequence[float],
+    *,
+    close: float,
+    noise: frozenset[int],
+    terms: float,
+) -> Effect:
     """Compares a run with float32.
 
     Args:
-      run: The run.
+      norms: Of each parameter's gradient: see `statistics.norms`.
+      losses: The loss, and what it would be in float32.
       close: How far results may be from float32.
       noise: The parameters whose gradients do not count.
+      terms: How large the loss would be if its terms did not cancel.
     """
-    sizes, differences, lost, _ = run.norms.T
+    sizes, differences, lost, _ = norms.T
     total, difference = np.linalg.norm(sizes), np.linalg.norm(differences)
     gradients = _ratio(difference, total)
     badness = [_ratio(*pair) for pair in zip(differences, sizes, strict=True)]
@@ -92,8 +102,8 @@ def effect_of(run: Run, close: float, noise: frozenset[int]) -> Effect:
         wrong = [int(np.argmax(differences))]
     wrong.sort(key=lambda i: -_ratio(differences[i], 1))
     are_fine = not wrong
-    real, wide = run.losses
-    size = max(abs(wide), _terms(run)) if are_fine else abs(wide)
+    real, wide = losses
+    size = max(abs(wide), terms) if are_fine else abs(wide)
     loss = _ratio(abs(real - wide), size)
     return Effect(loss, gradients, wrong, are_fine and loss <= close)
 
@@ -107,7 +117,7 @@ def _ratio(part: float, whole: float) -> float:
     return float(part / whole)
 
 
-def _terms(run: Run) -> float:
+def terms_of(run: Run) -> float:
     """Returns how large the loss would be if its terms did not cancel.
 
     A loss like the mean of advantages is zero but for roundoff, and need not agree.

@@ -18,6 +18,7 @@ class Search:
 
     Attributes:
       close: How far results may be from float32.
+      noise: The parameters whose gradients are roundoff in float32, too.
       run: The run at the scale in question.
       best: The run at the largest scale with which the gradients are finite, and no
         overflow in the backward pass changes them; None if there is none.
@@ -28,12 +29,15 @@ class Search:
         self.close = effect.closeness(dtype)
         self.at = functools.cache(functools.partial(Run, program))
         self.effect = functools.cache(self._effect)
-        self._noise = effect.noise_of(program, scale)
+        self.noise = effect.noise_of(program, scale)
         self.run = self.at(scale)
         self.best = self._find_largest()
 
     def _effect(self, run: Run) -> effect.Effect:
-        return effect.effect_of(run, self.close, self._noise)
+        about = {"close": self.close, "noise": self.noise}
+        return effect.effect_of(
+            run.norms, run.losses, terms=effect.terms_of(run), **about
+        )
 
     def _find_largest(self) -> Run | None:
         """Returns the run with the largest scale, or None if there is none.

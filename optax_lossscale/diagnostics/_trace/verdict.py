@@ -68,7 +68,7 @@ def _wrong(search: Search, effect: Effect) -> list[NumericFinding]:
     """Says why the loss or the gradients are not those of float32."""
     run, best = search.run, search.best
     losses = run.inputs(run.program.loss)
-    causes = run.causes([*losses, *run.gradients] if best is None else losses)
+    causes = run.causes(losses) or (run.causes(run.gradients) if best is None else [])
     forward = [k for k in causes if run.site(k).phase != "backward"]
     if forward:
         return _forward(run, forward)
@@ -262,7 +262,10 @@ def _imprecise(search: Search, run: Run, result: Key) -> NumericFinding:
     if run.is_bad(key):
         return _describe(run, key)
     operation, found, limits = run.operation(key), run.range(key), run.limit(key)
-    if limits and (_gain(run, key) >= LOST or found.float32_largest < limits.normal):
+    is_small = _gain(run, key) >= LOST or (
+        limits and found.float32_largest < limits.normal
+    )
+    if limits and is_small and operation.primitive not in SUMS:  # Sums are exact there.
         message = (
             f"{operation}: {found.flushed:.0%} of the results are flushed to zero, and "
             f"the largest is 2^{log2_of(run, key):.1f}. No loss scale helps, since it "
@@ -285,7 +288,7 @@ def _imprecise(search: Search, run: Run, result: Key) -> NumericFinding:
 def _loss_of_precision(run: Run, key: Key) -> str:
     """Explains a loss of precision."""
     operands, found = run.operands(key), run.range(key)
-    largest = max((run.range(k).float32_largest for k in operands), default=0.0)
+    largest = max((run.range(k).largest for k in operands), default=0.0)
     is_sum = run.site(key).primitive in SUMS
     halves = [x.dtype for x in map(run.range, [key, *operands]) if _is_half(x.dtype)]
     if not is_sum or not halves or not largest:
