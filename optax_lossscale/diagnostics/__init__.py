@@ -21,6 +21,10 @@ from optax_lossscale.diagnostics._suggest import (
 from optax_lossscale.diagnostics._trace.findings import (
     NumericFinding as NumericFinding,
 )
+from optax_lossscale.diagnostics._trace.lines import (
+    Float32Lines as Float32Lines,
+    float32_lines as float32_lines,
+)
 from optax_lossscale.diagnostics._trace.operations import (
     NumericOperation as NumericOperation,
 )

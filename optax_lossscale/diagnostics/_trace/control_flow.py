@@ -105,7 +105,9 @@ def run_while(
         return interpreter.enter(params["body_jaxpr"], [*consts, *values], inner), []
 
     def continues(state):
-        args = [*(x.real for x in asked), *(real for real, _ in state[2])]
+        given = [*(x.real for x in asked), *(real for real, _ in state[2])]
+        pairs = zip(given, condition.jaxpr.invars, strict=True)
+        args = [equations.narrow(x, v.aval) for x, v in pairs]
         (again,) = eval_jaxpr(condition.jaxpr, condition.consts, *args)
         return again
 

@@ -138,9 +138,12 @@ def scope_of(equation: Any, outer: str) -> str:
     return "/".join(part for part in parts if part)
 
 
-def only_names_axes(equation: Any) -> bool:
-    """Whether an equation has no effects but those of collectives."""
-    return all(type(x).__name__ == "NamedAxisEffect" for x in equation.effects)
+def can_widen(equation: Any) -> bool:
+    """Whether an equation may run in float32, and more than once."""
+    name, effects = equation.primitive.name, equation.effects
+    # Collectives have an effect, but no side effect.
+    is_pure = all(type(x).__name__ == "NamedAxisEffect" for x in effects)
+    return is_pure and name not in OPAQUE and name not in BITS
 
 
 def opened(x: Any) -> tuple[Any, Sequence[Any]]:
@@ -206,6 +209,12 @@ def wide_dtype(dtype: Any) -> Any:
 def widen(x: Any) -> Any:
     """Converts half precision to float32."""
     return jnp.asarray(x, jnp.float32) if is_inexact(x) and is_half(x.dtype) else x
+
+
+def narrow(x: Any, aval: Any) -> Any:
+    """Rounds a number in float32 to the half precision that the program has."""
+    is_narrower = is_inexact(aval) and is_half(aval.dtype) and x.dtype != aval.dtype
+    return x.astype(aval.dtype) if is_narrower else x
 
 
 def bind_wide(equation: Any, args: Sequence[Any]) -> list[Any]:

@@ -63,7 +63,7 @@ class Interpreter:
         last = _last_uses(jaxpr)
 
         def read(x):
-            return Value(x.val, x.val) if hasattr(x, "val") else values[x]
+            return self.value(x.val) if hasattr(x, "val") else values[x]
 
         for index, equation in enumerate(jaxpr.eqns):
             inputs = list(map(read, equation.invars))
@@ -81,7 +81,11 @@ class Interpreter:
     def enter(self, jaxpr: Any, args: Sequence[Value], place: Place) -> list[Value]:
         """Evaluates a jaxpr of an equation, whose constants are not measured."""
         jaxpr, consts = equations.opened(jaxpr)
-        return self.run(jaxpr, [*(Value(x, x) for x in consts), *args], place)
+        return self.run(jaxpr, [*map(self.value, consts), *args], place)
+
+    def value(self, x: Any) -> Value:
+        """Returns an array as it is in the program: its shadow cannot differ."""
+        return Value(x, x)
 
     def measure(self, key: Key, x: Value, place: Place, **about: Any) -> Value:
         """Measures a value, if it is floating-point.
@@ -201,15 +205,16 @@ class Interpreter:
         """Returns the results in float32, and whether they could not be computed."""
         same = all(x.shadow is x.real for x in inputs)
         inexact = list(map(equations.is_inexact, reals))
-        halves = [equations.is_half(x.dtype) for x in reals if equations.is_inexact(x)]
+        halves = [
+            equations.is_half(x.aval.dtype)
+            for x in equation.outvars
+            if equations.is_inexact(x.aval)
+        ]
         if not any(inexact) or (same and not any(halves)):
             return reals, False
-        name = equation.primitive.name
         wide = [equations.widen(x) for x in reals]
-        if name in equations.BITS:
-            return wide, False
-        if name in equations.OPAQUE or not equations.only_names_axes(equation):
-            return wide, True
+        if not equations.can_widen(equation):
+            return wide, equation.primitive.name not in equations.BITS
         try:
             args = [equations.widen(x.shadow) for x in inputs]
             found = equations.bind_wide(equation, args)

@@ -123,7 +123,7 @@ class NumericOperation(NamedTuple):
     @property
     def place(self) -> str:
         """Where it stands: file, line, function and scope."""
-        place = f"{_short(self.file)}:{self.line}" if self.line else "unknown line"
+        place = f"{short(self.file)}:{self.line}" if self.line else "unknown line"
         if not self.line and self.phase == "backward":
             place = "gradient of the loss"
         if self.function and self.function != "<module>":
@@ -140,7 +140,7 @@ class NumericOperation(NamedTuple):
         )
 
 
-def _short(file: str) -> str:
+def short(file: str) -> str:
     """Returns the last two parts of a path; "cell" for a cell of a notebook."""
     if "ipykernel_" in file:
         return "cell"

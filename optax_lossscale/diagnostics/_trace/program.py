@@ -114,6 +114,7 @@ class Program(NamedTuple):
       judged: The dtype that all numbers should fit into; None if the program computes
         in the dtype in question.
       compiled: The compiled program.
+      closed: The jaxpr that it follows.
     """
 
     run: Callable[[float], tuple[Statistics, list[float], Any]]
@@ -125,6 +126,7 @@ class Program(NamedTuple):
     gradients: list[tuple[Key, ...]]
     judged: str | None
     compiled: Any
+    closed: Any
 
 
 def _trace(call: Call) -> Any:
@@ -158,7 +160,6 @@ def make_program(call: Call, dtype: str) -> Program:
     constants = [f"(array {j} that loss_fn closes over)" for j in range(len(consts))]
     known: dict[str, Any] = {}
 
-    @jax.jit
     def run(zero, scale, arrays, consts):
         interpreter = Interpreter(zero, loss_scale=jaxpr.invars[0])
         place = Place((), Recorder(judged))
@@ -185,26 +186,46 @@ def make_program(call: Call, dtype: str) -> Program:
     def arguments(scale):
         return jnp.uint32(0), jnp.float32(scale), call.arrays, consts
 
-    text = f"trace_numerics: compiling {len(followed)} operations, please wait ..."
-    with jax.disable_jit(False), _patience(text):
-        compiled = run.lower(*arguments(1)).compile(
-            compiler_options={"xla_allow_excess_precision": False}
-        )
+    compiled = compile_function(run, arguments(1), len(followed))
 
     @functools.cache
     def run_at(scale):
-        with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
-            found = compiled(*arguments(scale))
-        statistics, losses, sizes = jax.device_get(found)
+        statistics, losses, sizes = run_quietly(compiled, arguments(scale))
         return statistics, [float(x) for x in losses], sizes.astype(float)
 
     return Program(
         run=run_at,
+        closed=closed,
         parameters=[(name,) for name in call.names[: call.differentiated]],
         judged=judged and judged.name,
         compiled=compiled,
         **known,
     )
+
+
+def compile_function(
+    function: Callable[..., Any], arguments: tuple[Any, ...], count: int
+) -> Any:
+    """Compiles a function that rounds as its program says.
+
+    Args:
+      function: The function.
+      arguments: Arguments, for their shapes and dtypes.
+      count: The number of operations in it.
+    """
+    text = f"Compiling {count} operations, please wait ..."
+    with jax.disable_jit(False), _patience(text):
+        return (
+            jax.jit(function)
+            .lower(*arguments)
+            .compile(compiler_options={"xla_allow_excess_precision": False})
+        )
+
+
+def run_quietly(compiled: Any, arguments: tuple[Any, ...]) -> Any:
+    """Returns the results on the host; inf and nan raise no errors."""
+    with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
+        return jax.device_get(compiled(*arguments))
 
 
 @contextlib.contextmanager

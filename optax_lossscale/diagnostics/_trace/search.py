@@ -1,5 +1,6 @@
 """The largest loss scale with which nothing in the backward pass overflows."""
 
+import copy
 import functools
 import math
 
@@ -24,9 +25,9 @@ class Search:
         overflow in the backward pass changes them; None if there is none.
     """
 
-    def __init__(self, program: Program, dtype: str, scale: float):
+    def __init__(self, program: Program, close: float, scale: float):
         """Runs the program until the largest scale is found."""
-        self.close = effect.closeness(dtype)
+        self.close = close
         self.at = functools.cache(functools.partial(Run, program))
         self.effect = functools.cache(self._effect)
         self.noise = effect.noise_of(program, scale)
@@ -38,6 +39,12 @@ class Search:
         return effect.effect_of(
             run.norms, run.losses, terms=effect.terms_of(run), **about
         )
+
+    def with_scale(self, scale: float) -> "Search":
+        """Returns the same search for another scale in question."""
+        found = copy.copy(self)
+        found.run = self.at(scale)
+        return found
 
     def _find_largest(self) -> Run | None:
         """Returns the run with the largest scale, or None if there is none.

@@ -11,9 +11,10 @@ from jax.core import Tracer
 from optax_lossscale import _check as check
 from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._common import check_host, scale_of
+from optax_lossscale.diagnostics._trace.effect import closeness
 from optax_lossscale.diagnostics._trace.findings import NumericFinding, power
 from optax_lossscale.diagnostics._trace.operations import NumericOperation
-from optax_lossscale.diagnostics._trace.program import make_call, make_program
+from optax_lossscale.diagnostics._trace.program import Call, make_call, make_program
 from optax_lossscale.diagnostics._trace.search import Search
 from optax_lossscale.diagnostics._trace.verdict import find_all
 
@@ -160,20 +161,11 @@ def trace_numerics(
       The shadow in higher precision follows LLVM's
       [NumericalStabilitySanitizer](https://clang.llvm.org/docs/NumericalStabilitySanitizer.html).
     """
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn must be a function, got {loss_fn!r}.")
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves((params, args, kwargs))):
-        raise TypeError(
-            "trace_numerics is for the host: call it outside of jit, scan, vmap and "
-            "the like, with the arguments of the step."
-        )
-    check_host("trace_numerics", (state, scale))
-    has_aux = check.boolean("has_aux", has_aux)
-    dtype = check.dtype("dtype", dtype)
-    _bits.limits_of(dtype)
-    scale = _scale(state, scale)
-    program = make_program(make_call(loss_fn, params, args, kwargs, has_aux), dtype)
-    search = Search(program, dtype, scale)
+    call = check_call("trace_numerics", loss_fn, params, args, kwargs, has_aux)
+    dtype = check_dtype(dtype)
+    scale = check_scale("trace_numerics", state, scale)
+    program = make_program(call, dtype)
+    search = Search(program, closeness(dtype), scale)
     run, best = search.run, search.best
     factual = [k for k in run.origins() if not run.range(k).is_finite]
     loss, float32_loss = run.losses
@@ -190,8 +182,35 @@ def trace_numerics(
     )
 
 
-def _scale(state: Any, scale: Any) -> float:
-    """Returns the loss scale of the trace."""
+def check_call(
+    name: str,
+    loss_fn: Any,
+    params: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    has_aux: Any,
+) -> Call:
+    """Returns the call that a function of this name should follow."""
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function, got {loss_fn!r}.")
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves((params, args, kwargs))):
+        raise TypeError(
+            f"{name} is for the host: call it outside of jit, scan, vmap and the like, "
+            "with the arguments of the step."
+        )
+    return make_call(loss_fn, params, args, kwargs, check.boolean("has_aux", has_aux))
+
+
+def check_dtype(dtype: Any) -> str:
+    """Returns the name of the dtype in question."""
+    dtype = check.dtype("dtype", dtype)
+    _bits.limits_of(dtype)
+    return dtype
+
+
+def check_scale(name: str, state: Any, scale: Any) -> float:
+    """Returns the loss scale for a function of this name."""
+    check_host(name, (state, scale))
     if state is not None and scale is not None:
         raise ValueError("Pass state or scale, not both: a state has its loss scale.")
     if state is not None:

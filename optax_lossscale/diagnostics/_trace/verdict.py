@@ -262,7 +262,7 @@ def _imprecise(search: Search, run: Run, result: Key) -> NumericFinding:
     if run.is_bad(key):
         return _describe(run, key)
     operation, found, limits = run.operation(key), run.range(key), run.limit(key)
-    is_small = _gain(run, key) >= LOST or (
+    is_small = gain_of(run, key) >= LOST or (
         limits and found.float32_largest < limits.normal
     )
     if limits and is_small and operation.primitive not in SUMS:  # Sums are exact there.
@@ -277,7 +277,9 @@ def _imprecise(search: Search, run: Run, result: Key) -> NumericFinding:
         f"the largest.{_loss_of_precision(run, key)} No loss scale helps: compute this "
         "line in float32"
     )
-    lines = [run.operation(k) for k in _distinct_lines(run, _sources(search, run, key))]
+    lines = [
+        run.operation(k) for k in _distinct_lines(run, sources_of(search, run, key))
+    ]
     places = dict.fromkeys(x.place for x in lines if x.line)
     places.pop(operation.place, None)
     if places:
@@ -305,7 +307,7 @@ def _is_half(dtype: str) -> bool:
     return equations.is_half(jnp.dtype(dtype))
 
 
-def _sources(search: Search, run: Run, key: Key) -> list[Key]:
+def sources_of(search: Search, run: Run, key: Key) -> list[Key]:
     """Returns the operations before whose errors are large beside a result."""
     least = search.close / 2 * run.range(key).float32_largest
 
@@ -377,7 +379,7 @@ def _too_high(run: Run, key: Key, best: Run, alone: bool) -> NumericFinding:
     return NumericFinding("scale_too_high", text, operation, bits=bits)
 
 
-def _gain(run: Run, key: Key) -> float:
+def gain_of(run: Run, key: Key) -> float:
     """Returns the share of the results that is flushed here, and not before."""
     shares = (run.range(k).flushed for k in run.operands(key))
     return run.range(key).flushed - max(shares, default=0.0)
@@ -387,7 +389,7 @@ def _losers(run: Run, wrong: list[int]) -> list[Key]:
     """Returns where gradients of these parameters are flushed, the most first."""
     keys = (k for i in wrong for k in run.inputs(run.program.gradients[i]))
     reached = run.ancestors(keys)
-    gains = {k: _gain(run, k) for k in run.backward if k in reached and run.limit(k)}
+    gains = {k: gain_of(run, k) for k in run.backward if k in reached and run.limit(k)}
     gains = {k: gain for k, gain in gains.items() if gain >= LOST}
     return _distinct_lines(run, sorted(gains, key=lambda key: -gains[key]))
 

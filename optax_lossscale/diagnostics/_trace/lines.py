@@ -1,0 +1,447 @@
+"""`float32_lines`: the smallest set of lines to keep in float32."""
+
+import functools
+import linecache
+import math
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale import _check as check
+from optax_lossscale.diagnostics._trace import equations
+from optax_lossscale.diagnostics._trace.effect import (
+    LOST,
+    Effect,
+    effect_of,
+    terms_of,
+)
+from optax_lossscale.diagnostics._trace.findings import log2_of, power
+from optax_lossscale.diagnostics._trace.interpreter import Interpreter
+from optax_lossscale.diagnostics._trace.operations import INHERITED, Run, short
+from optax_lossscale.diagnostics._trace.program import (
+    Call,
+    compile_function,
+    make_program,
+    run_quietly,
+)
+from optax_lossscale.diagnostics._trace.search import HIGHEST, LOWEST, Search
+from optax_lossscale.diagnostics._trace.statistics import Recorder, norms
+from optax_lossscale.diagnostics._trace.trace import (
+    WIDTH,
+    check_call,
+    check_dtype,
+    check_scale,
+)
+from optax_lossscale.diagnostics._trace.values import Key, Place, Value
+from optax_lossscale.diagnostics._trace.verdict import (
+    SUMS,
+    find_all,
+    gain_of,
+    sources_of,
+)
+
+# Seconds between two lines that say how far the search is.
+PATIENCE = 5
+# They return numbers that they get, so they round nothing.
+EXACT = (
+    *equations.MOVES, "select_n", "concatenate", "pad", "slice", "dynamic_slice",
+    "dynamic_update_slice", "gather", "scatter", "max", "min", "clamp", "reduce_max",
+    "reduce_min", "cummax", "cummin", "sort", "top_k", "reduce_window_max", "split",
+    "select_and_gather_add", "all_gather", "all_to_all", "ppermute", "pmax", "pmin",
+)  # fmt: skip
+Line = tuple[str, int]  # The file and the number; "" and 0 if they are not known.
+
+
+class Float32Line(NamedTuple):
+    """A line to compute in float32.
+
+    Attributes:
+      file: The file.
+      line: The number of the line; 0 if it is not known.
+      function: The qualified name of the function.
+      reason: Why float16 is not enough here.
+      fix: What to write.
+    """
+
+    file: str
+    line: int
+    function: str
+    reason: str
+    fix: str
+
+    def __str__(self):
+        place = f"{short(self.file)}:{self.line}" if self.line else "unknown line"
+        inside = f", in {self.function}" if self.function else ""
+        found = textwrap.wrap(
+            f"{place}{inside}: {self.reason}", WIDTH, subsequent_indent="  "
+        )
+        text = linecache.getline(self.file, self.line).strip()
+        return "\n".join([*found, *([f"    {text}"] if text else []), f"  {self.fix}"])
+
+
+class Float32Lines(NamedTuple):
+    """What `float32_lines` found. Print it.
+
+    Attributes:
+      lines: The lines to compute in float32, in order of execution. None of them can be
+        left out. Empty if there is nothing to do, or if no lines help.
+      scale: The loss scale.
+      loss_error: The difference of the loss from float32 with these lines in float32,
+        relative to float32; inf if it is not finite.
+      gradient_error: The norm of the difference of all gradients, relative to the norm
+        of all.
+      verified: Whether the loss and the gradients agree with float32 then.
+      message: The same in words.
+    """
+
+    lines: list[Float32Line]
+    scale: float
+    loss_error: float
+    gradient_error: float
+    verified: bool
+    message: str
+
+    def __str__(self):
+        wrapped = textwrap.wrap(self.message, WIDTH, subsequent_indent="  ")
+        return "\n".join([*wrapped, *map(str, self.lines)])
+
+
+def float32_lines(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    *args: Any,
+    state: Any = None,
+    scale: Any = None,
+    dtype: Any = "float16",
+    tolerance: float = 0.01,
+    has_aux: bool = False,
+    **kwargs: Any,
+) -> Float32Lines:
+    """Proposes the smallest set of lines to keep in float32.
+
+    It suspects lines that are out of range, flushed to zero, not finite or imprecise in
+    half precision. It computes them in float32, and runs the step to verify that the
+    loss and the gradients agree with float32 then. At last it drops lines until none
+    can be dropped.
+
+    A line in float32 converts its inputs, computes the result and its derivative in
+    float32, and hands float32 on to the other lines of the set. All other lines compute
+    as you wrote them. Lines in loops, branches, `jax.checkpoint`, `jax.shard_map` and
+    rules of derivatives count, too; kernels that JAX cannot look into stay as they are.
+
+    Call it on the host with the arguments of a step, as `trace_numerics`. It compiles
+    two programs and runs the second a few dozen times, and says on stderr how far it
+    is.
+
+    Args:
+      loss_fn: Called as `loss_fn(params, *args, **kwargs)`; returns a real scalar loss,
+        or the loss and auxiliary data if `has_aux`.
+      params: The parameters, any pytree. Its floating-point arrays are differentiated.
+      *args: More arguments.
+      state: The state, for its loss scale: a pytree that holds one
+        `LossScaleOptimizerState`.
+      scale: The loss scale, from 2**-126 to 2**126, in place of a state. Without either
+        it takes the scale that suits the most lines.
+      dtype: The dtype in question: "float16", "bfloat16" or a float8.
+      tolerance: How far the loss and the gradients may be from float32, relative to the
+        loss, and to the norm of all gradients.
+      has_aux: Whether `loss_fn` returns auxiliary data as well.
+      **kwargs: More arguments of `loss_fn`.
+
+    Returns:
+      A `Float32Lines`. Print it to read the lines, why they need float32, and what to
+      write.
+
+    Raises:
+      ValueError: If both `state` and `scale` are given, or a number is out of range; if
+        `state` holds no loss scale, or several states; if an argument was donated.
+      TypeError: If `params` has nothing to differentiate, the loss is not a real
+        scalar, `dtype` is no such dtype, or under a transformation of JAX, such as
+        `jax.jit`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from optax_lossscale import diagnostics
+      >>> def loss_fn(w, x):
+      ...     weights = jnp.exp(w.astype(jnp.float16) * x)
+      ...     weights = weights / weights.sum()
+      ...     return jnp.sum(jnp.square(weights).astype(jnp.float32))
+      >>> found = diagnostics.float32_lines(loss_fn, jnp.float32(2), jnp.arange(8.0))
+      >>> [x.line for x in found.lines], found.verified
+      ([2, 3], True)
+    """
+    name = "float32_lines"
+    call = check_call(name, loss_fn, params, args, kwargs, has_aux)
+    dtype, tolerance = check_dtype(dtype), check.share("tolerance", tolerance)
+    is_given = scale is not None or state is not None
+    scale = check_scale(name, state, scale)
+    program = make_program(call, dtype)
+    if program.judged:
+        text = f"No operation computes in {dtype}, so no line needs float32."
+        return Float32Lines([], scale, 0.0, 0.0, True, text)
+    search = Search(program, tolerance, scale)
+    if not is_given:
+        search = search.with_scale(_suited(search))
+    return _Minimizer(call, search).result()
+
+
+class _Promoter(Interpreter):
+    """Runs a jaxpr in which some lines compute in float32, and measures nothing.
+
+    Half precision is kept in float32 arrays, so that its values may be wider.
+    """
+
+    def __init__(self, zero: Any, loss_scale: Any, lines: Sequence[Line], is_wide: Any):
+        """Prepares a run.
+
+        Args:
+          zero: See `Interpreter`.
+          loss_scale: See `Interpreter`.
+          lines: The lines that may compute in float32.
+          is_wide: Whether they do, bool[lines].
+        """
+        super().__init__(zero, loss_scale)
+        self._lines = {line: i for i, line in enumerate(lines)}
+        self._is_wide = is_wide
+
+    def value(self, x: Any) -> Value:
+        return super().value(equations.widen(x))
+
+    def measure(self, key: Key, x: Value, place: Place, **about: Any) -> Value:
+        return x
+
+    def _operation(self, equation, inputs, place):
+        args = [x.real for x in inputs]
+        variables = [*equation.invars, *equation.outvars]
+        halves = [equations.is_half(getattr(x.aval, "dtype", None)) for x in variables]
+        if not any(halves) or _is_exact(equation):
+            reals = equations.bind_wide(equation, args)
+        else:
+            pairs = zip(args, equation.invars, strict=True)
+            rounded = [equations.narrow(x, v.aval) for x, v in pairs]
+            reals = list(map(equations.widen, equations.bind(equation, rounded)))
+            i = self._lines.get(_line_of(place.source))
+            if i is not None and equations.can_widen(equation):
+                pairs = zip(equations.bind_wide(equation, args), reals, strict=True)
+                reals = [jnp.where(self._is_wide[i], *pair) for pair in pairs]
+        shadows, _ = self._shadows(equation, inputs, reals)
+        return [Value(*pair) for pair in zip(reals, shadows, strict=True)]
+
+
+def _line_of(source: Any) -> Line:
+    return source.file, source.line
+
+
+def _is_exact(equation: Any) -> bool:
+    """Whether the results are numbers of the inputs, or no floating-point numbers."""
+    if not equations.can_widen(equation):
+        return False
+    types = [x.aval for x in (*equation.invars, *equation.outvars)]
+    if equation.primitive.name == "convert_element_type":
+        old, new = types
+        if not all(map(equations.is_inexact, types)):
+            return not equations.is_inexact(new)
+        return equations.holds(new.dtype, old.dtype)
+    if not any(map(equations.is_inexact, types[len(equation.invars) :])):
+        return True
+    return equation.primitive.name in EXACT
+
+
+class _Minimizer:
+    """Finds lines that help, and drops those that are not needed."""
+
+    def __init__(self, call: Call, search: Search):
+        self._search = search
+        self._suspects = _suspects(search)
+        self._lines = sorted(self._suspects, key=lambda x: -self._suspects[x].severity)
+        self._terms = terms_of(search.run)
+        self._execute = self._compile(call, search.run.program)
+        self.effect = functools.cache(self._effect)
+        self._began = self._told = time.monotonic()
+
+    def _compile(self, call, program):
+        jaxpr, consts = program.closed.jaxpr, list(program.closed.consts)
+
+        def run(zero, is_wide, scale, arrays, consts):
+            interpreter = _Promoter(zero, jaxpr.invars[0], self._lines, is_wide)
+            values = list(map(interpreter.value, [*consts, scale, *arrays]))
+            found = interpreter.run(jaxpr, values, Place((), Recorder()))
+            loss, *gradients = found
+            sizes = [norms(x.real, x.shadow) for x in gradients]
+            return (loss.real, loss.shadow), jnp.stack(sizes)
+
+        def arguments(lines):
+            is_wide = np.isin(np.arange(len(self._lines)), list(lines))
+            scale = jnp.float32(self._search.run.scale)
+            return jnp.uint32(0), is_wide, scale, call.arrays, consts
+
+        count = len(list(equations.all_equations(jaxpr)))
+        compiled = compile_function(run, arguments(()), count)
+        return lambda lines: run_quietly(compiled, arguments(lines))
+
+    def _effect(self, lines: frozenset[int]) -> Effect:
+        """Returns the effect of half precision with these lines in float32."""
+        losses, sizes = self._execute(lines)
+        search = self._search
+        about = {"close": search.close, "noise": search.noise, "terms": self._terms}
+        return effect_of(sizes.astype(float), list(map(float, losses)), **about)
+
+    def _helps(self, lines: Sequence[int]) -> bool:
+        now = time.monotonic()
+        if now - self._told > PATIENCE:
+            self._told = now
+            text = f"float32_lines: {len(lines)} of {len(self._lines)} lines are left"
+            print(text, file=sys.stderr, flush=True)
+        return self.effect(frozenset(lines)).is_fine
+
+    def _minimal(self) -> list[int] | None:
+        """Returns lines that help, of which none can be dropped."""
+        every, count = list(range(len(self._lines))), 0
+        while not self._helps(every[:count]):
+            if count == len(every):
+                return None
+            count = min(2 * count or 1, len(every))
+        kept, size = every[:count], max(count // 2, 1)
+        while True:
+            before = len(kept)
+            for start in range(len(kept) - size, -size, -size):
+                chunk = kept[max(start, 0) : start + size]
+                rest = [x for x in kept if x not in chunk]
+                kept = rest if self._helps(rest) else kept
+            if size == 1 and len(kept) == before:
+                return kept
+            size = max(size // 2, 1)
+
+    def result(self) -> Float32Lines:
+        """Returns the lines, and what they do."""
+        scale, (first, *_) = self._search.run.scale, find_all(self._search)
+        kept, every = self._minimal(), range(len(self._lines))
+        lines = sorted(kept or (), key=lambda i: self._suspects[self._lines[i]].order)
+        effect, before = self.effect(frozenset(lines)), self.effect(frozenset())
+        at = f"at the loss scale {power(scale)}"
+        if kept is None:
+            text = (
+                "No lines help: with all of them in float32, the loss or the gradients "
+                f"are not those of float32 ({self.effect(frozenset(every))}), or not "
+                f"finite. {first.message}"
+            )
+        elif not kept:
+            text = f"No line needs float32 {at}: {effect}."
+        else:
+            text = (
+                f"Compute {len(kept)} of {len(self._lines)} lines in float32. Then the "
+                f"loss and the gradients agree with float32 {at} ({effect}; before: "
+                f"{before})."
+            )
+            if first.kind == "no_scale":
+                text = f"{first.message} {text}"
+        return Float32Lines(
+            lines=[self._suspects[self._lines[i]].line for i in lines],
+            scale=scale,
+            loss_error=effect.loss,
+            gradient_error=effect.gradients,
+            verified=effect.is_fine,
+            message=text,
+        )
+
+
+class _Suspect(NamedTuple):
+    """A line that may need float32: how suspicious it is, and when it ran first."""
+
+    severity: float
+    order: int
+    line: Float32Line
+
+
+def _suspects(search: Search) -> dict[Line, _Suspect]:
+    """Returns the lines that compute in half precision."""
+    run, found, begins = search.run, {}, ()
+    reached = run.ancestors([*run.inputs(run.program.loss), *run.gradients])
+    effect = search.effect(run)
+    sources: set[Key] = set()
+    if not effect.is_fine:
+        result = run.inputs(run.program.loss)
+        if effect.wrong:
+            result = run.inputs(run.program.gradients[effect.wrong[0]])
+        begins = run.beginning(result[-1], search.close / 2)
+        sources = set(sources_of(search, run, begins))
+    for order, key in enumerate(run.keys):
+        site = run.site(key)
+        dtypes = [site.dtype, *(run.site(k).dtype for k in run.operands(key))]
+        if not site.primitive or not any(
+            equations.is_half(jnp.dtype(x)) for x in dtypes
+        ):
+            continue
+        severity, reason = _suspicion(run, key)
+        if key in sources and severity < 1:
+            severity = 1 + min(run.range(key).error, 1)
+            if run.range(key).error < search.close / 2:
+                place = run.operation(begins).place
+                reason = f"the results are rounded, and {place} magnifies that"
+        if key not in reached:
+            severity = -1.0
+        line = _line_of(site.source)
+        old = found.get(line)
+        if old is None or severity > old.severity:
+            place = Float32Line(*line, site.source.function, reason, _fix(run, key))
+            found[line] = _Suspect(severity, old.order if old else order, place)
+    return found
+
+
+def _suspicion(run: Run, key: Key) -> tuple[float, str]:
+    """Returns how much speaks for float32 at a site, and what."""
+    found, limits = run.range(key), run.limit(key)
+    inherited = max((run.range(k).error for k in run.operands(key)), default=0.0)
+    where = "" if run.site(key).phase == "forward" else " in the backward pass"
+    if limits and run.exceeds(key):
+        end = math.log2(limits.overflow)
+        text = f"the results reach 2^{log2_of(run, key):.1f}{where}"
+        text += f", and {found.dtype} ends at 2^{end:.0f}"
+        return 3.0 + run.is_origin(key), text
+    if run.is_origin(key):
+        return 3.0, f"inf or nan begins here{where}"
+    lost = gain_of(run, key)
+    if limits and lost >= LOST and run.site(key).primitive not in SUMS:
+        return (
+            2.0 + lost,
+            f"{found.flushed:.0%} of the results are flushed to zero{where}",
+        )
+    text = f"the results differ from float32 by {found.error:.2g} of the largest{where}"
+    own = found.error if found.error > INHERITED * inherited else found.error / 100
+    return min(own, 1.0), text
+
+
+def _fix(run: Run, key: Key) -> str:
+    """Returns what to write in a line."""
+    site = run.site(key)
+    if not site.source.line:
+        return "return the loss in float32"
+    on_line = (x for x in run.program.sites.values() if x.source == site.source)
+    if all(x.primitive in (*EXACT, "convert_element_type") for x in on_line):
+        return f"stay in float32: without the cast to {run.site(key).dtype}"
+    if site.scope:
+        return (
+            "compute in float32: x.astype(jnp.float32); for a layer, dtype=jnp.float32"
+        )
+    return "compute in float32: x.astype(jnp.float32)"
+
+
+def _suited(search: Search) -> float:
+    """Returns the scale with which most operations are in range."""
+    if search.best is not None and search.effect(search.best).is_fine:
+        return search.best.scale
+    run, votes = search.run, np.zeros(HIGHEST - LOWEST + 1)
+    scales = np.arange(LOWEST, HIGHEST + 1)
+    for key in run.backward:
+        limits, largest = run.limit(key), run.range(key).float32_largest
+        if limits and largest:
+            exponents = math.log2(largest / run.scale) + scales
+            fits = exponents < math.log2(limits.overflow)
+            votes += fits & (exponents >= math.log2(limits.normal))
+    suited = np.flatnonzero(votes == votes.max())
+    return 2.0 ** float(scales[suited[len(suited) // 2]])
