@@ -217,10 +217,15 @@ def narrow(x: Any, aval: Any) -> Any:
     return x.astype(aval.dtype) if is_narrower else x
 
 
-def bind_wide(equation: Any, args: Sequence[Any]) -> list[Any]:
-    """Runs an equation in float32 where it is in half precision."""
-    params = {name: _widen_parameter(x) for name, x in equation.params.items()}
-    return bind(equation, args, params)
+def bind_wide(equation: Any, args: Sequence[Any]) -> list[Any] | None:
+    """Runs an equation in float32 where it is in half precision; None if it cannot."""
+    if not can_widen(equation):
+        return None
+    try:
+        params = {name: _widen_parameter(x) for name, x in equation.params.items()}
+        return bind(equation, list(map(widen, args)), params)
+    except Exception:  # Whatever a primitive does not support.
+        return None
 
 
 def _widen_parameter(x: Any) -> Any:
@@ -243,6 +248,8 @@ def _widen_jaxpr(jaxpr: Any, consts: Sequence[Any]) -> Any:
 
         for equation in jaxpr.eqns:
             found = bind_wide(equation, list(map(read, equation.invars)))
+            if found is None:
+                raise TypeError(f"{equation.primitive} cannot run in float32.")
             values.update(zip(equation.outvars, found, strict=True))
         return list(map(read, jaxpr.outvars))
 

@@ -204,31 +204,42 @@ class Interpreter:
     def _shadows(self, equation, inputs, reals):
         """Returns the results in float32, and whether they could not be computed."""
         same = all(x.shadow is x.real for x in inputs)
-        inexact = list(map(equations.is_inexact, reals))
+        followed = [_is_followed(x, inputs) for x in reals]
+        wide = [equations.widen(x) for x in reals]
+        if any(followed) and equation.primitive.name in equations.OPAQUE:
+            return wide, True
         halves = [
             equations.is_half(x.aval.dtype)
             for x in equation.outvars
             if equations.is_inexact(x.aval)
         ]
-        if not any(inexact) or (same and not any(halves)):
+        if not any(followed) or (same and not any(halves)):
             return reals, False
-        wide = [equations.widen(x) for x in reals]
-        if not equations.can_widen(equation):
+        found = equations.bind_wide(equation, [x.shadow for x in inputs])
+        if found is None:
             return wide, equation.primitive.name not in equations.BITS
-        try:
-            args = [equations.widen(x.shadow) for x in inputs]
-            found = equations.bind_wide(equation, args)
-        except Exception:  # Whatever a primitive does not support.
-            return wide, True
         fits = all(
             x.shape == y.shape and x.dtype == y.dtype
-            for x, y in zip(found, wide, strict=True)
-            if equations.is_inexact(y)
+            for x, y, has_shadow in zip(found, wide, followed, strict=True)
+            if has_shadow
         )
         if not fits:
             return wide, True
-        pairs = zip(reals, found, strict=True)
-        return [y if equations.is_inexact(x) else x for x, y in pairs], False
+        pairs = zip(reals, found, followed, strict=True)
+        return [y if has_shadow else x for x, y, has_shadow in pairs], False
+
+
+def _is_followed(x: Any, inputs: Sequence[Value]) -> bool:
+    """Whether a result has a shadow: floating-point, or quantized to 8 bits.
+
+    Other integers are indices, and the shadow takes the decisions of the program.
+    """
+    if equations.is_inexact(x) or not jnp.issubdtype(x.dtype, jnp.integer):
+        return equations.is_inexact(x)
+    own = (y.real for y in inputs if y.shadow is not y.real)
+    return x.dtype.itemsize == 1 or any(
+        jnp.issubdtype(y.dtype, jnp.integer) for y in own
+    )
 
 
 def _keeps_magnitudes(equation: Any) -> bool:

@@ -219,16 +219,20 @@ class _Promoter(Interpreter):
         args = [x.real for x in inputs]
         variables = [*equation.invars, *equation.outvars]
         halves = [equations.is_half(getattr(x.aval, "dtype", None)) for x in variables]
-        if not any(halves) or _is_exact(equation):
-            reals = equations.bind_wide(equation, args)
+        line = self._lines.get(_line_of(place.source))
+        is_exact = _is_exact(equation)
+        wide = None
+        if any(halves) and (is_exact or line is not None):
+            wide = equations.bind_wide(equation, args)
+        if wide is not None and is_exact:
+            reals = wide
         else:
             pairs = zip(args, equation.invars, strict=True)
             rounded = [equations.narrow(x, v.aval) for x, v in pairs]
             reals = list(map(equations.widen, equations.bind(equation, rounded)))
-            i = self._lines.get(_line_of(place.source))
-            if i is not None and equations.can_widen(equation):
-                pairs = zip(equations.bind_wide(equation, args), reals, strict=True)
-                reals = [jnp.where(self._is_wide[i], *pair) for pair in pairs]
+            if wide is not None:
+                pairs = zip(wide, reals, strict=True)
+                reals = [jnp.where(self._is_wide[line], *pair) for pair in pairs]
         shadows, _ = self._shadows(equation, inputs, reals)
         return [Value(*pair) for pair in zip(reals, shadows, strict=True)]
 
@@ -239,8 +243,6 @@ def _line_of(source: Any) -> Line:
 
 def _is_exact(equation: Any) -> bool:
     """Whether the results are numbers of the inputs, or no floating-point numbers."""
-    if not equations.can_widen(equation):
-        return False
     types = [x.aval for x in (*equation.invars, *equation.outvars)]
     if equation.primitive.name == "convert_element_type":
         old, new = types
