@@ -13,37 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _check as check
-from optax_lossscale.diagnostics._trace import equations
-from optax_lossscale.diagnostics._trace.effect import (
-    LOST,
-    Effect,
-    effect_of,
-    terms_of,
+from optax_lossscale.diagnostics._trace import (
+    effects,
+    equations,
+    program,
+    trace,
+    verdict,
 )
 from optax_lossscale.diagnostics._trace.findings import log2_of, power
 from optax_lossscale.diagnostics._trace.interpreter import Interpreter
 from optax_lossscale.diagnostics._trace.operations import INHERITED, Run, short
-from optax_lossscale.diagnostics._trace.program import (
-    Call,
-    compile_function,
-    make_program,
-    run_quietly,
-)
 from optax_lossscale.diagnostics._trace.search import HIGHEST, LOWEST, Search
 from optax_lossscale.diagnostics._trace.statistics import Recorder, norms
-from optax_lossscale.diagnostics._trace.trace import (
-    WIDTH,
-    check_call,
-    check_dtype,
-    check_scale,
-)
 from optax_lossscale.diagnostics._trace.values import Key, Place, Value
-from optax_lossscale.diagnostics._trace.verdict import (
-    SUMS,
-    find_all,
-    gain_of,
-    sources_of,
-)
 
 # Seconds between two lines that say how far the search is.
 PATIENCE = 5
@@ -78,7 +60,7 @@ class Float32Line(NamedTuple):
         place = f"{short(self.file)}:{self.line}" if self.line else "unknown line"
         inside = f", in {self.function}" if self.function else ""
         found = textwrap.wrap(
-            f"{place}{inside}: {self.reason}", WIDTH, subsequent_indent="  "
+            f"{place}{inside}: {self.reason}", trace.WIDTH, subsequent_indent="  "
         )
         text = linecache.getline(self.file, self.line).strip()
         return "\n".join([*found, *([f"    {text}"] if text else []), f"  {self.fix}"])
@@ -107,7 +89,7 @@ class Float32Lines(NamedTuple):
     message: str
 
     def __str__(self):
-        wrapped = textwrap.wrap(self.message, WIDTH, subsequent_indent="  ")
+        wrapped = textwrap.wrap(self.message, trace.WIDTH, subsequent_indent="  ")
         return "\n".join([*wrapped, *map(str, self.lines)])
 
 
@@ -176,15 +158,15 @@ def float32_lines(
       ([2, 3], True)
     """
     name = "float32_lines"
-    call = check_call(name, loss_fn, params, args, kwargs, has_aux)
-    dtype, tolerance = check_dtype(dtype), check.share("tolerance", tolerance)
+    call = trace.check_call(name, loss_fn, params, args, kwargs, has_aux)
+    dtype, tolerance = trace.check_dtype(dtype), check.share("tolerance", tolerance)
     is_given = scale is not None or state is not None
-    scale = check_scale(name, state, scale)
-    program = make_program(call, dtype)
-    if program.judged:
+    scale = trace.check_scale(name, state, scale)
+    followed = program.make_program(call, dtype)
+    if followed.judged:
         text = f"No operation computes in {dtype}, so no line needs float32."
         return Float32Lines([], scale, 0.0, 0.0, True, text)
-    search = Search(program, tolerance, scale)
+    search = Search(followed, tolerance, scale)
     if not is_given:
         search = search.with_scale(_suited(search))
     return _Minimizer(call, search).result()
@@ -257,17 +239,17 @@ def _is_exact(equation: Any) -> bool:
 class _Minimizer:
     """Finds lines that help, and drops those that are not needed."""
 
-    def __init__(self, call: Call, search: Search):
+    def __init__(self, call: program.Call, search: Search):
         self._search = search
         self._suspects = _suspects(search)
         self._lines = sorted(self._suspects, key=lambda x: -self._suspects[x].severity)
-        self._terms = terms_of(search.run)
-        self._execute = self._compile(call, search.run.program)
+        self._terms = effects.terms_of(search.run)
+        self._execute = self._compile(call, search.run.program.closed)
         self.effect = functools.cache(self._effect)
         self._began = self._told = time.monotonic()
 
-    def _compile(self, call, program):
-        jaxpr, consts = program.closed.jaxpr, list(program.closed.consts)
+    def _compile(self, call, closed):
+        jaxpr, consts = closed.jaxpr, list(closed.consts)
 
         def run(zero, is_wide, scale, arrays, consts):
             interpreter = _Promoter(zero, jaxpr.invars[0], self._lines, is_wide)
@@ -283,15 +265,15 @@ class _Minimizer:
             return jnp.uint32(0), is_wide, scale, call.arrays, consts
 
         count = len(list(equations.all_equations(jaxpr)))
-        compiled = compile_function(run, arguments(()), count)
-        return lambda lines: run_quietly(compiled, arguments(lines))
+        compiled = program.compile_function(run, arguments(()), count)
+        return lambda lines: program.run_quietly(compiled, arguments(lines))
 
-    def _effect(self, lines: frozenset[int]) -> Effect:
+    def _effect(self, lines: frozenset[int]) -> effects.Effect:
         """Returns the effect of half precision with these lines in float32."""
         losses, sizes = self._execute(lines)
         search = self._search
         about = {"close": search.close, "noise": search.noise, "terms": self._terms}
-        return effect_of(sizes.astype(float), list(map(float, losses)), **about)
+        return effects.effect_of(sizes.astype(float), list(map(float, losses)), **about)
 
     def _helps(self, lines: Sequence[int]) -> bool:
         now = time.monotonic()
@@ -321,7 +303,7 @@ class _Minimizer:
 
     def result(self) -> Float32Lines:
         """Returns the lines, and what they do."""
-        scale, (first, *_) = self._search.run.scale, find_all(self._search)
+        scale, (first, *_) = self._search.run.scale, verdict.find_all(self._search)
         kept, every = self._minimal(), range(len(self._lines))
         lines = sorted(kept or (), key=lambda i: self._suspects[self._lines[i]].order)
         effect, before = self.effect(frozenset(lines)), self.effect(frozenset())
@@ -371,7 +353,7 @@ def _suspects(search: Search) -> dict[Line, _Suspect]:
         if effect.wrong:
             result = run.inputs(run.program.gradients[effect.wrong[0]])
         begins = run.beginning(result[-1], search.close / 2)
-        sources = set(sources_of(search, run, begins))
+        sources = set(verdict.sources_of(search, run, begins))
     for order, key in enumerate(run.keys):
         site = run.site(key)
         dtypes = [site.dtype, *(run.site(k).dtype for k in run.operands(key))]
@@ -407,12 +389,9 @@ def _suspicion(run: Run, key: Key) -> tuple[float, str]:
         return 3.0 + run.is_origin(key), text
     if run.is_origin(key):
         return 3.0, f"inf or nan begins here{where}"
-    lost = gain_of(run, key)
-    if limits and lost >= LOST and run.site(key).primitive not in SUMS:
-        return (
-            2.0 + lost,
-            f"{found.flushed:.0%} of the results are flushed to zero{where}",
-        )
+    if verdict.is_underflow(run, key):
+        text = f"{found.flushed:.0%} of the results are flushed to zero{where}"
+        return 2.0 + found.flushed, text
     text = f"the results differ from float32 by {found.error:.2g} of the largest{where}"
     own = found.error if found.error > INHERITED * inherited else found.error / 100
     return min(own, 1.0), text

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from optax_lossscale.diagnostics._trace import effect
+from optax_lossscale.diagnostics._trace import effects
 from optax_lossscale.diagnostics._trace.operations import Run
 from optax_lossscale.diagnostics._trace.program import Program
 from optax_lossscale.diagnostics._trace.values import Key
@@ -30,14 +30,14 @@ class Search:
         self.close = close
         self.at = functools.cache(functools.partial(Run, program))
         self.effect = functools.cache(self._effect)
-        self.noise = effect.noise_of(program, scale)
+        self.noise = effects.noise_of(program, scale)
         self.run = self.at(scale)
         self.best = self._find_largest()
 
-    def _effect(self, run: Run) -> effect.Effect:
+    def _effect(self, run: Run) -> effects.Effect:
         about = {"close": self.close, "noise": self.noise}
-        return effect.effect_of(
-            run.norms, run.losses, terms=effect.terms_of(run), **about
+        return effects.effect_of(
+            run.norms, run.losses, terms=effects.terms_of(run), **about
         )
 
     def with_scale(self, scale: float) -> "Search":

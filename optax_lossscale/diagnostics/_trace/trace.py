@@ -11,7 +11,7 @@ from jax.core import Tracer
 from optax_lossscale import _check as check
 from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._common import check_host, scale_of
-from optax_lossscale.diagnostics._trace.effect import closeness
+from optax_lossscale.diagnostics._trace.effects import closeness
 from optax_lossscale.diagnostics._trace.findings import NumericFinding, power
 from optax_lossscale.diagnostics._trace.operations import NumericOperation
 from optax_lossscale.diagnostics._trace.program import Call, make_call, make_program

@@ -85,7 +85,7 @@ def effect_of(
       terms: How large the loss would be if its terms did not cancel.
     """
     sizes, differences, lost, _ = norms.T
-    total, difference = np.linalg.norm(sizes), np.linalg.norm(differences)
+    total, difference = math.hypot(*sizes), math.hypot(*differences)
     gradients = _ratio(difference, total)
     badness = [_ratio(*pair) for pair in zip(differences, sizes, strict=True)]
     wrong = [
