@@ -4,21 +4,36 @@ What this folder knows about JAX's primitives and its internals is here, but for
 and branches: see `control_flow`.
 """
 
+import dataclasses
 import functools
+import itertools
 import os
 import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 CUSTOM_VJP = jax.custom_vjp.__call__.__qualname__
-# A line in these packages is not the user's: the line that called them is.
-FRAMEWORKS = ("jax", "jaxlib", "flax", "haiku", "equinox", "optax", "chex", "jmp")
+# A line in these packages is not the user's: the line that called them is, where the
+# dtype of a layer is chosen. In other libraries, both lines are named.
+FRAMEWORKS = (
+    "jax", "jaxlib", "flax", "haiku", "equinox", "keras", "optax", "chex", "jmp",
+    "einops", "optree",
+)  # fmt: skip
+# Who calls a function that older versions of JAX keep the jaxpr of. Newer ones keep no
+# frames outside of it.
+BORDERS = ("trace_to_jaxpr", "trace_to_jaxpr_dynamic")
+# What consoles call their input. Other names in angle brackets are of generated code.
+CONSOLES = re.compile(
+    r"<([a-z]+-input|input|stdin|console|command|doctest|string|exec)\b"
+)
+# A file, a line, and the qualified name of the function with that line.
+Line = tuple[str, int, str]
 # Primitives that call one jaxpr, and the parameters that hold it.
 CALLS = ("jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call")
 CALLED = ("jaxpr", "call_jaxpr")
@@ -54,7 +69,8 @@ HALF = [
 ]
 
 
-class Source(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Source:
     """Where an equation stands in the user's code; line 0 if that is not known.
 
     Attributes:
@@ -63,12 +79,15 @@ class Source(NamedTuple):
       function: The qualified name of the function with that line.
       in_rule: Whether the equation is in the backward rule of a `jax.custom_vjp`
         function, which that line calls.
+      callers: The user's lines that led there, the innermost first: of each the file,
+        the line and the function. Sources are equal whoever calls them.
     """
 
     file: str = ""
     line: int = 0
     function: str = ""
     in_rule: bool = False
+    callers: tuple[Line, ...] = dataclasses.field(default=(), compare=False)
 
 
 def is_half(dtype: Any) -> bool:
@@ -92,7 +111,7 @@ def holds(new: Any, old: Any) -> bool:
 
 
 def source_of(equation: Any, caller: Source, *, is_backward: bool) -> Source:
-    """Returns the innermost line of the user.
+    """Returns the innermost line of the user, and those that called it.
 
     Args:
       equation: An equation.
@@ -103,25 +122,31 @@ def source_of(equation: Any, caller: Source, *, is_backward: bool) -> Source:
     """
     traceback = equation.source_info.traceback
     in_rule = False
+    lines: list[Line] = []
     for frame in traceback.frames if traceback is not None else ():
-        in_rule |= is_backward and frame.function_name == CUSTOM_VJP
+        in_rule |= is_backward and not lines and frame.function_name == CUSTOM_VJP
         if frame.file_name.startswith(PACKAGE + os.sep):
             break
-        if frame.function_name == "_create_pjit_jaxpr":  # In older versions of JAX.
+        if frame.function_name in BORDERS:
             break
         if _is_users(frame.file_name):
-            place = frame.file_name, frame.line_num, frame.function_name
-            return Source(*place, in_rule)
-    return caller._replace(in_rule=in_rule or caller.in_rule)
+            lines.append((frame.file_name, frame.line_num, frame.function_name))
+    if not lines:
+        return dataclasses.replace(caller, in_rule=in_rule or caller.in_rule)
+    if caller.line:
+        lines += [(caller.file, caller.line, caller.function), *caller.callers]
+    # A lambda and what calls it are often on one line.
+    callers = (y for x, y in itertools.pairwise(lines) if x[:2] != y[:2])
+    return Source(*lines[0], in_rule, tuple(callers))
 
 
 @functools.cache
 def _is_users(file: str) -> bool:
     """Whether a file of a traceback is the user's own."""
-    if file.startswith("<") and not file.startswith(("<stdin", "<doctest", "<string")):
-        return False
+    if file.startswith("<"):
+        return CONSOLES.match(file) is not None
     library = sysconfig.get_path("stdlib") + os.sep
-    if file.startswith(library) and "-packages" + os.sep not in file:
+    if file.startswith(library) and not is_installed(file):
         return False
     modules = (sys.modules.get(name) for name in FRAMEWORKS)
     files = (getattr(module, "__file__", None) for module in modules)
@@ -129,13 +154,21 @@ def _is_users(file: str) -> bool:
     return not file.startswith(tuple(folders))
 
 
+def is_installed(file: str) -> bool:
+    """Whether a file is that of an installed library."""
+    return "-packages" + os.sep in file
+
+
 def scope_of(equation: Any, outer: str) -> str:
     """Returns the named scopes, `Model/Block_0` for example, without transforms."""
     names = str(equation.source_info.name_stack)
     names = re.sub(r"\b(?:jvp|transpose|vmap|jit|pjit|remat|checkpoint)\(", "(", names)
     names = names.replace("(", "").replace(")", "").replace("rematted_computation", "")
-    parts = [*outer.split("/"), *names.split("/")]
-    return "/".join(part for part in parts if part)
+    parts = [part for part in names.split("/") if part]
+    middle = len(parts) // 2
+    if equation.primitive.name == "remat2" and parts[:middle] == parts[middle:]:
+        parts = parts[:middle]  # In the backward pass JAX gives it its scopes twice.
+    return "/".join([outer, *parts] if outer else parts)
 
 
 def can_widen(equation: Any) -> bool:

@@ -22,7 +22,7 @@ from optax_lossscale.diagnostics._trace import (
 )
 from optax_lossscale.diagnostics._trace.findings import log2_of, power
 from optax_lossscale.diagnostics._trace.interpreter import Interpreter
-from optax_lossscale.diagnostics._trace.operations import INHERITED, Run, short
+from optax_lossscale.diagnostics._trace.operations import INHERITED, Run, named
 from optax_lossscale.diagnostics._trace.search import HIGHEST, LOWEST, Search
 from optax_lossscale.diagnostics._trace.statistics import Recorder, norms
 from optax_lossscale.diagnostics._trace.values import Key, Place, Value
@@ -57,11 +57,9 @@ class Float32Line(NamedTuple):
     fix: str
 
     def __str__(self):
-        place = f"{short(self.file)}:{self.line}" if self.line else "unknown line"
-        inside = f", in {self.function}" if self.function else ""
-        found = textwrap.wrap(
-            f"{place}{inside}: {self.reason}", trace.WIDTH, subsequent_indent="  "
-        )
+        place = named(*self[:3]) if self.line else "gradient of the loss"
+        text = f"{place}: {self.reason}"
+        found = textwrap.wrap(text, trace.WIDTH, subsequent_indent="  ")
         text = linecache.getline(self.file, self.line).strip()
         return "\n".join([*found, *([f"    {text}"] if text else []), f"  {self.fix}"])
 
@@ -220,7 +218,10 @@ class _Promoter(Interpreter):
 
 
 def _line_of(source: Any) -> Line:
-    return source.file, source.line
+    """Returns the innermost line that the user can change."""
+    lines = [(source.file, source.line), *(x[:2] for x in source.callers)]
+    own = (x for x in lines if not equations.is_installed(x[0]))
+    return next(own, lines[0])
 
 
 def _is_exact(equation: Any) -> bool:

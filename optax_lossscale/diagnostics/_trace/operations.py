@@ -1,6 +1,7 @@
 """What is known of each operation after a run, as Python numbers."""
 
 import math
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ from optax_lossscale.diagnostics._trace.values import Key, Site
 
 # An operation makes an error of its own if its inputs have so many times smaller ones.
 INHERITED = 4
+# How many lines to name that led to an operation.
+CALLERS = 3
 
 
 class NumericRange(NamedTuple):
@@ -76,6 +79,8 @@ class NumericOperation(NamedTuple):
         that it differentiates; in the backward rule of a `jax.custom_vjp` function, the
         line that calls this function. 0 if not known.
       function: The qualified name of the function with that line.
+      callers: The user's lines that led there, the innermost first, up to the loss
+        function: of each the file, the line and the function.
       scope: The named scopes around it, `Model/Block_0/Dense_1` for example.
       primitive: The name of the JAX primitive.
       dtype: The name of its dtype.
@@ -110,6 +115,7 @@ class NumericOperation(NamedTuple):
     file: str
     line: int
     function: str
+    callers: tuple[tuple[str, int, str], ...]
     scope: str
     primitive: str
     dtype: str
@@ -123,28 +129,37 @@ class NumericOperation(NamedTuple):
     @property
     def place(self) -> str:
         """Where it stands: file, line, function and scope."""
-        place = f"{short(self.file)}:{self.line}" if self.line else "unknown line"
-        if not self.line and self.phase == "backward":
-            place = "gradient of the loss"
-        if self.function and self.function != "<module>":
-            place += f", in {self.function}"
+        if self.line:
+            place = named(self.file, self.line, self.function)
+        else:
+            is_backward = self.phase == "backward"
+            place = "gradient of the loss" if is_backward else "unknown line"
         return f"{place} ({self.scope})" if self.scope else place
 
     def __str__(self):
         shape = ",".join(map(str, self.shape))
         iteration = "" if self.iteration is None else f", iteration {self.iteration}"
         rule = ", in its backward rule (jax.custom_vjp)" if self.in_rule else ""
+        own = [x for x in self.callers if not equations.is_installed(x[0])]
+        calls = "".join(f", called from {named(*x)}" for x in own[:CALLERS])
         return (
-            f"{self.place}: {self.primitive} {self.dtype}[{shape}]{iteration}, "
+            f"{self.place}{calls}: {self.primitive} {self.dtype}[{shape}]{iteration}, "
             f"{self.phase} pass{rule}"
         )
 
 
-def short(file: str) -> str:
-    """Returns the last two parts of a path; "cell" for a cell of a notebook."""
-    if "ipykernel_" in file:
-        return "cell"
-    return "/".join(file.replace("\\", "/").split("/")[-2:])
+def named(file: str, line: int, function: str) -> str:
+    """Writes a line and its function."""
+    inside = f", in {function}" if function not in ("", "<module>") else ""
+    return f"{_short(file)}:{line}{inside}"
+
+
+def _short(file: str) -> str:
+    """Returns the last two parts of a path; "In[3]" for a cell of a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython and ipython.get_ipython()
+    cell = shell and shell.compile.format_code_name(file)
+    return cell[1] if cell else "/".join(file.replace("\\", "/").split("/")[-2:])
 
 
 class Run:
@@ -241,6 +256,7 @@ class Run:
             file=site.source.file,
             line=site.source.line,
             function=site.source.function,
+            callers=site.source.callers,
             scope=site.scope,
             primitive=site.primitive,
             dtype=site.dtype,
