@@ -35,7 +35,9 @@ CONSOLES = re.compile(
 # A file, a line, and the qualified name of the function with that line.
 Line = tuple[str, int, str]
 # Primitives that call one jaxpr, and the parameters that hold it.
-CALLS = ("jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call")
+CALLS = (
+    "jit", "closed_call", "eval_jaxpr", "remat2", "custom_jvp_call", "custom_vjp_call",
+)  # fmt: skip
 CALLED = ("jaxpr", "call_jaxpr")
 # They return the magnitudes that they get, perhaps in another order.
 MOVES = (
