@@ -373,7 +373,12 @@ def _suspects(search: Search) -> dict[Line, _Suspect]:
         line = _line_of(site.source)
         old = found.get(line)
         if old is None or severity > old.severity:
-            place = Float32Line(*line, site.source.function, reason, _fix(run, key))
+            names = (
+                (site.source.file, site.source.line, site.source.function),
+                *site.source.callers,
+            )
+            function = next(x[2] for x in names if x[:2] == line)
+            place = Float32Line(*line, function, reason, _fix(run, key))
             found[line] = _Suspect(severity, old.order if old else order, place)
     return found
 

@@ -1,5 +1,6 @@
 """What is known of each operation after a run, as Python numbers."""
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterable
@@ -99,6 +100,8 @@ class NumericOperation(NamedTuple):
         not run in float32: `float32_largest` and `error` start anew here.
       in_rule: Whether it is in the backward rule of a `jax.custom_vjp` function, which
         the line calls.
+      for_derivative: Whether it is in the forward pass only for the derivative of its
+        line: a `sqrt` needs a `div`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -125,6 +128,7 @@ class NumericOperation(NamedTuple):
     output: NumericRange
     opaque: bool
     in_rule: bool
+    for_derivative: bool
 
     @property
     def place(self) -> str:
@@ -140,6 +144,7 @@ class NumericOperation(NamedTuple):
         shape = ",".join(map(str, self.shape))
         iteration = "" if self.iteration is None else f", iteration {self.iteration}"
         rule = ", in its backward rule (jax.custom_vjp)" if self.in_rule else ""
+        rule += ", for its derivative" if self.for_derivative else ""
         own = [x for x in self.callers if not equations.is_installed(x[0])]
         calls = "".join(f", called from {named(*x)}" for x in own[:CALLERS])
         return (
@@ -266,7 +271,20 @@ class Run:
             output=self.range(key),
             opaque=site.opaque,
             in_rule=site.source.in_rule,
+            for_derivative=self._is_for_derivative(key),
         )
+
+    @functools.cached_property
+    def _needed(self):
+        """What the loss depends on, and its primitives in each line."""
+        keys = self.ancestors(self.inputs(self.program.loss))
+        sites = map(self.site, keys)
+        return keys, {(x.source.file, x.source.line, x.primitive) for x in sites}
+
+    def _is_for_derivative(self, key):
+        site, (keys, known) = self.site(key), self._needed
+        same = site.source.file, site.source.line, site.primitive
+        return site.phase == "forward" and key not in keys and same not in known
 
     @property
     def backward(self) -> list[Key]:

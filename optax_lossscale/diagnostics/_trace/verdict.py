@@ -174,6 +174,7 @@ def _explain(search: Search, run: Run, key: Key) -> NumericFinding:
                 "with a second jnp.where, before the operation"
             )
             if operation.primitive.startswith("exp"):
+                why = "The result is too large for float32 as well."
                 fix = "make its inputs smaller, for example by subtracting the maximum"
     elif is_underflow(run, key):
         kind, why = "underflow", f"The largest is 2^{log2_of(run, key):.1f}."
