@@ -122,21 +122,21 @@ def terms_of(run: Run) -> float:
 
     A loss like the mean of advantages is zero but for roundoff, and need not agree.
     """
-    largest = 0.0
+    largest, ahead = 0.0, [(key, 1.0) for key in run.inputs(run.program.loss)]
     seen: set[Key] = set()
-    ahead = run.inputs(run.program.loss)
-    loss = abs(run.losses[1])
     while ahead:
-        key = ahead.pop()
+        key, factor = ahead.pop()
         seen.add(key)
         site, found = run.site(key), run.range(key)
         if site.shape or not (site.primitive in LINEAR or site.moved):
             continue
-        operands = [k for k in run.operands(key) if k not in seen]
-        ahead += operands
-        for k in operands if site.primitive not in ("mul", "div") else ():
-            count = math.prod(run.site(k).shape) ** 0.5
-            if run.range(k).float32_largest > found.float32_largest > 0:
-                terms = run.range(k).float32_largest * count
-                largest = max(largest, terms * loss / found.float32_largest)
+        for k in set(run.operands(key)) - seen:
+            size = run.range(k).float32_largest
+            if site.primitive in ("mul", "div"):
+                ahead.append((k, factor * found.float32_largest / size if size else 0))
+                continue
+            ahead.append((k, factor))
+            if size > found.float32_largest:
+                count = math.prod(run.site(k).shape)
+                largest = max(largest, factor * size * count**0.5)
     return largest

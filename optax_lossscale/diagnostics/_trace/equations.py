@@ -63,6 +63,11 @@ OPAQUE = (
     "pallas_call", "tpu_custom_call", "triton_kernel_call", "ffi_call", "pure_callback",
     "io_callback", "debug_callback", "custom_partitioning",
 )  # fmt: skip
+# They have poles and domains.
+POLES = (
+    "div", "sqrt", "rsqrt", "log", "log1p", "pow", "integer_pow", "acos", "asin",
+    "atanh", "acosh", "erf_inv", "rem",
+)  # fmt: skip
 BITS = ("bitcast_convert_type", "rng_uniform", "nextafter")
 HALF = [
     jnp.dtype(x)

@@ -225,6 +225,11 @@ class Interpreter:
         )
         if not fits:
             return wide, True
+        if equation.primitive.name in equations.POLES:
+            # The shadow takes the decisions of the program, so it may come to a pole
+            # that neither the program nor float32 would come to.
+            is_pole = jnp.isfinite(reals[0]) & ~jnp.isfinite(found[0])
+            found = [jnp.where(is_pole, wide[0], found[0])]
         pairs = zip(reals, found, followed, strict=True)
         return [y if has_shadow else x for x, y, has_shadow in pairs], False
 
