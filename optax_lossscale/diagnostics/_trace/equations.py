@@ -70,7 +70,7 @@ POLES = (
 )  # fmt: skip
 BITS = ("bitcast_convert_type", "rng_uniform", "nextafter")
 HALF = [
-    jnp.dtype(x)
+    x
     for x in dir(jnp)
     if x in ("float16", "bfloat16") or x.startswith(("float8_", "float4_"))
 ]
@@ -96,10 +96,16 @@ class Source:
     in_rule: bool = False
     callers: tuple[Line, ...] = dataclasses.field(default=(), compare=False)
 
+    @property
+    def own(self) -> Line:
+        """The innermost line that the user can change."""
+        lines = [(self.file, self.line, self.function), *self.callers]
+        return next((x for x in lines if not is_installed(x[0])), lines[0])
+
 
 def is_half(dtype: Any) -> bool:
-    """Whether a dtype is a floating-point one of at most 16 bits."""
-    return dtype in HALF
+    """Whether a dtype, or its name, is a floating-point one of at most 16 bits."""
+    return str(dtype) in HALF
 
 
 def is_inexact(x: Any) -> bool:

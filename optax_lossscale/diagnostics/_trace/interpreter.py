@@ -60,7 +60,6 @@ class Interpreter:
         """
         variables = [*jaxpr.constvars, *jaxpr.invars]
         values = dict(zip(variables, args, strict=True))
-        last = _last_uses(jaxpr)
 
         def read(x):
             return self.value(x.val) if hasattr(x, "val") else values[x]
@@ -74,8 +73,6 @@ class Interpreter:
             else:
                 found = self._follow(equation, inputs, here)
             values.update(zip(equation.outvars, found, strict=True))
-            for variable in last.get(index, ()):
-                del values[variable]
         return list(map(read, jaxpr.outvars))
 
     def enter(self, jaxpr: Any, args: Sequence[Value], place: Place) -> list[Value]:
@@ -177,8 +174,9 @@ class Interpreter:
         about = {
             "primitive": name,
             "inputs": tuple(x.keys for x in numbers if x.keys),
-            "constants": tuple(
-                c for x in numbers if not x.keys for c in _constant(x.real)
+            "constants": (
+                *(c for x in numbers if not x.keys for c in _constant(x.real)),
+                *([equation.params["y"]] if name == "integer_pow" else []),
             ),
             "moved": moved,
             "opaque": opaque,
@@ -261,21 +259,3 @@ def _constant(x: Any) -> list[float]:
     if isinstance(x, Tracer) or np.size(x) != 1 or jnp.iscomplexobj(x):
         return []
     return [float(np.asarray(x, np.float64).reshape(()))]
-
-
-def _last_uses(jaxpr: Any) -> dict[int, list[Any]]:
-    """Returns for each equation the variables that nothing needs after it."""
-    last = {
-        x: i
-        for i, e in enumerate(jaxpr.eqns)
-        for x in e.invars
-        if not hasattr(x, "val")
-    }
-    for i, equation in enumerate(jaxpr.eqns):
-        last |= {x: max(last.get(x, i), i) for x in equation.outvars}
-    kept = {x for x in jaxpr.outvars if not hasattr(x, "val")}
-    found: dict[int, list[Any]] = {}
-    for x, i in last.items():
-        if x not in kept:
-            found.setdefault(i, []).append(x)
-    return found

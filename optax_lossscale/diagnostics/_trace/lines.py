@@ -20,7 +20,7 @@ from optax_lossscale.diagnostics._trace import (
     trace,
     verdict,
 )
-from optax_lossscale.diagnostics._trace.findings import log2_of, power
+from optax_lossscale.diagnostics._trace.findings import power
 from optax_lossscale.diagnostics._trace.interpreter import Interpreter
 from optax_lossscale.diagnostics._trace.operations import INHERITED, Run, named
 from optax_lossscale.diagnostics._trace.search import HIGHEST, LOWEST, Search
@@ -193,14 +193,20 @@ class _Promoter(Interpreter):
         return super().value(equations.widen(x))
 
     def measure(self, key: Key, x: Value, place: Place, **about: Any) -> Value:
-        return x
+        if place.phase == "scale" or any(map(self.is_scaled, about.get("inputs", ()))):
+            self.scaled.add(key)
+            return x._replace(keys=(key,))
+        return x._replace(keys=())
 
     def _operation(self, equation, inputs, place):
         args = [x.real for x in inputs]
         variables = [*equation.invars, *equation.outvars]
         halves = [equations.is_half(getattr(x.aval, "dtype", None)) for x in variables]
-        line = self._lines.get(_line_of(place.source))
-        is_exact = _is_exact(equation)
+        line = self._lines.get(place.source.own[:2])
+        # In the backward pass nobody wrote a cast: it belongs to the line before.
+        is_cast = equation.primitive.name == "convert_element_type"
+        is_scaled = any(self.is_scaled(x.keys) for x in inputs)
+        is_exact = _is_exact(equation) or (is_cast and is_scaled)
         wide = None
         if any(halves) and (is_exact or line is not None):
             wide = equations.bind_wide(equation, args)
@@ -214,14 +220,11 @@ class _Promoter(Interpreter):
                 pairs = zip(wide, reals, strict=True)
                 reals = [jnp.where(self._is_wide[line], *pair) for pair in pairs]
         shadows, _ = self._shadows(equation, inputs, reals)
-        return [Value(*pair) for pair in zip(reals, shadows, strict=True)]
-
-
-def _line_of(source: Any) -> Line:
-    """Returns the innermost line that the user can change."""
-    lines = [(source.file, source.line), *(x[:2] for x in source.callers)]
-    own = (x for x in lines if not equations.is_installed(x[0]))
-    return next(own, lines[0])
+        keys = [x.keys for x in inputs]
+        return [
+            self.measure((*place.key, i), Value(*pair), place, inputs=keys)
+            for i, pair in enumerate(zip(reals, shadows, strict=True))
+        ]
 
 
 def _is_exact(equation: Any) -> bool:
@@ -247,7 +250,7 @@ class _Minimizer:
         self._terms = effects.terms_of(search.run)
         self._execute = self._compile(call, search.run.program.closed)
         self.effect = functools.cache(self._effect)
-        self._began = self._told = time.monotonic()
+        self._told = time.monotonic()
 
     def _compile(self, call, closed):
         jaxpr, consts = closed.jaxpr, list(closed.consts)
@@ -255,8 +258,7 @@ class _Minimizer:
         def run(zero, is_wide, scale, arrays, consts):
             interpreter = _Promoter(zero, jaxpr.invars[0], self._lines, is_wide)
             values = list(map(interpreter.value, [*consts, scale, *arrays]))
-            found = interpreter.run(jaxpr, values, Place((), Recorder()))
-            loss, *gradients = found
+            loss, *gradients = interpreter.run(jaxpr, values, Place((), Recorder()))
             sizes = [norms(x.real, x.shadow) for x in gradients]
             return (loss.real, loss.shadow), jnp.stack(sizes)
 
@@ -306,8 +308,9 @@ class _Minimizer:
         """Returns the lines, and what they do."""
         scale, (first, *_) = self._search.run.scale, verdict.find_all(self._search)
         kept, every = self._minimal(), range(len(self._lines))
-        lines = sorted(kept or (), key=lambda i: self._suspects[self._lines[i]].order)
-        effect, before = self.effect(frozenset(lines)), self.effect(frozenset())
+        suspects = [self._suspects[self._lines[i]] for i in kept or ()]
+        suspects.sort(key=lambda x: x.order)
+        effect, before = map(self.effect, (frozenset(kept or ()), frozenset()))
         at = f"at the loss scale {power(scale)}"
         if kept is None:
             text = (
@@ -326,7 +329,7 @@ class _Minimizer:
             if first.kind == "no_scale":
                 text = f"{first.message} {text}"
         return Float32Lines(
-            lines=[self._suspects[self._lines[i]].line for i in lines],
+            lines=[_describe(self._search, x.key) for x in suspects],
             scale=scale,
             loss_error=effect.loss,
             gradient_error=effect.gradients,
@@ -336,86 +339,74 @@ class _Minimizer:
 
 
 class _Suspect(NamedTuple):
-    """A line that may need float32: how suspicious it is, and when it ran first."""
+    """A line that may need float32.
+
+    Attributes:
+      severity: How much speaks for float32.
+      order: When the line ran first.
+      key: The site that says so.
+    """
 
     severity: float
     order: int
-    line: Float32Line
+    key: Key
 
 
 def _suspects(search: Search) -> dict[Line, _Suspect]:
     """Returns the lines that compute in half precision."""
-    run, found, begins = search.run, {}, ()
-    reached = run.ancestors([*run.inputs(run.program.loss), *run.gradients])
-    effect = search.effect(run)
-    sources: set[Key] = set()
+    run, effect = search.run, search.effect(search.run)
+    found: dict[Line, _Suspect] = {}
+    losses, sources = run.inputs(run.program.loss), []
     if not effect.is_fine:
-        result = run.inputs(run.program.loss)
-        if effect.wrong:
-            result = run.inputs(run.program.gradients[effect.wrong[0]])
-        begins = run.beginning(result[-1], search.close / 2)
-        sources = set(verdict.sources_of(search, run, begins))
+        wrong = [k for i in effect.wrong[:1] for k in run.program.gradients[i]]
+        (*_, result) = run.inputs(wrong) or losses
+        begins = run.beginning(result, search.close / 2)
+        sources = verdict.sources_of(search, run, begins)
+    reached = run.ancestors([*losses, *run.gradients])
     for order, key in enumerate(run.keys):
         site = run.site(key)
         dtypes = [site.dtype, *(run.site(k).dtype for k in run.operands(key))]
-        if not site.primitive or not any(
-            equations.is_half(jnp.dtype(x)) for x in dtypes
-        ):
+        if not site.primitive or not any(map(equations.is_half, dtypes)):
             continue
-        severity, reason = _suspicion(run, key)
-        if key in sources and severity < 1:
-            severity = 1 + min(run.range(key).error, 1)
-            if run.range(key).error < search.close / 2:
-                place = run.operation(begins).place
-                reason = f"the results are rounded, and {place} magnifies that"
-        if key not in reached:
-            severity = -1.0
-        line = _line_of(site.source)
-        old = found.get(line)
-        if old is None or severity > old.severity:
-            names = (
-                (site.source.file, site.source.line, site.source.function),
-                *site.source.callers,
-            )
-            function = next(x[2] for x in names if x[:2] == line)
-            place = Float32Line(*line, function, reason, _fix(run, key))
-            found[line] = _Suspect(severity, old.order if old else order, place)
+        severity = _severity(run, key) if key in reached else -1.0
+        if key in sources:
+            severity = max(severity, 1 + min(run.range(key).error, 1))
+        line = site.source.own[:2]
+        old = found.get(line, _Suspect(-math.inf, order, key))
+        better = old._replace(severity=severity, key=key)
+        found[line] = better if severity > old.severity else old
     return found
 
 
-def _suspicion(run: Run, key: Key) -> tuple[float, str]:
-    """Returns how much speaks for float32 at a site, and what."""
-    found, limits = run.range(key), run.limit(key)
+def _severity(run: Run, key: Key) -> float:
+    """Returns how much speaks for float32 at a site."""
+    found = run.range(key)
     inherited = max((run.range(k).error for k in run.operands(key)), default=0.0)
-    where = "" if run.site(key).phase == "forward" else " in the backward pass"
-    if limits and run.exceeds(key):
-        end = math.log2(limits.overflow)
-        text = f"the results reach 2^{log2_of(run, key):.1f}{where}"
-        text += f", and {found.dtype} ends at 2^{end:.0f}"
-        return 3.0 + run.is_origin(key), text
-    if run.is_origin(key):
-        return 3.0, f"inf or nan begins here{where}"
+    if run.exceeds(key) or run.is_origin(key):
+        return 3.0 + run.is_origin(key)
     if verdict.is_underflow(run, key):
-        text = f"{found.flushed:.0%} of the results are flushed to zero{where}"
-        return 2.0 + found.flushed, text
-    text = f"the results differ from float32 by {found.error:.2g} of the largest{where}"
-    own = found.error if found.error > INHERITED * inherited else found.error / 100
-    return min(own, 1.0), text
+        return 2.0 + found.flushed
+    is_own = found.error > INHERITED * inherited
+    return min(found.error, 1.0) if is_own else found.error / 100
 
 
-def _fix(run: Run, key: Key) -> str:
-    """Returns what to write in a line."""
-    site = run.site(key)
-    if not site.source.line:
-        return "return the loss in float32"
+def _describe(search: Search, key: Key) -> Float32Line:
+    """Returns a line, why it needs float32, and what to write."""
+    run = search.run
+    site, found = run.site(key), verdict.trouble_of(search, run, key)
+    reason = f"{found.what}{' in the backward pass' * (site.phase == 'backward')}"
+    if found.kind == "precision" and run.range(key).error < search.close / 2:
+        reason += ", and other lines magnify that"
+    reason += f". {found.why}" if found.why else ""
+    fix = "compute in float32: x.astype(jnp.float32)"
     on_line = (x for x in run.program.sites.values() if x.source == site.source)
-    if all(x.primitive in (*EXACT, "convert_element_type") for x in on_line):
-        return f"stay in float32: without the cast to {run.site(key).dtype}"
-    if site.scope:
-        return (
-            "compute in float32: x.astype(jnp.float32); for a layer, dtype=jnp.float32"
-        )
-    return "compute in float32: x.astype(jnp.float32)"
+    if not site.source.line:
+        fix = "return the loss in float32"
+    elif all(x.primitive in (*EXACT, "convert_element_type") for x in on_line):
+        fix = f"stay in float32: without the cast to {site.dtype}"
+    elif site.scope:
+        fix += "; for a layer, dtype=jnp.float32"
+    return Float32Line(*site.source.own, reason, fix)
 
 
 def _suited(search: Search) -> float:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale.diagnostics import _bits
@@ -143,13 +142,16 @@ class NumericOperation(NamedTuple):
     def __str__(self):
         shape = ",".join(map(str, self.shape))
         iteration = "" if self.iteration is None else f", iteration {self.iteration}"
-        rule = ", in its backward rule (jax.custom_vjp)" if self.in_rule else ""
-        rule += ", for its derivative" if self.for_derivative else ""
+        phase = f"{self.phase} pass"
+        if self.in_rule:
+            phase = "in its backward rule (jax.custom_vjp)"
+        elif self.for_derivative:
+            phase += ", for its derivative"
         own = [x for x in self.callers if not equations.is_installed(x[0])]
         calls = "".join(f", called from {named(*x)}" for x in own[:CALLERS])
         return (
             f"{self.place}{calls}: {self.primitive} {self.dtype}[{shape}]{iteration}, "
-            f"{self.phase} pass{rule}"
+            f"{phase}"
         )
 
 
@@ -233,18 +235,16 @@ class Run:
         if measured in ("float64", "complex128"):
             wide = _decode(found["largest"], "float64")
         is_empty = share["zeros"] + share["nans"] + share["infs"] >= 1
+        del share["seen"]
+        if site.dtype != measured:
+            share["subnormals"] = 0.0
         return NumericRange(
+            **share,
             dtype=site.dtype,
             shape=site.shape,
             smallest=0.0 if is_empty else _decode(found["smallest"], measured),
             largest=_decode(found["largest"], measured),
             float32_largest=wide,
-            zeros=share["zeros"],
-            subnormals=share["subnormals"] if site.dtype == measured else 0.0,
-            infs=share["infs"],
-            nans=share["nans"],
-            flushed=share["flushed"],
-            float32_nonfinite=share["float32_nonfinite"],
             error=_decode(found["error"], "float32") / wide if wide else 0.0,
         )
 
@@ -256,21 +256,13 @@ class Run:
             found = [(x.length or 0) - 1 - i if x.reverse else i for i, x in steps]
             iteration = found[0] if len(found) == 1 else tuple(found)
         inputs = (self.inputs(x) for x in site.inputs)
+        names = ("phase", "scope", "primitive", "dtype", "shape", "opaque")
         return NumericOperation(
-            phase=site.phase,
-            file=site.source.file,
-            line=site.source.line,
-            function=site.source.function,
-            callers=site.source.callers,
-            scope=site.scope,
-            primitive=site.primitive,
-            dtype=site.dtype,
-            shape=site.shape,
+            **vars(site.source),
+            **{name: getattr(site, name) for name in names},
             iteration=iteration,
             inputs=tuple(self.range(x[-1]) for x in inputs if x),
             output=self.range(key),
-            opaque=site.opaque,
-            in_rule=site.source.in_rule,
             for_derivative=self._is_for_derivative(key),
         )
 
@@ -316,7 +308,7 @@ class Run:
     def limit(self, key: Key) -> _bits.Limits | None:
         """Returns the limits of half precision that apply, if any do."""
         dtype = self.program.judged or self.site(key).dtype
-        return _bits.limits_of(dtype) if equations.is_half(jnp.dtype(dtype)) else None
+        return _bits.limits_of(dtype) if equations.is_half(dtype) else None
 
     def exceeds(self, key: Key) -> bool:
         """Whether the result in float32 is too large for the dtype."""

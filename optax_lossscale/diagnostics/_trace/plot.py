@@ -3,7 +3,6 @@
 import math
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale.diagnostics import _drawing
@@ -118,7 +117,7 @@ def _shade(ax: Any, dtype: str, low: float, high: float) -> None:
 
 
 def _draw(ax: Any, chosen: list[NumericOperation], low: float, high: float) -> None:
-    half = [equations.is_half(jnp.dtype(x.dtype)) for x in chosen]
+    half = [equations.is_half(x.dtype) for x in chosen]
     for is_half, color, label in (
         (True, BLUE, "half precision"),
         (False, GRAY, "other dtypes"),

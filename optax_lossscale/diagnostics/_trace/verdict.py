@@ -7,6 +7,7 @@ fine. If they do not, it goes from the wrong results up to the line where that b
 import linecache
 import math
 import re
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -28,7 +29,7 @@ SHOWN = 3
 # A scale that is at most this many bits too high comes down within a few skipped steps.
 USUAL_BITS = 4
 # They make large numbers of small ones.
-INVERSE = ("div", "rsqrt", "pow", "integer_pow", "log", "log1p")
+INVERSE = ("div", "rsqrt", "log", "log1p")
 # Their results are exact where they are subnormal.
 SUMS = ("add", "sub", "add_any", "reduce_sum", "cumsum", "scatter-add", "psum")
 NUMBER = re.compile(r"(?<![\w.])\d*\.?\d+(?:e-?\d+)?", re.IGNORECASE)
@@ -109,16 +110,12 @@ def _nonfinite_arguments(run: Run) -> list[NumericFinding]:
     operation = next(map(run.operation, readers), None)
     used = "" if operation is None else f" It is first used at {operation}."
     more = "" if len(bad) == 1 else f" (and {len(bad) - 1} more)"
-    kind, fix = "argument", "Look for the bad example in the data."
+    kind, fix = "argument", "Look for the bad example in the data"
     if bad[0] in run.program.parameters:
-        kind = "parameter"
-        fix = (
-            "Restore a checkpoint, and find the step that was applied though its "
-            "gradients were not finite."
-        )
+        kind, fix = "parameter", "Restore a checkpoint from before"
     message = (
         f"The {kind} {name}{more} held {kinds_of(run, bad[0])} before anything was "
-        f"computed.{used} No loss scale helps. {fix}"
+        f"computed.{used} No loss scale helps. {fix}."
     )
     return [NumericFinding("nonfinite_argument", message, operation)]
 
@@ -145,50 +142,78 @@ def _distinct_lines(run: Run, keys: list[Key]) -> list[Key]:
 
 def _explain(search: Search, run: Run, key: Key) -> NumericFinding:
     """Says why an operation is wrong at every loss scale, and what to do."""
-    operation, found, limits = run.operation(key), run.range(key), run.limit(key)
-    is_half = equations.is_half(jnp.dtype(found.dtype))
-    kind = "backward" if operation.phase == "backward" else "forward"
-    fix, bits = f"{'compute' if is_half else 'keep'} this line in float32", None
+    halves = [k for k in sources_of(search, run, key) if run.limit(k)]
+    if not run.limit(key) and not run.is_bad(key) and halves:
+        # A line in float32 magnifies an error of half precision.
+        key = max(halves, key=lambda k: run.range(k).error)
+    operation, found = run.operation(key), trouble_of(search, run, key)
+    why = f" {found.why}" if found.why else ""
+    text = f"{operation}: {found.what}.{why} No loss scale helps: {found.fix}."
+    return NumericFinding(found.kind, text, operation, bits=found.bits)
+
+
+class Trouble(NamedTuple):
+    """What is wrong with an operation: what happens, why, and what to do.
+
+    Attributes:
+      kind: That of the finding.
+      what: What happens here.
+      why: A sentence, or "".
+      fix: What to do.
+      bits: How many bits are missing, or None.
+    """
+
+    kind: str
+    what: str
+    why: str
+    fix: str
+    bits: float | None = None
+
+
+def trouble_of(search: Search, run: Run, key: Key) -> Trouble:
+    """Returns what is wrong with an operation at every loss scale."""
+    site, found, limits = run.site(key), run.range(key), run.limit(key)
+    is_half = equations.is_half(found.dtype)
+    kind = "backward" if site.phase == "backward" else "forward"
     what = f"{begins(run, key)} here"
+    fix = f"{'compute' if is_half else 'keep'} this line in float32"
     if limits is not None and run.exceeds(key):
         needed, end = log2_of(run, key), math.log2(limits.overflow)
-        bits = needed - end
-        why = (
-            f"The largest result would be 2^{needed:.1f}; "
-            f"{run.program.judged or found.dtype} ends at 2^{end:.0f}."
-        )
-        is_inverse = operation.primitive in INVERSE
-        fix += ", or " + (
-            "keep its inputs away from zero"
-            if is_inverse
-            else "make its inputs smaller"
-        )
+        name = run.program.judged or found.dtype
+        why = f"The largest result would be 2^{needed:.1f}; {name} ends at 2^{end:.0f}."
         kind = "would_overflow" if found.is_finite else kind
-    elif run.is_bad(key):
+        is_power = site.primitive in ("pow", "integer_pow")
+        is_negative = is_power and min(site.constants, default=0) < 0
+        is_inverse = site.primitive in INVERSE or is_negative
+        away = "keep its inputs away from zero"
+        fix += f", or {away if is_inverse else 'make its inputs smaller'}"
+        return Trouble(kind, what, why, fix, needed - end)
+    if run.is_bad(key):
         why = _why(run, key)
-        if found.float32_nonfinite and not _rounded_constants(run, key):
-            what += ", in float32 too" if is_half else ""
-            fix = (
-                "keep the inputs of this line in the domain of the operation and of "
-                "its derivative. Add an epsilon, or guard log, sqrt, norm and division "
-                "with a second jnp.where, before the operation"
-            )
-            if operation.primitive.startswith("exp"):
-                why = "The result is too large for float32 as well."
-                fix = "make its inputs smaller, for example by subtracting the maximum"
-    elif is_underflow(run, key):
-        kind, why = "underflow", f"The largest is 2^{log2_of(run, key):.1f}."
+        if not found.float32_nonfinite or _rounded_constants(run, key):
+            return Trouble(kind, what, why, fix)
+        what += ", in float32 too" if is_half else ""
+        if site.primitive.startswith("exp"):
+            why = "The result is too large for float32 as well."
+            fix = "make its inputs smaller, for example by subtracting the maximum"
+            return Trouble(kind, what, why, fix)
+        fix = (
+            "keep the inputs of this line in the domain of the operation and of its "
+            "derivative. Add an epsilon, or guard log, sqrt, norm and division with a "
+            "second jnp.where, before the operation"
+        )
+        return Trouble(kind, what, why, fix)
+    if is_underflow(run, key):
         what = f"{found.flushed:.0%} of the results are flushed to zero"
-    else:
-        kind, why = "precision", _loss_of_precision(run, key)
-        what = f"the results differ from float32 by {found.error:.2g} of the largest"
-        operations = map(run.operation, sources_of(search, run, key))
-        places = dict.fromkeys(x.place for x in operations if x.line)
-        places.pop(operation.place, None)
-        fix += "".join([", and what goes into it: ", "; ".join(places)] * bool(places))
-    why = f" {why}" if why else ""
-    text = f"{operation}: {what}.{why} No loss scale helps: {fix}."
-    return NumericFinding(kind, text, operation, bits=bits)
+        why = f"The largest is 2^{log2_of(run, key):.1f}."
+        return Trouble("underflow", what, why, fix)
+    what = f"the results differ from float32 by {found.error:.2g} of the largest"
+    operations = map(run.operation, sources_of(search, run, key))
+    places = dict.fromkeys(x.place for x in operations if x.line)
+    places.pop(run.operation(key).place, None)
+    if places:
+        fix += f", and what goes into it: {'; '.join(places)}"
+    return Trouble("precision", what, _loss_of_precision(run, key), fix)
 
 
 def _why(run: Run, key: Key) -> str:
@@ -217,14 +242,18 @@ def _why(run: Run, key: Key) -> str:
 
 
 def _rounded_constants(run: Run, key: Key) -> bool:
-    """Whether a constant that leads here is zero only because of its dtype."""
+    """Whether a constant that leads here is zero or inf because of its dtype."""
 
     def parents(k):
         is_kept = run.site(k).moved or run.site(k).primitive in ("sqrt", "select_n")
         return run.operands(k) if is_kept else []
 
     for site in map(run.site, {key} | run.ancestors(run.operands(key), parents)):
-        if 0.0 in site.constants and equations.is_half(jnp.dtype(site.dtype)):
+        if equations.is_half(site.dtype) and not all(
+            map(math.isfinite, site.constants)
+        ):
+            return True
+        if equations.is_half(site.dtype) and 0.0 in site.constants:
             line = linecache.getline(site.source.file, site.source.line)
             is_tiny = any(0 < float(x) < 2.0**-25 for x in NUMBER.findall(line))
             if site.primitive == "add" or is_tiny:
@@ -254,13 +283,13 @@ def _loss_of_precision(run: Run, key: Key) -> str:
     """Explains a loss of precision in a sum."""
     operands, found = run.operands(key), run.range(key)
     largest = max((run.range(k).largest for k in operands), default=0.0)
-    dtypes = (jnp.dtype(x.dtype) for x in map(run.range, [key, *operands]))
+    dtypes = (run.range(k).dtype for k in [key, *operands])
     half = next(filter(equations.is_half, dtypes), None)
     if run.site(key).primitive not in SUMS or half is None or not largest:
         return ""
     exponent = math.floor(math.log2(largest))
     spacing = power(2.0 ** (exponent - jnp.finfo(half).nmant))
-    text = f"{half.name} has a spacing of {spacing} at 2^{exponent}"
+    text = f"{half} has a spacing of {spacing} at 2^{exponent}"
     if found.float32_largest < largest / 4:
         return f"{text}, and the inputs, which are as large as this, nearly cancel."
     return f"{text}: smaller terms of the sum are lost."
