@@ -7,6 +7,7 @@ and branches: see `control_flow`.
 import dataclasses
 import functools
 import itertools
+import math
 import os
 import re
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 CUSTOM_VJP = jax.custom_vjp.__call__.__qualname__
@@ -257,10 +259,25 @@ def widen(x: Any) -> Any:
     return jnp.asarray(x, jnp.float32) if is_inexact(x) and is_half(x.dtype) else x
 
 
+def as_written(x: Any, equation: Any) -> Any:
+    """Returns what stands for a constant in float32.
+
+    JAX rounds constants when it traces a program. So 1e-8 is 0 in float16, and -1e9 is
+    -inf. Any tiny and any huge number does what the user meant.
+    """
+    name = equation and equation.primitive.name
+    if not is_half(getattr(x, "dtype", None)) or np.size(x) != 1:
+        return x
+    number = float(x)
+    if math.isinf(number) and name in ("mul", "add", "sub"):
+        return np.float32(math.copysign(2.0**100, number))
+    return np.float32(2.0**-27) if number == 0 and name == "add" else x
+
+
 def narrow(x: Any, aval: Any) -> Any:
     """Rounds a number in float32 to the half precision that the program has."""
     is_narrower = is_inexact(aval) and is_half(aval.dtype) and x.dtype != aval.dtype
-    return x.astype(aval.dtype) if is_narrower else x
+    return jnp.asarray(x).astype(aval.dtype) if is_narrower else x
 
 
 def bind_wide(equation: Any, args: Sequence[Any]) -> list[Any] | None:

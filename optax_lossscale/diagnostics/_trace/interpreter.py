@@ -61,11 +61,11 @@ class Interpreter:
         variables = [*jaxpr.constvars, *jaxpr.invars]
         values = dict(zip(variables, args, strict=True))
 
-        def read(x):
-            return self.value(x.val) if hasattr(x, "val") else values[x]
+        def read(x, equation=None):
+            return self.literal(x.val, equation) if hasattr(x, "val") else values[x]
 
         for index, equation in enumerate(jaxpr.eqns):
-            inputs = list(map(read, equation.invars))
+            inputs = [read(x, equation) for x in equation.invars]
             here = place.at(equation, index)
             if any(x is self.loss_scale for x in equation.invars):
                 found = self._scale(equation, inputs, here)
@@ -79,6 +79,11 @@ class Interpreter:
         """Evaluates a jaxpr of an equation, whose constants are not measured."""
         jaxpr, consts = equations.opened(jaxpr)
         return self.run(jaxpr, [*map(self.value, consts), *args], place)
+
+    def literal(self, x: Any, equation: Any) -> Value:
+        """Returns a constant in an equation."""
+        shadow = equations.as_written(x, equation)
+        return self.value(x) if shadow is x else Value(x, shadow)
 
     def value(self, x: Any) -> Value:
         """Returns an array as it is in the program: its shadow cannot differ."""

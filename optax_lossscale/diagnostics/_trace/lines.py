@@ -20,7 +20,7 @@ from optax_lossscale.diagnostics._trace import (
     trace,
     verdict,
 )
-from optax_lossscale.diagnostics._trace.findings import power
+from optax_lossscale.diagnostics._trace.findings import log2_of, power
 from optax_lossscale.diagnostics._trace.interpreter import Interpreter
 from optax_lossscale.diagnostics._trace.operations import INHERITED, Run, named
 from optax_lossscale.diagnostics._trace.search import HIGHEST, LOWEST, Search
@@ -36,6 +36,8 @@ EXACT = (
     "reduce_min", "cummax", "cummin", "sort", "top_k", "reduce_window_max", "split",
     "select_and_gather_add", "all_gather", "all_to_all", "ppermute", "pmax", "pmin",
 )  # fmt: skip
+# Other scales to try, relative to the first.
+BITS = (-12, -9, -6, -3, 3, 6, 9, 12)
 Line = tuple[str, int]  # The file and the number; "" and 0 if they are not known.
 
 
@@ -167,7 +169,7 @@ def float32_lines(
     search = Search(followed, tolerance, scale)
     if not is_given:
         search = search.with_scale(_suited(search))
-    return _Minimizer(call, search).result()
+    return _Minimizer(call, search).result(may_move=not is_given)
 
 
 class _Promoter(Interpreter):
@@ -191,6 +193,9 @@ class _Promoter(Interpreter):
 
     def value(self, x: Any) -> Value:
         return super().value(equations.widen(x))
+
+    def literal(self, x: Any, equation: Any) -> Value:
+        return self.value(equations.as_written(x, equation))
 
     def measure(self, key: Key, x: Value, place: Place, **about: Any) -> Value:
         if place.phase == "scale" or any(map(self.is_scaled, about.get("inputs", ()))):
@@ -250,7 +255,7 @@ class _Minimizer:
         self._terms = effects.terms_of(search.run)
         self._execute = self._compile(call, search.run.program.closed)
         self.effect = functools.cache(self._effect)
-        self._told = time.monotonic()
+        self._scale, self._told = search.run.scale, time.monotonic()
 
     def _compile(self, call, closed):
         jaxpr, consts = closed.jaxpr, list(closed.consts)
@@ -262,29 +267,28 @@ class _Minimizer:
             sizes = [norms(x.real, x.shadow) for x in gradients]
             return (loss.real, loss.shadow), jnp.stack(sizes)
 
-        def arguments(lines):
+        def arguments(lines, scale):
             is_wide = np.isin(np.arange(len(self._lines)), list(lines))
-            scale = jnp.float32(self._search.run.scale)
-            return jnp.uint32(0), is_wide, scale, call.arrays, consts
+            return jnp.uint32(0), is_wide, jnp.float32(scale), call.arrays, consts
 
         count = len(list(equations.all_equations(jaxpr)))
-        compiled = program.compile_function(run, arguments(()), count)
-        return lambda lines: program.run_quietly(compiled, arguments(lines))
+        compiled = program.compile_function(run, arguments((), 1), count)
+        return lambda *about: program.run_quietly(compiled, arguments(*about))
 
-    def _effect(self, lines: frozenset[int]) -> effects.Effect:
+    def _effect(self, lines: frozenset[int], scale: float) -> effects.Effect:
         """Returns the effect of half precision with these lines in float32."""
-        losses, sizes = self._execute(lines)
+        losses, sizes = self._execute(lines, scale)
         search = self._search
         about = {"close": search.close, "noise": search.noise, "terms": self._terms}
         return effects.effect_of(sizes.astype(float), list(map(float, losses)), **about)
 
-    def _helps(self, lines: Sequence[int]) -> bool:
+    def _helps(self, lines: Sequence[int], scale: float | None = None) -> bool:
         now = time.monotonic()
         if now - self._told > PATIENCE:
             self._told = now
             text = f"float32_lines: {len(lines)} of {len(self._lines)} lines are left"
             print(text, file=sys.stderr, flush=True)
-        return self.effect(frozenset(lines)).is_fine
+        return self.effect(frozenset(lines), scale or self._scale).is_fine
 
     def _minimal(self) -> list[int] | None:
         """Returns lines that help, of which none can be dropped."""
@@ -304,19 +308,36 @@ class _Minimizer:
                 return kept
             size = max(size // 2, 1)
 
-    def result(self) -> Float32Lines:
-        """Returns the lines, and what they do."""
-        scale, (first, *_) = self._search.run.scale, verdict.find_all(self._search)
-        kept, every = self._minimal(), range(len(self._lines))
+    def _move(self, kept: list[int]) -> list[int]:
+        """Returns fewer lines, if there are any with another loss scale."""
+        start = self._scale
+        for line in list(kept):
+            rest = [x for x in kept if x != line]
+            for bits in BITS:
+                if len(rest) < len(kept) and self._helps(rest, start * 2.0**bits):
+                    kept, self._scale = rest, start * 2.0**bits
+        return kept
+
+    def result(self, *, may_move: bool) -> Float32Lines:
+        """Returns the lines, and what they do.
+
+        Args:
+          may_move: Whether another scale may be taken, with which fewer lines help.
+        """
+        (first, *_) = verdict.find_all(self._search)
+        kept = self._minimal()
+        if kept and may_move:
+            kept = self._move(kept)
+        scale = self._scale
         suspects = [self._suspects[self._lines[i]] for i in kept or ()]
         suspects.sort(key=lambda x: x.order)
-        effect, before = map(self.effect, (frozenset(kept or ()), frozenset()))
+        effect = self.effect(frozenset(kept or ()), scale)
+        before = self.effect(frozenset(), scale)
         at = f"at the loss scale {power(scale)}"
         if kept is None:
             text = (
                 "No lines help: with all of them in float32, the loss or the gradients "
-                f"are not those of float32 ({self.effect(frozenset(every))}), or not "
-                f"finite. {first.message}"
+                f"are not finite, or not those of float32. {first.message}"
             )
         elif not kept:
             text = f"No line needs float32 {at}: {effect}."
@@ -382,8 +403,12 @@ def _severity(run: Run, key: Key) -> float:
     """Returns how much speaks for float32 at a site."""
     found = run.range(key)
     inherited = max((run.range(k).error for k in run.operands(key)), default=0.0)
-    if run.exceeds(key) or run.is_origin(key):
-        return 3.0 + run.is_origin(key)
+    if run.exceeds(key):
+        return 4.0 + run.is_origin(key)
+    if any(map(run.exceeds, run.operands(key))):
+        return 3.5
+    if run.is_origin(key):
+        return 3.0
     if verdict.is_underflow(run, key):
         return 2.0 + found.flushed
     is_own = found.error > INHERITED * inherited
@@ -395,6 +420,10 @@ def _describe(search: Search, key: Key) -> Float32Line:
     run = search.run
     site, found = run.site(key), verdict.trouble_of(search, run, key)
     reason = f"{found.what}{' in the backward pass' * (site.phase == 'backward')}"
+    beyond = [k for k in run.operands(key) if run.exceeds(k)]
+    if beyond and not run.exceeds(key):
+        reason = f"its inputs reach 2^{log2_of(run, beyond[0]):.1f}"
+        found = verdict.trouble_of(search, run, beyond[0])
     if found.kind == "precision" and run.range(key).error < search.close / 2:
         reason += ", and other lines magnify that"
     reason += f". {found.why}" if found.why else ""

@@ -220,24 +220,22 @@ def _why(run: Run, key: Key) -> str:
     """Explains an operation that makes inf or nan without an overflow."""
     inputs = run.operands(key)
     flushed = max(inputs, key=lambda k: run.range(k).flushed, default=None)
-    if run.bad_operands(key) or not all(map(math.isfinite, run.site(key).constants)):
+    if _rounded_constants(run, key):
         return (
-            "An input holds inf, and inf - inf, inf / inf and 0 * inf are nan. (A "
-            "constant like -1e9 is -inf in float16.)"
+            "A constant was rounded when the program was written: in float16, 1e-8 is "
+            "0 and -1e9 is -inf."
         )
+    if run.bad_operands(key):
+        return "An input holds inf, and inf - inf, inf / inf and 0 * inf are nan."
     if flushed is not None and run.range(flushed).flushed:
         return (
             "Its input holds zeros that float32 would not have: they were flushed at "
             f"{run.operation(_flushed_first(run, flushed)).place}."
         )
-    if _rounded_constants(run, key):
-        return (
-            "An input holds zeros. A constant was rounded to zero when the program was "
-            "written, as numbers below 2^-25, like 1e-8, are in float16. So nobody "
-            "knows here what float32 would give."
-        )
     if any(run.range(k).zeros for k in inputs):
         return "An input holds zeros."
+    if run.site(key).primitive in (*SUMS, "dot_general", "conv_general_dilated"):
+        return "Its terms overflow while they are added."
     return "An input is outside of the domain of the function."
 
 
@@ -249,11 +247,11 @@ def _rounded_constants(run: Run, key: Key) -> bool:
         return run.operands(k) if is_kept else []
 
     for site in map(run.site, {key} | run.ancestors(run.operands(key), parents)):
-        if equations.is_half(site.dtype) and not all(
-            map(math.isfinite, site.constants)
-        ):
+        if not equations.is_half(site.dtype):
+            continue
+        if not all(map(math.isfinite, site.constants)):
             return True
-        if equations.is_half(site.dtype) and 0.0 in site.constants:
+        if 0.0 in site.constants:
             line = linecache.getline(site.source.file, site.source.line)
             is_tiny = any(0 < float(x) < 2.0**-25 for x in NUMBER.findall(line))
             if site.primitive == "add" or is_tiny:
