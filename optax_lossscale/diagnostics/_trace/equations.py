@@ -7,6 +7,7 @@ and branches: see `control_flow`.
 import dataclasses
 import functools
 import itertools
+import linecache
 import math
 import os
 import re
@@ -34,6 +35,7 @@ BORDERS = ("trace_to_jaxpr", "trace_to_jaxpr_dynamic")
 CONSOLES = re.compile(
     r"<([a-z]+-input|input|stdin|console|command|doctest|string|exec)\b"
 )
+NUMBER = re.compile(r"(?<![\w.])\d*\.?\d+(?:e-?\d+)?", re.IGNORECASE)
 # A file, a line, and the qualified name of the function with that line.
 Line = tuple[str, int, str]
 # Primitives that call one jaxpr, and the parameters that hold it.
@@ -259,19 +261,22 @@ def widen(x: Any) -> Any:
     return jnp.asarray(x, jnp.float32) if is_inexact(x) and is_half(x.dtype) else x
 
 
-def as_written(x: Any, equation: Any) -> Any:
+def as_written(x: Any, equation: Any, place: Any) -> Any:
     """Returns what stands for a constant in float32.
 
     JAX rounds constants when it traces a program. So 1e-8 is 0 in float16, and -1e9 is
     -inf. Any tiny and any huge number does what the user meant.
     """
-    name = equation and equation.primitive.name
     if not is_half(getattr(x, "dtype", None)) or np.size(x) != 1:
         return x
-    number = float(x)
+    name, number = equation.primitive.name, float(x)
     if math.isinf(number) and name in ("mul", "add", "sub"):
         return np.float32(math.copysign(2.0**100, number))
-    return np.float32(2.0**-27) if number == 0 and name == "add" else x
+    is_tiny = name == "add"
+    if name in ("max", "clamp"):  # It may be a ReLU, so there must be such a number.
+        line = linecache.getline(place.source.file, place.source.line)
+        is_tiny = any(0 < float(n) < 2.0**-25 for n in NUMBER.findall(line))
+    return np.float32(2.0**-27) if number == 0 and is_tiny else x
 
 
 def narrow(x: Any, aval: Any) -> Any:

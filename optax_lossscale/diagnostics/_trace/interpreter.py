@@ -61,12 +61,12 @@ class Interpreter:
         variables = [*jaxpr.constvars, *jaxpr.invars]
         values = dict(zip(variables, args, strict=True))
 
-        def read(x, equation=None):
-            return self.literal(x.val, equation) if hasattr(x, "val") else values[x]
+        def read(x, *about):
+            return self.literal(x.val, *about) if hasattr(x, "val") else values[x]
 
         for index, equation in enumerate(jaxpr.eqns):
-            inputs = [read(x, equation) for x in equation.invars]
             here = place.at(equation, index)
+            inputs = [read(x, equation, here) for x in equation.invars]
             if any(x is self.loss_scale for x in equation.invars):
                 found = self._scale(equation, inputs, here)
                 place = place._replace(phase="backward")
@@ -80,10 +80,9 @@ class Interpreter:
         jaxpr, consts = equations.opened(jaxpr)
         return self.run(jaxpr, [*map(self.value, consts), *args], place)
 
-    def literal(self, x: Any, equation: Any) -> Value:
-        """Returns a constant in an equation."""
-        shadow = equations.as_written(x, equation)
-        return self.value(x) if shadow is x else Value(x, shadow)
+    def literal(self, x: Any, *about: Any) -> Value:
+        """Returns a constant in an equation, which is given with its place."""
+        return Value(x, equations.as_written(x, *about) if about else x)
 
     def value(self, x: Any) -> Value:
         """Returns an array as it is in the program: its shadow cannot differ."""

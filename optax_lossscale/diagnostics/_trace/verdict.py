@@ -4,9 +4,7 @@ It rests on the effect: as long as the loss and the gradients agree with float32
 fine. If they do not, it goes from the wrong results up to the line where that begins.
 """
 
-import linecache
 import math
-import re
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -30,9 +28,9 @@ SHOWN = 3
 USUAL_BITS = 4
 # They make large numbers of small ones.
 INVERSE = ("div", "rsqrt", "log", "log1p")
+POWERS = ("pow", "integer_pow")  # If the exponent is negative.
 # Their results are exact where they are subnormal.
 SUMS = ("add", "sub", "add_any", "reduce_sum", "cumsum", "scatter-add", "psum")
-NUMBER = re.compile(r"(?<![\w.])\d*\.?\d+(?:e-?\d+)?", re.IGNORECASE)
 
 
 def find_all(search: Search) -> list[NumericFinding]:
@@ -182,26 +180,24 @@ def trouble_of(search: Search, run: Run, key: Key) -> Trouble:
         name = run.program.judged or found.dtype
         why = f"The largest result would be 2^{needed:.1f}; {name} ends at 2^{end:.0f}."
         kind = "would_overflow" if found.is_finite else kind
-        is_power = site.primitive in ("pow", "integer_pow")
-        is_negative = is_power and min(site.constants, default=0) < 0
-        is_inverse = site.primitive in INVERSE or is_negative
-        away = "keep its inputs away from zero"
-        fix += f", or {away if is_inverse else 'make its inputs smaller'}"
+        exponents = site.constants if site.primitive in POWERS else ()
+        if site.primitive in INVERSE or min(exponents, default=0) < 0:
+            fix += ", or keep its inputs away from zero"
+        else:
+            fix += ", or make its inputs smaller"
         return Trouble(kind, what, why, fix, needed - end)
     if run.is_bad(key):
         why = _why(run, key)
-        if not found.float32_nonfinite or _rounded_constants(run, key):
-            return Trouble(kind, what, why, fix)
-        what += ", in float32 too" if is_half else ""
-        if site.primitive.startswith("exp"):
+        if found.float32_nonfinite and site.primitive.startswith("exp"):
             why = "The result is too large for float32 as well."
             fix = "make its inputs smaller, for example by subtracting the maximum"
-            return Trouble(kind, what, why, fix)
-        fix = (
-            "keep the inputs of this line in the domain of the operation and of its "
-            "derivative. Add an epsilon, or guard log, sqrt, norm and division with a "
-            "second jnp.where, before the operation"
-        )
+        elif found.float32_nonfinite:
+            what += ", in float32 too" if is_half else ""
+            fix = (
+                "keep its inputs in the domain of the operation and of its derivative. "
+                "Add an epsilon, or guard log, sqrt, norm and division with a second "
+                "jnp.where, before the operation"
+            )
         return Trouble(kind, what, why, fix)
     if is_underflow(run, key):
         what = f"{found.flushed:.0%} of the results are flushed to zero"
@@ -218,55 +214,28 @@ def trouble_of(search: Search, run: Run, key: Key) -> Trouble:
 
 def _why(run: Run, key: Key) -> str:
     """Explains an operation that makes inf or nan without an overflow."""
-    inputs = run.operands(key)
-    flushed = max(inputs, key=lambda k: run.range(k).flushed, default=None)
-    if _rounded_constants(run, key):
-        return (
-            "A constant was rounded when the program was written: in float16, 1e-8 is "
-            "0 and -1e9 is -inf."
+    site, inputs = run.site(key), run.operands(key)
+    is_constant = not all(map(math.isfinite, site.constants))
+    if is_constant or run.bad_operands(key):
+        text = "An input holds inf, and inf - inf, inf / inf and 0 * inf are nan."
+        return text + " A constant like -1e9 is -inf in float16." * is_constant
+    flushed = [k for k in inputs if run.range(k).flushed]
+    if flushed:
+        reached = run.ancestors(
+            flushed, lambda k: [x for x in run.operands(k) if run.range(x).flushed]
         )
-    if run.bad_operands(key):
-        return "An input holds inf, and inf - inf, inf / inf and 0 * inf are nan."
-    if flushed is not None and run.range(flushed).flushed:
+        first = next(k for k in run.keys if k in reached and run.operands(k))
+        if 0.0 in run.site(first).constants:
+            return "An input holds zeros. A constant like 1e-8 is zero in float16."
         return (
             "Its input holds zeros that float32 would not have: they were flushed at "
-            f"{run.operation(_flushed_first(run, flushed)).place}."
+            f"{run.operation(first).place}."
         )
     if any(run.range(k).zeros for k in inputs):
         return "An input holds zeros."
-    if run.site(key).primitive in (*SUMS, "dot_general", "conv_general_dilated"):
+    if site.primitive in (*SUMS, "dot_general", "conv_general_dilated"):
         return "Its terms overflow while they are added."
     return "An input is outside of the domain of the function."
-
-
-def _rounded_constants(run: Run, key: Key) -> bool:
-    """Whether a constant that leads here is zero or inf because of its dtype."""
-
-    def parents(k):
-        is_kept = run.site(k).moved or run.site(k).primitive in ("sqrt", "select_n")
-        return run.operands(k) if is_kept else []
-
-    for site in map(run.site, {key} | run.ancestors(run.operands(key), parents)):
-        if not equations.is_half(site.dtype):
-            continue
-        if not all(map(math.isfinite, site.constants)):
-            return True
-        if 0.0 in site.constants:
-            line = linecache.getline(site.source.file, site.source.line)
-            is_tiny = any(0 < float(x) < 2.0**-25 for x in NUMBER.findall(line))
-            if site.primitive == "add" or is_tiny:
-                return True
-    return False
-
-
-def _flushed_first(run: Run, key: Key) -> Key:
-    """Returns the operation from which flushed zeros come."""
-    while True:
-        lost = [k for k in run.operands(key) if run.range(k).flushed]
-        lost = [k for k in lost if run.operands(k)]
-        if not lost:
-            return key
-        key = max(lost, key=lambda k: run.range(k).flushed)
 
 
 def is_underflow(run: Run, key: Key) -> bool:
@@ -320,15 +289,11 @@ def _too_high(run: Run, key: Key, best: Run, alone: bool) -> NumericFinding:
     )
     bits = math.log2(run.scale / best.scale)
     if not operation.line:
-        text += (
-            " This is the gradient of the loss itself, in the dtype of the loss: "
-            "return the loss in float32."
-        )
+        text += " This is the gradient of the loss itself: return the loss in float32."
     elif alone and bits <= USUAL_BITS:
         text += (
-            " Nothing is wrong: the scale is too high for this batch alone, which is "
-            "usual after it has grown. A dynamic scale skips the step and lowers "
-            "itself."
+            " Nothing is wrong: this is usual after the scale has grown. A dynamic "
+            "scale skips the step and lowers itself."
         )
     elif alone:
         text += " Start at a lower loss scale, or let a dynamic one come down."
