@@ -93,7 +93,7 @@ def effect_of(
         for i, size in enumerate(sizes)
         if i not in noise
         and (
-            not math.isfinite(badness[i])
+            not math.isfinite(differences[i])
             or (badness[i] > LEAF * close and differences[i] > PART * close * total)
             or lost[i] > LOST * size
         )

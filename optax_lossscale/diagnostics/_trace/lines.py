@@ -329,39 +329,29 @@ class _Minimizer:
         Args:
           may_move: Whether another scale may be taken, with which fewer lines help.
         """
-        (first, *_) = verdict.find_all(self._search)
-        kept = self._minimal()
-        if kept and may_move:
-            kept = self._move(kept)
-        scale = self._scale
-        suspects = [self._suspects[self._lines[i]] for i in kept or ()]
-        suspects.sort(key=lambda x: x.order)
-        effect = self.effect(frozenset(kept or ()), scale)
-        before = self.effect(frozenset(), scale)
-        at = f"at the loss scale {power(scale)}"
-        if kept is None:
+        (first, *_), found = verdict.find_all(self._search), self._minimal()
+        kept = self._move(found) if found and may_move else found or []
+        effect = self.effect(frozenset(kept), self._scale)
+        before = self.effect(frozenset(), self._scale)
+        text = f"with the loss scale {power(self._scale)} ({effect}"
+        if found is None:
             text = (
                 "No lines help: with all of them in float32, the loss or the gradients "
                 f"are not finite, or not those of float32. {first.message}"
             )
         elif not kept:
-            text = f"No line needs float32 {at}: {effect}."
+            text = f"No line needs float32 {text})."
         else:
             text = (
                 f"Compute {len(kept)} of {len(self._lines)} lines in float32. Then the "
-                f"loss and the gradients agree with float32 {at} ({effect}; before: "
-                f"{before})."
+                f"loss and the gradients agree with float32 {text}; before: {before})."
             )
-            if first.kind == "no_scale":
-                text = f"{first.message} {text}"
-        return Float32Lines(
-            lines=[_describe(self._search, x.key) for x in suspects],
-            scale=scale,
-            loss_error=effect.loss,
-            gradient_error=effect.gradients,
-            verified=effect.is_fine,
-            message=text,
-        )
+            text = f"{first.message} {text}" if first.kind == "no_scale" else text
+        suspects = [self._suspects[self._lines[i]] for i in kept]
+        suspects.sort(key=lambda x: x.order)
+        lines = [_describe(self._search, x.key) for x in suspects]
+        errors = effect.loss, effect.gradients
+        return Float32Lines(lines, self._scale, *errors, effect.is_fine, text)
 
 
 class _Suspect(NamedTuple):
@@ -382,12 +372,12 @@ def _suspects(search: Search) -> dict[Line, _Suspect]:
     """Returns the lines that compute in half precision."""
     run, effect = search.run, search.effect(search.run)
     found: dict[Line, _Suspect] = {}
-    losses, sources = run.inputs(run.program.loss), []
+    losses, sources = run.inputs(run.program.loss), set()
     if not effect.is_fine:
         wrong = [k for i in effect.wrong[:1] for k in run.program.gradients[i]]
         (*_, result) = run.inputs(wrong) or losses
         begins = run.beginning(result, search.close / 2)
-        sources = verdict.sources_of(search, run, begins)
+        sources = set(verdict.sources_of(search, run, begins))
     reached = run.ancestors([*losses, *run.gradients])
     for order, key in enumerate(run.keys):
         site = run.site(key)
@@ -396,7 +386,7 @@ def _suspects(search: Search) -> dict[Line, _Suspect]:
             continue
         severity = _severity(run, key) if key in reached else -1.0
         if key in sources:
-            severity = max(severity, 1 + min(run.range(key).error, 1))
+            severity += 1
         line = site.source.own[:2]
         old = found.get(line, _Suspect(-math.inf, order, key))
         better = old._replace(severity=severity, key=key)
@@ -406,18 +396,15 @@ def _suspects(search: Search) -> dict[Line, _Suspect]:
 
 def _severity(run: Run, key: Key) -> float:
     """Returns how much speaks for float32 at a site."""
-    found = run.range(key)
-    inherited = max((run.range(k).error for k in run.operands(key)), default=0.0)
-    if run.exceeds(key):
-        return 4.0 + run.is_origin(key)
-    if any(map(run.exceeds, run.operands(key))):
-        return 3.5
-    if run.is_origin(key):
-        return 3.0
-    if verdict.is_underflow(run, key):
-        return 2.0 + found.flushed
-    is_own = found.error > INHERITED * inherited
-    return min(found.error, 1.0) if is_own else found.error / 100
+    operands, error = run.operands(key), run.range(key).error
+    inherited = max((run.range(k).error for k in operands), default=0.0)
+    return (
+        8 * run.exceeds(key)
+        + 4 * any(map(run.exceeds, operands))
+        + 2 * run.is_origin(key)
+        + verdict.is_underflow(run, key)
+        + min(error if error > INHERITED * inherited else error / 100, 1)
+    )
 
 
 def _describe(search: Search, key: Key) -> Float32Line:
