@@ -1,5 +1,6 @@
 """Follows loops, branches and the programs of devices."""
 
+import functools
 import math
 from typing import Any
 
@@ -10,14 +11,7 @@ from jax.core import eval_jaxpr
 from jax.sharding import PartitionSpec
 
 from optax_lossscale.diagnostics._trace import equations, statistics
-from optax_lossscale.diagnostics._trace.values import (
-    Loop,
-    Place,
-    Value,
-    keys_of,
-    pack,
-    unpack,
-)
+from optax_lossscale.diagnostics._trace.values import Loop, Place, Value
 
 
 def run_cond(
@@ -27,41 +21,34 @@ def run_cond(
     index, *operands = inputs
     branches = equation.params["branches"]
     measured: list[Any] = [None] * len(branches)
-    results: list[Any] = [None] * len(branches)
 
-    def make(k):
-        def branch(packed):
-            inner = place.inside(f"branch {k}")
-            values = unpack(packed, keys_of(operands))
-            out = interpreter.enter(branches[k], values, inner)
-            measured[k], results[k] = inner.recorder.keys, keys_of(out)
-            return pack(out, apart=True), inner.recorder.finish()
+    def run(k, operands):
+        inner = place.inside(f"branch {k}")
+        out = interpreter.enter(branches[k], operands, inner)
+        measured[k] = inner.recorder.keys
+        return out, inner.recorder.finish()
 
-        return branch
+    def complete(k, operands):
+        out, found = run(k, operands)
+        parts = [_neutral(interpreter, x) for x in shapes]
+        parts[k] = found
+        values = [x.apart(known) for x, known in zip(out, keys, strict=True)]
+        return values, statistics.join_rows(parts)
 
-    packed = pack(operands)
-    functions = list(map(make, range(len(branches))))
-    shapes = [jax.eval_shape(f, packed)[1] for f in functions]
-
-    def complete(k):
-        def branch(packed):
-            out, found = functions[k](packed)
-            parts = [_neutral(interpreter, x) for x in shapes]
-            parts[k] = found
-            return out, statistics.join_rows(parts)
-
-        return branch
-
-    chosen = list(map(complete, range(len(branches))))
+    numbers = range(len(branches))
+    found = [jax.eval_shape(functools.partial(run, k), operands) for k in numbers]
+    outs, shapes = zip(*found, strict=True)
+    keys = [sum((x.keys for x in values), ()) for values in zip(*outs, strict=True)]
+    chosen = [functools.partial(complete, k) for k in numbers]
     platforms = equation.params.get("branches_platforms")
     if platforms is None:
-        out, found = lax.switch(index.real, chosen, packed)
+        out, found = lax.switch(index.real, chosen, operands)
     else:
         pairs = zip(chosen, platforms, strict=True)
         by_name = {x: f for f, names in pairs for x in names or ("default",)}
-        out, found = lax.platform_dependent(packed, **by_name)
+        out, found = lax.platform_dependent(operands, **by_name)
     place.recorder.extend([key for keys in measured for key in keys], found)
-    return unpack(out, [sum(keys, ()) for keys in zip(*results, strict=True)])
+    return out
 
 
 def run_scan(
@@ -73,21 +60,19 @@ def run_scan(
     consts, carry, xs = inputs[:n], inputs[n : n + m], inputs[n + m :]
 
     def body(values, x, inner):
-        args = [*consts, *values, *unpack(x, keys_of(xs))]
-        out = interpreter.enter(params["jaxpr"], args, inner)
+        out = interpreter.enter(params["jaxpr"], [*consts, *values, *x], inner)
         return out[:m], out[m:]
 
     def loop_over(step, state):
         options = {name: params[name] for name in ("length", "reverse", "unroll")}
-        return lax.scan(step, state, pack(xs), **options)
+        return lax.scan(step, state, xs, **options)
 
     def first_of(x):
         return x[0] if params["length"] else jnp.zeros(x.shape[1:], x.dtype)
 
-    first = jax.tree.map(first_of, pack(xs))
+    first = jax.tree.map(first_of, xs)
     loop = Loop(params["length"], params["reverse"])
-    is_scaled = any(interpreter.is_scaled(x.keys) for x in inputs)
-    return _loop(interpreter, body, loop_over, carry, is_scaled, first, loop, place)
+    return _loop(interpreter, body, loop_over, inputs, carry, first, loop, place)
 
 
 def run_while(
@@ -105,72 +90,71 @@ def run_while(
         return interpreter.enter(params["body_jaxpr"], [*consts, *values], inner), []
 
     def continues(state):
-        given = [*(x.real for x in asked), *(real for real, _ in state[2])]
-        pairs = zip(given, condition.jaxpr.invars, strict=True)
-        args = [equations.narrow(x, v.aval) for x, v in pairs]
+        pairs = zip([*asked, *state[2]], condition.jaxpr.invars, strict=True)
+        args = [equations.narrow(x.real, v.aval) for x, v in pairs]
         (again,) = eval_jaxpr(condition.jaxpr, condition.consts, *args)
         return again
 
     def loop_over(step, state):
         return lax.while_loop(continues, lambda s: step(s, None)[0], state), []
 
-    is_scaled = any(interpreter.is_scaled(x.keys) for x in inputs)
-    return _loop(interpreter, body, loop_over, carry, is_scaled, None, Loop(), place)
+    return _loop(interpreter, body, loop_over, inputs, carry, None, Loop(), place)
 
 
-def _loop(interpreter, body, loop_over, carry, is_scaled, x, loop, place):
+def _loop(interpreter, body, loop_over, inputs, carry, x, loop, place):
     """Runs a loop whose state also holds statistics.
 
     Args:
       interpreter: The interpreter.
       body: Maps values, a slice and a place to values and outputs.
       loop_over: Runs a function of state and slice on an initial state.
-      carry: The initial values.
-      is_scaled: Whether any input of the loop depends on the loss scale. Then its state
-        does: in the backward pass, cotangents of constants begin as zeros.
+      inputs: The inputs of the loop.
+      carry: Those of them that are the initial state.
       x: One slice.
       loop: What is known of the loop.
       place: Where it is.
     """
     states = [(*place.key, "loop", "state", i) for i in range(len(carry))]
-    if is_scaled:
+    if any(interpreter.is_scaled(x.keys) for x in inputs):
+        # The state is, too: the cotangents of constants begin as zeros.
         interpreter.scaled.update(states)
-    known: dict[str, Any] = {}
+    before = {key: x.keys for key, x in zip(states, carry, strict=True)}
+    after, measured = {}, []
+
+    def as_state(values):
+        return [x.apart((key,)) for x, key in zip(values, states, strict=True)]
 
     def step(state, x):
-        index, total, packed = state
+        index, total, values = state
         inner = place.inside("loop", loop)
-        new, out = body(unpack(packed, [(key,) for key in states]), x, inner)
-        known.update(keys=inner.recorder.keys, new=keys_of(new), out=keys_of(out))
+        new, out = body(values, x, inner)
+        after.update(zip(states, (x.keys for x in new), strict=True))
         found = statistics.in_iteration(inner.recorder.finish(), index)
+        measured[:] = inner.recorder.keys
         if total is not None:
             found = statistics.merge(total, found)
-        return (index + 1, found, pack(new, apart=True)), pack(out, apart=True)
+        return (index + 1, found, as_state(new)), [x.apart(x.keys) for x in out]
 
-    start = (jnp.int32(0), None, pack(carry, apart=True))
+    start = (jnp.int32(0), None, as_state(carry))
     (_, shapes, _), _ = jax.eval_shape(step, start, x)
     total = _neutral(interpreter, shapes)
-    (_, found, packed), out = loop_over(step, (start[0], total, start[2]))
-    place.recorder.extend(known["keys"], found)
-    leave = _sources(interpreter, states, keys_of(carry), known["new"])
-    ends, ys = [leave((key,)) for key in states], list(map(leave, known["out"]))
-    return [*unpack(packed, ends), *unpack(out, ys)]
+    (_, found, ends), ys = loop_over(step, (start[0], total, start[2]))
+    place.recorder.extend(measured, found)
+    leave = _sources(interpreter, before, after)
+    return [x._replace(keys=leave(x.keys)) for x in (*ends, *ys)]
 
 
-def _sources(interpreter, states, old, new):
+def _sources(interpreter, before, after):
     """Notes where the state of a loop comes from.
 
     Args:
       interpreter: The interpreter.
-      states: The keys of its parts.
-      old: For each part, the keys before the loop.
-      new: For each part, the keys after an iteration.
+      before: For the key of each part, the keys before the loop.
+      after: The same, after an iteration.
 
     Returns:
       A function that replaces keys of the state by those where it comes from.
     """
-    before = dict(zip(states, old, strict=True))
-    after = dict(zip(states, new, strict=True))
 
     def split(keys):
         found = list(keys)
@@ -179,7 +163,7 @@ def _sources(interpreter, states, old, new):
         starts = tuple(k for key in found for k in before.get(key, ()))
         return starts, tuple(key for key in found if key not in before)
 
-    interpreter.before |= {key: split([key]) for key in states}
+    interpreter.before |= {key: split([key]) for key in before}
     return lambda keys: sum(split(keys), ())
 
 
@@ -198,17 +182,16 @@ def run_shard_map(
     params = equation.params
     axes = equations.manual_axes(equation)
     devices = math.prod(params["mesh"].shape[x] for x in axes)
-    known: dict[str, Any] = {}
+    measured: list[Any] = []
     outer = interpreter.zero, interpreter.varying
 
-    def body(zero, varying, packed):
+    def body(zero, varying, values):
         interpreter.zero, interpreter.varying = zero, varying[0]
         inner = place.inside("device")
-        values = unpack(packed, keys_of(inputs))
         out = interpreter.enter(params["jaxpr"], values, inner)
-        known.update(keys=inner.recorder.keys, out=keys_of(out))
         found = jax.tree.map(lambda x: x[None], inner.recorder.finish())
-        return pack(out, apart=True), found
+        measured[:] = inner.recorder.keys
+        return [x.apart(x.keys) for x in out], found
 
     # A value and its shadow are sharded alike.
     out, found = jax.shard_map(
@@ -218,7 +201,7 @@ def run_shard_map(
         out_specs=(list(params["out_specs"]), PartitionSpec(axes)),
         axis_names=set(axes),
         check_vma=params["check_vma"],
-    )(interpreter.zero, jnp.zeros(devices, jnp.int32), pack(inputs))
+    )(interpreter.zero, jnp.zeros(devices, jnp.int32), inputs)
     interpreter.zero, interpreter.varying = outer
-    place.recorder.extend(known["keys"], statistics.over_devices(found))
-    return unpack(out, known["out"])
+    place.recorder.extend(measured, statistics.over_devices(found))
+    return out

@@ -112,6 +112,11 @@ def is_half(dtype: Any) -> bool:
     return str(dtype) in HALF
 
 
+def in_half(x: Any) -> bool:
+    """Whether an array, or its type, is in half precision."""
+    return is_half(getattr(x, "dtype", None))
+
+
 def is_inexact(x: Any) -> bool:
     """Whether an array, or its type, is floating-point or complex."""
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
@@ -258,7 +263,7 @@ def wide_dtype(dtype: Any) -> Any:
 
 def widen(x: Any) -> Any:
     """Converts half precision to float32."""
-    return jnp.asarray(x, jnp.float32) if is_inexact(x) and is_half(x.dtype) else x
+    return jnp.asarray(x, jnp.float32) if in_half(x) else x
 
 
 def as_written(x: Any, equation: Any, place: Any) -> Any:
@@ -267,7 +272,7 @@ def as_written(x: Any, equation: Any, place: Any) -> Any:
     JAX rounds constants when it traces a program. So 1e-8 is 0 in float16, and -1e9 is
     -inf. Any tiny and any huge number does what the user meant.
     """
-    if not is_half(getattr(x, "dtype", None)) or np.size(x) != 1:
+    if not in_half(x) or np.size(x) != 1:
         return x
     name, number = equation.primitive.name, float(x)
     if math.isinf(number) and name in ("mul", "add", "sub"):
@@ -281,7 +286,7 @@ def as_written(x: Any, equation: Any, place: Any) -> Any:
 
 def narrow(x: Any, aval: Any) -> Any:
     """Rounds a number in float32 to the half precision that the program has."""
-    is_narrower = is_inexact(aval) and is_half(aval.dtype) and x.dtype != aval.dtype
+    is_narrower = in_half(aval) and x.dtype != aval.dtype
     return jnp.asarray(x).astype(aval.dtype) if is_narrower else x
 
 
@@ -291,7 +296,9 @@ def bind_wide(equation: Any, args: Sequence[Any]) -> list[Any] | None:
         return None
     try:
         params = {name: _widen_parameter(x) for name, x in equation.params.items()}
-        return bind(equation, list(map(widen, args)), params)
+        found = bind(equation, list(map(widen, args)), params)
+        types = [(x.aval.shape, wide_dtype(x.aval.dtype)) for x in equation.outvars]
+        return found if [(x.shape, x.dtype) for x in found] == types else None
     except Exception:  # Whatever a primitive does not support.
         return None
 

@@ -9,15 +9,7 @@ from jax import lax
 from jax.core import Tracer
 
 from optax_lossscale.diagnostics._trace import control_flow, equations
-from optax_lossscale.diagnostics._trace.values import (
-    Key,
-    Place,
-    Site,
-    Value,
-    keys_of,
-    pack,
-    unpack,
-)
+from optax_lossscale.diagnostics._trace.values import Key, Place, Site, Value
 
 FLOW = {
     "cond": control_flow.run_cond,
@@ -82,11 +74,12 @@ class Interpreter:
 
     def literal(self, x: Any, *about: Any) -> Value:
         """Returns a constant in an equation, which is given with its place."""
-        return Value(x, equations.as_written(x, *about) if about else x)
+        wide = equations.as_written(x, *about) if about else x
+        return Value(x, None if wide is x else wide)
 
     def value(self, x: Any) -> Value:
-        """Returns an array as it is in the program: its shadow cannot differ."""
-        return Value(x, x)
+        """Returns an array as it is in the program: in float32 it cannot differ."""
+        return Value(x)
 
     def measure(self, key: Key, x: Value, place: Place, **about: Any) -> Value:
         """Measures a value, if it is floating-point.
@@ -150,8 +143,7 @@ class Interpreter:
     def _call(self, equation, inputs, place):
         if equation.primitive.name == "remat2":
             # Otherwise the compiler would find that the forward pass has this already.
-            packed = lax.optimization_barrier(pack(inputs))
-            inputs = unpack(packed, keys_of(inputs))
+            inputs = lax.optimization_barrier(inputs)
         return self.enter(equations.called_jaxpr(equation), inputs, place)
 
     def _operation(self, equation, inputs, place):
@@ -166,10 +158,9 @@ class Interpreter:
         # XLA would fold constants, and their statistics, at compile time.
         if any(constant) or not inputs or name in equations.REWRITTEN:
             reals = list(map(self._hold, reals))
-        shadows, opaque = self._shadows(equation, inputs, reals)
+        wide, opaque = self._shadows(equation, inputs, reals)
         if all(constant):
-            pairs = zip(reals, shadows, strict=True)
-            shadows = [y if y is x else self._hold(y) for x, y in pairs]
+            wide = [x if x is None else self._hold(x) for x in wide]
         moved = None
         if _keeps_magnitudes(equation) and place.recorder.has(inputs[0].keys):
             (moved,) = inputs[0].keys
@@ -187,7 +178,7 @@ class Interpreter:
         }
         return [
             self.measure((*place.key, i), Value(*pair), place, **about)
-            for i, pair in enumerate(zip(reals, shadows, strict=True))
+            for i, pair in enumerate(zip(reals, wide, strict=True))
         ]
 
     def _hold(self, x):
@@ -205,35 +196,23 @@ class Interpreter:
 
     def _shadows(self, equation, inputs, reals):
         """Returns the results in float32, and whether they could not be computed."""
-        same = all(x.shadow is x.real for x in inputs)
+        name = equation.primitive.name
         followed = [_is_followed(x, inputs) for x in reals]
-        wide = [equations.widen(x) for x in reals]
-        if any(followed) and equation.primitive.name in equations.OPAQUE:
-            return wide, True
-        halves = [
-            equations.is_half(x.aval.dtype)
-            for x in equation.outvars
-            if equations.is_inexact(x.aval)
-        ]
-        if not any(followed) or (same and not any(halves)):
-            return reals, False
+        has_half = any(equations.in_half(x.aval) for x in equation.outvars)
+        is_wide = any(x.wide is not None for x in inputs)
+        if not any(followed) or not (has_half or is_wide or name in equations.OPAQUE):
+            return [None] * len(reals), False
         found = equations.bind_wide(equation, [x.shadow for x in inputs])
         if found is None:
-            return wide, equation.primitive.name not in equations.BITS
-        fits = all(
-            x.shape == y.shape and x.dtype == y.dtype
-            for x, y, has_shadow in zip(found, wide, followed, strict=True)
-            if has_shadow
-        )
-        if not fits:
-            return wide, True
-        if equation.primitive.name in equations.POLES:
+            wide = [equations.widen(x) if equations.in_half(x) else None for x in reals]
+            return wide, name not in equations.BITS
+        if name in equations.POLES:
             # The shadow takes the decisions of the program, so it may come to a pole
             # that neither the program nor float32 would come to.
             is_pole = jnp.isfinite(reals[0]) & ~jnp.isfinite(found[0])
-            found = [jnp.where(is_pole, wide[0], found[0])]
-        pairs = zip(reals, found, followed, strict=True)
-        return [y if has_shadow else x for x, y, has_shadow in pairs], False
+            found = [jnp.where(is_pole, equations.widen(reals[0]), found[0])]
+        pairs = zip(found, followed, strict=True)
+        return [x if has_shadow else None for x, has_shadow in pairs], False
 
 
 def _is_followed(x: Any, inputs: Sequence[Value]) -> bool:
@@ -241,12 +220,10 @@ def _is_followed(x: Any, inputs: Sequence[Value]) -> bool:
 
     Other integers are indices, and the shadow takes the decisions of the program.
     """
-    if equations.is_inexact(x) or not jnp.issubdtype(x.dtype, jnp.integer):
+    if not jnp.issubdtype(x.dtype, jnp.integer):
         return equations.is_inexact(x)
-    own = (y.real for y in inputs if y.shadow is not y.real)
-    return x.dtype.itemsize == 1 or any(
-        jnp.issubdtype(y.dtype, jnp.integer) for y in own
-    )
+    own = (y.real.dtype for y in inputs if y.wide is not None)
+    return x.dtype.itemsize == 1 or any(jnp.issubdtype(y, jnp.integer) for y in own)
 
 
 def _keeps_magnitudes(equation: Any) -> bool:

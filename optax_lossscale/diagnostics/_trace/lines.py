@@ -195,12 +195,12 @@ class _Promoter(Interpreter):
         return super().value(equations.widen(x))
 
     def literal(self, x: Any, *about: Any) -> Value:
-        real, shadow, _ = super().literal(x, *about)
+        found = super().literal(x, *about)
+        real, wide = equations.widen(found.real), found.wide
         line = self._lines.get(about[1].source.own[:2]) if about else None
-        if shadow is real or line is None:
-            return Value(equations.widen(real), equations.widen(shadow))
-        wide = equations.widen(shadow)
-        return Value(jnp.where(self._is_wide[line], wide, equations.widen(real)), wide)
+        if wide is not None and line is not None:
+            real = jnp.where(self._is_wide[line], wide, real)
+        return Value(real, wide)
 
     def measure(self, key: Key, x: Value, place: Place, **about: Any) -> Value:
         if place.phase == "scale" or any(map(self.is_scaled, about.get("inputs", ()))):

@@ -17,7 +17,7 @@ from optax_lossscale._tree import is_inexact
 from optax_lossscale.diagnostics._trace import equations
 from optax_lossscale.diagnostics._trace.interpreter import Interpreter
 from optax_lossscale.diagnostics._trace.statistics import Recorder, Statistics, norms
-from optax_lossscale.diagnostics._trace.values import Key, Place, Site, Value, keys_of
+from optax_lossscale.diagnostics._trace.values import Key, Place, Site, Value
 
 PATIENCE = 10  # Seconds before a line says that this takes long.
 
@@ -166,11 +166,11 @@ def make_program(call: Call, dtype: str) -> Program:
         outside = place._replace(phase="argument")
         names, inputs = [*call.names, *constants], [*arrays, *consts]
         values = [
-            interpreter.measure((name,), Value(x, x), outside)
+            interpreter.measure((name,), Value(x), outside)
             for name, x in zip(names, inputs, strict=True)
         ]
         n = len(arrays)
-        variables = [*values[n:], Value(scale, scale), *values[:n]]
+        variables = [*values[n:], Value(scale), *values[:n]]
         loss, *gradients = interpreter.run(jaxpr, variables, place)
         statistics = place.recorder.finish()
         known.update(
@@ -178,7 +178,7 @@ def make_program(call: Call, dtype: str) -> Program:
             sites=interpreter.sites,
             before=interpreter.before,
             loss=loss.keys,
-            gradients=keys_of(gradients),
+            gradients=[x.keys for x in gradients],
         )
         found = [norms(x.real, x.shadow, judged) for x in gradients]
         return statistics, (loss.real, loss.shadow), jnp.stack(found)

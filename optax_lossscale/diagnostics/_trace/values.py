@@ -1,8 +1,9 @@
 """Arrays, where they are measured, and what is around them."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+import jax
 
 from optax_lossscale.diagnostics._trace import equations
 from optax_lossscale.diagnostics._trace.statistics import Recorder
@@ -14,15 +15,37 @@ NOWHERE = equations.Source()
 class Value(NamedTuple):
     """An array, what it would be in float32, and where it was measured.
 
+    It is a pytree, of which the keys are not a part.
+
     Attributes:
       real: The array.
-      shadow: The array in float32; the same object as `real` if they cannot differ.
+      wide: The array in float32; None if the two cannot differ.
       keys: The keys of the sites that measured it; several if it may come from either.
     """
 
     real: Any
-    shadow: Any
+    wide: Any = None
     keys: tuple[Key, ...] = ()
+
+    @property
+    def shadow(self) -> Any:
+        """The array in float32; the same object as `real` if they cannot differ."""
+        return self.real if self.wide is None else self.wide
+
+    def apart(self, keys: tuple[Key, ...]) -> "Value":
+        """Returns the same, with other keys, for a place where others may stand, too.
+
+        If it is floating-point, it has an array in float32 of its own.
+        """
+        is_inexact = equations.is_inexact(self.real)
+        return Value(
+            self.real, equations.widen(self.shadow) if is_inexact else None, keys
+        )
+
+
+jax.tree_util.register_pytree_node(
+    Value, lambda x: (x[:2], x.keys), lambda keys, x: Value(*x, keys)
+)
 
 
 class Loop(NamedTuple):
@@ -97,33 +120,3 @@ class Place(NamedTuple):
             recorder=Recorder(self.recorder.dtype),
             loops=(*self.loops, *loops),
         )
-
-
-def keys_of(values: Sequence[Value]) -> list[tuple[Key, ...]]:
-    """Returns the keys of each value."""
-    return [x.keys for x in values]
-
-
-def pack(values: Sequence[Value], *, apart: bool = False) -> list[tuple[Any, Any]]:
-    """Returns the arrays of values, each with its shadow, or with None.
-
-    Args:
-      values: The values.
-      apart: Whether every floating-point value gets a shadow of its own, since values
-        that have one may take its place.
-    """
-
-    def shadow(x):
-        has_own = apart or x.shadow is not x.real
-        is_inexact = equations.is_inexact(x.real)
-        return equations.widen(x.shadow) if has_own and is_inexact else None
-
-    return [(x.real, shadow(x)) for x in values]
-
-
-def unpack(packed: Any, keys: Sequence[tuple[Key, ...]]) -> list[Value]:
-    """Returns the values that were packed, with these keys."""
-    return [
-        Value(real, real if shadow is None else shadow, found)
-        for (real, shadow), found in zip(packed, keys, strict=True)
-    ]
