@@ -46,8 +46,8 @@ def whole_numbers(axis: Any) -> None:
     axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
 
 
-def get_axes(ax: Any) -> Any:
-    """Returns `ax`, or the Axes of a new figure."""
+def get_axes(ax: Any, *, rows: int = 1, size: tuple[float, float] = (7, 3.6)) -> Any:
+    """Returns `ax`, or the Axes of a new figure, an array if it has several rows."""
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
@@ -57,7 +57,7 @@ def get_axes(ax: Any) -> Any:
     if ax is not None and not hasattr(ax, "stairs"):
         raise TypeError(f"ax must be a matplotlib Axes, got {ax!r}.")
     if ax is None:
-        _, ax = plt.subplots(figsize=(7, 3.6), layout="constrained")
+        _, ax = plt.subplots(rows, figsize=size, layout="constrained")
     return ax
 
 

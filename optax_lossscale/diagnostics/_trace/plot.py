@@ -1,6 +1,5 @@
 """The picture of a trace: the exponents of each operation, forward above backward."""
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,8 +57,7 @@ def plot_numerics(
         chosen = [x for x in trace.operations if x.phase == phase]
         _shade(ax, trace.dtype, low, high)
         _draw(ax, chosen, low, high)
-        ax.set(ylabel=f"{phase} pass", ylim=(low, high))
-        ax.set_xlim(-1, max(len(chosen), 1))
+        ax.set(xlim=(-1, max(len(chosen), 1)), ylim=(low, high), ylabel=f"{phase} pass")
         ax.spines[["top", "right"]].set_visible(False)
     backward.set_xlabel("operation")
     handles = {}
@@ -74,26 +72,23 @@ def plot_numerics(
 
 def _get_axes(axes):
     if axes is None:
-        figure = _drawing.get_axes(None).figure
-        figure.clear()
-        figure.set_size_inches(9, 6)
-        axes = tuple(figure.subplots(2, 1))
+        axes = _drawing.get_axes(None, rows=2, size=(9, 6))
     if not isinstance(axes, tuple | list | np.ndarray) or len(axes) != 2:
         raise TypeError("axes must be two matplotlib Axes, or None for a new figure.")
     return tuple(map(_drawing.get_axes, axes))
 
 
-def _log2(x: float) -> float:
-    return math.log2(x) if x > 0 and math.isfinite(x) else math.nan
+def _exponents(operations: list[NumericOperation], name: str) -> np.ndarray:
+    """Returns log2 of a magnitude of each operation; nan if that is zero."""
+    found = np.array([getattr(x.output, name) for x in operations], np.float64)
+    return np.log2(np.where(found > 0, found, np.nan))
 
 
 def _limits(trace: Any) -> tuple[float, float]:
     """Returns the exponents to show: the range of the dtype, and what leaves it."""
     flushed, _, overflow = _drawing.boundaries(trace.dtype)
-    wide = [_log2(x.output.float32_largest) for x in trace.operations]
-    largest = np.nanmax([overflow, *wide])
-    smallest = [_log2(x.output.smallest) for x in trace.operations]
-    smallest = np.nanmin([flushed, *smallest])
+    smallest = np.nanmin([flushed, *_exponents(trace.operations, "smallest")])
+    largest = np.nanmax([overflow, *_exponents(trace.operations, "float32_largest")])
     low = max(smallest, flushed - 3 * MARGIN) - MARGIN
     return low, min(largest, overflow + 8 * MARGIN) + MARGIN
 
@@ -111,31 +106,25 @@ def _shade(ax: Any, dtype: str, low: float, high: float) -> None:
             1.005, (start + stop) / 2, name, transform=ax.get_yaxis_transform(),
             fontsize="small", va="center",
         )  # fmt: skip
-    ticks = sorted({round(x) for x in (flushed, normal, 0, overflow)})
-    ax.set_yticks([x for x in ticks if low <= x <= high])
+    ax.set_yticks(sorted({round(x) for x in (flushed, normal, 0, overflow)}))
     ax.yaxis.set_major_formatter("$2^{{{x:.0f}}}$")
 
 
 def _draw(ax: Any, chosen: list[NumericOperation], low: float, high: float) -> None:
-    half = [equations.is_half(x.dtype) for x in chosen]
-    for is_half, color, label in (
-        (True, BLUE, "half precision"),
-        (False, GRAY, "other dtypes"),
-    ):
-        bars = [
-            (i, _log2(x.output.smallest), _log2(x.output.largest))
-            for i, x in enumerate(chosen)
-            if half[i] == is_half and x.output.largest
-        ]
-        if bars:
-            index, bottom, top = (np.array(x) for x in zip(*bars, strict=True))
-            bottom = np.maximum(bottom, low)
-            width = float(np.clip(300 / len(chosen), 0.6, 4))
-            ax.vlines(index, bottom, np.maximum(top, bottom + 0.2), color=color,
-                      linewidth=width, label=label)  # fmt: skip
-    wide = [_log2(x.output.float32_largest) for x in chosen]
-    if wide:
-        ax.plot(wide, color="black", linewidth=0.8, label="largest in float32")
+    if not chosen:
+        return
+    bottom = np.maximum(_exponents(chosen, "smallest"), low)
+    top = np.maximum(_exponents(chosen, "largest"), bottom + 0.2)
+    is_half = np.array([equations.is_half(x.dtype) for x in chosen])
+    width = float(np.clip(300 / len(chosen), 0.6, 4))
+    kinds = [(is_half, BLUE, "half precision"), (~is_half, GRAY, "other dtypes")]
+    for is_shown, color, label in kinds:
+        (index,) = np.nonzero(is_shown & ~np.isnan(top))
+        if index.size:
+            ax.vlines(index, bottom[index], top[index], color=color, linewidth=width,
+                      label=label)  # fmt: skip
+    wide = _exponents(chosen, "float32_largest")
+    ax.plot(wide, color="black", linewidth=0.8, label="largest in float32")
     bad = [i for i, x in enumerate(chosen) if not x.output.is_finite]
     if bad:
         ax.plot(bad, [high - 1] * len(bad), "x", color=RED, label="inf or nan",
