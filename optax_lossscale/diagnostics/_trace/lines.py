@@ -257,7 +257,6 @@ class _Minimizer:
         self._search = search
         self._suspects = _suspects(search)
         self._lines = sorted(self._suspects, key=lambda x: -self._suspects[x].severity)
-        self._terms = effects.terms_of(search.run)
         self._execute = self._compile(call, search.run.program.closed)
         self.effect = functools.cache(self._effect)
         self._scale, self._told = search.run.scale, time.monotonic()
@@ -283,9 +282,7 @@ class _Minimizer:
     def _effect(self, lines: frozenset[int], scale: float) -> effects.Effect:
         """Returns the effect of half precision with these lines in float32."""
         losses, sizes = self._execute(lines, scale)
-        search = self._search
-        about = {"close": search.close, "noise": search.noise, "terms": self._terms}
-        return effects.effect_of(sizes.astype(float), list(map(float, losses)), **about)
+        return self._search.judge(sizes.astype(float), list(map(float, losses)))
 
     def _helps(self, lines: Sequence[int], scale: float | None = None) -> bool:
         now = time.monotonic()

@@ -19,7 +19,9 @@ class Search:
 
     Attributes:
       close: How far results may be from float32.
-      noise: The parameters whose gradients are roundoff in float32, too.
+      judge: Compares norms and losses of any run with float32: see
+        `effects.effect_of`.
+      effect: Compares one of these runs with float32.
       run: The run at the scale in question.
       best: The run at the largest scale with which the gradients are finite, and no
         overflow in the backward pass changes them; None if there is none.
@@ -29,16 +31,15 @@ class Search:
         """Runs the program until the largest scale is found."""
         self.close = close
         self.at = functools.cache(functools.partial(Run, program))
-        self.effect = functools.cache(self._effect)
-        self.noise = effects.noise_of(program, scale)
         self.run = self.at(scale)
-        self.best = self._find_largest()
-
-    def _effect(self, run: Run) -> effects.Effect:
-        about = {"close": self.close, "noise": self.noise}
-        return effects.effect_of(
-            run.norms, run.losses, terms=effects.terms_of(run), **about
+        self.judge = functools.partial(
+            effects.effect_of,
+            close=close,
+            noise=effects.noise_of(program, scale),
+            terms=effects.terms_of(self.run),
         )
+        self.effect = functools.cache(lambda run: self.judge(run.norms, run.losses))
+        self.best = self._find_largest()
 
     def with_scale(self, scale: float) -> "Search":
         """Returns the same search for another scale in question."""
@@ -52,15 +53,13 @@ class Search:
         It tries scales, so it is exact: the prediction only says where to begin. What
         fits at a scale must fit at every lower one.
         """
-        best = None
         # What fits, and what does not; both are out of range until one was tried.
         below, above = LOWEST - 1, HIGHEST + 1
         exponent = int(np.clip(_predict(self.run), LOWEST, HIGHEST))
         step = 1
         while above - below > 1:
-            tried = self.at(2.0**exponent)
-            if self.is_sound(tried):
-                below, best = exponent, tried
+            if self.is_sound(self.at(2.0**exponent)):
+                below = exponent
             else:
                 above = exponent
             if below < LOWEST:
@@ -70,16 +69,16 @@ class Search:
             else:
                 exponent = (below + above) // 2
             step *= 2
-        return best
+        return self.at(2.0**below) if below >= LOWEST else None
 
     def is_sound(self, run: Run) -> bool:
         """Whether no overflow in the backward pass matters, at the scale of the run."""
         if any(map(run.is_bad, run.gradients)):
             return False
+        origins = run.origins("backward")
         if run.program.judged:
-            return not run.origins("backward")
-        overflows = any(k for k in run.origins("backward") if run.exceeds(k))
-        return not overflows or not self.effect(run).wrong
+            return not origins
+        return not any(map(run.exceeds, origins)) or not self.effect(run).wrong
 
 
 def headroom(run: Run, key: Key) -> float:
@@ -91,6 +90,5 @@ def headroom(run: Run, key: Key) -> float:
 
 
 def _predict(run: Run) -> int:
-    room = min((headroom(run, key) for key in run.backward), default=math.inf)
-    room = min(room, 2.0 * HIGHEST)
+    room = min([2.0 * HIGHEST, *(headroom(run, key) for key in run.backward)])
     return math.floor(math.log2(run.scale) + room - 2**-20)
