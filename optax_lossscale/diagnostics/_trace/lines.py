@@ -162,7 +162,7 @@ def float32_lines(
     dtype, tolerance = trace.check_dtype(dtype), check.share("tolerance", tolerance)
     is_given = scale is not None or state is not None
     scale = trace.check_scale(name, state, scale)
-    followed = program.make_program(call, dtype)
+    followed = program.Program(call, dtype)
     if followed.judged:
         text = f"No operation computes in {dtype}, so no line needs float32."
         return Float32Lines([], scale, 0.0, 0.0, True, text)
@@ -276,8 +276,8 @@ class _Minimizer:
             return jnp.uint32(0), is_wide, jnp.float32(scale), call.arrays, consts
 
         count = len(list(equations.all_equations(jaxpr)))
-        compiled = program.compile_function(run, arguments((), 1), count)
-        return lambda *about: program.run_quietly(compiled, arguments(*about))
+        execute = program.compile_function(run, arguments((), 1), count)
+        return lambda *about: execute(*arguments(*about))
 
     def _effect(self, lines: frozenset[int], scale: float) -> effects.Effect:
         """Returns the effect of half precision with these lines in float32."""

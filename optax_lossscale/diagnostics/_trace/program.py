@@ -1,10 +1,9 @@
 """The program that computes the loss and its scaled gradient, and measures them."""
 
-import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +16,7 @@ from optax_lossscale._tree import is_inexact
 from optax_lossscale.diagnostics._trace import equations
 from optax_lossscale.diagnostics._trace.interpreter import Interpreter
 from optax_lossscale.diagnostics._trace.statistics import Recorder, Statistics, norms
-from optax_lossscale.diagnostics._trace.values import Key, Place, Site, Value
+from optax_lossscale.diagnostics._trace.values import Place, Value, keys_of
 
 PATIENCE = 10  # Seconds before a line says that this takes long.
 
@@ -98,144 +97,112 @@ def _name(path: Any) -> str:
     return rest[0].key + keystr(tuple(rest[1:]))
 
 
-class Program(NamedTuple):
-    """A compiled program.
+class Program:
+    """A compiled program: the loss and its scaled gradient.
 
     Attributes:
-      run: Maps a loss scale to the statistics of everything in `keys`; to the loss, and
-        what it would be in float32; and to the norms of each gradient, f32[n, 4]: see
-        `statistics.norms`.
+      closed: The jaxpr that it follows.
+      judged: The dtype that all numbers should fit into; None if the program computes
+        in the dtype in question.
+      parameters: The keys of the parameters that are differentiated.
       keys: The keys of the statistics.
       sites: By key, what was measured, in order of execution.
       before: See `Interpreter`.
-      parameters: The keys of the parameters that are differentiated.
       loss: The keys of the loss.
-      gradients: For each of them, the keys of its gradient.
-      judged: The dtype that all numbers should fit into; None if the program computes
-        in the dtype in question.
-      compiled: The compiled program.
-      closed: The jaxpr that it follows.
+      gradients: For each of the parameters, the keys of its gradient.
+      run: Maps a loss scale to the statistics of everything in `keys`; to the loss, and
+        what it would be in float32; and to the norms of each gradient, f32[n, 4]: see
+        `statistics.norms`.
     """
 
-    run: Callable[[float], tuple[Statistics, list[float], Any]]
-    keys: list[Key]
-    sites: dict[Key, Site]
-    before: dict[Key, tuple[tuple[Key, ...], tuple[Key, ...]]]
-    parameters: list[Key]
-    loss: tuple[Key, ...]
-    gradients: list[tuple[Key, ...]]
-    judged: str | None
-    compiled: Any
-    closed: Any
+    def __init__(self, call: Call, dtype: str):
+        """Traces and compiles.
 
+        Args:
+          call: The call to follow.
+          dtype: The dtype in question.
+        """
 
-def _trace(call: Call) -> Any:
-    """Returns the closed jaxpr of the loss and of its scaled gradient."""
+        def program(scale, *arrays):
+            def scaled(*arrays):
+                loss = call.function(arrays)
+                return scale_up(loss, scale), loss
 
-    def program(scale, parameters, others):
-        def scaled(parameters):
-            loss = call.function([*parameters, *others])
-            return scale_up(loss, scale), loss
+            differentiate = jax.value_and_grad(
+                scaled, tuple(range(call.differentiated)), has_aux=True
+            )
+            (_, loss), grads = differentiate(*arrays)
+            return loss, grads
 
-        (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(parameters)
-        return loss, grads
+        self.closed = jax.make_jaxpr(program)(jnp.float32(1), *call.arrays)
+        self.parameters = [(name,) for name in call.names[: call.differentiated]]
+        followed = list(equations.all_equations(self.closed.jaxpr))
+        results = (x.aval for equation in followed for x in equation.outvars)
+        computes = any(getattr(x, "dtype", None) == jnp.dtype(dtype) for x in results)
+        self.judged = None if computes else dtype
+        consts = list(self.closed.consts)
+        names = [f"(array {j} that loss_fn closes over)" for j in range(len(consts))]
+        follow = functools.partial(self._follow, [*call.names, *names])
 
-    n = call.differentiated
-    return jax.make_jaxpr(program)(jnp.float32(1), call.arrays[:n], call.arrays[n:])
+        def arguments(scale):
+            return jnp.uint32(0), jnp.float32(scale), call.arrays, consts
 
+        execute = compile_function(follow, arguments(1), len(followed))
 
-def make_program(call: Call, dtype: str) -> Program:
-    """Traces and compiles.
+        @functools.cache
+        def run(scale):
+            statistics, losses, sizes = execute(*arguments(scale))
+            return statistics, [float(x) for x in losses], sizes.astype(float)
 
-    Args:
-      call: The call to follow.
-      dtype: The dtype in question.
-    """
-    closed = _trace(call)
-    jaxpr, consts = closed.jaxpr, list(closed.consts)
-    followed = list(equations.all_equations(jaxpr))
-    results = (x.aval for equation in followed for x in equation.outvars)
-    computes = any(getattr(x, "dtype", None) == jnp.dtype(dtype) for x in results)
-    judged = None if computes else jnp.dtype(dtype)
-    constants = [f"(array {j} that loss_fn closes over)" for j in range(len(consts))]
-    known: dict[str, Any] = {}
+        self.run: Callable[[float], tuple[Statistics, list[float], Any]] = run
 
-    def run(zero, scale, arrays, consts):
-        interpreter = Interpreter(zero, loss_scale=jaxpr.invars[0])
-        place = Place((), Recorder(judged))
+    def _follow(self, names, zero, scale, arrays, consts):
+        """Computes the results of `run`, and takes down what they belong to."""
+        interpreter = Interpreter(zero, loss_scale=self.closed.jaxpr.invars[0])
+        place = Place((), Recorder(self.judged))
         outside = place._replace(phase="argument")
-        names, inputs = [*call.names, *constants], [*arrays, *consts]
-        values = [
+        inputs = [
             interpreter.measure((name,), Value(x), outside)
-            for name, x in zip(names, inputs, strict=True)
+            for name, x in zip(names, [*arrays, *consts], strict=True)
         ]
         n = len(arrays)
-        variables = [*values[n:], Value(scale), *values[:n]]
-        loss, *gradients = interpreter.run(jaxpr, variables, place)
+        variables = [*inputs[n:], Value(scale), *inputs[:n]]
+        loss, *gradients = interpreter.run(self.closed.jaxpr, variables, place)
         statistics = place.recorder.finish()
-        known.update(
-            keys=place.recorder.keys,
-            sites=interpreter.sites,
-            before=interpreter.before,
-            loss=loss.keys,
-            gradients=[x.keys for x in gradients],
-        )
-        found = [norms(x.real, x.shadow, judged) for x in gradients]
-        return statistics, (loss.real, loss.shadow), jnp.stack(found)
-
-    def arguments(scale):
-        return jnp.uint32(0), jnp.float32(scale), call.arrays, consts
-
-    compiled = compile_function(run, arguments(1), len(followed))
-
-    @functools.cache
-    def run_at(scale):
-        statistics, losses, sizes = run_quietly(compiled, arguments(scale))
-        return statistics, [float(x) for x in losses], sizes.astype(float)
-
-    return Program(
-        run=run_at,
-        closed=closed,
-        parameters=[(name,) for name in call.names[: call.differentiated]],
-        judged=judged and judged.name,
-        compiled=compiled,
-        **known,
-    )
+        self.keys, self.sites = place.recorder.keys, interpreter.sites
+        self.before = interpreter.before
+        self.loss, self.gradients = loss.keys, keys_of(gradients)
+        sizes = [norms(x.real, x.shadow, self.judged) for x in gradients]
+        return statistics, (loss.real, loss.shadow), jnp.stack(sizes)
 
 
 def compile_function(
     function: Callable[..., Any], arguments: tuple[Any, ...], count: int
-) -> Any:
+) -> Callable[..., Any]:
     """Compiles a function that rounds as its program says.
 
     Args:
       function: The function.
       arguments: Arguments, for their shapes and dtypes.
       count: The number of operations in it.
+
+    Returns:
+      A function that returns the results on the host; inf and nan raise no errors.
     """
     text = f"Compiling {count} operations, please wait ..."
-    with jax.disable_jit(False), _patience(text):
-        return (
-            jax.jit(function)
-            .lower(*arguments)
-            .compile(compiler_options={"xla_allow_excess_precision": False})
-        )
-
-
-def run_quietly(compiled: Any, arguments: tuple[Any, ...]) -> Any:
-    """Returns the results on the host; inf and nan raise no errors."""
-    with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
-        return jax.device_get(compiled(*arguments))
-
-
-@contextlib.contextmanager
-def _patience(text: str) -> Iterator[None]:
-    """Writes a line to stderr if something takes long."""
-    write = functools.partial(print, text, file=sys.stderr, flush=True)
-    timer = threading.Timer(PATIENCE, write)
+    options = {"file": sys.stderr, "flush": True}
+    timer = threading.Timer(PATIENCE, print, [text], options)
     timer.daemon = True
     timer.start()
     try:
-        yield
+        with jax.disable_jit(False):
+            lowered = jax.jit(function).lower(*arguments)
+            compiled = lowered.compile({"xla_allow_excess_precision": False})
     finally:
         timer.cancel()
+
+    def run(*arguments):
+        with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
+            return jax.device_get(compiled(*arguments))
+
+    return run

@@ -14,7 +14,7 @@ from optax_lossscale.diagnostics._common import check_host, scale_of
 from optax_lossscale.diagnostics._trace.effects import closeness
 from optax_lossscale.diagnostics._trace.findings import NumericFinding, power
 from optax_lossscale.diagnostics._trace.operations import NumericOperation
-from optax_lossscale.diagnostics._trace.program import Call, make_call, make_program
+from optax_lossscale.diagnostics._trace.program import Call, Program, make_call
 from optax_lossscale.diagnostics._trace.search import Search
 from optax_lossscale.diagnostics._trace.verdict import find_all
 
@@ -164,7 +164,7 @@ def trace_numerics(
     call = check_call("trace_numerics", loss_fn, params, args, kwargs, has_aux)
     dtype = check_dtype(dtype)
     scale = check_scale("trace_numerics", state, scale)
-    program = make_program(call, dtype)
+    program = Program(call, dtype)
     search = Search(program, closeness(dtype), scale)
     run, best = search.run, search.best
     factual = [k for k in run.origins() if not run.range(k).is_finite]
