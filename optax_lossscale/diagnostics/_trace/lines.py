@@ -4,7 +4,6 @@ import functools
 import linecache
 import math
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -60,10 +59,9 @@ class Float32Line(NamedTuple):
 
     def __str__(self):
         place = named(*self[:3]) if self.line else "gradient of the loss"
-        text = f"{place}: {self.reason}"
-        found = textwrap.wrap(text, trace.WIDTH, subsequent_indent="  ")
+        found = trace.wrapped(f"{place}: {self.reason}")
         text = linecache.getline(self.file, self.line).strip()
-        return "\n".join([*found, *([f"    {text}"] if text else []), f"  {self.fix}"])
+        return "\n".join([found, *([f"    {text}"] if text else []), f"  {self.fix}"])
 
 
 class Float32Lines(NamedTuple):
@@ -89,8 +87,7 @@ class Float32Lines(NamedTuple):
     message: str
 
     def __str__(self):
-        wrapped = textwrap.wrap(self.message, trace.WIDTH, subsequent_indent="  ")
-        return "\n".join([*wrapped, *map(str, self.lines)])
+        return "\n".join([trace.wrapped(self.message), *map(str, self.lines)])
 
 
 def float32_lines(
@@ -158,7 +155,7 @@ def float32_lines(
       ([2, 3], True)
     """
     name = "float32_lines"
-    call = trace.check_call(name, loss_fn, params, args, kwargs, has_aux)
+    call = program.make_call(name, loss_fn, params, args, kwargs, has_aux)
     dtype, tolerance = trace.check_dtype(dtype), check.share("tolerance", tolerance)
     is_given = scale is not None or state is not None
     scale = trace.check_scale(name, state, scale)

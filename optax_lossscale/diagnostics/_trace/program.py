@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
+from optax_lossscale import _check as check
 from optax_lossscale._gradients import loss_of
 from optax_lossscale._scaling import scale_up
 from optax_lossscale._tree import is_inexact
@@ -38,48 +40,65 @@ class Call(NamedTuple):
 
 
 def make_call(
-    loss_fn: Callable[..., Any],
+    caller: str,
+    loss_fn: Any,
     params: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    has_aux: bool,
+    has_aux: Any,
 ) -> Call:
     """Takes a call apart.
 
+    Args:
+      caller: The name of the public function, for messages.
+      loss_fn: The loss function.
+      params: Its first argument.
+      args: More arguments.
+      kwargs: Its keyword arguments.
+      has_aux: Whether it returns auxiliary data as well.
+
     Raises:
-      TypeError: If `params` has no floating-point array.
+      TypeError: If `loss_fn` is no function, `has_aux` no boolean, an argument belongs
+        to a transformation of JAX, or `params` has no floating-point array.
       ValueError: If an array was deleted.
     """
-    paths, treedef = jax.tree.flatten_with_path((params, args, kwargs))
-    names, leaves = [_name(path) for path, _ in paths], [x for _, x in paths]
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function, got {loss_fn!r}.")
+    check.boolean("has_aux", has_aux)
+    leaves, treedef = jax.tree.flatten((params, args, kwargs))
+    names = [
+        name + jax.tree_util.keystr(path)
+        for name, x in [("params", params), ("args", args), *sorted(kwargs.items())]
+        for path, _ in jax.tree.leaves_with_path(x)
+    ]
+    if any(isinstance(x, Tracer) for x in leaves):
+        raise TypeError(
+            f"{caller} is for the host: call it outside of jit, scan, vmap and the "
+            "like, with the arguments of the step."
+        )
     for name, x in zip(names, leaves, strict=True):
         if isinstance(x, jax.Array) and x.is_deleted():
             raise ValueError(
                 f"{name} was deleted: the step donated it (donate_argnums). Pass a "
                 "copy that was made before the step."
             )
-    count = len(jax.tree.leaves(params))
-    differentiated = [
-        i for i in range(count) if is_inexact(leaves[i]) and not callable(leaves[i])
-    ]
-    if not differentiated:
+    first = leaves[: len(jax.tree.leaves(params))]
+    chosen = {i: x for i, x in enumerate(first) if is_inexact(x) and not callable(x)}
+    count = len(chosen)
+    if not chosen:
         raise TypeError(
             "params must have a floating-point array to differentiate, got "
             f"{type(params).__name__} with none. If it is a model that is not a "
             "pytree, pass its parameters, and build the model in loss_fn."
         )
-    others = set(range(len(leaves))) - set(differentiated)
-    chosen = [*differentiated, *(i for i in sorted(others) if _is_argument(leaves[i]))]
+    chosen |= {i: x for i, x in enumerate(leaves) if _is_argument(x)}
 
     def function(arrays):
-        given = list(leaves)
-        for i, x in zip(chosen, arrays, strict=True):
-            given[i] = x
-        params, args, kwargs = jax.tree.unflatten(treedef, given)
+        given = dict(enumerate(leaves)) | dict(zip(chosen, arrays, strict=True))
+        params, args, kwargs = jax.tree.unflatten(treedef, given.values())
         return loss_of(loss_fn(params, *args, **kwargs), has_aux)
 
-    arrays, names = [leaves[i] for i in chosen], [names[i] for i in chosen]
-    return Call(function, arrays, names, len(differentiated))
+    return Call(function, list(chosen.values()), [names[i] for i in chosen], count)
 
 
 def _is_argument(x: Any) -> bool:
@@ -87,14 +106,6 @@ def _is_argument(x: Any) -> bool:
     if isinstance(x, np.ndarray | np.generic):
         return jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
     return isinstance(x, jax.Array)
-
-
-def _name(path: Any) -> str:
-    """Returns the name of a leaf: params['w'], args[0], or the keyword."""
-    (part, *rest), keystr = path, jax.tree_util.keystr
-    if part.idx < 2:
-        return ("params", "args")[part.idx] + keystr(tuple(rest))
-    return rest[0].key + keystr(tuple(rest[1:]))
 
 
 class Program:
@@ -128,10 +139,8 @@ class Program:
                 loss = call.function(arrays)
                 return scale_up(loss, scale), loss
 
-            differentiate = jax.value_and_grad(
-                scaled, tuple(range(call.differentiated)), has_aux=True
-            )
-            (_, loss), grads = differentiate(*arrays)
+            which = tuple(range(call.differentiated))
+            (_, loss), grads = jax.value_and_grad(scaled, which, has_aux=True)(*arrays)
             return loss, grads
 
         self.closed = jax.make_jaxpr(program)(jnp.float32(1), *call.arrays)

@@ -4,9 +4,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
-from jax.core import Tracer
 
 from optax_lossscale import _check as check
 from optax_lossscale.diagnostics import _bits
@@ -14,7 +12,7 @@ from optax_lossscale.diagnostics._common import check_host, scale_of
 from optax_lossscale.diagnostics._trace.effects import closeness
 from optax_lossscale.diagnostics._trace.findings import NumericFinding, power
 from optax_lossscale.diagnostics._trace.operations import NumericOperation
-from optax_lossscale.diagnostics._trace.program import Call, Program, make_call
+from optax_lossscale.diagnostics._trace.program import Program, make_call
 from optax_lossscale.diagnostics._trace.search import Search
 from optax_lossscale.diagnostics._trace.verdict import find_all
 
@@ -73,24 +71,25 @@ class NumericsTrace(NamedTuple):
                 f"No operation computes in {self.dtype}. The findings say what would "
                 "overflow or underflow if all did."
             )
-            lines += textwrap.wrap(text, WIDTH)
-        for finding in self.findings[:SHOWN_FINDINGS]:
-            lines += textwrap.wrap(finding.message, WIDTH, subsequent_indent="  ")
-        if len(self.findings) > SHOWN_FINDINGS:
-            lines.append(
-                f"and {len(self.findings) - SHOWN_FINDINGS} more: see findings"
-            )
-        opaque = {x.primitive for x in self.operations if x.opaque}
+            lines.append(textwrap.fill(text, WIDTH))
+        lines += [wrapped(x.message) for x in self.findings[:SHOWN_FINDINGS]]
+        hidden = len(self.findings[SHOWN_FINDINGS:])
+        if hidden:
+            lines.append(f"and {hidden} more: see findings")
+        opaque = sorted({x.primitive for x in self.operations if x.opaque})
         if opaque:
-            names = ", ".join(sorted(opaque))
-            text = f"Not followed in float32: {names}."
-            lines += textwrap.wrap(text, WIDTH, subsequent_indent="  ")
+            lines.append(wrapped(f"Not followed in float32: {', '.join(opaque)}."))
         largest = "none" if self.largest_scale is None else power(self.largest_scale)
         lines.append(
             f"loss {self.loss:.6g}, in float32 {self.float32_loss:.6g}, loss scale "
             f"{power(self.scale)}, largest {largest}, operations {len(self.operations)}"
         )
         return "\n".join(lines)
+
+
+def wrapped(text: str) -> str:
+    """Breaks a text into lines, all but the first indented."""
+    return textwrap.fill(text, WIDTH, subsequent_indent="  ")
 
 
 def trace_numerics(
@@ -161,7 +160,7 @@ def trace_numerics(
       The shadow in higher precision follows LLVM's
       [NumericalStabilitySanitizer](https://clang.llvm.org/docs/NumericalStabilitySanitizer.html).
     """
-    call = check_call("trace_numerics", loss_fn, params, args, kwargs, has_aux)
+    call = make_call("trace_numerics", loss_fn, params, args, kwargs, has_aux)
     dtype = check_dtype(dtype)
     scale = check_scale("trace_numerics", state, scale)
     program = Program(call, dtype)
@@ -180,25 +179,6 @@ def trace_numerics(
         computes_in_dtype=program.judged is None,
         operations=[run.operation(k) for k in run.keys if run.site(k).primitive],
     )
-
-
-def check_call(
-    name: str,
-    loss_fn: Any,
-    params: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    has_aux: Any,
-) -> Call:
-    """Returns the call that a function of this name should follow."""
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn must be a function, got {loss_fn!r}.")
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves((params, args, kwargs))):
-        raise TypeError(
-            f"{name} is for the host: call it outside of jit, scan, vmap and the like, "
-            "with the arguments of the step."
-        )
-    return make_call(loss_fn, params, args, kwargs, check.boolean("has_aux", has_aux))
 
 
 def check_dtype(dtype: Any) -> str:
