@@ -20,7 +20,9 @@ from optax_lossscale.diagnostics._trace.interpreter import Interpreter
 from optax_lossscale.diagnostics._trace.statistics import Recorder, Statistics, norms
 from optax_lossscale.diagnostics._trace.values import Place, Value, keys_of
 
-PATIENCE = 10  # Seconds before a line says that this takes long.
+# Seconds before a line says that this takes long, and the number of operations from which
+# on it says so at once.
+PATIENCE, MANY = 10, 1000
 
 
 class Call(NamedTuple):
@@ -198,9 +200,13 @@ def compile_function(
     Returns:
       A function that returns the results on the host; inf and nan raise no errors.
     """
-    text = f"Compiling {count} operations, please wait ..."
+    text = (
+        f"Compiling {count} operations, please wait. It takes 4 to 8 times as long as "
+        "compiling the step."
+    )
     options = {"file": sys.stderr, "flush": True}
-    timer = threading.Timer(PATIENCE, print, [text], options)
+    delay = PATIENCE if count < MANY else 0
+    timer = threading.Timer(delay, print, [text], options)
     timer.daemon = True
     timer.start()
     try:
