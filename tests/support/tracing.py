@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale.diagnostics._trace import equations
 
@@ -22,6 +24,48 @@ def total(x):
 
 def half(x):
     return x.astype(jnp.float16)
+
+
+class Casts:
+    """Casts arrays to a dtype, but to float32 in the lines that are repaired."""
+
+    def __init__(self, dtype=jnp.float16, repaired=()):
+        self._dtype, self._repaired = dtype, repaired
+
+    def __call__(self, tree, line=None):
+        dtype = jnp.float32 if line in self._repaired else self._dtype
+        return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
+def by_hand(loss_fn, params, *args):
+    """Returns a function of the scale: the loss, and all gradients without the scale.
+
+    It computes operation by operation as written: XLA may keep more bits otherwise.
+    """
+
+    def scaled(params, scale):
+        loss = loss_fn(params, *args).astype(jnp.float32)
+        return loss * scale, loss
+
+    step = jax.jit(jax.value_and_grad(scaled, has_aux=True))
+    options = {"xla_allow_excess_precision": False}
+    compiled = step.lower(params, jnp.float32(1)).compile(compiler_options=options)
+
+    def run(scale):
+        (_, loss), grads = compiled(params, jnp.float32(scale))
+        flat = [np.ravel(x).astype(float) for x in jax.tree.leaves(grads)]
+        return float(loss), np.concatenate(flat) / scale
+
+    return run
+
+
+def errors(found, desired):
+    """Returns the errors of the loss and of the gradients, relative to what is desired.
+
+    Both are what a function of `by_hand` returns.
+    """
+    pairs = zip(found, desired, strict=True)
+    return [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in pairs]
 
 
 def assert_found(trace, mark, phase="forward", **expected):
