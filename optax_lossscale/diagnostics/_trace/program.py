@@ -18,10 +18,10 @@ from optax_lossscale._tree import is_inexact
 from optax_lossscale.diagnostics._trace import equations
 from optax_lossscale.diagnostics._trace.interpreter import Interpreter
 from optax_lossscale.diagnostics._trace.statistics import Recorder, Statistics, norms
-from optax_lossscale.diagnostics._trace.values import Place, Value, keys_of
+from optax_lossscale.diagnostics._trace.values import Place, Value
 
-# Seconds before a line says that this takes long, and the number of operations from which
-# on it says so at once.
+# Seconds before a line says that this takes long; and the number of operations from
+# which on it says so at once.
 PATIENCE, MANY = 10, 1000
 
 
@@ -182,7 +182,7 @@ class Program:
         statistics = place.recorder.finish()
         self.keys, self.sites = place.recorder.keys, interpreter.sites
         self.before = interpreter.before
-        self.loss, self.gradients = loss.keys, keys_of(gradients)
+        self.loss, self.gradients = loss.keys, [x.keys for x in gradients]
         sizes = [norms(x.real, x.shadow, self.judged) for x in gradients]
         return statistics, (loss.real, loss.shadow), jnp.stack(sizes)
 
