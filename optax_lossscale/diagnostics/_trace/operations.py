@@ -1,6 +1,7 @@
 """What is known of each operation after a run, as Python numbers."""
 
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable
@@ -185,7 +186,7 @@ class Run:
         self.program, self.scale = program, scale
         self._statistics, self.losses, self.norms = program.run(scale)
         self._rows = {key: i for i, key in enumerate(program.keys)}
-        self._ranges: dict[Key, NumericRange] = {}
+        self.range = functools.cache(self._range)
         seen, nonfinite = self._statistics.counts[:, 0], self._statistics.nonfinite
         self._seen, self._nonfinite = (seen > 0).tolist(), (nonfinite > 0).tolist()
         self.keys = sorted(filter(self._ran, program.sites), key=self._order)
@@ -220,22 +221,16 @@ class Run:
         count = len(self.site(key).loops)
         return tuple(self._statistics.first[self._row(key)][:count].tolist())
 
-    def range(self, key: Key) -> NumericRange:
+    def _range(self, key: Key) -> NumericRange:
         """Returns the numbers at a site."""
-        if key not in self._ranges:
-            self._ranges[key] = self._read(key)
-        return self._ranges[key]
-
-    def _read(self, key):
         site, found = self.site(key), self._statistics.row(self._row(key))
         measured = self.site(site.moved or key).dtype
         seen = max(found["seen"], 1.0)
-        share = {name: found[name] / seen for name in COUNTS}
+        share = {name: found[name] / seen for name in COUNTS if name != "seen"}
         wide = _decode(found["wide_largest"], "float32")
         if measured in ("float64", "complex128"):
             wide = _decode(found["largest"], "float64")
         is_empty = share["zeros"] + share["nans"] + share["infs"] >= 1
-        del share["seen"]
         if site.dtype != measured:
             share["subnormals"] = 0.0
         return NumericRange(
@@ -255,6 +250,7 @@ class Run:
             steps = zip(self.first(key), site.loops, strict=True)
             found = [(x.length or 0) - 1 - i if x.reverse else i for i, x in steps]
             iteration = found[0] if len(found) == 1 else tuple(found)
+        own = site.source.file, site.source.line, site.primitive
         inputs = (self.inputs(x) for x in site.inputs)
         names = ("phase", "scope", "primitive", "dtype", "shape", "opaque")
         return NumericOperation(
@@ -263,20 +259,14 @@ class Run:
             iteration=iteration,
             inputs=tuple(self.range(x[-1]) for x in inputs if x),
             output=self.range(key),
-            for_derivative=self._is_for_derivative(key),
+            for_derivative=site.phase == "forward" and own not in self._needed,
         )
 
     @functools.cached_property
     def _needed(self):
-        """What the loss depends on, and its primitives in each line."""
-        keys = self.ancestors(self.inputs(self.program.loss))
-        sites = map(self.site, keys)
-        return keys, {(x.source.file, x.source.line, x.primitive) for x in sites}
-
-    def _is_for_derivative(self, key):
-        site, (keys, known) = self.site(key), self._needed
-        same = site.source.file, site.source.line, site.primitive
-        return site.phase == "forward" and key not in keys and same not in known
+        """The lines on which the loss depends, with the primitives in them."""
+        sites = map(self.site, self.ancestors(self.inputs(self.program.loss)))
+        return {(x.source.file, x.source.line, x.primitive) for x in sites}
 
     @property
     def backward(self) -> list[Key]:
@@ -312,12 +302,10 @@ class Run:
 
     def exceeds(self, key: Key) -> bool:
         """Whether the result in float32 is too large for the dtype."""
-        limits = self.limit(key)
-        largest = self.range(key).float32_largest
-        return limits is not None and (
-            largest > limits.overflow
-            or (largest == limits.overflow and limits.tie_overflows)
-        )
+        limits, largest = self.limit(key), self.range(key).float32_largest
+        if limits is None or largest < limits.overflow:
+            return False
+        return largest > limits.overflow or limits.tie_overflows
 
     def is_bad(self, key: Key) -> bool:
         """Whether there is inf or nan, or would be in the dtype in question."""
@@ -333,22 +321,19 @@ class Run:
         known = (k for keys in site.inputs for k in keys if k in self.program.sites)
         if any(0 in self.site(k).shape for k in known):
             return False  # The largest number of none is -inf.
-        bad = self.bad_operands(key)
-        limits = self.limit(key)
+        bad, limits = self.bad_operands(key), self.limit(key)
         is_mask = site.primitive in equations.MASKS and self.program.judged
         end = limits.overflow if is_mask and limits else math.inf
         constants = [x for x in site.constants if not abs(x) < end]
         if not bad and not constants:
             return True
         found = self.range(key)
-        had_nan = any(self.range(k).nans for k in bad) or any(
-            map(math.isnan, constants)
-        )
+        shares = [self.range(k) for k in bad]
+        had_nan = any(x.nans for x in shares) or any(map(math.isnan, constants))
         if found.nans and not had_nan:
             return True
         # Number by number: more of them than the inputs have.
         is_elementwise = site.primitive in equations.ELEMENTWISE and not constants
-        shares = [self.range(k) for k in bad]
         return (
             is_elementwise
             and all(self.site(k).loops == site.loops for k in bad)
@@ -366,20 +351,15 @@ class Run:
         when = self.first(reader)
         if key in self.program.before:
             before, after = self.program.before[key]
-            if any(self._was_bad(k, reader) for k in before):
-                return True
             depth = key.count("loop")
-            return any(
-                self.is_bad(k) and self.first(k)[:depth] < when[:depth]
-                for k in self.inputs(after)
-            )
+            bad = filter(self.is_bad, self.inputs(after))
+            earlier = (self.first(k)[:depth] < when[:depth] for k in bad)
+            return any(self._was_bad(k, reader) for k in before) or any(earlier)
         if not self._ran(key) or not self.is_bad(key):
             return False
-        depth = 0
-        for x, y in zip(key, reader, strict=False):
-            if x != y:
-                break
-            depth += x == "loop"
+        pairs = zip(key, reader, strict=False)
+        shared = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+        depth = sum(part == "loop" for part, _ in shared)
         return self.first(key)[:depth] == when[:depth]
 
     def origins(self, phase: str | None = None) -> list[Key]:
