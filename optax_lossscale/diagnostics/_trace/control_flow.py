@@ -135,10 +135,10 @@ def _loop(interpreter, body, loop_over, inputs, carry, x, loop, place):
             found = statistics.merge(total, found)
         return (index + 1, found, as_state(new)), [x.apart(x.keys) for x in out]
 
-    start = (jnp.int32(0), None, as_state(carry))
-    (_, shapes, _), _ = jax.eval_shape(step, start, x)
+    index, start = jnp.int32(0), as_state(carry)
+    (_, shapes, _), _ = jax.eval_shape(step, (index, None, start), x)
     total = _neutral(interpreter, shapes)
-    (_, found, ends), ys = loop_over(step, (start[0], total, start[2]))
+    (_, found, ends), ys = loop_over(step, (index, total, start))
     place.recorder.extend(measured, found)
     leave = _sources(interpreter, before, after)
     return [x._replace(keys=leave(x.keys)) for x in (*ends, *ys)]

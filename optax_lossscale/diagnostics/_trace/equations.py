@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 CUSTOM_VJP = jax.custom_vjp.__call__.__qualname__
 # A line in these packages is not the user's: the line that called them is, where the
 # dtype of a layer is chosen. In other libraries, both lines are named.
@@ -73,11 +73,7 @@ POLES = (
     "atanh", "acosh", "erf_inv", "rem",
 )  # fmt: skip
 BITS = ("bitcast_convert_type", "rng_uniform", "nextafter")
-HALF = [
-    x
-    for x in dir(jnp)
-    if x in ("float16", "bfloat16") or x.startswith(("float8_", "float4_"))
-]
+HALF = [x for x in dir(jnp) if re.fullmatch(r"b?float16|float[48]_\w+", x)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,9 +143,7 @@ def source_of(equation: Any, caller: Source, *, is_backward: bool) -> Source:
     lines: list[Line] = []
     for frame in traceback.frames if traceback is not None else ():
         in_rule |= is_backward and not lines and frame.function_name == CUSTOM_VJP
-        if frame.file_name.startswith(PACKAGE + os.sep):
-            break
-        if frame.function_name in BORDERS:
+        if frame.function_name in BORDERS or frame.file_name.startswith(PACKAGE):
             break
         if _is_users(frame.file_name):
             lines.append((frame.file_name, frame.line_num, frame.function_name))
@@ -191,14 +185,6 @@ def scope_of(equation: Any, outer: str) -> str:
     if equation.primitive.name == "remat2" and parts[:middle] == parts[middle:]:
         parts = parts[:middle]  # In the backward pass JAX gives it its scopes twice.
     return "/".join([outer, *parts] if outer else parts)
-
-
-def can_widen(equation: Any) -> bool:
-    """Whether an equation may run in float32, and more than once."""
-    name, effects = equation.primitive.name, equation.effects
-    # Collectives have an effect, but no side effect.
-    is_pure = all(type(x).__name__ == "NamedAxisEffect" for x in effects)
-    return is_pure and name not in OPAQUE and name not in BITS
 
 
 def opened(x: Any) -> tuple[Any, Sequence[Any]]:
@@ -292,15 +278,22 @@ def narrow(x: Any, aval: Any) -> Any:
 
 def bind_wide(equation: Any, args: Sequence[Any]) -> list[Any] | None:
     """Runs an equation in float32 where it is in half precision; None if it cannot."""
-    if not can_widen(equation):
+    # It runs more than once. Collectives have an effect, but no side effect.
+    is_pure = all(type(x).__name__ == "NamedAxisEffect" for x in equation.effects)
+    if not is_pure or equation.primitive.name in (*OPAQUE, *BITS):
         return None
     try:
         params = {name: _widen_parameter(x) for name, x in equation.params.items()}
         found = bind(equation, list(map(widen, args)), params)
-        types = [(x.aval.shape, wide_dtype(x.aval.dtype)) for x in equation.outvars]
+        types = list(map(_wide_type, equation.outvars))
         return found if [(x.shape, x.dtype) for x in found] == types else None
     except Exception:  # Whatever a primitive does not support.
         return None
+
+
+def _wide_type(variable: Any) -> tuple[Any, Any]:
+    """Returns the shape and the dtype of a variable in float32."""
+    return variable.aval.shape, wide_dtype(variable.aval.dtype)
 
 
 def _widen_parameter(x: Any) -> Any:
@@ -328,8 +321,5 @@ def _widen_jaxpr(jaxpr: Any, consts: Sequence[Any]) -> Any:
             values.update(zip(equation.outvars, found, strict=True))
         return list(map(read, jaxpr.outvars))
 
-    shapes = [
-        jax.ShapeDtypeStruct(v.aval.shape, wide_dtype(v.aval.dtype))
-        for v in jaxpr.invars
-    ]
-    return jax.make_jaxpr(run)(*shapes)
+    types = (jax.ShapeDtypeStruct(*_wide_type(x)) for x in jaxpr.invars)
+    return jax.make_jaxpr(run)(*types)

@@ -120,17 +120,19 @@ class Interpreter:
 
     def _scale(self, equation, inputs, place):
         """Follows the equation that reads the loss scale, and hides what is inside."""
-        known, inner = set(self.sites), place.inside("scale")
+        known, inner = dict(self.sites), place.inside("scale")
         found = self._follow(equation, inputs, inner)
-        for key in set(self.sites) - known:
-            del self.sites[key]
+        self.sites = known
         outer = place._replace(phase="scale")
         return [self.measure((*inner.key, i), x, outer) for i, x in enumerate(found)]
 
     def _follow(self, equation, inputs, place):
         name = equation.primitive.name
         if name in equations.CALLS:
-            return self._call(equation, inputs, place)
+            if name == "remat2":
+                # Otherwise the compiler would find that the forward pass has this.
+                inputs = lax.optimization_barrier(inputs)
+            return self.enter(equations.called_jaxpr(equation), inputs, place)
         if name not in FLOW:
             return self._operation(equation, inputs, place)
         # In loops and branches are only some of the sites of their results.
@@ -139,12 +141,6 @@ class Interpreter:
             self.measure((*place.key, "result", i), x, place, inputs=(x.keys,))
             for i, x in enumerate(found)
         ]
-
-    def _call(self, equation, inputs, place):
-        if equation.primitive.name == "remat2":
-            # Otherwise the compiler would find that the forward pass has this already.
-            inputs = lax.optimization_barrier(inputs)
-        return self.enter(equations.called_jaxpr(equation), inputs, place)
 
     def _operation(self, equation, inputs, place):
         name = equation.primitive.name
@@ -166,13 +162,13 @@ class Interpreter:
             (moved,) = inputs[0].keys
             moved = self.sites[moved].moved or moved
         numbers = [x for x in inputs if equations.is_inexact(x.real)]
+        constants = [c for x in numbers if not x.keys for c in _constant(x.real)]
+        if name == "integer_pow":
+            constants.append(equation.params["y"])
         about = {
             "primitive": name,
             "inputs": tuple(x.keys for x in numbers if x.keys),
-            "constants": (
-                *(c for x in numbers if not x.keys for c in _constant(x.real)),
-                *([equation.params["y"]] if name == "integer_pow" else []),
-            ),
+            "constants": tuple(constants),
             "moved": moved,
             "opaque": opaque,
         }

@@ -107,9 +107,8 @@ class Place(NamedTuple):
 
     def at(self, equation: Any, index: int) -> "Place":
         """Returns the place of an equation."""
-        source = equations.source_of(
-            equation, self.source, is_backward=self.phase == "backward"
-        )
+        is_backward = self.phase == "backward"
+        source = equations.source_of(equation, self.source, is_backward=is_backward)
         scope = equations.scope_of(equation, self.scope)
         return self._replace(key=(*self.key, index), source=source, scope=scope)
 
