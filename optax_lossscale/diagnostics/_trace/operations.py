@@ -287,8 +287,7 @@ class Run:
         found = []
         for key in keys:
             if key in self.program.before:
-                before, after = self.program.before[key]
-                found += self.inputs(before) + self.inputs(after)
+                found += self.inputs(itertools.chain(*self.program.before[key]))
             elif self._ran(key):
                 found.append(key)
         return found
@@ -364,11 +363,8 @@ class Run:
 
     def origins(self, phase: str | None = None) -> list[Key]:
         """Returns where inf or nan begins, in order of execution."""
-        return [
-            key
-            for key in self.keys
-            if phase in (None, self.site(key).phase) and self.is_origin(key)
-        ]
+        keys = (k for k in self.keys if phase in (None, self.site(k).phase))
+        return list(filter(self.is_origin, keys))
 
     def causes(self, keys: Iterable[Key]) -> list[Key]:
         """Returns where the inf and nan of these sites begin, in order of execution."""
