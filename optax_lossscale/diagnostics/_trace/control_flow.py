@@ -115,9 +115,9 @@ def _loop(interpreter, body, loop_over, inputs, carry, x, loop, place):
       place: Where it is.
     """
     states = [(*place.key, "loop", "state", i) for i in range(len(carry))]
-    if any(interpreter.is_scaled(x.keys) for x in inputs):
-        # The state is, too: the cotangents of constants begin as zeros.
-        interpreter.scaled.update(states)
+    for state in states:
+        # Any input counts: the cotangents of constants begin as zeros.
+        interpreter.mark(state, [k for x in inputs for k in x.keys])
     before = {key: x.keys for key, x in zip(states, carry, strict=True)}
     after, measured = {}, []
 

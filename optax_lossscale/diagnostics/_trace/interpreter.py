@@ -1,6 +1,6 @@
 """Runs a jaxpr, and beside it the same one in float32, and measures every result."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ class Interpreter:
       loss_scale: The variable that holds the loss scale. What depends on it is the
         backward pass.
       scaled: The keys of what depends on it.
+      trained: The keys of what depends on the parameters.
       sites: By key, what was measured.
       before: By key, for the state of a loop: the keys before the loop, and those of
         the iteration before.
@@ -39,6 +40,7 @@ class Interpreter:
         self.zero, self.loss_scale = zero, loss_scale
         self.varying: Any = None
         self.scaled: set[Key] = set()
+        self.trained: set[Key] = set()
         self.sites: dict[Key, Site] = {}
         self.before: dict[Key, tuple[tuple[Key, ...], tuple[Key, ...]]] = {}
 
@@ -90,12 +92,13 @@ class Interpreter:
           place: Where it was computed.
           **about: What else is known of the site.
         """
+        inputs = [k for keys in about.get("inputs", ()) for k in keys]
         if not equations.is_inexact(x.real):
-            return x
+            return x if x.wide is None else x._replace(keys=tuple(inputs))
+        self.mark(key, inputs)
         phase = place.phase
         if phase in ("forward", "backward"):
-            is_scaled = any(map(self.is_scaled, about["inputs"]))
-            phase = "backward" if is_scaled else "forward"
+            phase = "backward" if key in self.scaled else "forward"
         site = Site(
             dtype=x.real.dtype.name,
             shape=x.real.shape,
@@ -106,7 +109,7 @@ class Interpreter:
             **about,
         )
         self.sites[key] = site
-        if phase in ("scale", "backward"):
+        if phase == "scale":
             self.scaled.add(key)
         if site.moved is None:
             place.recorder.add(key, x.real, x.shadow)
@@ -114,9 +117,11 @@ class Interpreter:
             place.recorder.known.add(key)
         return x._replace(keys=(key,))
 
-    def is_scaled(self, keys: Sequence[Key]) -> bool:
-        """Whether a value with these keys depends on the loss scale."""
-        return not self.scaled.isdisjoint(keys)
+    def mark(self, key: Key, inputs: Iterable[Key]) -> None:
+        """Notes of a value on what it depends, by the keys of its inputs."""
+        for marked in (self.scaled, self.trained):
+            if not marked.isdisjoint(inputs):
+                marked.add(key)
 
     def _scale(self, equation, inputs, place):
         """Follows the equation that reads the loss scale, and hides what is inside."""
@@ -161,7 +166,7 @@ class Interpreter:
         if _keeps_magnitudes(equation) and place.recorder.has(inputs[0].keys):
             (moved,) = inputs[0].keys
             moved = self.sites[moved].moved or moved
-        numbers = [x for x in inputs if equations.is_inexact(x.real)]
+        numbers = [x for x in inputs if x.keys or equations.is_inexact(x.real)]
         constants = [c for x in numbers if not x.keys for c in _constant(x.real)]
         if name == "integer_pow":
             constants.append(equation.params["y"])
@@ -193,7 +198,9 @@ class Interpreter:
     def _shadows(self, equation, inputs, reals):
         """Returns the results in float32, and whether they could not be computed."""
         name = equation.primitive.name
-        followed = [_is_followed(x, inputs) for x in reals]
+        keys = [k for x in inputs for k in x.keys]
+        is_fixed = self.trained.isdisjoint(keys)
+        followed = [_is_followed(x, inputs, is_fixed) for x in reals]
         has_half = any(equations.in_half(x.aval) for x in equation.outvars)
         is_wide = any(x.wide is not None for x in inputs)
         if not any(followed) or not (has_half or is_wide or name in equations.OPAQUE):
@@ -211,13 +218,16 @@ class Interpreter:
         return [x if has_shadow else None for x, has_shadow in pairs], False
 
 
-def _is_followed(x: Any, inputs: Sequence[Value]) -> bool:
-    """Whether a result has a shadow: floating-point, or quantized to 8 bits.
+def _is_followed(x: Any, inputs: Sequence[Value], is_fixed: bool) -> bool:
+    """Whether a result has a shadow.
 
-    Other integers are indices, and the shadow takes the decisions of the program.
+    What depends on the parameters has one if it is floating-point, or quantized to 8
+    bits. Other integers are decisions, and the shadow takes those of the program, since
+    they jump: ReLU, maximum and the like. Masks and positions, which do not depend on
+    them (`is_fixed`), are like in float32.
     """
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        return equations.is_inexact(x)
+    if is_fixed or not jnp.issubdtype(x.dtype, jnp.integer):
+        return is_fixed or equations.is_inexact(x)
     own = (y.real.dtype for y in inputs if y.wide is not None)
     return x.dtype.itemsize == 1 or any(jnp.issubdtype(y, jnp.integer) for y in own)
 

@@ -200,10 +200,10 @@ class _Promoter(Interpreter):
         return Value(real, wide)
 
     def measure(self, key: Key, x: Value, place: Place, **about: Any) -> Value:
-        if place.phase == "scale" or any(map(self.is_scaled, about.get("inputs", ()))):
+        self.mark(key, [k for keys in about.get("inputs", ()) for k in keys])
+        if place.phase == "scale":
             self.scaled.add(key)
-            return x._replace(keys=(key,))
-        return x._replace(keys=())
+        return x._replace(keys=(key,))
 
     def _operation(self, equation, inputs, place):
         args = [x.real for x in inputs]
@@ -212,7 +212,7 @@ class _Promoter(Interpreter):
         line = self._lines.get(place.source.own[:2])
         # In the backward pass nobody wrote a cast: it belongs to the line before.
         is_cast = equation.primitive.name == "convert_element_type"
-        is_scaled = any(self.is_scaled(x.keys) for x in inputs)
+        is_scaled = any(not self.scaled.isdisjoint(x.keys) for x in inputs)
         is_exact = _is_exact(equation) or (is_cast and is_scaled)
         wide = None
         if any(halves) and (is_exact or line is not None):
@@ -263,7 +263,11 @@ class _Minimizer:
 
         def run(zero, is_wide, scale, arrays, consts):
             interpreter = _Promoter(zero, jaxpr.invars[0], self._lines, is_wide)
+            names = self._search.run.program.parameters
+            interpreter.trained.update(names)
             values = list(map(interpreter.value, [*consts, scale, *arrays]))
+            for i, name in enumerate(names, len(consts) + 1):
+                values[i] = values[i]._replace(keys=(name,))
             loss, *gradients = interpreter.run(jaxpr, values, Place((), Recorder()))
             sizes = [norms(x.real, x.shadow) for x in gradients]
             return (loss.real, loss.shadow), jnp.stack(sizes)

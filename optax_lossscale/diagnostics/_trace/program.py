@@ -170,6 +170,7 @@ class Program:
     def _follow(self, names, zero, scale, arrays, consts):
         """Computes the results of `run`, and takes down what they belong to."""
         interpreter = Interpreter(zero, loss_scale=self.closed.jaxpr.invars[0])
+        interpreter.trained.update(self.parameters)
         place = Place((), Recorder(self.judged))
         outside = place._replace(phase="argument")
         inputs = [

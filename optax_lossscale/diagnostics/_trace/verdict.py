@@ -28,6 +28,7 @@ SHOWN = 3
 USUAL_BITS = 4
 # They make large numbers of small ones.
 INVERSE = ("div", "rsqrt", "log", "log1p")
+ROUNDED = "A constant like 1e-8 is 0 in float16, and one like -1e9 is -inf."
 POWERS = ("pow", "integer_pow")  # If the exponent is negative.
 # Their results are exact where they are subnormal.
 SUMS = ("add", "sub", "add_any", "reduce_sum", "cumsum", "scatter-add", "psum")
@@ -179,6 +180,8 @@ def trouble_of(search: Search, run: Run, key: Key) -> Trouble:
         needed, end = log2_of(run, key), math.log2(limits.overflow)
         name = run.program.judged or found.dtype
         why = f"The largest result would be 2^{needed:.1f}; {name} ends at 2^{end:.0f}."
+        if not all(map(math.isfinite, site.constants)):
+            why = ROUNDED
         kind = "would_overflow" if found.is_finite else kind
         exponents = site.constants if site.primitive in POWERS else ()
         if site.primitive in INVERSE or min(exponents, default=0) < 0:
@@ -218,7 +221,7 @@ def _why(run: Run, key: Key) -> str:
     is_constant = not all(map(math.isfinite, site.constants))
     if is_constant or run.bad_operands(key):
         text = "An input holds inf, and inf - inf, inf / inf and 0 * inf are nan."
-        return text + " A constant like -1e9 is -inf in float16." * is_constant
+        return f"{text} {ROUNDED}" if is_constant else text
     flushed = [k for k in inputs if run.range(k).flushed]
     if flushed:
         reached = run.ancestors(
@@ -226,7 +229,7 @@ def _why(run: Run, key: Key) -> str:
         )
         first = next(k for k in run.keys if k in reached and run.operands(k))
         if 0.0 in run.site(first).constants:
-            return "An input holds zeros. A constant like 1e-8 is zero in float16."
+            return f"An input holds zeros. {ROUNDED}"
         return (
             "Its input holds zeros that float32 would not have: they were flushed at "
             f"{run.operation(first).place}."
