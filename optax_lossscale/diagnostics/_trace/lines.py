@@ -150,7 +150,7 @@ def float32_lines(
       ...     weights = jnp.exp(w.astype(jnp.float16) * x)
       ...     weights = weights / weights.sum()
       ...     return jnp.sum(jnp.square(weights).astype(jnp.float32))
-      >>> found = diagnostics.float32_lines(loss_fn, jnp.float32(2), jnp.arange(8.0))
+      >>> found = diagnostics.float32_lines(loss_fn, jnp.float32(2), jnp.float16(range(8)))
       >>> [x.line for x in found.lines], found.verified
       ([2, 3], True)
     """
