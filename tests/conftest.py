@@ -12,6 +12,9 @@ import jax
 import optax
 import pytest
 
+# It needs PyTorch.
+collect_ignore = ["support/other_tools_torch.py"]
+
 hypothesis.settings.register_profile(
     "tests", deadline=None, derandomize=True, print_blob=True
 )
