@@ -47,10 +47,11 @@ def test_public_names():
     """
     assert PUBLIC.keys() - DIAGNOSTICS.keys() == set(names.split())
     names = """
-        ExponentHistogram NonfiniteGradient NumericFinding NumericOperation
-        NumericsTrace Report Underflow UnderflowStats describe_nonfinite
-        exponent_histogram metrics nonfinite_leaves plot_exponents plot_history
-        plot_numerics report suggest_loss_scale trace_numerics underflow_stats
+        ExponentHistogram Float32Lines NonfiniteGradient NumericFinding
+        NumericOperation NumericsTrace Report Underflow UnderflowStats
+        describe_nonfinite exponent_histogram float32_lines metrics nonfinite_leaves
+        plot_exponents plot_history plot_numerics report suggest_loss_scale
+        trace_numerics underflow_stats
     """
     assert DIAGNOSTICS.keys() - {"check_health"} == set(names.split())
 

@@ -77,6 +77,14 @@ class Float32Lines(NamedTuple):
         of all.
       verified: Whether the loss and the gradients agree with float32 then.
       message: The same in words.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from optax_lossscale import diagnostics
+      >>> def loss_fn(w):
+      ...     return jnp.sum(jnp.square(w.astype(jnp.float16))).astype(jnp.float32)
+      >>> print(diagnostics.float32_lines(loss_fn, jnp.array([1.0, 2.0])))
+      No line needs float32 with the loss scale 2^13 (loss 0 %, gradients 0 %).
     """
 
     lines: list[Float32Line]
@@ -147,7 +155,7 @@ def float32_lines(
       >>> import jax.numpy as jnp
       >>> from optax_lossscale import diagnostics
       >>> def loss_fn(w, x):
-      ...     weights = jnp.exp(w.astype(jnp.float16) * x)
+      ...     weights = jnp.exp((w * x).astype(jnp.float16))
       ...     weights = weights / weights.sum()
       ...     return jnp.sum(jnp.square(weights).astype(jnp.float32))
       >>> found = diagnostics.float32_lines(loss_fn, jnp.float32(2), jnp.float16(range(8)))
