@@ -3,6 +3,7 @@
 import contextlib
 import doctest
 import io
+import linecache
 import re
 
 import jax
@@ -21,12 +22,15 @@ def run_blocks(path, filename="train.py"):
     Args:
       path: The page, from the root of the repository.
       filename: What the script is called. The lines of "train.py" are those of the
-        blocks, of another file those of the page.
+        blocks, of another file those of the page. Python shows them where it quotes
+        the script.
     """
     text, script, scope = (ROOT / path).read_text(), "", {"__name__": "train"}
     for match in BLOCK.finditer(text):
         code, shown = match.groups()
         before = script if filename == "train.py" else text[: match.start(1)]
+        source = (before + code).splitlines(keepends=True)
+        linecache.cache[filename] = len(source), None, source, filename
         printed = io.StringIO()
         with (
             jax.numpy_dtype_promotion("standard"),
