@@ -158,7 +158,8 @@ def float32_lines(
       ...     weights = jnp.exp((w * x).astype(jnp.float16))
       ...     weights = weights / weights.sum()
       ...     return jnp.sum(jnp.square(weights).astype(jnp.float32))
-      >>> found = diagnostics.float32_lines(loss_fn, jnp.float32(2), jnp.float16(range(8)))
+      >>> x = jnp.arange(8, dtype=jnp.float16)
+      >>> found = diagnostics.float32_lines(loss_fn, jnp.float32(2), x)
       >>> [x.line for x in found.lines], found.verified
       ([2, 3], True)
     """
