@@ -16,11 +16,12 @@ class NumericFinding(NamedTuple):
         "forward": inf or nan begins in the forward pass, so no loss scale helps.
         "backward": inf or nan begins in the backward pass at every loss scale.
         "scale_too_high": the backward pass overflows at this loss scale.
-        "underflow": results of the backward pass are flushed to zero.
+        "underflow": results are flushed to zero.
+        "precision": finite results differ too much from float32.
         "no_scale": no loss scale fits two operations.
         "would_overflow", "would_underflow": the same, if the program computed in the
         dtype in question.
-        "fine": nothing was found.
+        "fine": the loss and the gradients agree with float32.
       message: What happens and what to do, in plain words.
       operation: The operation, or None.
       other: A second operation that matters, or None.

@@ -111,6 +111,17 @@ def trace_numerics(
     searches the largest loss scale with which nothing in the backward pass overflows,
     exactly, by trying.
 
+    The verdict rests on the effect. All is "fine" if the loss agrees with float32
+    within 1 %, all gradients within 1 % of their norm, and the gradient of each
+    parameter that matters within 10 %; in bfloat16 it is 8 times as much. If more than
+    1 % of the gradient of a parameter is flushed to zero, that is never fine, however
+    small it is, since Adam would train this parameter, too. Gradients that are roundoff
+    in float32 do not count. If something is not fine, the first finding names the line
+    where the error begins.
+
+    Comparisons, as in ReLU and maximum, are those of the program in both runs. So a
+    sign that flips near zero is no error.
+
     Call it on the host with the arguments of a step that went wrong. It compiles one
     program, which returns a few numbers for each operation, so it needs little memory;
     arrays may be sharded. It runs the program a few times, with callbacks in it. Under
