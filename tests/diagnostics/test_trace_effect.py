@@ -149,6 +149,19 @@ def counter(cast, w, x):
     return distance(cast(w), X[:6]) * count.astype(jnp.float32)
 
 
+def positions(cast, w, x):
+    index = jnp.cumsum(cast(jnp.ones(3000), True))  # positions
+    table = jnp.cos(jnp.pi * jnp.arange(3001.0))[:, None] * x[:1]
+    chosen = table[index.astype(jnp.int32)]
+    return distance(cast(chosen) @ cast(w), table[1:])
+
+
+def small_maximum(cast, w, x):
+    x = jax.nn.softmax(cast(cast(x) @ cast(w) * 20, True))
+    x = jnp.log(jnp.maximum(x, 1e-8))  # small_maximum
+    return mean(x)
+
+
 def silent_inf(cast, w, x):
     x = cast(cast(x) * 200, True)
     size = jnp.square(x).mean(-1, keepdims=True)  # silent_inf
@@ -201,6 +214,8 @@ AS_PARAMS = {"w": W, "b": jnp.array([1990.3])}
 FAULTY = {
     regression: ("precision", AS_PARAMS, X),
     counter: ("precision", W, X),
+    positions: ("precision", W, X),
+    small_maximum: ("forward", W, X),
     silent_inf: ("forward", W, X),
     small_variance: ("forward", W, X),
     constant_mask: ("forward", W, X),
@@ -296,6 +311,16 @@ def test_what_is_computed_again_is_no_backward_pass():
     assert len(found) > 2
     transposed = {x.phase for x in trace.operations if x.primitive == "transpose"}
     assert transposed <= {"backward"}
+
+
+def test_quantized_numbers_are_followed():
+    def loss_fn(cast, w):
+        w = cast(w)
+        return total(jnp.round(w * 100).astype(jnp.int8).astype(w.dtype) * w)
+
+    trace = trace_numerics(partial(loss_fn, Casts()), W)
+    assert trace.float32_loss == loss_fn(Casts(jnp.float32), W)
+    assert trace.loss != trace.float32_loss
 
 
 def test_what_is_close_depends_on_the_dtype():

@@ -17,6 +17,8 @@ from optax_lossscale.diagnostics._trace.values import Key, Site
 
 # An operation makes an error of its own if its inputs have so many times smaller ones.
 INHERITED = 4
+# A small error of what they choose by is a large one of the result.
+CHOICES = ("gather", "dynamic_slice", "select_n")
 # How many lines to name that led to an operation.
 CALLERS = 3
 
@@ -405,6 +407,8 @@ class Run:
                 key = worst
             elif self.is_bad(key):
                 return (self.causes([key]) or [key])[0]
+            elif self.site(key).primitive in CHOICES and self.range(worst).error:
+                key = worst  # The index is wrong, or the mask.
             else:  # An inf that is swallowed: 1 / inf is 0.
                 key = next(filter(self.is_bad, operands), key)
         return key
