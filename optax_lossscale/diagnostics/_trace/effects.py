@@ -46,7 +46,9 @@ class Effect(NamedTuple):
 
 
 def _percent(x: float) -> str:
-    return f"{x:.2g}" if not math.isfinite(x) else f"{100 * x:.2g} %"
+    if not math.isfinite(x):
+        return str(x)
+    return f"{100 * x:.0f} %" if x >= 1 else f"{100 * x:.2g} %"
 
 
 def closeness(dtype: str) -> float:

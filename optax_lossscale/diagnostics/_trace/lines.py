@@ -22,7 +22,7 @@ from optax_lossscale.diagnostics._trace import (
 from optax_lossscale.diagnostics._trace.findings import log2_of, power
 from optax_lossscale.diagnostics._trace.interpreter import Interpreter
 from optax_lossscale.diagnostics._trace.operations import INHERITED, Run, named
-from optax_lossscale.diagnostics._trace.search import HIGHEST, LOWEST, Search
+from optax_lossscale.diagnostics._trace.search import HIGHEST, Search
 from optax_lossscale.diagnostics._trace.statistics import Recorder, norms
 from optax_lossscale.diagnostics._trace.values import Key, Place, Value
 
@@ -68,8 +68,9 @@ class Float32Lines(NamedTuple):
     """What `float32_lines` found. Print it.
 
     Attributes:
-      lines: The lines to compute in float32, in order of execution. None of them can be
-        left out. Empty if there is nothing to do, or if no lines help.
+      lines: The lines to compute in float32, in order of execution, each with `file`,
+        `line`, `function`, `reason` and `fix`. None of them can be left out. Empty if
+        there is nothing to do, or if no lines help.
       scale: The loss scale.
       loss_error: The difference of the loss from float32 with these lines in float32,
         relative to float32; inf if it is not finite.
@@ -133,7 +134,7 @@ def float32_lines(
       state: The state, for its loss scale: a pytree that holds one
         `LossScaleOptimizerState`.
       scale: The loss scale, from 2**-126 to 2**126, in place of a state. Without either
-        it takes the scale that suits the most lines.
+        it takes the scale, of at least 1, that suits the most lines.
       dtype: The dtype in question: "float16", "bfloat16" or a float8.
       tolerance: How far the loss and the gradients may be from float32, relative to the
         loss, and to the norm of all gradients.
@@ -326,8 +327,9 @@ class _Minimizer:
         for line in list(kept):
             rest = [x for x in kept if x != line]
             for bits in BITS:
-                if len(rest) < len(kept) and self._helps(rest, start * 2.0**bits):
-                    kept, self._scale = rest, start * 2.0**bits
+                scale = max(start * 2.0**bits, 1.0)
+                if len(rest) < len(kept) and self._helps(rest, scale):
+                    kept, self._scale = rest, scale
         return kept
 
     def result(self, *, may_move: bool) -> Float32Lines:
@@ -340,7 +342,7 @@ class _Minimizer:
         kept = self._move(found) if found and may_move else found or []
         effect = self.effect(frozenset(kept), self._scale)
         before = self.effect(frozenset(), self._scale)
-        text = f"with the loss scale {power(self._scale)} ({effect}"
+        text = f"at the loss scale {power(self._scale)} ({effect}"
         if found is None:
             text = (
                 "No lines help: with all of them in float32, the loss or the gradients "
@@ -350,8 +352,8 @@ class _Minimizer:
             text = f"No line needs float32 {text})."
         else:
             text = (
-                f"Compute {len(kept)} of {len(self._lines)} lines in float32. Then the "
-                f"loss and the gradients agree with float32 {text}; before: {before})."
+                f"Compute {len(kept)} of {len(self._lines)} lines in float32. Then loss "
+                f"and gradients agree with float32 {text}; before: {before})."
             )
             text = f"{first.message} {text}" if first.kind == "no_scale" else text
         suspects = [self._suspects[self._lines[i]] for i in kept]
@@ -419,30 +421,34 @@ def _describe(search: Search, key: Key) -> Float32Line:
     run = search.run
     site, found = run.site(key), verdict.trouble_of(search, run, key)
     reason = f"{found.what}{' in the backward pass' * (site.phase == 'backward')}"
-    beyond = [k for k in run.operands(key) if run.exceeds(k)]
-    if beyond and not run.exceeds(key):
-        reason = f"its inputs reach 2^{log2_of(run, beyond[0]):.1f}"
-        found = verdict.trouble_of(search, run, beyond[0])
     if found.kind == "precision" and run.range(key).error < search.close / 2:
         reason += ", and other lines magnify that"
     reason += f". {found.why}" if found.why else ""
+    dtypes = [site.dtype, *(run.site(k).dtype for k in run.operands(key))]
+    half = next(filter(equations.is_half, dtypes))
+    beyond = [k for k in run.operands(key) if run.exceeds(k)]
+    if beyond and not run.exceeds(key):
+        reason = (
+            f"the inputs reach 2^{log2_of(run, beyond[0]):.1f}, too much for {half}."
+        )
     fix = "compute in float32: x.astype(jnp.float32)"
     on_line = (x for x in run.program.sites.values() if x.source == site.source)
     if not site.source.line:
         fix = "return the loss in float32"
     elif all(x.primitive in (*EXACT, "convert_element_type") for x in on_line):
-        fix = f"stay in float32: without the cast to {site.dtype}"
+        fix = f"stay in float32: without the cast to {half}"
     elif site.scope:
         fix += "; for a layer, dtype=jnp.float32"
     return Float32Line(*site.source.own, reason, fix)
 
 
 def _suited(search: Search) -> float:
-    """Returns the scale with which most operations are in range."""
-    if search.best is not None and search.effect(search.best).is_fine:
-        return search.best.scale
-    run, votes = search.run, np.zeros(HIGHEST - LOWEST + 1)
-    scales = np.arange(LOWEST, HIGHEST + 1)
+    """Returns the scale with which most operations are in range, at least 1."""
+    best = search.best
+    if best is not None and best.scale >= 1 and search.effect(best).is_fine:
+        return best.scale
+    scales = np.arange(HIGHEST + 1)
+    run, votes = search.run, np.zeros(len(scales))
     for key in run.backward:
         limits, largest = run.limit(key), run.range(key).float32_largest
         if limits and largest:

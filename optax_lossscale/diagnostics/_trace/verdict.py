@@ -28,6 +28,7 @@ SHOWN = 3
 USUAL_BITS = 4
 # They make large numbers of small ones.
 INVERSE = ("div", "rsqrt", "log", "log1p")
+PRODUCTS = ("dot_general", "conv_general_dilated")
 ROUNDED = "A constant like 1e-8 is 0 in float16, and one like -1e9 is -inf."
 POWERS = ("pow", "integer_pow")  # If the exponent is negative.
 # Their results are exact where they are subnormal.
@@ -127,7 +128,8 @@ def _nonfinite(search: Search, keys: list[Key]) -> list[NumericFinding]:
     if not run.bad_operands(keys[0]):
         # A nan made from an inf is a consequence, not a cause.
         keys = [key for key in keys if not run.bad_operands(key)]
-    return [_explain(search, run, key) for key in _distinct_lines(run, keys)[:SHOWN]]
+    keys = _distinct_lines(run, [_cause(run, key) for key in keys])
+    return [_explain(search, run, key) for key in keys[:SHOWN]]
 
 
 def _distinct_lines(run: Run, keys: list[Key]) -> list[Key]:
@@ -222,12 +224,8 @@ def _why(run: Run, key: Key) -> str:
     if is_constant or run.bad_operands(key):
         text = "An input holds inf, and inf - inf, inf / inf and 0 * inf are nan."
         return f"{text} {ROUNDED}" if is_constant else text
-    flushed = [k for k in inputs if run.range(k).flushed]
-    if flushed:
-        reached = run.ancestors(
-            flushed, lambda k: [x for x in run.operands(k) if run.range(x).flushed]
-        )
-        first = next(k for k in run.keys if k in reached and run.operands(k))
+    first = _flushed_first(run, key)
+    if first is not None:
         if 0.0 in run.site(first).constants:
             return f"An input holds zeros. {ROUNDED}"
         return (
@@ -236,9 +234,26 @@ def _why(run: Run, key: Key) -> str:
         )
     if any(run.range(k).zeros for k in inputs):
         return "An input holds zeros."
-    if site.primitive in (*SUMS, "dot_general", "conv_general_dilated"):
+    if site.primitive in (*SUMS, *PRODUCTS):
         return "Its terms overflow while they are added."
     return "An input is outside of the domain of the function."
+
+
+def _flushed_first(run: Run, key: Key) -> Key | None:
+    """Returns where zeros that float32 would not have come from, if they go in here."""
+
+    def flushed(k):
+        return [x for x in run.operands(k) if run.range(x).flushed]
+
+    reached = run.ancestors(flushed(key), flushed)
+    return next((k for k in run.keys if k in reached and run.operands(k)), None)
+
+
+def _cause(run: Run, key: Key) -> Key:
+    """Returns where inf begins that is swallowed before, as in log(1 / inf)."""
+    first = _flushed_first(run, key)
+    operands = [] if first is None else run.operands(first)
+    return next(iter(run.causes(operands)), key)
 
 
 def is_underflow(run: Run, key: Key) -> bool:
@@ -271,7 +286,9 @@ def sources_of(search: Search, run: Run, key: Key) -> list[Key]:
 
     def parents(k):
         errors = ((x, run.range(x)) for x in run.operands(k))
-        return [x for x, found in errors if found.error * found.float32_largest > least]
+        # In a product of matrices, the terms may be larger than the inputs.
+        end = 0 if run.site(k).primitive in PRODUCTS else least
+        return [x for x, found in errors if found.error * found.float32_largest > end]
 
     found = run.ancestors([key], parents)
     return [k for k in run.keys if k in found and run.site(k).primitive]
