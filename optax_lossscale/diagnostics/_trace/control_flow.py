@@ -72,7 +72,8 @@ def run_scan(
 
     first = jax.tree.map(first_of, xs)
     loop = Loop(params["length"], params["reverse"])
-    return _loop(interpreter, body, loop_over, inputs, carry, first, loop, place)
+    reads = equations.reads(params["jaxpr"].jaxpr, n, m)
+    return _loop(interpreter, body, loop_over, inputs, reads, carry, first, loop, place)
 
 
 def run_while(
@@ -98,26 +99,28 @@ def run_while(
     def loop_over(step, state):
         return lax.while_loop(continues, lambda s: step(s, None)[0], state), []
 
-    return _loop(interpreter, body, loop_over, inputs, carry, None, Loop(), place)
+    reads = equations.reads(params["body_jaxpr"].jaxpr, m, len(carry))
+    about = inputs[n:], reads, carry, None, Loop(), place
+    return _loop(interpreter, body, loop_over, *about)
 
 
-def _loop(interpreter, body, loop_over, inputs, carry, x, loop, place):
+def _loop(interpreter, body, loop_over, inputs, reads, carry, x, loop, place):
     """Runs a loop whose state also holds statistics.
 
     Args:
       interpreter: The interpreter.
       body: Maps values, a slice and a place to values and outputs.
       loop_over: Runs a function of state and slice on an initial state.
-      inputs: The inputs of the loop.
+      inputs: The inputs of the body.
+      reads: For each part of the state, the numbers of the inputs that it depends on.
       carry: Those of them that are the initial state.
       x: One slice.
       loop: What is known of the loop.
       place: Where it is.
     """
     states = [(*place.key, "loop", "state", i) for i in range(len(carry))]
-    for state in states:
-        # Any input counts: the cotangents of constants begin as zeros.
-        interpreter.mark(state, [k for x in inputs for k in x.keys])
+    for state, numbers in zip(states, reads, strict=True):
+        interpreter.mark(state, [k for i in numbers for k in inputs[i].keys])
     before = {key: x.keys for key, x in zip(states, carry, strict=True)}
     after, measured = {}, []
 

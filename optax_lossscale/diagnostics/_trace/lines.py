@@ -85,7 +85,8 @@ class Float32Lines(NamedTuple):
       >>> def loss_fn(w):
       ...     return jnp.sum(jnp.square(w.astype(jnp.float16))).astype(jnp.float32)
       >>> print(diagnostics.float32_lines(loss_fn, jnp.array([1.0, 2.0])))
-      No line needs float32 with the loss scale 2^13 (loss 0 %, gradients 0 %).
+      No line needs float32 at the loss scale 2^13 within 1 % (loss 0 %, gradients 0
+        %).
     """
 
     lines: list[Float32Line]
@@ -117,9 +118,10 @@ def float32_lines(
     loss and the gradients agree with float32 then. At last it drops lines until none
     can be dropped.
 
-    A line in float32 converts its inputs, computes the result and its derivative in
-    float32, and hands float32 on to the other lines of the set. All other lines compute
-    as you wrote them. Lines in loops, branches, `jax.checkpoint`, `jax.shard_map` and
+    A line in float32 converts its inputs, and computes the result and its derivative in
+    float32. The next line gets float32, if it is in the set; if not, convert the result
+    back. The set belongs to these parameters and this batch: ask again later.
+    Lines in loops, branches, `jax.checkpoint`, `jax.shard_map` and
     rules of derivatives count, too; kernels that JAX cannot look into stay as they are.
 
     Call it on the host with the arguments of a step, as `trace_numerics`. It compiles
@@ -134,7 +136,7 @@ def float32_lines(
       state: The state, for its loss scale: a pytree that holds one
         `LossScaleOptimizerState`.
       scale: The loss scale, from 2**-126 to 2**126, in place of a state. Without either
-        it takes the scale, of at least 1, that suits the most lines.
+        it chooses one, of at least 1, with which most operations are in range.
       dtype: The dtype in question: "float16", "bfloat16" or a float8.
       tolerance: How far the loss and the gradients may be from float32, relative to the
         loss, and to the norm of all gradients.
@@ -223,7 +225,7 @@ class _Promoter(Interpreter):
         # In the backward pass nobody wrote a cast: it belongs to the line before.
         is_cast = equation.primitive.name == "convert_element_type"
         is_scaled = any(not self.scaled.isdisjoint(x.keys) for x in inputs)
-        is_exact = _is_exact(equation) or (is_cast and is_scaled)
+        is_exact = halves[-1] if is_cast and is_scaled else _is_exact(equation)
         wide = None
         if any(halves) and (is_exact or line is not None):
             wide = equations.bind_wide(equation, args)
@@ -262,7 +264,7 @@ class _Minimizer:
 
     def __init__(self, call: program.Call, search: Search):
         self._search = search
-        self._suspects = _suspects(search)
+        self._suspects, self._sources = _suspects(search)
         self._lines = sorted(self._suspects, key=lambda x: -self._suspects[x].severity)
         self._execute = self._compile(call, search.run.program.closed)
         self.effect = functools.cache(self._effect)
@@ -342,7 +344,8 @@ class _Minimizer:
         kept = self._move(found) if found and may_move else found or []
         effect = self.effect(frozenset(kept), self._scale)
         before = self.effect(frozenset(), self._scale)
-        text = f"at the loss scale {power(self._scale)} ({effect}"
+        tolerance = f"{100 * self._search.close:g} %"
+        text = f"at the loss scale {power(self._scale)} within {tolerance} ({effect}"
         if found is None:
             text = (
                 "No lines help: with all of them in float32, the loss or the gradients "
@@ -352,13 +355,14 @@ class _Minimizer:
             text = f"No line needs float32 {text})."
         else:
             text = (
-                f"Compute {len(kept)} of {len(self._lines)} lines in float32. Then loss "
-                f"and gradients agree with float32 {text}; before: {before})."
+                f"Compute {len(kept)} of the {len(self._lines)} lines that use half "
+                f"precision in float32. Then loss and gradients agree with float32 "
+                f"{text}; before: {before})."
             )
             text = f"{first.message} {text}" if first.kind == "no_scale" else text
         suspects = [self._suspects[self._lines[i]] for i in kept]
         suspects.sort(key=lambda x: x.order)
-        lines = [_describe(self._search, x.key) for x in suspects]
+        lines = [_describe(self._search, self._sources, x.key) for x in suspects]
         errors = effect.loss, effect.gradients
         return Float32Lines(lines, self._scale, *errors, effect.is_fine, text)
 
@@ -377,8 +381,8 @@ class _Suspect(NamedTuple):
     key: Key
 
 
-def _suspects(search: Search) -> dict[Line, _Suspect]:
-    """Returns the lines that compute in half precision."""
+def _suspects(search: Search) -> tuple[dict[Line, _Suspect], set[Key]]:
+    """Returns the lines in half precision, and the sites whose errors are magnified."""
     run, effect = search.run, search.effect(search.run)
     found: dict[Line, _Suspect] = {}
     losses, sources = run.inputs(run.program.loss), set()
@@ -400,7 +404,7 @@ def _suspects(search: Search) -> dict[Line, _Suspect]:
         old = found.get(line, _Suspect(-math.inf, order, key))
         better = old._replace(severity=severity, key=key)
         found[line] = better if severity > old.severity else old
-    return found
+    return found, sources
 
 
 def _severity(run: Run, key: Key) -> float:
@@ -416,8 +420,14 @@ def _severity(run: Run, key: Key) -> float:
     )
 
 
-def _describe(search: Search, key: Key) -> Float32Line:
-    """Returns a line, why it needs float32, and what to write."""
+def _describe(search: Search, sources: set[Key], key: Key) -> Float32Line:
+    """Returns a line, why it needs float32, and what to write.
+
+    Args:
+      search: The search.
+      sources: The operations whose errors others magnify.
+      key: The site that speaks for the line.
+    """
     run = search.run
     site, found = run.site(key), verdict.trouble_of(search, run, key)
     reason = f"{found.what}{' in the backward pass' * (site.phase == 'backward')}"
@@ -431,14 +441,17 @@ def _describe(search: Search, key: Key) -> Float32Line:
         reason = (
             f"the inputs reach 2^{log2_of(run, beyond[0]):.1f}, too much for {half}."
         )
-    fix = "compute in float32: x.astype(jnp.float32)"
+    fix = "compute in float32: x.astype(jnp.float32) of all that goes in"
     on_line = (x for x in run.program.sites.values() if x.source == site.source)
     if not site.source.line:
         fix = "return the loss in float32"
     elif all(x.primitive in (*EXACT, "convert_element_type") for x in on_line):
-        fix = f"stay in float32: without the cast to {half}"
+        casts = [k for k in sources if run.site(k).source == site.source]
+        names = [k[0] for x in casts for k in run.operands(x) if len(k) == 1]
+        what = f" {', '.join(dict.fromkeys(names))}" if names else ""
+        fix = f"keep{what} in float32: without the cast to {half}"
     elif site.scope:
-        fix += "; for a layer, dtype=jnp.float32"
+        fix += "; if it calls a layer, dtype=jnp.float32"
     return Float32Line(*site.source.own, reason, fix)
 
 

@@ -19,7 +19,7 @@ from optax_lossscale.diagnostics._trace.findings import (
     power,
 )
 from optax_lossscale.diagnostics._trace.operations import Run
-from optax_lossscale.diagnostics._trace.search import Search, headroom
+from optax_lossscale.diagnostics._trace.search import HIGHEST, Search, headroom
 from optax_lossscale.diagnostics._trace.values import Key
 
 # How many lines to name of each kind.
@@ -45,11 +45,14 @@ def find_all(search: Search) -> list[NumericFinding]:
         found = []
     else:
         found = _nonfinite_arguments(run) or _wrong(search, effect)
-    return found or [_fine(run, best, effect)]
+    return found or [_fine(search, effect)]
 
 
-def _fine(run: Run, best: Run | None, effect: Effect) -> NumericFinding:
+def _fine(search: Search, effect: Effect) -> NumericFinding:
+    run, best = search.run, search.best
     text = f"Fine: the loss and the gradients agree with float32 ({effect})."
+    if abs(run.losses[0] - run.losses[1]) > search.close * abs(run.losses[1]):
+        text += " The loss is small because its terms cancel."
     if run.program.judged:
         text = f"Fine: nothing would overflow or be lost in {run.program.judged}."
     if best is not None:
@@ -150,6 +153,10 @@ def _explain(search: Search, run: Run, key: Key) -> NumericFinding:
     operation, found = run.operation(key), trouble_of(search, run, key)
     why = f" {found.why}" if found.why else ""
     text = f"{operation}: {found.what}.{why} No loss scale helps: {found.fix}."
+    if found.kind == "precision" and search.effect(run).loss <= search.close:
+        text += (
+            " The loss is right. Near a minimum, where gradients cancel, this is usual."
+        )
     return NumericFinding(found.kind, text, operation, bits=found.bits)
 
 
@@ -206,7 +213,8 @@ def trouble_of(search: Search, run: Run, key: Key) -> Trouble:
         return Trouble(kind, what, why, fix)
     if is_underflow(run, key):
         what = f"{found.flushed:.0%} of the results are flushed to zero"
-        why = f"The largest is 2^{log2_of(run, key):.1f}."
+        is_small = limits and found.float32_largest < limits.normal
+        why = f"The largest is 2^{log2_of(run, key):.1f}." if is_small else ""
         return Trouble("underflow", what, why, fix)
     what = f"the results differ from float32 by {found.error:.2g} of the largest"
     operations = map(run.operation, sources_of(search, run, key))
@@ -310,7 +318,7 @@ def _too_high(run: Run, key: Key, best: Run, alone: bool) -> NumericFinding:
     bits = math.log2(run.scale / best.scale)
     if not operation.line:
         text += " This is the gradient of the loss itself: return the loss in float32."
-    elif alone and bits <= USUAL_BITS:
+    elif alone and bits <= USUAL_BITS and best.scale >= 1:
         text += (
             " Nothing is wrong: this is usual after the scale has grown. A dynamic "
             "scale skips the step and lowers itself."
@@ -369,7 +377,7 @@ def _out_of_range(run: Run, wrong: list[int]) -> dict[Key, float]:
 def _conflict(search: Search, best: Run, wrong: list[int]) -> NumericFinding:
     """Says why gradients are wrong even at the largest scale."""
     missing = _out_of_range(best, wrong)
-    if not missing:
+    if not missing or best.scale == 2.0**HIGHEST:
         return _of_gradient(search, best, wrong[0])
     low, bits = next((k, math.ceil(bits)) for k, bits in missing.items())
     high = min(best.backward, key=lambda k: headroom(best, k))
