@@ -279,6 +279,12 @@ def test_a_program_in_another_dtype(own, dtype, factor, end):
     assert own_trace.findings[0].kind == "fine"
 
 
+def test_a_scale_that_would_be_too_high():
+    trace = trace_numerics(lambda w: total(jnp.tanh(w)), TWO, scale=2.0**20)
+    assert trace.findings[0].kind == "scale_too_high"
+    assert trace.largest_scale < 2.0**20
+
+
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
 class TestDevices:
     def mesh(self):

@@ -298,7 +298,10 @@ class Run:
 
     def limit(self, key: Key) -> _bits.Limits | None:
         """Returns the limits of half precision that apply, if any do."""
-        dtype = self.program.judged or self.site(key).dtype
+        site = self.site(key)
+        # The loss scale itself stays in float32, whatever all else computes in.
+        is_scale = site.phase == "scale"
+        dtype = site.dtype if is_scale else self.program.judged or site.dtype
         return _bits.limits_of(dtype) if equations.is_half(dtype) else None
 
     def exceeds(self, key: Key) -> bool:
