@@ -218,3 +218,13 @@ def test_a_faulty_transformer(name):
     lines = {(x.file, x.line) for x in found.lines}
     assert lines & faulty.lines
     assert len(lines) <= 3, str(found)
+
+
+def test_says_what_it_cannot_enter():
+    def loss_fn(w):
+        x = lax.stop_gradient(half(w))
+        return total(jax.pure_callback(lambda x: x * 2, x, x)) + total(half(w))
+
+    found = float32_lines(loss_fn, TWO)
+    assert found.verified
+    assert "Not followed in float32: pure_callback" in str(found)

@@ -360,6 +360,10 @@ class _Minimizer:
                 f"{text}; before: {before})."
             )
             text = f"{first.message} {text}" if first.kind == "no_scale" else text
+        sites = self._search.run.program.sites.values()
+        opaque = sorted({site.primitive for site in sites if site.opaque})
+        if opaque:
+            text += f" Not followed in float32: {', '.join(opaque)}."
         suspects = [self._suspects[self._lines[i]] for i in kept]
         suspects.sort(key=lambda x: x.order)
         lines = [_describe(self._search, self._sources, x.key) for x in suspects]
