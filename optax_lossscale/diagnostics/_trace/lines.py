@@ -120,9 +120,9 @@ def float32_lines(
 
     A line in float32 converts its inputs, and computes the result and its derivative in
     float32. The next line gets float32, if it is in the set; if not, convert the result
-    back. The set belongs to these parameters and this batch: ask again later.
-    Lines in loops, branches, `jax.checkpoint`, `jax.shard_map` and
-    rules of derivatives count, too; kernels that JAX cannot look into stay as they are.
+    back. Lines in loops, branches, `jax.checkpoint`, `jax.shard_map` and rules of
+    derivatives count, too; kernels that JAX cannot look into stay as they are. The set
+    belongs to these parameters and this batch: ask again later.
 
     Call it on the host with the arguments of a step, as `trace_numerics`. It compiles
     two programs and runs the second a few dozen times, and says on stderr how far it
@@ -361,9 +361,7 @@ class _Minimizer:
             )
             text = f"{first.message} {text}" if first.kind == "no_scale" else text
         sites = self._search.run.program.sites.values()
-        opaque = sorted({site.primitive for site in sites if site.opaque})
-        if opaque:
-            text += f" Not followed in float32: {', '.join(opaque)}."
+        text = " ".join([text, *trace.not_followed(sites)])
         suspects = [self._suspects[self._lines[i]] for i in kept]
         suspects.sort(key=lambda x: x.order)
         lines = [_describe(self._search, self._sources, x.key) for x in suspects]
@@ -389,17 +387,14 @@ def _suspects(search: Search) -> tuple[dict[Line, _Suspect], set[Key]]:
     """Returns the lines in half precision, and the sites whose errors are magnified."""
     run, effect = search.run, search.effect(search.run)
     found: dict[Line, _Suspect] = {}
-    losses, sources = run.inputs(run.program.loss), set()
+    sources = set()
     if not effect.is_fine:
-        wrong = [k for i in effect.wrong[:1] for k in run.program.gradients[i]]
-        (*_, result) = run.inputs(wrong) or losses
-        begins = run.beginning(result, search.close / 2)
+        begins = verdict.beginning_of(search, run, effect.wrong)
         sources = set(verdict.sources_of(search, run, begins))
-    reached = run.ancestors([*losses, *run.gradients])
+    reached = run.ancestors([*run.inputs(run.program.loss), *run.gradients])
     for order, key in enumerate(run.keys):
         site = run.site(key)
-        dtypes = [site.dtype, *(run.site(k).dtype for k in run.operands(key))]
-        if not site.primitive or not any(map(equations.is_half, dtypes)):
+        if not site.primitive or verdict.half_of(run, key) is None:
             continue
         severity = _severity(run, key) if key in reached else -1.0
         if key in sources:
@@ -438,8 +433,7 @@ def _describe(search: Search, sources: set[Key], key: Key) -> Float32Line:
     if found.kind == "precision" and run.range(key).error < search.close / 2:
         reason += ", and other lines magnify that"
     reason += f". {found.why}" if found.why else ""
-    dtypes = [site.dtype, *(run.site(k).dtype for k in run.operands(key))]
-    half = next(filter(equations.is_half, dtypes))
+    half = verdict.half_of(run, key)
     beyond = [k for k in run.operands(key) if run.exceeds(k)]
     if beyond and not run.exceeds(key):
         reason = (

@@ -1,7 +1,7 @@
 """`trace_numerics`: which line breaks in half precision, and why."""
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,12 @@ from optax_lossscale.diagnostics._trace.verdict import find_all
 
 WIDTH = 79
 SHOWN_FINDINGS = 6
+
+
+def not_followed(sites: Iterable[Any]) -> list[str]:
+    """Returns a sentence about the primitives that could not run in float32, if any."""
+    opaque = sorted({x.primitive for x in sites if x.opaque})
+    return [f"Not followed in float32: {', '.join(opaque)}."] if opaque else []
 
 
 class NumericsTrace(NamedTuple):
@@ -76,9 +82,7 @@ class NumericsTrace(NamedTuple):
         hidden = len(self.findings[SHOWN_FINDINGS:])
         if hidden:
             lines.append(f"and {hidden} more: see findings")
-        opaque = sorted({x.primitive for x in self.operations if x.opaque})
-        if opaque:
-            lines.append(wrapped(f"Not followed in float32: {', '.join(opaque)}."))
+        lines += map(wrapped, not_followed(self.operations))
         largest = "none" if self.largest_scale is None else power(self.largest_scale)
         lines.append(
             f"loss {self.loss:.6g}, in float32 {self.float32_loss:.6g}, loss scale "

@@ -72,7 +72,7 @@ def _wrong(search: Search, effect: Effect) -> list[NumericFinding]:
     if causes:
         return _nonfinite(search, causes)
     if best is None or effect.loss > search.close:
-        return [_explain(search, run, run.beginning(losses[-1], search.close / 2))]
+        return [_explain(search, run, beginning_of(search, run, []))]
     found, at_best = [], search.effect(best)
     if run.scale > best.scale:
         causes = run.causes(run.gradients) or run.origins("backward")
@@ -272,12 +272,17 @@ def is_underflow(run: Run, key: Key) -> bool:
     return _gain(run, key) >= LOST or 0 < found.float32_largest < limits.normal
 
 
+def half_of(run: Run, key: Key) -> str | None:
+    """Returns the half precision of a result or of its inputs, if there is any."""
+    dtypes = (run.site(k).dtype for k in [key, *run.operands(key)])
+    return next(filter(equations.is_half, dtypes), None)
+
+
 def _loss_of_precision(run: Run, key: Key) -> str:
     """Explains a loss of precision in a sum."""
     operands, found = run.operands(key), run.range(key)
     largest = max((run.range(k).largest for k in operands), default=0.0)
-    dtypes = (run.range(k).dtype for k in [key, *operands])
-    half = next(filter(equations.is_half, dtypes), None)
+    half = half_of(run, key)
     if run.site(key).primitive not in SUMS or half is None or not largest:
         return ""
     exponent = math.floor(math.log2(largest))
@@ -356,12 +361,16 @@ def _underflow(search: Search, best: Run, wrong: list[int]) -> list[NumericFindi
         )
         kind = "would_underflow" if run.program.judged else "underflow"
         found.append(NumericFinding(kind, message, operation))
-    return found or ([_of_gradient(search, run, wrong[0])] if wrong else [])
+    if not found and wrong:
+        found = [_explain(search, run, beginning_of(search, run, wrong))]
+    return found
 
 
-def _of_gradient(search: Search, run: Run, i: int) -> NumericFinding:
-    (*_, key) = run.inputs(run.program.gradients[i])
-    return _explain(search, run, run.beginning(key, search.close / 2))
+def beginning_of(search: Search, run: Run, wrong: list[int]) -> Key:
+    """Returns where the error of the worst gradient begins, or else of the loss."""
+    worst = [k for i in wrong[:1] for k in run.program.gradients[i]]
+    (*_, key) = run.inputs(worst) or run.inputs(run.program.loss)
+    return run.beginning(key, search.close / 2)
 
 
 def _out_of_range(run: Run, wrong: list[int]) -> dict[Key, float]:
@@ -378,7 +387,7 @@ def _conflict(search: Search, best: Run, wrong: list[int]) -> NumericFinding:
     """Says why gradients are wrong even at the largest scale."""
     missing = _out_of_range(best, wrong)
     if not missing or best.scale == 2.0**HIGHEST:
-        return _of_gradient(search, best, wrong[0])
+        return _explain(search, best, beginning_of(search, best, wrong))
     low, bits = next((k, math.ceil(bits)) for k, bits in missing.items())
     high = min(best.backward, key=lambda k: headroom(best, k))
     first, second = best.operation(high), best.operation(low)
