@@ -56,12 +56,13 @@ def fixed_scale(name: str, value: Any) -> float:
     return _in_range(name, value, 1.0, LARGEST_SCALE, wanted)
 
 
-def count(name: str, value: Any) -> int:
-    """Returns `value` as an int, if it is a whole number of at least 1."""
+def count(name: str, value: Any, least: int = 1) -> int:
+    """Returns `value` as an int, if it is a whole number of at least `least`."""
     checked = number(name, value)
-    if checked != int(checked) or not 1 <= checked < 2**31:
+    if checked != int(checked) or not least <= checked < 2**31:
         raise ValueError(
-            f"{name} must be a whole number, at least 1 and below 2**31, got {value!r}."
+            f"{name} must be a whole number, at least {least} and below 2**31, got "
+            f"{value!r}."
         )
     return int(checked)
 

@@ -24,8 +24,9 @@ def current_scale(rule: LossScale, state: Any) -> jax.Array:
     return rule.loss_scale(find_rule_state(state, rule))
 
 
-def _scale_of_step(rule: LossScale, state: Any) -> jax.Array:
+def scale_of_step(rule: LossScale, state: Any) -> jax.Array:
     """Returns the scale to compute with, a scalar without a derivative."""
+    warn_if_in_multi_steps(state)
     found = find_rule_state(state, rule)
     scale = rule.loss_scale(found)
     check_scalar("loss_scale_state.loss_scale", scale)
@@ -50,13 +51,12 @@ def scale_loss(rule: LossScale, loss: Any, state: Any) -> Any:
             "data use value_and_grad."
         )
     _warn_of_float16(rule, loss)
-    return scale_up(loss, _scale_of_step(rule, state))
+    return scale_up(loss, scale_of_step(rule, state))
 
 
 def unscale(rule: LossScale, skip: Skip | None, grads: Any, state: Any) -> Any:
     """Divides gradients by the scale."""
-    warn_if_in_multi_steps(state)
-    return _unscale(grads, _scale_of_step(rule, state), skip)
+    return _unscale(grads, scale_of_step(rule, state), skip)
 
 
 def _unscale(grads: Any, scale: jax.Array, skip: Skip | None) -> Any:
@@ -82,27 +82,46 @@ def unscaled_value_and_grad(
       has_aux: Whether `fun` returns auxiliary data as well.
       transform: `jax.value_and_grad`, or a function like it.
     """
+    check_callable(fun)
+    current_scale(rule, state)  # Raises early.
+
+    def value_and_grad(*args, **kwargs):
+        # Read once: scaling and unscaling must agree, and a state may change in place.
+        scale = scale_of_step(rule, state)
+        scaled = scaled_value_and_grad(rule, fun, scale, has_aux, transform)
+        value, grads = scaled(*args, **kwargs)
+        return value, _unscale(grads, scale, choose_skip())
+
+    return value_and_grad
+
+
+def check_callable(fun: Any) -> None:
+    """Raises if the loss function is none."""
     if not callable(fun):
         raise TypeError(
             "The loss function, the first argument of value_and_grad and minimize, "
             f"must be callable, got {type(fun).__name__}."
         )
-    current_scale(rule, state)  # Raises early.
+
+
+def scaled_value_and_grad(
+    rule: LossScale,
+    fun: Callable[..., Any],
+    scale: jax.Array,
+    has_aux: bool,
+    transform: Callable[..., Any],
+) -> Callable[..., tuple[Any, Any]]:
+    """Makes a function that returns the value, and the gradients times `scale`."""
+
+    def scaled(*args, **kwargs):
+        out = fun(*args, **kwargs)
+        loss = loss_of(out, has_aux)
+        _warn_of_float16(rule, loss)
+        # The loss itself is passed along: the scaled one may be inf.
+        return scale_up(loss, scale), _Out(out)
 
     def value_and_grad(*args, **kwargs):
-        # Read once: scaling and unscaling must agree, and a state may change in place.
-        scale = _scale_of_step(rule, state)
-        warn_if_in_multi_steps(state)
-
-        def scaled(*args, **kwargs):
-            out = fun(*args, **kwargs)
-            loss = loss_of(out, has_aux)
-            _warn_of_float16(rule, loss)
-            # The loss itself is passed along: the scaled one may be inf.
-            return scale_up(loss, scale), _Out(out)
-
-        value, grads = _unpack(transform(scaled, has_aux=True)(*args, **kwargs))
-        return value, _unscale(grads, scale, choose_skip())
+        return _unpack(transform(scaled, has_aux=True)(*args, **kwargs))
 
     return value_and_grad
 
@@ -116,10 +135,7 @@ def check_averaging(axis_name: Hashable | None, transform: Callable[..., Any]) -
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     names = set(names).intersection(jax.sharding.get_abstract_mesh().manual_axes)
     adds_up = all(_varies(jax.typeof(lax.axis_index(x))) for x in names)
-    while isinstance(transform, functools.partial):
-        transform = transform.func
-    library = str(getattr(transform, "__module__", "")).partition(".")[0]
-    if adds_up or library not in ("jax", "equinox", "flax"):
+    if adds_up or library_of(transform) not in ("jax", "equinox", "flax"):
         return
     raise ValueError(
         f"minimize with axis_name={axis_name!r} cannot average gradients under "
@@ -131,6 +147,13 @@ def check_averaging(axis_name: Hashable | None, transform: Callable[..., Any]) -
         "Under jax.shard_map with check_vma=True, average the loss in loss_fn: "
         f"jax.lax.pmean(loss, {axis_name!r})."
     )
+
+
+def library_of(transform: Callable[..., Any]) -> str:
+    """Returns the name of the package that defines a transform."""
+    while isinstance(transform, functools.partial):
+        transform = transform.func
+    return str(getattr(transform, "__module__", "")).partition(".")[0]
 
 
 def _varies(kind: Any) -> bool:

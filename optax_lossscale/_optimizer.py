@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import optax
 
-from optax_lossscale import _gradients, _step
+from optax_lossscale import _gradients, _retries, _step
 from optax_lossscale._commit import Skip
 from optax_lossscale._inner import arguments_of_minimize
 from optax_lossscale._rules.base import LossScale
@@ -105,6 +105,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         axis_name: Hashable | None = None,
         skip: Skip = "auto",
         check_loss: bool = False,
+        retries: int = 0,
     ):
         if isinstance(inner_optimizer, LossScaleOptimizer):
             raise TypeError(
@@ -122,7 +123,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
                 f"dynamic_growth_steps), not both, got {loss_scale!r} and {keras!r}."
             )
         self = _without_attributes(cls)
-        self._options = Options(inner_optimizer, chosen, axis_name, skip, check_loss)
+        self._options = Options(
+            inner_optimizer, chosen, axis_name, skip, check_loss, retries
+        )
         self._options.check()
         return self
 
@@ -399,6 +402,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         updates: Any,
         state: LossScaleOptimizerState,
         params: Any = None,
+        *,
+        skip_if: jax.Array | bool | None = None,
         **extra_args: Any,
     ) -> tuple[Any, LossScaleOptimizerState]:
         """Transforms gradients and advances the loss scale, or skips the step.
@@ -425,10 +430,16 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           ValueError: If `state` is not a `LossScaleOptimizerState`.
           TypeError: With `check_loss`, if `value` is missing or not a real scalar.
         """
-        return _step.update(self._options, updates, state, params, extra_args)
+        return _step.update(self._options, updates, state, params, skip_if, extra_args)
 
     def apply_gradients(
-        self, grads: Any, params: Any, state: LossScaleOptimizerState, **extra_args: Any
+        self,
+        grads: Any,
+        params: Any,
+        state: LossScaleOptimizerState,
+        *,
+        skip_if: jax.Array | bool | None = None,
+        **extra_args: Any,
     ) -> tuple[Any, LossScaleOptimizerState]:
         """Updates parameters with unscaled gradients, or skips the step.
 
@@ -449,7 +460,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           ValueError: If `state` is not a `LossScaleOptimizerState`.
           TypeError: With `check_loss`, if `value` is missing or not a real scalar.
         """
-        return _step.apply_gradients(self._options, grads, params, state, extra_args)
+        return _step.apply_gradients(
+            self._options, grads, params, state, skip_if, extra_args
+        )
 
     def minimize(
         self,
@@ -460,6 +473,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         *args: Any,
         has_aux: bool = False,
         transform: Callable[..., Any] = jax.value_and_grad,
+        skip_if: Callable[[Any, Any], Any] | None = None,
         **kwargs: Any,
     ) -> tuple[Any, LossScaleOptimizerState, Any]:
         """Takes one whole training step: loss, gradients, update.
@@ -510,9 +524,26 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           [0.5   0.875] 1.25
         """
         _gradients.check_averaging(self._options.axis_name, transform)
-        value, grads = self.value_and_grad(
-            loss_fn, state, has_aux=has_aux, transform=transform
-        )(params, *args, **kwargs)
+        if self._options.retries:
+            if type(self).value_and_grad is not LossScaleOptimizer.value_and_grad:
+                raise TypeError(
+                    f"With retries={self._options.retries}, minimize does not call "
+                    f"value_and_grad, which {type(self).__name__} overrides: it has to "
+                    "repeat the backward pass alone. Pass what it does as transform=."
+                )
+            value, grads, state = _retries.value_and_grad(
+                self._options,
+                loss_fn,
+                state,
+                has_aux,
+                transform,
+                (params, *args),
+                kwargs,
+            )
+        else:
+            value, grads = self.value_and_grad(
+                loss_fn, state, has_aux=has_aux, transform=transform
+            )(params, *args, **kwargs)
 
         def loss_of(value):
             return value[0] if has_aux else value
@@ -525,6 +556,14 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         extra = arguments_of_minimize(
             self.inner_optimizer, loss_of_params, params, loss_of(value), grads
         )
+        if skip_if is not None:
+            if not callable(skip_if):
+                raise TypeError(
+                    "skip_if must be a function in minimize, called with what loss_fn "
+                    f"returned and with the gradients, got {skip_if!r}. A flag goes to "
+                    "update or apply_gradients."
+                )
+            extra["skip_if"] = skip_if(value, grads)
         return *self.apply_gradients(grads, params, state, **extra), value
 
 

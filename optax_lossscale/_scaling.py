@@ -85,12 +85,17 @@ def _all_finite(leaves: list[jax.Array], axis_name: Hashable | None) -> jax.Arra
     finite = jnp.ones((), bool)
     if leaves:
         finite = jnp.sum(_stack(_nonfinite_sums(leaves))) == 0
+    return on_all_devices(finite, axis_name)
+
+
+def on_all_devices(flag: jax.Array, axis_name: Hashable | None) -> jax.Array:
+    """Returns bool[], whether a flag is true on all devices of the axis."""
     if axis_name is None:
-        return finite
+        return flag
     # Add a zero that varies along the axes: jax.shard_map refuses to reduce over axes
     # if devices are known to agree along some of them (as after a sum of gradients).
-    flag = finite.astype(jnp.int32) + 0 * axis_index(axis_name)
-    return lax.pmin(flag, axis_name).astype(bool)
+    varying = flag.astype(jnp.int32) + 0 * axis_index(axis_name)
+    return lax.pmin(varying, axis_name).astype(bool)
 
 
 def axis_index(axis_name: Hashable) -> jax.Array:

@@ -36,6 +36,8 @@ class LossScaleOptimizerState(NamedTuple):
         `check_health`.
       nonfinite_loss_steps: i32[], steps skipped so far because the loss itself was
         not finite; None without `check_loss`. Stays at its maximum.
+      retries: i32[], backward passes that `minimize` repeated so far; None without
+        `retries`. Stays at its maximum.
     """
 
     inner_state: Any
@@ -45,10 +47,11 @@ class LossScaleOptimizerState(NamedTuple):
     consecutive_skipped_steps: jax.Array
     stuck_steps: jax.Array
     nonfinite_loss_steps: jax.Array | None = None
+    retries: jax.Array | None = None
 
 
 def initial_state(
-    inner_state: Any, rule: LossScale, check_loss: bool
+    inner_state: Any, rule: LossScale, check_loss: bool, retries: int
 ) -> LossScaleOptimizerState:
     """Returns the state before the first step."""
     zero = functools.partial(jnp.zeros, (), jnp.int32)
@@ -60,6 +63,7 @@ def initial_state(
         consecutive_skipped_steps=zero(),
         stuck_steps=zero(),
         nonfinite_loss_steps=zero() if check_loss else None,
+        retries=zero() if retries else None,
     )
 
 
@@ -69,6 +73,7 @@ def count_step(
     should_apply: jax.Array | None,
     loss_is_finite: jax.Array | None,
     is_stuck: jax.Array,
+    is_vetoed: jax.Array | None,
 ) -> LossScaleOptimizerState:
     """Records in the state whether a step was applied or skipped, and why.
 
@@ -78,6 +83,8 @@ def count_step(
       loss_is_finite: bool[], or None where the loss is not checked.
       is_stuck: bool[], whether the gradients were not finite and the scale could not
         have been lower.
+      is_vetoed: bool[], whether `skip_if` alone skips the step; None where it is not
+        given.
     """
 
     def count(steps, condition):
@@ -88,9 +95,12 @@ def count_step(
     no = lax.full_like(state.last_step_applied, False, bool)
     zero = lax.full_like(state.skipped_steps, 0, jnp.int32)
     if should_apply is None:
-        skipped_steps = jnp.asarray(state.skipped_steps, jnp.int32)
-        fields = ~no, skipped_steps, zero, zero, state.nonfinite_loss_steps
-        return LossScaleOptimizerState(None, None, *fields)
+        return state._replace(
+            last_step_applied=~no,
+            skipped_steps=jnp.asarray(state.skipped_steps, jnp.int32),
+            consecutive_skipped_steps=zero,
+            stuck_steps=zero,
+        )
     nonfinite_loss_steps = state.nonfinite_loss_steps
     if loss_is_finite is not None:
         # None in a state from before check_loss was switched on.
@@ -98,7 +108,8 @@ def count_step(
         nonfinite_loss_steps = count(before, ~loss_is_finite)
         is_stuck &= loss_is_finite
     skipped = ~should_apply
-    in_a_row = count(state.consecutive_skipped_steps, skipped)
+    failed = skipped if is_vetoed is None else skipped & ~is_vetoed
+    in_a_row = count(state.consecutive_skipped_steps, failed)
     stuck_steps = count(state.stuck_steps, is_stuck)
     return state._replace(
         last_step_applied=should_apply | no,
@@ -140,8 +151,8 @@ def _hint_for_dict(state: Any) -> str:
     )
 
 
-def check_state(state: Any, rule: LossScale) -> None:
-    """Raises if `state` is none, or belongs to another rule or has other shapes."""
+def check_state(state: Any, rule: LossScale, retries: int) -> None:
+    """Raises if `state` is none, or belongs to other options or has other shapes."""
     if not isinstance(state, LossScaleOptimizerState):
         raise ValueError(
             "state must be the LossScaleOptimizerState that this optimizer's init "
@@ -154,6 +165,12 @@ def check_state(state: Any, rule: LossScale) -> None:
     scale_state, expected = state.loss_scale_state, expected_state(rule)
     if jax.tree.structure(scale_state) != jax.tree.structure(expected):
         raise ValueError(_other_rule(scale_state, expected))
+    if retries and state.retries is None:
+        raise ValueError(
+            f"state.retries is None, but the optimizer has retries={retries}: the "
+            "state is from before the option was switched on. To go on from it, set "
+            "the count: state._replace(retries=jnp.int32(0))."
+        )
     check_scalar("loss_scale_state.loss_scale", unbox(scale_state.loss_scale))
     for name in state._fields[2:6]:
         check_scalar(name, getattr(state, name))

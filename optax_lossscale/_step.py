@@ -11,7 +11,7 @@ from jax import lax
 from optax_lossscale import _check as check, _inner, _state
 from optax_lossscale._commit import Skip, commit
 from optax_lossscale._rules.base import LossScale
-from optax_lossscale._scaling import all_finite
+from optax_lossscale._scaling import all_finite, on_all_devices
 from optax_lossscale._tree import (
     cast_like,
     is_array,
@@ -30,6 +30,7 @@ class Options(NamedTuple):
     axis_name: Hashable | None
     skip: Skip
     check_loss: bool
+    retries: int
 
     def check(self) -> None:
         """Raises if an argument is of the wrong type or out of its range."""
@@ -43,10 +44,11 @@ class Options(NamedTuple):
                 f"axis_name must be a name or a tuple of names, got {self.axis_name!r}."
             )
         check.boolean("check_loss", self.check_loss)
+        check.count("retries", self.retries, least=0)
 
-    def choose_skip(self) -> Skip | None:
+    def choose_skip(self, has_veto: bool = False) -> Skip | None:
         """Returns how the step that is being traced is skipped; None if it never is."""
-        if not self.loss_scale.skip_nonfinite and not self.check_loss:
+        if not (self.loss_scale.skip_nonfinite or self.check_loss or has_veto):
             return None
         # Devices need not agree: if one branched alone, it would not join the
         # collectives of the others.
@@ -58,11 +60,18 @@ def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
     """Returns the state before the first step."""
     inner_state = strongly_typed(_inner.wrap(options.inner_optimizer).init(params))
     _state.check_inner_state(inner_state)
-    return _state.initial_state(inner_state, options.loss_scale, options.check_loss)
+    return _state.initial_state(
+        inner_state, options.loss_scale, options.check_loss, options.retries
+    )
 
 
 def update(
-    options: Options, grads: Any, state: Any, params: Any, extra: dict[str, Any]
+    options: Options,
+    grads: Any,
+    state: Any,
+    params: Any,
+    skip_if: Any,
+    extra: dict[str, Any],
 ) -> tuple[Any, _state.LossScaleOptimizerState]:
     """Returns the updates of a step, or -0.0 if it is skipped, and the new state."""
 
@@ -72,11 +81,16 @@ def update(
     def keep(like, params):
         return jax.tree.map(zero_update, like)
 
-    return _take_step(options, grads, state, params, extra, finish, keep)
+    return _take_step(options, grads, state, params, skip_if, extra, finish, keep)
 
 
 def apply_gradients(
-    options: Options, grads: Any, params: Any, state: Any, extra: dict[str, Any]
+    options: Options,
+    grads: Any,
+    params: Any,
+    state: Any,
+    skip_if: Any,
+    extra: dict[str, Any],
 ) -> tuple[Any, _state.LossScaleOptimizerState]:
     """Returns the parameters after a step, or the old ones, and the new state."""
 
@@ -86,7 +100,7 @@ def apply_gradients(
     def keep(like, params):
         return params
 
-    return _take_step(options, grads, state, params, extra, finish, keep)
+    return _take_step(options, grads, state, params, skip_if, extra, finish, keep)
 
 
 def _take_step(
@@ -94,6 +108,7 @@ def _take_step(
     grads: Any,
     state: Any,
     params: Any,
+    skip_if: Any,
     extra: dict[str, Any],
     finish: Callable[[Any, Any], Any],
     keep: Callable[[Any, Any], Any],
@@ -105,6 +120,7 @@ def _take_step(
       grads: Unscaled gradients.
       state: The state.
       params: The parameters; None if the inner optimizer needs none.
+      skip_if: bool[], whether to skip the step whatever its gradients are; or None.
       extra: Extra arguments of the inner optimizer.
       finish: Makes the result of an applied step, from the updates and parameters.
       keep: Makes the result of a skipped step, from the result of an applied step (or
@@ -112,16 +128,17 @@ def _take_step(
     """
     rule, axis_name = options.loss_scale, options.axis_name
     _check_gradients(grads)
-    _state.check_state(state, rule)
     inner = _inner.wrap(options.inner_optimizer)
 
     # Look: at the gradients, and at the loss if it is checked.
-    old = state.loss_scale_state
-    new, finite = rule.update(grads, old, axis_name=axis_name)
-    finite = should_apply = jnp.asarray(finite, bool)
-    new = jax.tree.map(_without_derivative, strongly_typed(_state.healed(rule, new)))
-    at_minimum = rule._is_at_minimum(rule.loss_scale(old), rule.loss_scale(new))
-    loss_is_finite = None
+    looked = getattr(state, "loss_scale_state", None)
+    if not isinstance(looked, Look):  # As `minimize` passes it, with retries.
+        _state.check_state(state, rule, options.retries)
+        looked = look(rule, grads, looked, axis_name)
+    old, new, finite = looked.before, looked.after, looked.finite
+    should_apply = finite
+    at_minimum = rule._is_at_minimum(looked.loss_scale, rule.loss_scale(new))
+    loss_is_finite = is_vetoed = None
     if options.check_loss:
         loss_is_finite = all_finite(_loss(extra), axis_name=axis_name)
 
@@ -130,6 +147,9 @@ def _take_step(
         should_apply &= loss_is_finite
         old = cast_like(strongly_typed(_state.healed(rule, old)), new)
         new = select(loss_is_finite, new, old)
+    if skip_if is not None:
+        veto = ~on_all_devices(~_flag(skip_if), axis_name)
+        is_vetoed, should_apply = should_apply & veto, should_apply & ~veto
 
     # Run or keep.
     def run(inputs, inner_state, params):
@@ -138,7 +158,7 @@ def _take_step(
         # Python integers among the parameters stay Python integers.
         return finish(updates, params), strongly_typed(inner_state)
 
-    skip = options.choose_skip()
+    skip = options.choose_skip(skip_if is not None)
     result, inner_state = commit(
         skip,
         should_apply,
@@ -152,8 +172,34 @@ def _take_step(
     # Record.
     applied = None if skip is None else should_apply
     state = state._replace(inner_state=None, loss_scale_state=None)
-    state = _state.count_step(state, applied, loss_is_finite, ~finite & at_minimum)
+    state = _state.count_step(
+        state, applied, loss_is_finite, ~finite & at_minimum, is_vetoed
+    )
     return result, state._replace(inner_state=inner_state, loss_scale_state=new)
+
+
+class Look(NamedTuple):
+    """What a step saw of the gradients; in the place of the rule's state, it is final.
+
+    Attributes:
+      loss_scale: f32[], the scale of these gradients.
+      before: The state of the rule before the step.
+      after: Its state after it.
+      finite: bool[], whether the rule lets the gradients pass.
+    """
+
+    loss_scale: jax.Array
+    before: Any
+    after: Any
+    finite: jax.Array
+
+
+def look(rule: LossScale, grads: Any, old: Any, axis_name: Hashable | None) -> Look:
+    """Shows the gradients to the rule."""
+    new, finite = rule.update(grads, old, axis_name=axis_name)
+    finite = jnp.asarray(finite, bool)
+    new = jax.tree.map(without_derivative, strongly_typed(_state.healed(rule, new)))
+    return Look(rule.loss_scale(old), old, new, finite)
 
 
 def _check_gradients(grads: Any) -> None:
@@ -184,6 +230,19 @@ def _loss(extra: dict[str, Any]) -> Any:
     return value
 
 
-def _without_derivative(leaf: Any) -> Any:
-    # The scale has no derivative.
+def _flag(skip_if: Any) -> jax.Array:
+    """Returns the argument `skip_if` of a step as bool[]."""
+    is_bool = isinstance(skip_if, bool) or is_array(skip_if)
+    if not is_bool or np.shape(skip_if) != () or jnp.result_type(skip_if) != bool:
+        kind = jax.typeof(skip_if) if is_array(skip_if) else repr(skip_if)
+        raise TypeError(
+            "skip_if must be a bool or an array bool[], True if this step is to be "
+            f"skipped, got {kind}. Of many flags, take jnp.any(flags). Only minimize "
+            "takes a function: of what loss_fn returned, and of the gradients."
+        )
+    return jnp.asarray(skip_if)
+
+
+def without_derivative(leaf: Any) -> Any:
+    """Returns a part of the rule's state as a constant: the scale has no derivative."""
     return lax.stop_gradient(leaf) if is_inexact(leaf) else leaf
