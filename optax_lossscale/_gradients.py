@@ -67,60 +67,53 @@ def _unscale(grads: Any, scale: jax.Array, skip: Skip | None) -> Any:
 def unscaled_value_and_grad(
     rule: LossScale,
     choose_skip: Callable[[], Skip | None],
-    fun: Callable[..., Any],
+    scaled: Callable[..., tuple[Any, Any]],
     state: Any,
-    has_aux: bool,
-    transform: Callable[..., Any],
 ) -> Callable[..., tuple[Any, Any]]:
-    """Makes a function that returns the value and unscaled gradients of `fun`.
+    """Makes a function that returns the value and unscaled gradients of a loss.
 
     Args:
       rule: The rule whose scale is in the state.
       choose_skip: Tells how the step is skipped, when it is traced.
-      fun: The loss function.
+      scaled: The result of `scaled_value_and_grad`.
       state: A tree that holds one `LossScaleOptimizerState`.
-      has_aux: Whether `fun` returns auxiliary data as well.
-      transform: `jax.value_and_grad`, or a function like it.
     """
-    check_callable(fun)
     current_scale(rule, state)  # Raises early.
 
     def value_and_grad(*args, **kwargs):
         # Read once: scaling and unscaling must agree, and a state may change in place.
         scale = scale_of_step(rule, state)
-        scaled = scaled_value_and_grad(rule, fun, scale, has_aux, transform)
-        value, grads = scaled(*args, **kwargs)
+        value, grads = scaled(scale, *args, **kwargs)
         return value, _unscale(grads, scale, choose_skip())
 
     return value_and_grad
 
 
-def check_callable(fun: Any) -> None:
-    """Raises if the loss function is none."""
+def scaled_value_and_grad(
+    rule: LossScale, fun: Any, has_aux: bool, transform: Callable[..., Any]
+) -> Callable[..., tuple[Any, Any]]:
+    """Makes a function of a scale that returns the value and scaled gradients of `fun`.
+
+    Args:
+      rule: The rule.
+      fun: The loss function.
+      has_aux: Whether `fun` returns auxiliary data as well.
+      transform: `jax.value_and_grad`, or a function like it.
+    """
     if not callable(fun):
         raise TypeError(
             "The loss function, the first argument of value_and_grad and minimize, "
             f"must be callable, got {type(fun).__name__}."
         )
 
+    def value_and_grad(scale, *args, **kwargs):
+        def scaled(*args, **kwargs):
+            out = fun(*args, **kwargs)
+            loss = loss_of(out, has_aux)
+            _warn_of_float16(rule, loss)
+            # The loss itself is passed along: the scaled one may be inf.
+            return scale_up(loss, scale), _Out(out)
 
-def scaled_value_and_grad(
-    rule: LossScale,
-    fun: Callable[..., Any],
-    scale: jax.Array,
-    has_aux: bool,
-    transform: Callable[..., Any],
-) -> Callable[..., tuple[Any, Any]]:
-    """Makes a function that returns the value, and the gradients times `scale`."""
-
-    def scaled(*args, **kwargs):
-        out = fun(*args, **kwargs)
-        loss = loss_of(out, has_aux)
-        _warn_of_float16(rule, loss)
-        # The loss itself is passed along: the scaled one may be inf.
-        return scale_up(loss, scale), _Out(out)
-
-    def value_and_grad(*args, **kwargs):
         return _unpack(transform(scaled, has_aux=True)(*args, **kwargs))
 
     return value_and_grad

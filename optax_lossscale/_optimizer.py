@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import optax
 
-from optax_lossscale import _gradients, _retries, _step
+from optax_lossscale import _check as check, _gradients, _retries, _step
 from optax_lossscale._commit import Skip
 from optax_lossscale._inner import arguments_of_minimize
 from optax_lossscale._rules.base import LossScale
@@ -105,7 +105,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         axis_name: Hashable | None = None,
         skip: Skip = "auto",
         check_loss: bool = False,
-        retries: int = 0,
+        retries: int | None = None,
     ):
         if isinstance(inner_optimizer, LossScaleOptimizer):
             raise TypeError(
@@ -123,9 +123,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
                 f"dynamic_growth_steps), not both, got {loss_scale!r} and {keras!r}."
             )
         self = _without_attributes(cls)
-        self._options = Options(
-            inner_optimizer, chosen, axis_name, skip, check_loss, retries
-        )
+        options = (inner_optimizer, chosen, axis_name, skip, check_loss, retries or 0)
+        self._options = Options(*options)
         self._options.check()
         return self
 
@@ -314,8 +313,11 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         # eqx.filter_value_and_grad has no argnums: it uses the first argument.
         options = {} if argnums == 0 else {"argnums": argnums}
         transform = functools.partial(transform, **options)
+        scaled = _gradients.scaled_value_and_grad(
+            self.loss_scale, fun, has_aux, transform
+        )
         return _gradients.unscaled_value_and_grad(
-            self.loss_scale, self._options.choose_skip, fun, state, has_aux, transform
+            self.loss_scale, self._options.choose_skip, scaled, state
         )
 
     def get_scaled_loss(self, loss: Any, state: Any) -> Any:
@@ -430,7 +432,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           ValueError: If `state` is not a `LossScaleOptimizerState`.
           TypeError: With `check_loss`, if `value` is missing or not a real scalar.
         """
-        return _step.update(self._options, updates, state, params, skip_if, extra_args)
+        extra_args["skip_if"] = skip_if
+        return _step.update(self._options, updates, state, params, extra_args)
 
     def apply_gradients(
         self,
@@ -460,9 +463,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           ValueError: If `state` is not a `LossScaleOptimizerState`.
           TypeError: With `check_loss`, if `value` is missing or not a real scalar.
         """
-        return _step.apply_gradients(
-            self._options, grads, params, state, skip_if, extra_args
-        )
+        extra_args["skip_if"] = skip_if
+        return _step.apply_gradients(self._options, grads, params, state, extra_args)
 
     def minimize(
         self,
@@ -525,20 +527,16 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         """
         _gradients.check_averaging(self._options.axis_name, transform)
         if self._options.retries:
-            if type(self).value_and_grad is not LossScaleOptimizer.value_and_grad:
-                raise TypeError(
-                    f"With retries={self._options.retries}, minimize does not call "
-                    f"value_and_grad, which {type(self).__name__} overrides: it has to "
-                    "repeat the backward pass alone. Pass what it does as transform=."
-                )
+            is_own = type(self).value_and_grad is LossScaleOptimizer.value_and_grad
+            _retries.check_transform(transform, "" if is_own else type(self).__name__)
+            scaled = _gradients.scaled_value_and_grad(
+                self.loss_scale, loss_fn, has_aux, transform
+            )
             value, grads, state = _retries.value_and_grad(
                 self._options,
-                loss_fn,
-                state,
+                lambda scale: scaled(scale, params, *args, **kwargs),
                 has_aux,
-                transform,
-                (params, *args),
-                kwargs,
+                state,
             )
         else:
             value, grads = self.value_and_grad(
@@ -557,13 +555,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             self.inner_optimizer, loss_of_params, params, loss_of(value), grads
         )
         if skip_if is not None:
-            if not callable(skip_if):
-                raise TypeError(
-                    "skip_if must be a function in minimize, called with what loss_fn "
-                    f"returned and with the gradients, got {skip_if!r}. A flag goes to "
-                    "update or apply_gradients."
-                )
-            extra["skip_if"] = skip_if(value, grads)
+            extra["skip_if"] = check.function("skip_if", skip_if)(value, grads)
         return *self.apply_gradients(grads, params, state, **extra), value
 
 

@@ -66,12 +66,7 @@ def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
 
 
 def update(
-    options: Options,
-    grads: Any,
-    state: Any,
-    params: Any,
-    skip_if: Any,
-    extra: dict[str, Any],
+    options: Options, grads: Any, state: Any, params: Any, extra: dict[str, Any]
 ) -> tuple[Any, _state.LossScaleOptimizerState]:
     """Returns the updates of a step, or -0.0 if it is skipped, and the new state."""
 
@@ -81,16 +76,11 @@ def update(
     def keep(like, params):
         return jax.tree.map(zero_update, like)
 
-    return _take_step(options, grads, state, params, skip_if, extra, finish, keep)
+    return _take_step(options, grads, state, params, extra, finish, keep)
 
 
 def apply_gradients(
-    options: Options,
-    grads: Any,
-    params: Any,
-    state: Any,
-    skip_if: Any,
-    extra: dict[str, Any],
+    options: Options, grads: Any, params: Any, state: Any, extra: dict[str, Any]
 ) -> tuple[Any, _state.LossScaleOptimizerState]:
     """Returns the parameters after a step, or the old ones, and the new state."""
 
@@ -100,7 +90,7 @@ def apply_gradients(
     def keep(like, params):
         return params
 
-    return _take_step(options, grads, state, params, skip_if, extra, finish, keep)
+    return _take_step(options, grads, state, params, extra, finish, keep)
 
 
 def _take_step(
@@ -108,7 +98,6 @@ def _take_step(
     grads: Any,
     state: Any,
     params: Any,
-    skip_if: Any,
     extra: dict[str, Any],
     finish: Callable[[Any, Any], Any],
     keep: Callable[[Any, Any], Any],
@@ -120,13 +109,13 @@ def _take_step(
       grads: Unscaled gradients.
       state: The state.
       params: The parameters; None if the inner optimizer needs none.
-      skip_if: bool[], whether to skip the step whatever its gradients are; or None.
-      extra: Extra arguments of the inner optimizer.
+      extra: Extra arguments of the inner optimizer, and `skip_if`.
       finish: Makes the result of an applied step, from the updates and parameters.
       keep: Makes the result of a skipped step, from the result of an applied step (or
         its shapes and dtypes) and the parameters.
     """
     rule, axis_name = options.loss_scale, options.axis_name
+    skip_if = extra.pop("skip_if", None)
     _check_gradients(grads)
     inner = _inner.wrap(options.inner_optimizer)
 
@@ -198,7 +187,7 @@ def look(rule: LossScale, grads: Any, old: Any, axis_name: Hashable | None) -> L
     """Shows the gradients to the rule."""
     new, finite = rule.update(grads, old, axis_name=axis_name)
     finite = jnp.asarray(finite, bool)
-    new = jax.tree.map(without_derivative, strongly_typed(_state.healed(rule, new)))
+    new = jax.tree.map(_without_derivative, strongly_typed(_state.healed(rule, new)))
     return Look(rule.loss_scale(old), old, new, finite)
 
 
@@ -232,17 +221,15 @@ def _loss(extra: dict[str, Any]) -> Any:
 
 def _flag(skip_if: Any) -> jax.Array:
     """Returns the argument `skip_if` of a step as bool[]."""
-    is_bool = isinstance(skip_if, bool) or is_array(skip_if)
-    if not is_bool or np.shape(skip_if) != () or jnp.result_type(skip_if) != bool:
-        kind = jax.typeof(skip_if) if is_array(skip_if) else repr(skip_if)
+    flag = jnp.asarray(skip_if) if isinstance(skip_if, bool) else skip_if
+    if not is_array(flag) or (flag.shape, flag.dtype) != ((), jnp.bool_):
         raise TypeError(
-            "skip_if must be a bool or an array bool[], True if this step is to be "
-            f"skipped, got {kind}. Of many flags, take jnp.any(flags). Only minimize "
-            "takes a function: of what loss_fn returned, and of the gradients."
+            "skip_if must be a bool, or an array bool[], and tell whether to skip this "
+            f"step, got {flag!r}. Only minimize takes a function."
         )
-    return jnp.asarray(skip_if)
+    return flag
 
 
-def without_derivative(leaf: Any) -> Any:
-    """Returns a part of the rule's state as a constant: the scale has no derivative."""
+def _without_derivative(leaf: Any) -> Any:
+    # The scale has no derivative.
     return lax.stop_gradient(leaf) if is_inexact(leaf) else leaf
