@@ -64,7 +64,7 @@ def _unscale(grads: Any, scale: jax.Array, skip: Skip | None) -> Any:
     return jax.tree.map(lambda x: scale_down(x, scale) if is_inexact(x) else x, grads)
 
 
-def unscaled_value_and_grad(
+def unscaled_grad(
     rule: LossScale,
     choose_skip: Callable[[], Skip | None],
     scaled: Callable[..., tuple[Any, Any]],
@@ -75,7 +75,7 @@ def unscaled_value_and_grad(
     Args:
       rule: The rule whose scale is in the state.
       choose_skip: Tells how the step is skipped, when it is traced.
-      scaled: The result of `scaled_value_and_grad`.
+      scaled: The result of `scaled_grad`.
       state: A tree that holds one `LossScaleOptimizerState`.
     """
     current_scale(rule, state)  # Raises early.
@@ -89,7 +89,7 @@ def unscaled_value_and_grad(
     return value_and_grad
 
 
-def scaled_value_and_grad(
+def scaled_grad(
     rule: LossScale, fun: Any, has_aux: bool, transform: Callable[..., Any]
 ) -> Callable[..., tuple[Any, Any]]:
     """Makes a function of a scale that returns the value and scaled gradients of `fun`.
@@ -107,14 +107,14 @@ def scaled_value_and_grad(
         )
 
     def value_and_grad(scale, *args, **kwargs):
-        def scaled(*args, **kwargs):
+        def loss_times_scale(*args, **kwargs):
             out = fun(*args, **kwargs)
             loss = loss_of(out, has_aux)
             _warn_of_float16(rule, loss)
             # The loss itself is passed along: the scaled one may be inf.
             return scale_up(loss, scale), _Out(out)
 
-        return _unpack(transform(scaled, has_aux=True)(*args, **kwargs))
+        return _unpack(transform(loss_times_scale, has_aux=True)(*args, **kwargs))
 
     return value_and_grad
 

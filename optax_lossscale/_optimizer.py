@@ -51,6 +51,11 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         does not help then, so the scale stays as it is, whatever the gradients are,
         and `nonfinite_loss_steps` counts the step. `update` and `apply_gradients`
         need the loss as `value=`; `minimize` has it.
+      retries: How often `minimize` may repeat the backward pass of one step, 0 by
+        default. After an overflow the rule lowers the scale, and the backward pass runs
+        again on the same forward pass, so that the batch is not lost. 24 is enough
+        for a scale to fall from 2**24 to 1. If the loss is not finite, or the scale
+        does not fall, the step is skipped. `state.retries` counts the repeated passes.
 
     Raises:
       ValueError: If `loss_scale` comes with `dynamic`, `initial_scale` or
@@ -313,10 +318,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         # eqx.filter_value_and_grad has no argnums: it uses the first argument.
         options = {} if argnums == 0 else {"argnums": argnums}
         transform = functools.partial(transform, **options)
-        scaled = _gradients.scaled_value_and_grad(
-            self.loss_scale, fun, has_aux, transform
-        )
-        return _gradients.unscaled_value_and_grad(
+        scaled = _gradients.scaled_grad(self.loss_scale, fun, has_aux, transform)
+        return _gradients.unscaled_grad(
             self.loss_scale, self._options.choose_skip, scaled, state
         )
 
@@ -419,6 +422,10 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             pass `params` then.
           state: The state.
           params: The parameters, if the inner optimizer needs them.
+          skip_if: bool[] or bool, whether to skip this step for a reason of your own: a
+            loss that is an outlier, or a step that another optimizer skips. With
+            `axis_name`, all devices skip if one does. The loss scale sees the gradients
+            as always, and does not back off.
           **extra_args: For the inner optimizer. `check_loss` needs `value`, the loss.
 
         Returns:
@@ -430,7 +437,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
         Raises:
           ValueError: If `state` is not a `LossScaleOptimizerState`.
-          TypeError: With `check_loss`, if `value` is missing or not a real scalar.
+          TypeError: If `skip_if` is not a bool; with `check_loss`, if `value` is
+            missing or not a real scalar.
         """
         extra_args["skip_if"] = skip_if
         return _step.update(self._options, updates, state, params, extra_args)
@@ -454,6 +462,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             stay as they are.
           params: The parameters.
           state: The state.
+          skip_if: As in `update`.
           **extra_args: For the inner optimizer. `check_loss` needs `value`, the loss.
 
         Returns:
@@ -461,7 +470,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
         Raises:
           ValueError: If `state` is not a `LossScaleOptimizerState`.
-          TypeError: With `check_loss`, if `value` is missing or not a real scalar.
+          TypeError: If `skip_if` is not a bool; with `check_loss`, if `value` is
+            missing or not a real scalar.
         """
         extra_args["skip_if"] = skip_if
         return _step.apply_gradients(self._options, grads, params, state, extra_args)
@@ -496,15 +506,22 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           has_aux: Whether `loss_fn` returns auxiliary data as well.
           transform: The function that differentiates, as in `value_and_grad`:
             `eqx.filter_value_and_grad` for an Equinox model.
+          skip_if: A function that tells whether to skip the step, as the flag in
+            `update` does. It is called once, as `skip_if(out, grads)`, with what
+            `loss_fn` returned and the unscaled gradients, and returns bool[].
           **kwargs: Passed to `loss_fn`.
 
         Returns:
           The new parameters, the new state, and what `loss_fn` returned.
 
         Raises:
-          ValueError: If `state` is not a `LossScaleOptimizerState`.
-          TypeError: If the loss is not a real scalar, or if `transform` returns no
-            value.
+          ValueError: If `state` is not a `LossScaleOptimizerState`, or is one from
+            before `retries` was switched on; with `retries`, if devices communicate
+            in the backward pass along an axis that `axis_name` does not name.
+          TypeError: If the loss is not a real scalar; if `transform` returns no value,
+            or, with `retries`, changes the model in place or is compiled by `jax.jit`;
+            if `skip_if` is no function or does not return a bool. A reverse-mode
+            derivative of a step with `retries` raises it, too.
 
         Warns:
           UserWarning: If the scale of `state` is a constant in a function that JAX
@@ -524,12 +541,25 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> params, state, loss = train_step(params, optimizer.init(params), x)
           >>> print(params, loss)
           [0.5   0.875] 1.25
+
+          An overflow costs no batch if the backward pass is repeated. The first scale
+          was 2**24, and 2**13 fits:
+
+          >>> optimizer = LossScaleOptimizer(
+          ...     optax.sgd(0.25), initial_scale=2.0**24, retries=24
+          ... )
+          >>> params = jnp.float16(2.0)
+          >>> state = optimizer.init(params)
+          >>> loss_fn = lambda x: (x * x).astype(jnp.float32)
+          >>> params, state, loss = optimizer.minimize(loss_fn, params, state)
+          >>> print(params, state.retries, state.skipped_steps)
+          1.0 11 0
         """
         _gradients.check_averaging(self._options.axis_name, transform)
         if self._options.retries:
             is_own = type(self).value_and_grad is LossScaleOptimizer.value_and_grad
-            _retries.check_transform(transform, "" if is_own else type(self).__name__)
-            scaled = _gradients.scaled_value_and_grad(
+            _retries.check_transform(transform, is_own)
+            scaled = _gradients.scaled_grad(
                 self.loss_scale, loss_fn, has_aux, transform
             )
             value, grads, state = _retries.value_and_grad(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, Var, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from optax_lossscale import _gradients, _state
@@ -20,25 +20,22 @@ from optax_lossscale._tree import cast_like, is_inexact, split_arrays, strongly_
 Backward = Callable[[jax.Array], list[jax.Array]]
 
 
-def check_transform(transform: Callable[..., Any], overridden: str) -> None:
-    """Raises if the backward pass cannot be told from the rest.
+def check_transform(transform: Callable[..., Any], is_own: bool) -> None:
+    """Raises if the backward pass of a transform cannot be told from the rest.
 
     Args:
       transform: The argument of `minimize`.
-      overridden: The name of a subclass with a `value_and_grad` of its own, or "".
+      is_own: Whether no subclass has a `value_and_grad` of its own.
     """
-    if overridden:
-        raise TypeError(
-            f"minimize with retries does not call the value_and_grad of {overridden}. "
-            "Pass a function that does the same to jax.value_and_grad as transform=."
-        )
-    if _gradients.library_of(transform) == "flax":
-        raise TypeError(
-            "minimize with retries cannot use nnx.value_and_grad as transform, which "
-            "changes the model in place. Split the model, merge it in loss_fn, and let "
-            "loss_fn return what changes as auxiliary data: graphdef, params, rest = "
-            "nnx.split(model, nnx.Param, ...)."
-        )
+    if is_own and _gradients.library_of(transform) != "flax":
+        return
+    raise TypeError(
+        "minimize with retries repeats the backward pass alone. It can use neither the "
+        "value_and_grad of a subclass (pass such a function as transform=), nor "
+        "nnx.value_and_grad, which changes the model in place: make graphdef, params, "
+        "rest = nnx.split(model, nnx.Param, ...), merge them in loss_fn, and return "
+        "what changes as auxiliary data."
+    )
 
 
 def value_and_grad(
@@ -68,7 +65,7 @@ def value_and_grad(
 
     def attempt(last):
         retries, old = last[0], last[1].after
-        scale = rule.loss_scale(old)
+        scale = lax.stop_gradient(rule.loss_scale(old))
         grads = backward(scale)
         looked = look(rule, unscaled(grads, scale), old, axis_name)
         # In jax.shard_map it varies over the devices if the scale does.
@@ -79,11 +76,8 @@ def value_and_grad(
         return retries + again, looked, grads, again
 
     # The first pass is inside the loop, too: one program, and the same bits.
-    old = jax.tree.map(
-        lambda x, kind: lax.stop_gradient(jnp.asarray(x, kind.dtype)),
-        _state.healed(rule, state.loss_scale_state),
-        _state.expected_state(rule),
-    )
+    old = strongly_typed(_state.healed(rule, state.loss_scale_state))
+    old = cast_like(old, strongly_typed(rule.init()))
     no = lax.full_like(scale, False, bool)
     none_yet = lax.full_like(scale, 0, jnp.int32)
     zeros = [lax.full_like(x, 0) for x in jax.eval_shape(backward, scale)]
@@ -139,9 +133,10 @@ def _run_forward(
     born = [casts.get(x, x) if isinstance(x, Var) else x for x in grads]
     used = [x for equation in backward for x in equation.invars] + born
     residuals = [x for x in dict.fromkeys(_variables(used)) if x not in depend]
-    first = Jaxpr(jaxpr.constvars, (), [*value, *residuals], forward)
+    first = jaxpr.replace(invars=[], outvars=[*value, *residuals], eqns=forward)
     found = jaxpr_as_fun(ClosedJaxpr(first, program.consts))()
-    second = Jaxpr((), [*jaxpr.invars, *residuals], born, backward)
+    inputs = [*jaxpr.invars, *residuals]
+    second = jaxpr.replace(constvars=[], invars=inputs, outvars=born, eqns=backward)
 
     def run_backward(scale):
         run = jaxpr_as_fun(ClosedJaxpr(second, ()))
@@ -160,19 +155,21 @@ def _variables(atoms: Iterable[Any]) -> list[Var]:
 
 def _is_widening(equation: JaxprEqn) -> bool:
     """Whether an equation casts to a wider dtype."""
-    sizes = [x.aval.dtype.itemsize for x in (*equation.invars[:1], *equation.outvars)]
-    return equation.primitive.name == "convert_element_type" and sizes[0] < sizes[1]
+    if equation.primitive.name != "convert_element_type":
+        return False
+    old, new = (x.aval for x in (*equation.invars, *equation.outvars))
+    return old.dtype.itemsize < new.dtype.itemsize  # pyright: ignore
 
 
 def _check_collectives(backward: list[JaxprEqn], options: Options) -> None:
     names = options.axis_name
     names = names if isinstance(names, tuple) else (names,)
-    effects = [x for equation in backward for x in equation.effects]
-    for effect in effects:
-        if type(effect).__name__ == "NamedAxisEffect" and effect.name not in names:
+    for effect in {x for equation in backward for x in equation.effects}:
+        axis = getattr(effect, "name", None)
+        if type(effect).__name__ == "NamedAxisEffect" and axis not in names:
             raise ValueError(
                 f"With retries={options.retries}, axis_name must contain "
-                f"{effect.name!r}, got axis_name={options.axis_name!r}: the backward "
+                f"{axis!r}, got axis_name={options.axis_name!r}: the backward "
                 "pass communicates along that axis, and a device that repeats it alone "
                 "would wait for the others forever."
             )
