@@ -128,7 +128,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
                 f"dynamic_growth_steps), not both, got {loss_scale!r} and {keras!r}."
             )
         self = _without_attributes(cls)
-        options = (inner_optimizer, chosen, axis_name, skip, check_loss, retries or 0)
+        retries = 0 if retries is None else check.count("retries", retries, least=0)
+        options = (inner_optimizer, chosen, axis_name, skip, check_loss, retries)
         self._options = Options(*options)
         self._options.check()
         return self

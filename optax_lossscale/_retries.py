@@ -7,7 +7,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, Var, jaxpr_as_fun
+from jax.extend.core import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Primitive,
+    Var,
+    jaxpr_as_fun,
+)
 from jax.interpreters import ad, batching, mlir
 
 from optax_lossscale import _gradients, _state
@@ -15,6 +22,14 @@ from optax_lossscale._commit import is_recording
 from optax_lossscale._scaling import all_finite, scale_down
 from optax_lossscale._step import Look, Options, look
 from optax_lossscale._tree import cast_like, is_inexact, split_arrays, strongly_typed
+
+# Operations on single elements, which XLA fuses with what reads them.
+CHEAP = {
+    *("add", "and", "broadcast_in_dim", "convert_element_type", "copy", "div", "eq"),
+    *("exp", "expand_dims", "ge", "gt", "integer_pow", "le", "logistic", "lt", "max"),
+    *("min", "mul", "ne", "neg", "not", "or", "reshape", "rsqrt", "select_n", "sqrt"),
+    *("square", "squeeze", "sub", "tanh", "transpose"),
+}
 
 # A part of the program: maps the scale to scaled gradients.
 Backward = Callable[[jax.Array], list[jax.Array]]
@@ -73,14 +88,16 @@ def value_and_grad(
         looked = looked._replace(finite=finite, after=cast_like(looked.after, old))
         again = ~finite & loss_is_finite & (rule.loss_scale(looked.after) < scale)
         again &= retries < options.retries
-        return retries + again, looked, grads, again
+        return retries + again.astype(jnp.int32), looked, grads, again
 
     # The first pass is inside the loop, too: one program, and the same bits.
     old = strongly_typed(_state.healed(rule, state.loss_scale_state))
-    old = cast_like(old, strongly_typed(rule.init()))
+    old = cast_like(old, strongly_typed(_state.healed(rule, rule.init())))
     no = lax.full_like(scale, False, bool)
     none_yet = lax.full_like(scale, 0, jnp.int32)
-    zeros = [lax.full_like(x, 0) for x in jax.eval_shape(backward, scale)]
+    # Not all alike: XLA would make one of them, and copies.
+    shapes = jax.eval_shape(backward, scale)
+    zeros = [lax.full_like(x, i) for i, x in enumerate(shapes)]
     first = none_yet, Look(scale, old, old, finite=no), zeros, ~no
     retries, looked, grads, _ = _repeat(attempt, first)
 
@@ -96,9 +113,9 @@ def _run_forward(
     """Runs the forward pass, which is all that does not depend on the scale.
 
     Returns:
-      The value; the backward pass, without the cast to a wider dtype with which many
-      gradients end; and a function of its result and of the scale, which returns the
-      tree of unscaled gradients.
+      The value; the backward pass, which leaves out the end of the gradients; and a
+      function of its result and of the scale, which returns the tree of unscaled
+      gradients.
     """
     joins = []
 
@@ -107,10 +124,70 @@ def _run_forward(
         joins[:] = join_value, join_grads
         return value, grads
 
-    program, (value, shapes) = jax.make_jaxpr(function, return_shape=True)(scale)
+    program, (value, _) = jax.make_jaxpr(function, return_shape=True)(scale)
     jaxpr, join_value, join_grads = program.jaxpr, *joins
     value, grads = jaxpr.outvars[: len(value)], jaxpr.outvars[len(value) :]
 
+    forward, backward, depend = _split(jaxpr)
+    if not depend.isdisjoint(_variables(value)):
+        raise TypeError(
+            f"retries={options.retries} repeats the backward pass alone, and finds "
+            "none in this transform: its loss depends on the loss scale, as if both "
+            "passes were inside one jax.jit or jax.lax.scan. Pass jax.value_and_grad, "
+            "for example, and compile the training step around minimize."
+        )
+    _check_collectives(backward, options)
+    end, born = _end_of(backward, grads)
+    born, constant = (
+        [x for x in born if x in depend],
+        [x for x in born if x not in depend],
+    )
+    residuals = [x for x in _read_by(backward) if x not in depend]
+    cheap, sources = _cheap_part(forward, residuals)
+
+    run_end = _function(jaxpr, [*born, *constant], end, grads)
+    run_backward = _function(jaxpr, [*jaxpr.invars, *residuals], backward, born)
+    recompute = _function(jaxpr, sources, cheap, residuals)
+    parts = value, constant, residuals, sources
+    outputs = [x for part in parts for x in part]
+    found = iter(_function(jaxpr, jaxpr.constvars, forward, outputs)(*program.consts))
+    value, constants, stored, kept = ([next(found) for _ in part] for part in parts)
+
+    def backward_pass(scale):
+        inputs = stored
+        if is_recording():
+            inputs = lax.platform_dependent(
+                cpu=lambda: stored,
+                default=lambda: recompute(*[_pin(x, scale) for x in kept]),
+            )
+        return strongly_typed(run_backward(scale, *inputs))
+
+    def unscaled(grads, scale):
+        grads = run_end(*grads, *constants)
+        return join_grads([scale_down(x, scale) if is_inexact(x) else x for x in grads])
+
+    return join_value(value), backward_pass, unscaled
+
+
+def _variables(atoms: Iterable[Any]) -> list[Var]:
+    return [x for x in atoms if isinstance(x, Var)]
+
+
+def _read_by(equations: list[JaxprEqn]) -> dict[Var, None]:
+    """Returns the variables that equations read, each once."""
+    return dict.fromkeys(_variables(x for e in equations for x in e.invars))
+
+
+def _function(
+    jaxpr: Jaxpr, inputs: list[Var], equations: list[JaxprEqn], outputs: list[Any]
+) -> Callable[..., list[jax.Array]]:
+    """Returns a part of a program as a function."""
+    part = jaxpr.replace(constvars=[], invars=inputs, outvars=outputs, eqns=equations)
+    return jaxpr_as_fun(ClosedJaxpr(part, ()))
+
+
+def _split(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[JaxprEqn], set[Var]]:
+    """Returns the forward and the backward pass, and what depends on the scale."""
     forward, backward, depend = [], [], set(jaxpr.invars)
     for equation in jaxpr.eqns:
         # A callback without operands runs in the pass in which it is written.
@@ -120,45 +197,54 @@ def _run_forward(
         else:
             backward.append(equation)
             depend.update(equation.outvars)
-    if not depend.isdisjoint(_variables(value)):
-        raise TypeError(
-            f"retries={options.retries} repeats the backward pass alone, and finds "
-            "none in this transform: its loss depends on the loss scale, as if it were "
-            "compiled by jax.jit. Pass jax.value_and_grad, for example, and compile "
-            "the training step around minimize."
-        )
-    _check_collectives(backward, options)
-
-    casts = {x.outvars[0]: x.invars[0] for x in backward if _is_widening(x)}
-    born = [casts.get(x, x) if isinstance(x, Var) else x for x in grads]
-    used = [x for equation in backward for x in equation.invars] + born
-    residuals = [x for x in dict.fromkeys(_variables(used)) if x not in depend]
-    first = jaxpr.replace(invars=[], outvars=[*value, *residuals], eqns=forward)
-    found = jaxpr_as_fun(ClosedJaxpr(first, program.consts))()
-    inputs = [*jaxpr.invars, *residuals]
-    second = jaxpr.replace(constvars=[], invars=inputs, outvars=born, eqns=backward)
-
-    def run_backward(scale):
-        run = jaxpr_as_fun(ClosedJaxpr(second, ()))
-        return strongly_typed(run(scale, *found[len(value) :]))
-
-    def unscaled(grads, scale):
-        wide = [x.astype(shape.dtype) for x, shape in zip(grads, shapes, strict=True)]
-        return join_grads([scale_down(x, scale) if is_inexact(x) else x for x in wide])
-
-    return join_value(found[: len(value)]), run_backward, unscaled
+    return forward, backward, depend
 
 
-def _variables(atoms: Iterable[Any]) -> list[Var]:
-    return [x for x in atoms if isinstance(x, Var)]
+def _end_of(
+    backward: list[JaxprEqn], grads: list[Any]
+) -> tuple[list[JaxprEqn], dict[Var, None]]:
+    """Returns casts to wider dtypes at the end of gradients, and what they cast.
+
+    They are left to those who read the gradients: XLA fuses them there.
+    """
+    end, born = [], dict.fromkeys(_variables(grads))
+    for equation in reversed(backward):
+        if equation.primitive.name == "convert_element_type":
+            (old,), (new,) = equation.invars, equation.outvars
+            if new in born and old.aval.dtype.itemsize < new.aval.dtype.itemsize:
+                end.insert(0, equation)
+                born[old] = born.pop(new)
+    return end, born
 
 
-def _is_widening(equation: JaxprEqn) -> bool:
-    """Whether an equation casts to a wider dtype."""
-    if equation.primitive.name != "convert_element_type":
-        return False
-    old, new = (x.aval for x in (*equation.invars, *equation.outvars))
-    return old.dtype.itemsize < new.dtype.itemsize  # pyright: ignore
+def _cheap_part(
+    forward: list[JaxprEqn], residuals: list[Var]
+) -> tuple[list[JaxprEqn], list[Var]]:
+    """Returns what computes the residuals again cheaply, and from which variables.
+
+    Without a loop, XLA would do so by itself, and store less.
+    """
+    cheap, sources = [], dict.fromkeys(residuals)
+    for equation in reversed(forward):
+        if _is_cheap(equation) and not sources.keys().isdisjoint(equation.outvars):
+            cheap.insert(0, equation)
+            sources |= _read_by([equation])
+    made = {x for equation in cheap for x in equation.outvars}
+    return cheap, [x for x in sources if x not in made]
+
+
+def _is_cheap(equation: JaxprEqn) -> bool:
+    if equation.primitive.name in ("jit", "pjit", "custom_jvp_call"):
+        part = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+        return all(map(_is_cheap, part.eqns))
+    return equation.primitive.name in CHEAP
+
+
+def _pin(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns `x`; keeps XLA from computing what follows from it before the loop."""
+    pinned, _ = lax.optimization_barrier((x, scale))
+    # In jax.shard_map it might vary over more devices then.
+    return pinned if jax.typeof(pinned) == jax.typeof(x) else x
 
 
 def _check_collectives(backward: list[JaxprEqn], options: Options) -> None:

@@ -44,7 +44,6 @@ class Options(NamedTuple):
                 f"axis_name must be a name or a tuple of names, got {self.axis_name!r}."
             )
         check.boolean("check_loss", self.check_loss)
-        check.count("retries", self.retries, least=0)
 
     def choose_skip(self, has_veto: bool = False) -> Skip | None:
         """Returns how the step that is being traced is skipped; None if it never is."""
