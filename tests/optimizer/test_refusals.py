@@ -48,6 +48,73 @@ def test_a_transform_that_returns_no_value(transform):
             call()
 
 
+class TestRetries:
+    optimizer = LossScaleOptimizer(optax.sgd(0.5), retries=3)
+    state = optimizer.init(PARAMS)
+
+    @pytest.mark.parametrize(
+        ("transform", "fix"),
+        [
+            (nnx.value_and_grad, r"cannot use nnx.value_and_grad.* nnx.split\(model"),
+            (
+                lambda f, has_aux: jax.jit(jax.value_and_grad(f, has_aux=has_aux)),
+                "compiled by jax.jit. Pass jax.value_and_grad.* compile the training",
+            ),
+            (jax.grad, "transform must return the value with"),
+        ],
+    )
+    def test_a_backward_pass_that_cannot_be_told(self, transform, fix):
+        with pytest.raises(TypeError, match=fix):
+            self.optimizer.minimize(loss_fn, PARAMS, self.state, transform=transform)
+
+    def test_a_subclass_with_gradients_of_its_own(self):
+        class Clipping(LossScaleOptimizer):
+            def value_and_grad(self, *args, **kwargs):
+                return super().value_and_grad(*args, **kwargs)
+
+        clipping = Clipping(optax.sgd(0.5), retries=3)
+        with pytest.raises(
+            TypeError, match=r"value_and_grad of Clipping\. Pass a func"
+        ):
+            clipping.minimize(loss_fn, PARAMS, self.state)
+
+    @pytest.mark.parametrize("bad", [True, "3", [3], 1.5, -1, 2**31, jnp.int32(3)])
+    def test_a_number_that_is_no_count(self, bad):
+        error = ValueError if type(bad) in (int, float) else TypeError
+        with pytest.raises(error, match=r"^retries must"):
+            LossScaleOptimizer(optax.sgd(0.5), retries=bad)
+
+    def test_a_state_from_before(self):
+        before = self.state._replace(retries=None)
+        for call in (
+            lambda: self.optimizer.minimize(loss_fn, PARAMS, before),
+            lambda: self.optimizer.apply_gradients(GRADS, PARAMS, before),
+            lambda: self.optimizer.update(GRADS, before),
+        ):
+            with pytest.raises(
+                ValueError, match=r"before the option was .*_replace\(r"
+            ):
+                call()
+
+
+@pytest.mark.parametrize(
+    "flag", [1, 0.0, "yes", jnp.ones((1,), bool), jnp.int32(1), np.float32(1), max]
+)
+def test_a_veto_that_is_no_flag(flag):
+    for call in (
+        lambda: optimizer.update(GRADS, state, skip_if=flag),
+        lambda: optimizer.apply_gradients(GRADS, PARAMS, state, skip_if=flag),
+        lambda: optimizer.minimize(loss_fn, PARAMS, state, skip_if=lambda *_: flag),
+    ):
+        with pytest.raises(TypeError, match=r"^skip_if must be a bool"):
+            call()
+
+
+def test_a_veto_of_minimize_that_is_no_function():
+    with pytest.raises(TypeError, match=r"^skip_if must be a function here, got True"):
+        optimizer.minimize(loss_fn, PARAMS, state, skip_if=True)
+
+
 def test_arguments_in_the_wrong_order():
     with pytest.raises(ValueError, match=r"dict.*apply_gradients\(grads, params, stat"):
         optimizer.apply_gradients(GRADS, state, PARAMS)

@@ -134,7 +134,7 @@ def test_a_killed_run_goes_on_to_the_same_end(tmp_path):
 @LIBRARIES
 def test_restores_in_the_middle_of_an_interval(library, tmp_path):
     loss_scale = DynamicLossScale(2.0**10, 3, hysteresis=2)
-    optimizer = LossScaleOptimizer(optax.adam(0.1), loss_scale)
+    optimizer = LossScaleOptimizer(optax.adam(0.1), loss_scale, retries=5)
     traces = []
 
     @jax.jit
@@ -142,13 +142,14 @@ def test_restores_in_the_middle_of_an_interval(library, tmp_path):
         traces.append(1)
         return optimizer.update(grads, state)
 
-    state = optimizer.init(PARAMS)
+    state = optimizer.init(PARAMS)._replace(retries=jnp.int32(7))
     for grads in (GOOD, BAD, GOOD, GOOD):
         _, state = update(grads, state)
     restored = library(state, optimizer.init(PARAMS), tmp_path)
     assert_same_bits(restored, state)
     assert restored.loss_scale_state.good_steps == 2
     assert restored.loss_scale_state.hysteresis_left == 1
+    assert restored.retries == 7
     for grads in (GOOD, BAD, BAD, GOOD):
         _, state = update(grads, state)
         _, restored = update(grads, restored)

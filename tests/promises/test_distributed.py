@@ -143,6 +143,46 @@ class TestEquivalence:
         params, _, _ = distributed.sharded_jit()
         for name, param in params.items():
             np.testing.assert_allclose(runs[0][name], param, atol=1e-6)
+        assert runs[0]["retries"].tolist() == [[1 - 0.5 * 64.875 / 8, 8]] * 2
+
+
+class TestRetries:
+    """The gradients of one device overflow: all repeat the backward pass."""
+
+    WAYS = pytest.mark.parametrize(
+        "way", [("sharded jit",), ("shard_map", "i")], ids=lambda way: way[0]
+    )
+
+    @WAYS
+    def test_all_take_the_step(self, way):
+        param, state, loss = distributed.one_overflow(*way)
+        mean = 64.875 / 8
+        assert (param, loss) == (1 - 0.5 * mean, mean)
+        assert state.inner_state[0].trace == mean
+        assert state.loss_scale_state[:2] == (2**12, 1)
+        assert (state.skipped_steps, state.retries) == (0, 8)
+
+    @WAYS
+    def test_all_skip_if_one_loss_is_not_finite(self, way):
+        param, state, _ = distributed.one_overflow(*way, bad=np.nan)
+        assert param == 1
+        assert (state.skipped_steps, state.retries) == (1, 0)
+
+    def test_devices_that_would_repeat_apart_are_refused(self):
+        message = r"retries=24, axis_name must contain 'i', got axis_name=None"
+        with pytest.raises(ValueError, match=message):
+            distributed.one_overflow("shard_map")
+
+        def averaging(fun, **options):
+            return lambda *args: jax.lax.pmean(
+                jax.value_and_grad(fun, **options)(*args), "i"
+            )
+
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), 2.0**20, retries=24)
+        state = optimizer.init(jnp.float32(1))
+        step = functools.partial(optimizer.minimize, transform=averaging)
+        with pytest.raises(ValueError, match=message):
+            jax.pmap(lambda x: step(jnp.square, x, state), "i")(jnp.ones(8))
 
 
 class TestShardedParameters:

@@ -159,6 +159,43 @@ def sharded_jit(skip="auto", kind=AxisType.Auto):
     return params, state, list(zip(*rows, strict=True))
 
 
+def one_overflow(way, axis_name=None, bad=64.0):
+    """Takes a step of eight examples, one on each device; returns all results.
+
+    Args:
+      way: "sharded jit" or "shard_map".
+      axis_name: That of the optimizer.
+      bad: The fourth example. The others are 1/8.
+    """
+    rule = DynamicLossScale(2.0**20)
+    options = {"axis_name": axis_name, "retries": 24}
+    optimizer = LossScaleOptimizer(optax.sgd(0.5, momentum=0.9), rule, **options)
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))
+
+    def loss_fn(param, x):
+        products = param.astype(jnp.float16) * x.astype(jnp.float16)
+        loss = jnp.mean(products.astype(jnp.float32))
+        return loss if way == "sharded jit" else lax.pmean(loss, "i")
+
+    def step(param, state, x):
+        return optimizer.minimize(loss_fn, param, state, x)
+
+    if way == "shard_map":
+        specs = {"in_specs": (P(), P(), P("i")), "out_specs": P()}
+        step = jax.shard_map(step, mesh=mesh, **specs)
+
+    def put(x, *spec):
+        sharding = NamedSharding(mesh, P(*spec))
+        return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+
+    param, x = np.float32(1), np.full(8, 0.125, np.float32)
+    x[3] = bad
+    start = jax.tree.map(lambda x: put(np.array(x)), (param, optimizer.init(param)))
+    results = jax.jit(step, donate_argnums=(0, 1))(*start, put(x, "i"))
+    assert all(x.is_deleted() for x in jax.tree.leaves(start[1].inner_state))
+    return jax.device_get(results)
+
+
 def main(path):
     """Runs the sharded step in one of several processes, which each save what came."""
     jax.distributed.initialize()
@@ -166,6 +203,8 @@ def main(path):
     params, _, rows = sharded_jit()
     scales, applied, skipped = map(np.array, zip(*rows, strict=True))
     record = {"scales": scales, "applied": applied, "skipped": skipped}
+    repeated = [one_overflow(*way) for way in (("sharded jit",), ("shard_map", "i"))]
+    record["retries"] = [(param, state.retries) for param, state, _ in repeated]
     np.savez(f"{path}.{jax.process_index()}.npz", **record, **params)
     jax.distributed.shutdown()
 

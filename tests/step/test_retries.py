@@ -1,0 +1,409 @@
+"""An overflow repeats the backward pass at a lower scale; no batch is lost."""
+
+import dataclasses
+import functools
+import pickle
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import (
+    INF,
+    NAN,
+    WRAPS,
+    assert_close,
+    assert_same_bits,
+    relaxed,
+    scaled_step,
+    signature,
+)
+from jax import lax
+
+from optax_lossscale import (
+    DynamicLossScale,
+    FixedLossScale,
+    HeadroomLossScale,
+    LossScale,
+    LossScaleOptimizer,
+    TolerantLossScale,
+    all_finite,
+)
+from optax_lossscale.diagnostics import metrics
+
+RULE = DynamicLossScale(2.0**24)
+ONE = jnp.float32(1)
+quickly = pytest.mark.usefixtures("quick_compilation")
+every_wrap = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+
+
+def half(x):
+    return x.astype(jnp.float16)
+
+
+def told(param, x, identity=lambda x: x):
+    """Has the gradient `x`, which is inf if `x` times the scale is 2**16 or more."""
+    return identity(half(param)).astype(jnp.float32) * x
+
+
+def counting():
+    """Returns the identity, and a list to which each of its passes adds its name."""
+    passes, identity = [], jax.custom_vjp(lambda x: x)
+
+    def forward(x):
+        jax.debug.callback(lambda: passes.append("forward"))
+        return x, None
+
+    def backward(_, grad):
+        jax.debug.callback(lambda: passes.append("backward"))
+        return (grad,)
+
+    identity.defvjp(forward, backward)
+    return identity, passes
+
+
+def take(passes):
+    """Returns how many forward and backward passes there were, and begins anew."""
+    jax.effects_barrier()
+    counts = passes.count("forward"), passes.count("backward")
+    passes.clear()
+    return counts
+
+
+def after_overflows(rule, state, count):
+    """Returns the state of an optimizer whose rule has seen overflows."""
+    scale_state = state.loss_scale_state
+    for _ in range(count):
+        scale_state, _ = rule.update(jnp.float32(INF), scale_state)
+    return state._replace(loss_scale_state=scale_state)
+
+
+def check_step(step, params, state, *args, rule=RULE, least=1):
+    """Asserts that a step with retries is the same from a scale that is low enough.
+
+    Args:
+      step: Returns the parameters, the state, and whatever it likes.
+      params: The parameters.
+      state: The state.
+      *args: The other arguments of the step.
+      rule: The rule of the optimizer.
+      least: How often the backward pass is repeated, at least.
+    """
+    new, after, *rest = step(params, state, *args)
+    retries = int(after.retries - state.retries)
+    assert retries >= least
+    assert after.last_step_applied
+    low = after_overflows(rule, state, retries)
+    same, expected, *others = step(params, low, *args)
+    assert expected.retries == state.retries
+    expected = expected._replace(retries=after.retries)
+    assert_same_bits((new, after, rest), (same, expected, others))
+    return new, after
+
+
+class TestModel:
+    """A float16 model with dropout, batch statistics, a schedule and other data."""
+
+    x = jax.random.normal(jax.random.key(1), (16, 8))
+    params = {
+        "w1": jax.random.normal(jax.random.key(2), (8, 16)) / 3,
+        "w2": jax.random.normal(jax.random.key(3), (16, 4)) / 4,
+    }
+    inner = relaxed(optax.adamw(optax.linear_schedule(0.1, 0.0, 50)))
+    optimizer = LossScaleOptimizer(inner, RULE, retries=24)
+
+    @staticmethod
+    def loss_fn(params, stats, key, x, identity=lambda x: x):
+        hidden = identity(half(x) @ half(params["w1"]))
+        wide = hidden.astype(jnp.float32)
+        mean, var = jnp.mean(wide, 0), jnp.var(wide, 0)
+        kept = jax.random.bernoulli(key, 0.5, hidden.shape)
+        hidden = jnp.tanh(half((wide - mean) / jnp.sqrt(var + 0.01))) * half(kept)
+        out = (hidden @ half(params["w2"])).astype(jnp.float32)
+        stats = 0.9 * stats + 0.1 * jnp.stack([mean, var])
+        return jnp.sum((out - x[:, :4]) ** 2), (stats, kept, key)
+
+    @every_wrap
+    def test_takes_the_step_of_a_lower_scale(self, wrap):
+        (identity, passes), traces = counting(), []
+
+        def loss_fn(*args):
+            traces.append(1)
+            return self.loss_fn(*args, identity)
+
+        def step(params, state, *args):
+            return self.optimizer.minimize(loss_fn, params, state, *args, has_aux=True)
+
+        args = jnp.zeros((2, 16)), jax.random.key(4), self.x
+        step, start = wrap(step), self.optimizer.init(self.params)
+        params, state = step(self.params, start, *args)[:2]
+        assert take(passes) == (1, 1 + state.retries)
+        assert len(traces) == 1
+        check_step(step, self.params, start, *args, least=9)
+        # And once more, with moments that are not zero.
+        state = state._replace(loss_scale_state=start.loss_scale_state)
+        check_step(step, params, state, *args, least=9)
+
+    @quickly
+    def test_no_batch_is_lost(self):
+        @functools.partial(jax.jit, static_argnums=0)
+        def train(optimizer):
+            def step(carry, seed):
+                key = jax.random.key(seed)
+                stats, x = jnp.zeros((2, 16)), jax.random.normal(key, self.x.shape)
+                *carry, (loss, _) = optimizer.minimize(
+                    self.loss_fn, *carry, stats, key, x, has_aux=True
+                )
+                return tuple(carry), loss
+
+            start = self.params, optimizer.init(self.params)
+            (_, state), losses = lax.scan(step, start, jnp.arange(20))
+            return state, losses
+
+        state, losses = train(self.optimizer)
+        assert (state.skipped_steps, state.inner_state[0].count) == (0, 20)
+        assert np.mean(losses[10:]) < np.mean(losses[:10])
+        without, _ = train(LossScaleOptimizer(self.inner, RULE))
+        assert without.skipped_steps >= 9
+        assert without.inner_state[0].count == 20 - without.skipped_steps
+        assert state.retries >= 9
+
+
+class CautiousState(NamedTuple):
+    loss_scale: jax.Array
+    seen: tuple[jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cautious(LossScale):
+    """A rule from outside the package, which counts what it sees."""
+
+    def init(self):
+        return CautiousState(jnp.float32(2.0**24), (jnp.int32(0), jnp.int32(0)))
+
+    def update(self, grads, state, *, axis_name=None):
+        finite = all_finite(grads, axis_name=axis_name)
+        overflows, steps = state.seen
+        scale = state.loss_scale * jnp.where(finite, 4.0, 0.125)
+        overflows = jnp.where(finite, overflows, overflows + 1)
+        return CautiousState(scale, (overflows, steps + 1)), finite
+
+
+# Of each step of a training, the gradient. The loss is not finite if it is not.
+GRADS = [1.0, 1.0, 2.0**6, NAN, 1.0, 2.0**-12, INF, 2.0**8, 2.0**8, 2.0**8, 1.0]
+# Of each rule: the retries in all, at most five in a step, and the skipped steps.
+RULES = {
+    RULE: (13, 4),
+    DynamicLossScale(2.0**24, 2, 4.0, 0.25, min_scale=2.0**12): (7, 6),
+    DynamicLossScale(2.0**18, 3, hysteresis=2): (8, 4),
+    DynamicLossScale(2.0**18, 3, hysteresis=2, consecutive_hysteresis=True): (9, 5),
+    TolerantLossScale(0.0, 2.0**24): (13, 4),
+    TolerantLossScale(0.5, 2.0**16, 3): (7, 4),
+    HeadroomLossScale(2.0**24, min_margin=4): (11, 3),
+    FixedLossScale(2.0**12, True): (0, 6),
+    FixedLossScale(2.0**12): (0, 0),
+    Cautious(): (9, 2),
+}
+
+
+def by_hand(rule, state, x, retries):
+    """Returns the rule's state and its decision, the retries, and the gradient."""
+    count = 0
+    while True:
+        scale = np.float32(rule.loss_scale(state))
+        with np.errstate(over="ignore", invalid="ignore"):
+            grad = np.float16(np.float32(x) * scale).astype(np.float32) / scale
+        new, finite = rule.update(grad, state)
+        is_mended = np.isfinite(x) and rule.loss_scale(new) < scale
+        if finite or not is_mended or count == retries:
+            return new, finite, count, grad
+        state, count = new, count + 1
+
+
+@quickly
+@pytest.mark.parametrize("rule", RULES, ids=lambda x: type(x).__name__)
+def test_the_rule_sees_the_overflows_and_then_the_gradients(rule):
+    identity, passes = counting()
+    optimizer = LossScaleOptimizer(optax.sgd(2.0**-10), rule, retries=5)
+    loss_fn = functools.partial(told, identity=identity)
+    step = jax.jit(scaled_step(loss_fn, optimizer))
+    param, state = ONE, optimizer.init(ONE)
+    for x in GRADS:
+        before, expected = state, param
+        param, state, _ = step(param, state, jnp.float32(x))
+        scale_state, taken, count, grad = by_hand(rule, before.loss_scale_state, x, 5)
+        assert_same_bits(state.loss_scale_state, scale_state)
+        assert state.last_step_applied == taken
+        assert state.retries == before.retries + count
+        assert take(passes) == (1, 1 + count)
+        expected = expected - grad / 1024 if taken else expected
+        np.testing.assert_array_equal(param, expected)
+    assert (state.retries, state.skipped_steps) == RULES[rule]
+
+
+@pytest.mark.parametrize("loss", [NAN, INF])
+def test_a_checked_loss_leaves_the_rule_as_it_was(loss):
+    identity, passes = counting()
+    loss_fn = functools.partial(told, identity=identity)
+    for retries in (0, 24):
+        options = {"check_loss": True, "retries": retries}
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), RULE, **options)
+        start = optimizer.init(ONE)
+        param, state, _ = optimizer.minimize(loss_fn, ONE, start, ONE * loss)
+        assert take(passes) == (1, 1)
+        assert (param, state.nonfinite_loss_steps) == (1, 1)
+        assert_same_bits(state.loss_scale_state, start.loss_scale_state)
+    assert state.retries == 0
+
+
+@every_wrap
+def test_members_repeat_as_often_as_each_must(wrap):
+    optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9), RULE, retries=12)
+    x = jnp.array([1.0, NAN, 2.0**-8, 2.0**-9, 2.0**6], jnp.float32)
+    params = jnp.ones_like(x)
+    step = wrap(jax.vmap(scaled_step(told, optimizer)))
+    params, state, _ = step(params, jax.vmap(optimizer.init)(params), x)
+    assert state.retries.tolist() == [9, 0, 1, 0, 12]
+    assert state.skipped_steps.tolist() == [0, 1, 0, 0, 1]
+    scales = np.log2(optimizer.current_loss_scale(state))
+    assert scales.tolist() == [15, 23, 23, 24, 11]
+    assert params.tolist() == [0.5, 1.0, 1 - 2.0**-9, 1 - 2.0**-10, 1.0]
+    assert state.inner_state[0].trace.tolist() == [1, 0, 2.0**-8, 2.0**-9, 0]
+
+
+@quickly
+def test_is_compiled_once_and_takes_donated_and_restored_states():
+    optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9), RULE, retries=24)
+    traces = []
+
+    def loss_fn(*args):
+        traces.append(1)
+        return told(*args)
+
+    step = jax.jit(scaled_step(loss_fn, optimizer), donate_argnums=(0, 1))
+    param, state = jnp.copy(ONE), optimizer.init(ONE)
+    types, retries = signature(state), []
+    for x in (1.0, 1.0, 2.0**3, NAN, 2.0**-5):
+        param, state, _ = step(param, state, jnp.float32(x))
+        retries.append(int(state.retries))
+        assert signature(state) == types
+        state = pickle.loads(pickle.dumps(state))
+    assert retries == [9, 9, 12, 12, 12]
+    assert state.skipped_steps == 1
+    assert (len(traces), step._cache_size()) == (1, 1)
+    # What a checkpoint may hold: Python numbers, and a count at its maximum.
+    scale_state = RULE.init()._replace(loss_scale=2.0**18, good_steps=7)
+    state = state._replace(retries=2**31 - 2, loss_scale_state=scale_state)
+    for wrap in WRAPS.values():
+        after = wrap(scaled_step(told, optimizer))(param, state, jnp.float32(1))[1]
+        assert after.retries == 2**31 - 1
+        assert signature(after) == types
+        assert after.loss_scale_state == (2**15, 1, None)
+
+
+def test_programs_without_it_have_nothing_more():
+    inner = optax.identity()
+    off, on = (LossScaleOptimizer(inner, retries=n) for n in (0, 3))
+    assert off == LossScaleOptimizer(inner) != on
+    state = scaled_step(told, off)(ONE, off.init(ONE), ONE)[1]
+    assert state.retries is None
+    assert "retries" not in metrics(state)
+    # And whoever switches it off goes on from the same state.
+    assert scaled_step(told, off)(ONE, on.init(ONE), ONE)[1].retries == 0
+
+
+def square(params, x):
+    return jnp.sum((half(x @ params) - 1).astype(jnp.float32) ** 2)
+
+
+def rematerialized(params, x):
+    layer = jax.checkpoint(lambda y, w: (jnp.tanh(y @ half(w)), None))
+    out, _ = lax.scan(layer, half(x), params)
+    return jnp.sum(out.astype(jnp.float32) ** 2)
+
+
+def mixed(params, x):
+    with jax.numpy_dtype_promotion("standard"):
+        numbers = [half(jnp.abs(params[name] * (1 + 2j))) for name in DTYPES]
+    numbers = [x * half(params["integer"]) for x in numbers]
+    return jnp.sum(jnp.stack(numbers).astype(jnp.float32) ** 2)
+
+
+DTYPES = ["float16", "bfloat16", "float32", "complex64"]
+MIXED = {name: jnp.full(3, 0.75, name) for name in DTYPES}
+MIXED |= {"integer": jnp.array(2, jnp.int8), "unused": jnp.ones(2), "none": None}
+W = jax.random.normal(jax.random.key(0), (3, 4, 4)) / 2
+BACKTRACKING = optax.scale_by_backtracking_linesearch(5, store_grad=True)
+CASES = {
+    "scanned": (rematerialized, W, optax.sgd(0.1)),
+    "mixed": (mixed, MIXED, optax.identity()),
+    "line search": (square, W[0], optax.lbfgs(linesearch=BACKTRACKING)),
+    "MultiSteps": (square, W[0], optax.MultiSteps(optax.adam(0.1), 2)),
+}
+
+
+@quickly
+@pytest.mark.parametrize(("loss_fn", "params", "inner"), CASES.values(), ids=CASES)
+def test_every_model_and_optimizer(loss_fn, params, inner):
+    transform = functools.partial(jax.value_and_grad, allow_int=True)
+    x = jax.random.normal(jax.random.key(1), (4, 4))
+
+    def make(rule, **options):
+        optimizer = LossScaleOptimizer(relaxed(inner), rule, **options)
+        step = functools.partial(optimizer.minimize, loss_fn, transform=transform)
+        return jax.jit(step), optimizer.init(params)
+
+    step, state = make(RULE, retries=24)
+    new, after = check_step(step, params, state, x)
+    step, state = make(float(after.loss_scale_state.loss_scale))
+    assert_close(new, step(params, state, x)[0])
+
+
+@quickly
+def test_equinox():
+    optimizer = LossScaleOptimizer(relaxed(optax.adam(0.1)), RULE, retries=24)
+    model = eqx.nn.MLP(4, 2, 8, 1, dtype=jnp.float16, key=jax.random.key(0))
+
+    def loss_fn(model, x):
+        out = jax.vmap(model)(half(x)).astype(jnp.float32)
+        return jnp.sum(out**2), {"name": "text", "out": out}
+
+    transform = eqx.filter_value_and_grad
+    step = functools.partial(
+        optimizer.minimize, loss_fn, has_aux=True, transform=transform
+    )
+    x = jax.random.normal(jax.random.key(1), (3, 4))
+    new, _ = check_step(eqx.filter_jit(step), model, optimizer.init(model), x)
+    assert new.activation is model.activation
+    assert (new.layers[0].weight != model.layers[0].weight).any()
+
+
+class TestDerivatives:
+    """A step of `told` is `param - rate * x`."""
+
+    def step(self, rate, x):
+        optimizer = LossScaleOptimizer(optax.sgd(rate), RULE, retries=24)
+        return optimizer.minimize(told, ONE, optimizer.init(ONE), x)
+
+    @every_wrap
+    def test_in_forward_mode(self, wrap):
+        step = functools.partial(self.step, 0.25)
+        (param, state, _), slope = wrap(lambda x: jax.jvp(step, (x,), (ONE,)))(ONE * 2)
+        assert (param, state.retries, slope[0]) == (0.5, 10, -0.25)
+        assert wrap(jax.jacfwd(lambda x: step(x)[0]))(ONE * 2) == -0.25
+
+    @every_wrap
+    def test_with_respect_to_hyperparameters(self, wrap):
+        for derivative in (jax.grad, jax.jacfwd):
+            slope = wrap(derivative(lambda rate: self.step(rate, ONE * 2)[0]))
+            assert slope(jnp.float32(0.25)) == -2
+
+    @every_wrap
+    def test_reverse_mode_is_refused(self, wrap):
+        with pytest.raises(TypeError, match=r"retries has no reverse-mode.*jax\.jvp"):
+            wrap(jax.grad(lambda x: self.step(0.25, x)[0]))(ONE)
+        # The loss itself does not depend on the backward pass.
+        assert wrap(jax.grad(lambda x: self.step(0.25, x)[2]))(ONE) == 1

@@ -1,0 +1,195 @@
+"""`skip_if` skips a step for a reason of the user's."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import INF, NAN, WRAPS, assert_same_bits, auto_skip, relaxed
+from jax.sharding import AxisType, PartitionSpec as P
+
+from optax_lossscale import (
+    DynamicLossScale,
+    LossScaleOptimizer,
+    all_finite,
+)
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+every_wrap = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+PARAMS = {"w": jnp.array([0.5, -0.0], jnp.float32), "b": jnp.float32(-3)}
+ONE = jnp.float32(1)
+
+
+def loss_fn(params, factor):
+    return factor * (jnp.sum(params["w"]) + params["b"])
+
+
+def by_update(optimizer, params, state, factor, skip_if):
+    grads = jax.tree.map(lambda x: jnp.full_like(x, factor), params)
+    updates, state = optimizer.update(grads, state, params, skip_if=skip_if)
+    return optax.apply_updates(params, updates), state
+
+
+def by_apply_gradients(optimizer, params, state, factor, skip_if):
+    grads = jax.tree.map(lambda x: jnp.full_like(x, factor), params)
+    return optimizer.apply_gradients(grads, params, state, skip_if=skip_if)
+
+
+def by_minimize(optimizer, params, state, factor, skip_if):
+    flag = None if skip_if is None else lambda value, grads: skip_if
+    return optimizer.minimize(loss_fn, params, state, factor, skip_if=flag)[:2]
+
+
+WAYS = [by_update, by_apply_gradients, by_minimize]
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+@auto_skip
+@every_way
+def test_a_veto_keeps_all_but_the_scale(way, skip):
+    rule = DynamicLossScale(16.0, growth_interval=3, min_scale=8.0)
+    optimizer = LossScaleOptimizer(relaxed(optax.adam(0.1)), rule, skip=skip)
+    step = jax.jit(functools.partial(way, optimizer))
+    params, state = PARAMS, optimizer.init(PARAMS)
+    # Of each step: the gradient, the flag, and the scale and the counters after it.
+    for factor, flag, scale, *expected in [
+        (1, None, 16, True, 0, 0, 0),
+        (1, False, 16, True, 0, 0, 0),
+        (1, True, 32, False, 1, 0, 0),
+        (INF, False, 16, False, 2, 1, 0),
+        (NAN, False, 8, False, 3, 2, 0),
+        (1, True, 8, False, 4, 2, 0),
+        (INF, True, 8, False, 5, 3, 1),
+        (1, True, 8, False, 6, 3, 1),
+        (1, np.bool_(True), 8, False, 7, 3, 1),
+        (1, jnp.bool_(True), 16, False, 8, 3, 1),
+        (1, jnp.bool_(False), 16, True, 8, 0, 0),
+    ]:
+        factor = jnp.float32(factor)
+        before, (params, state) = (params, state), step(params, state, factor, flag)
+        assert optimizer.current_loss_scale(state) == scale
+        assert list(state[2:6]) == expected
+        if not state.last_step_applied:
+            kept = before[0], before[1].inner_state
+            assert_same_bits((params, state.inner_state), kept)
+        elif flag is not None:
+            assert_same_bits((params, state), step(*before, factor, None))
+    assert state.inner_state[0].count == 3
+
+
+@every_way
+def test_a_python_flag_without_jit(way):
+    optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9), 8)
+    state = optimizer.init(PARAMS)
+    for flag in (True, np.True_, jnp.array(True)):
+        kept, after = way(optimizer, PARAMS, state, ONE, flag)
+        assert_same_bits((kept, after.inner_state), (PARAMS, state.inner_state))
+        assert after[2:6] == (False, 1, 0, 0)
+    for flag in (False, np.False_, jnp.array(False)):
+        taken, after = way(optimizer, PARAMS, state, ONE, flag)
+        assert taken["w"].tolist() == [0.0, -0.5]
+        assert after[2:6] == (True, 0, 0, 0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_outliers_in_any_dtype(dtype):
+    optimizer = LossScaleOptimizer(optax.sgd(0.25), 8)
+
+    @jax.jit
+    def step(param, state, x):
+        arguments = lambda param: param.astype(jnp.float32) * x, param, state
+        return optimizer.minimize(*arguments, skip_if=lambda _, grad: grad > 10)
+
+    param = jnp.asarray(-0.0, dtype)
+    skipped, state, _ = step(param, optimizer.init(param), 16 * ONE)
+    assert_same_bits(skipped, param)
+    param, state, _ = step(param, state, 4 * ONE)
+    assert (param, state.skipped_steps) == (-1, 1)
+
+
+@every_wrap
+def test_is_asked_once_after_the_retries(wrap):
+    rule, seen = DynamicLossScale(2.0**20), []
+    optimizer = LossScaleOptimizer(optax.sgd(0.5), rule, retries=8)
+
+    def skip_if(out, grads):
+        jax.debug.callback(lambda *args: seen.append(args), out, grads)
+        return out[0] > 2
+
+    def loss_fn(param, x):
+        return param.astype(jnp.float16).astype(jnp.float32) * x, {"aux": x}
+
+    step = functools.partial(optimizer.minimize, loss_fn, has_aux=True, skip_if=skip_if)
+    step, start = wrap(step), optimizer.init(ONE)
+    for x, new, *expected in [(4, 1, 7, 1, 0), (2, 0, 6, 0, 0), (64, 1, 8, 1, 1)]:
+        param, state, _ = step(ONE, start, ONE * x)
+        skipped = state.skipped_steps, state.consecutive_skipped_steps
+        assert (param, [state.retries, *skipped]) == (new, expected)
+    jax.effects_barrier()
+    assert seen == [((x, {"aux": x}), g) for x, g in ((4, 4), (2, 2), (64, INF))]
+
+
+def test_a_loss_that_is_not_finite_is_no_veto():
+    optimizer = LossScaleOptimizer(optax.sgd(0.5), DynamicLossScale(8), check_loss=True)
+    for loss, expected in ((1.0, (1, 0, 0)), (NAN, (1, 1, 1))):
+        state = optimizer.update(ONE, optimizer.init(ONE), value=loss, skip_if=True)[1]
+        in_a_row, losses = state.consecutive_skipped_steps, state.nonfinite_loss_steps
+        assert (state.skipped_steps, in_a_row, losses) == expected
+
+
+def test_two_optimizers_skip_together():
+    rule = DynamicLossScale(8.0, growth_interval=2)
+    generator = LossScaleOptimizer(relaxed(optax.adam(0.5)), rule)
+    critic = LossScaleOptimizer(optax.sgd(0.5, 0.9), rule)
+    both = generator, critic
+
+    @jax.jit
+    def step(params, states, grads):
+        skip_if = ~all_finite(grads)
+        steps = [
+            optimizer.apply_gradients(*arguments, skip_if=skip_if)
+            for optimizer, *arguments in zip(both, grads, params, states, strict=True)
+        ]
+        return list(zip(*steps, strict=True))
+
+    params, states = (ONE, ONE), [optimizer.init(ONE) for optimizer in both]
+    for grads in ((1, 1), (INF, 1), (1, NAN), (1, 1)):
+        before = params, [state.inner_state for state in states]
+        params, states = step(params, states, tuple(map(jnp.float32, grads)))
+        if not np.isfinite(grads).all():
+            after = params, [state.inner_state for state in states]
+            assert_same_bits(jax.tree.leaves(after), jax.tree.leaves(before))
+    # Each rule saw one overflow, after two finite steps or after one.
+    assert [x.loss_scale_state[:2] for x in states] == [(8, 0), (8, 1)]
+    assert [state[2:6] for state in states] == [(True, 2, 0, 0)] * 2
+    np.testing.assert_allclose(params, (0, -0.45), atol=1e-4)
+
+
+def test_one_device_of_eight():
+    optimizer = LossScaleOptimizer(optax.sgd(0.5), 8, axis_name="i")
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=P("i"), out_specs=(P("i"), P())
+    )
+    def step(param, flag):
+        state = optimizer.init(param)
+        param, state = optimizer.apply_gradients(param, param, state, skip_if=flag[0])
+        return param, state.skipped_steps
+
+    params, no = jnp.arange(8, dtype=jnp.float32), jnp.zeros(8, bool)
+    for flags, factor, skipped in ((no, 0.5, 0), (no.at[5].set(True), 1, 1)):
+        new, count = step(params, flags)
+        assert (new.tolist(), count) == ((params * factor).tolist(), skipped)
+
+
+def test_each_member_has_a_veto_of_its_own():
+    optimizer = LossScaleOptimizer(optax.sgd(0.5), DynamicLossScale(8.0))
+    flags = jnp.array([True, False])
+    step = jax.vmap(functools.partial(by_minimize, optimizer), (None, None, 0, 0))
+    params, state = step(PARAMS, optimizer.init(PARAMS), jnp.ones(2), flags)
+    assert params["b"].tolist() == [-3, -3.5]
+    assert state.skipped_steps.tolist() == [1, 0]
