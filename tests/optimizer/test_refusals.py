@@ -55,7 +55,7 @@ class TestRetries:
     @pytest.mark.parametrize(
         ("transform", "fix"),
         [
-            (nnx.value_and_grad, r"cannot use nnx.value_and_grad.* nnx.split\(model"),
+            (nnx.value_and_grad, r"nnx.value_and_grad, which.* nnx.split\(model"),
             (
                 lambda f, has_aux: jax.jit(jax.value_and_grad(f, has_aux=has_aux)),
                 "compiled by jax.jit. Pass jax.value_and_grad.* compile the training",
@@ -74,7 +74,7 @@ class TestRetries:
 
         clipping = Clipping(optax.sgd(0.5), retries=3)
         with pytest.raises(
-            TypeError, match=r"value_and_grad of Clipping\. Pass a func"
+            TypeError, match=r"value_and_grad of a subclass.* as transform="
         ):
             clipping.minimize(loss_fn, PARAMS, self.state)
 
@@ -88,7 +88,6 @@ class TestRetries:
         before = self.state._replace(retries=None)
         for call in (
             lambda: self.optimizer.minimize(loss_fn, PARAMS, before),
-            lambda: self.optimizer.apply_gradients(GRADS, PARAMS, before),
             lambda: self.optimizer.update(GRADS, before),
         ):
             with pytest.raises(
@@ -108,9 +107,6 @@ def test_a_veto_that_is_no_flag(flag):
     ):
         with pytest.raises(TypeError, match=r"^skip_if must be a bool"):
             call()
-
-
-def test_a_veto_of_minimize_that_is_no_function():
     with pytest.raises(TypeError, match=r"^skip_if must be a function here, got True"):
         optimizer.minimize(loss_fn, PARAMS, state, skip_if=True)
 

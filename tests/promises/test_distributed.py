@@ -149,11 +149,7 @@ class TestEquivalence:
 class TestRetries:
     """The gradients of one device overflow: all repeat the backward pass."""
 
-    WAYS = pytest.mark.parametrize(
-        "way", [("sharded jit",), ("shard_map", "i")], ids=lambda way: way[0]
-    )
-
-    @WAYS
+    @pytest.mark.parametrize("way", [("sharded jit",), ("shard_map", "i")])
     def test_all_take_the_step(self, way):
         param, state, loss = distributed.one_overflow(*way)
         mean = 64.875 / 8
@@ -161,12 +157,9 @@ class TestRetries:
         assert state.inner_state[0].trace == mean
         assert state.loss_scale_state[:2] == (2**12, 1)
         assert (state.skipped_steps, state.retries) == (0, 8)
-
-    @WAYS
-    def test_all_skip_if_one_loss_is_not_finite(self, way):
+        # No scale helps if the loss of one device is not finite.
         param, state, _ = distributed.one_overflow(*way, bad=np.nan)
-        assert param == 1
-        assert (state.skipped_steps, state.retries) == (1, 0)
+        assert (param, state.skipped_steps, state.retries) == (1, 1, 0)
 
     def test_devices_that_would_repeat_apart_are_refused(self):
         message = r"retries=24, axis_name must contain 'i', got axis_name=None"
@@ -174,9 +167,11 @@ class TestRetries:
             distributed.one_overflow("shard_map")
 
         def averaging(fun, **options):
-            return lambda *args: jax.lax.pmean(
-                jax.value_and_grad(fun, **options)(*args), "i"
-            )
+            def value_and_grad(param):
+                value, grads = jax.value_and_grad(fun, **options)(param)
+                return value, jax.lax.pmean(grads, "i")
+
+            return value_and_grad
 
         optimizer = LossScaleOptimizer(optax.sgd(0.5), 2.0**20, retries=24)
         state = optimizer.init(jnp.float32(1))

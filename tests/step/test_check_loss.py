@@ -1,6 +1,5 @@
 """Steps whose loss is not finite, and the counters of skipped steps."""
 
-import dataclasses
 import functools
 import pickle
 
@@ -13,6 +12,7 @@ from helpers import (
     INF,
     NAN,
     WRAPS,
+    BackoffOnly,
     assert_same_bits,
     count_branches,
     every_skip,
@@ -24,11 +24,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from optax_lossscale import (
     DynamicLossScale,
     FixedLossScale,
-    FixedLossScaleState,
-    LossScale,
     LossScaleOptimizer,
     TolerantLossScale,
-    all_finite,
     check_health,
 )
 
@@ -49,22 +46,6 @@ STEPS = [
     ((1, 1), (4, 9, 0, 4, 0)),
 ]
 SCALE = DynamicLossScale(16.0, growth_interval=2, min_scale=4.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class BackoffOnly(LossScale):
-    """A rule from outside the package, with a minimum of 1 that it does not name."""
-
-    initial_scale: float = 4.0
-
-    def init(self):
-        return FixedLossScaleState(jnp.float32(self.initial_scale))
-
-    def update(self, grads, state, *, axis_name=None):
-        finite = all_finite(grads, axis_name=axis_name)
-        lower = jnp.maximum(state.loss_scale / 2, 1.0)
-        scale = jnp.where(finite, state.loss_scale, lower)
-        return FixedLossScaleState(scale), finite
 
 
 def loss_fn(param, loss, grad):

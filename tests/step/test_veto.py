@@ -10,11 +10,7 @@ import pytest
 from helpers import INF, NAN, WRAPS, assert_same_bits, auto_skip, relaxed
 from jax.sharding import AxisType, PartitionSpec as P
 
-from optax_lossscale import (
-    DynamicLossScale,
-    LossScaleOptimizer,
-    all_finite,
-)
+from optax_lossscale import DynamicLossScale, LossScaleOptimizer, all_finite
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 every_wrap = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
@@ -23,6 +19,7 @@ ONE = jnp.float32(1)
 
 
 def loss_fn(params, factor):
+    params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     return factor * (jnp.sum(params["w"]) + params["b"])
 
 
@@ -63,9 +60,9 @@ def test_a_veto_keeps_all_but_the_scale(way, skip):
         (1, True, 8, False, 4, 2, 0),
         (INF, True, 8, False, 5, 3, 1),
         (1, True, 8, False, 6, 3, 1),
-        (1, np.bool_(True), 8, False, 7, 3, 1),
-        (1, jnp.bool_(True), 16, False, 8, 3, 1),
-        (1, jnp.bool_(False), 16, True, 8, 0, 0),
+        (1, True, 8, False, 7, 3, 1),
+        (1, True, 16, False, 8, 3, 1),
+        (1, False, 16, True, 8, 0, 0),
     ]:
         factor = jnp.float32(factor)
         before, (params, state) = (params, state), step(params, state, factor, flag)
@@ -79,34 +76,20 @@ def test_a_veto_keeps_all_but_the_scale(way, skip):
     assert state.inner_state[0].count == 3
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @every_way
-def test_a_python_flag_without_jit(way):
+def test_without_jit_in_any_dtype_with_a_scale_that_checks_nothing(way, dtype):
     optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9), 8)
-    state = optimizer.init(PARAMS)
+    params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
+    state = optimizer.init(params)
     for flag in (True, np.True_, jnp.array(True)):
-        kept, after = way(optimizer, PARAMS, state, ONE, flag)
-        assert_same_bits((kept, after.inner_state), (PARAMS, state.inner_state))
+        kept, after = way(optimizer, params, state, ONE, flag)
+        assert_same_bits((kept, after.inner_state), (params, state.inner_state))
         assert after[2:6] == (False, 1, 0, 0)
     for flag in (False, np.False_, jnp.array(False)):
-        taken, after = way(optimizer, PARAMS, state, ONE, flag)
+        taken, after = way(optimizer, params, state, ONE, flag)
         assert taken["w"].tolist() == [0.0, -0.5]
         assert after[2:6] == (True, 0, 0, 0)
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-def test_outliers_in_any_dtype(dtype):
-    optimizer = LossScaleOptimizer(optax.sgd(0.25), 8)
-
-    @jax.jit
-    def step(param, state, x):
-        arguments = lambda param: param.astype(jnp.float32) * x, param, state
-        return optimizer.minimize(*arguments, skip_if=lambda _, grad: grad > 10)
-
-    param = jnp.asarray(-0.0, dtype)
-    skipped, state, _ = step(param, optimizer.init(param), 16 * ONE)
-    assert_same_bits(skipped, param)
-    param, state, _ = step(param, state, 4 * ONE)
-    assert (param, state.skipped_steps) == (-1, 1)
 
 
 @every_wrap
@@ -141,9 +124,7 @@ def test_a_loss_that_is_not_finite_is_no_veto():
 
 def test_two_optimizers_skip_together():
     rule = DynamicLossScale(8.0, growth_interval=2)
-    generator = LossScaleOptimizer(relaxed(optax.adam(0.5)), rule)
-    critic = LossScaleOptimizer(optax.sgd(0.5, 0.9), rule)
-    both = generator, critic
+    both = [LossScaleOptimizer(optax.sgd(rate, 0.5), rule) for rate in (0.25, 0.5)]
 
     @jax.jit
     def step(params, states, grads):
@@ -156,15 +137,13 @@ def test_two_optimizers_skip_together():
 
     params, states = (ONE, ONE), [optimizer.init(ONE) for optimizer in both]
     for grads in ((1, 1), (INF, 1), (1, NAN), (1, 1)):
-        before = params, [state.inner_state for state in states]
         params, states = step(params, states, tuple(map(jnp.float32, grads)))
-        if not np.isfinite(grads).all():
-            after = params, [state.inner_state for state in states]
-            assert_same_bits(jax.tree.leaves(after), jax.tree.leaves(before))
-    # Each rule saw one overflow, after two finite steps or after one.
-    assert [x.loss_scale_state[:2] for x in states] == [(8, 0), (8, 1)]
+    # Two steps were taken, with a momentum of 0.5 in the second.
+    assert params == (1 - 0.25 * 2.5, 1 - 0.5 * 2.5)
+    assert [state.inner_state[0].trace for state in states] == [1.5, 1.5]
     assert [state[2:6] for state in states] == [(True, 2, 0, 0)] * 2
-    np.testing.assert_allclose(params, (0, -0.45), atol=1e-4)
+    # Each rule saw one overflow, after one finite step or after two.
+    assert [x.loss_scale_state[:2] for x in states] == [(8, 0), (8, 1)]
 
 
 def test_one_device_of_eight():

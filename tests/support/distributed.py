@@ -192,7 +192,6 @@ def one_overflow(way, axis_name=None, bad=64.0):
     x[3] = bad
     start = jax.tree.map(lambda x: put(np.array(x)), (param, optimizer.init(param)))
     results = jax.jit(step, donate_argnums=(0, 1))(*start, put(x, "i"))
-    assert all(x.is_deleted() for x in jax.tree.leaves(start[1].inner_state))
     return jax.device_get(results)
 
 

@@ -1,5 +1,6 @@
 """What several test modules need."""
 
+import dataclasses
 import functools
 import re
 from pathlib import Path
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+
+from optax_lossscale import FixedLossScaleState, LossScale, all_finite
 
 SKIPS = ["auto", "where", "cond"]
 WRAPS = {"eager": lambda f: f, "jit": jax.jit}
@@ -32,6 +35,22 @@ def exhaustive_but(values, by_default):
 every_skip = pytest.mark.parametrize("skip", exhaustive_but(SKIPS, ["auto", "where"]))
 # For large programs, where another test runs "where" by default.
 auto_skip = pytest.mark.parametrize("skip", exhaustive_but(SKIPS, ["auto"]))
+
+
+@dataclasses.dataclass(frozen=True)
+class BackoffOnly(LossScale):
+    """A rule from outside the package, with a minimum of 1 that it does not name."""
+
+    initial_scale: float = 4.0
+
+    def init(self):
+        return FixedLossScaleState(jnp.float32(self.initial_scale))
+
+    def update(self, grads, state, *, axis_name=None):
+        finite = all_finite(grads, axis_name=axis_name)
+        lower = jnp.maximum(state.loss_scale / 2, 1.0)
+        scale = jnp.where(finite, state.loss_scale, lower)
+        return FixedLossScaleState(scale), finite
 
 
 def page_blocks(path):
