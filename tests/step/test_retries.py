@@ -239,6 +239,16 @@ def test_members_repeat_as_often_as_each_must(wrap):
 
 
 @quickly
+def test_members_of_one_axis_repeat_together():
+    optimizer = LossScaleOptimizer(optax.sgd(0.5), RULE, axis_name="i", retries=24)
+    step = jax.vmap(scaled_step(told, optimizer), (0, None, 0), axis_name="i")
+    for x, retries, skipped in (([1.0, 2.0**6], 15, 0), ([1.0, NAN], 0, 1)):
+        state = step(jnp.ones(2), optimizer.init(ONE), jnp.array(x))[1]
+        assert state.retries.tolist() == [retries] * 2
+        assert state.skipped_steps.tolist() == [skipped] * 2
+
+
+@quickly
 def test_is_compiled_once_and_takes_donated_and_restored_states():
     optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9), RULE, retries=24)
     traces = []
