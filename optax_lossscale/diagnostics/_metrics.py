@@ -30,9 +30,9 @@ def metrics(state: Any, prefix: str = "") -> dict[str, jax.Array]:
       `loss_scale` and `log2_loss_scale`, f32[]; the other fields of the rule's state,
       `good_steps` (i32[]) for example; `last_step_applied`, bool[]; `skipped_steps`,
       `consecutive_skipped_steps` and `stuck_steps`, i32[]; with `check_loss=True` also
-      `nonfinite_loss_steps`, i32[]. `LossScaleOptimizerState` describes them. The
-      logarithm of a damaged scale is -inf (for 0), inf, or nan (for a negative number
-      too).
+      `nonfinite_loss_steps`, i32[], and with `retries` also `retries`, i32[].
+      `LossScaleOptimizerState` describes them. The logarithm of a damaged scale is -inf
+      (for 0), inf, or nan (for a negative number too).
 
     Raises:
       ValueError: If `state` holds no such state, or several.
@@ -54,7 +54,7 @@ def metrics(state: Any, prefix: str = "") -> dict[str, jax.Array]:
     named = {"loss_scale": scale, "log2_loss_scale": _log2(scale)}
     named |= _numbers_of(found.loss_scale_state)
     for name, value in found._asdict().items():
-        if name.endswith(("_applied", "_steps")) and value is not None:
+        if name.endswith(("_applied", "_steps", "retries")) and value is not None:
             named[name] = jnp.asarray(unbox(value))
     return {prefix + name: value for name, value in named.items()}
 

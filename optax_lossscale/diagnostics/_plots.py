@@ -93,11 +93,12 @@ def plot_exponents(
 def plot_history(
     records: Iterable[Mapping[str, Any]], *, prefix: str = "", ax: "Axes | None" = None
 ) -> "Axes":
-    """Draws the loss scale over the steps, and marks the skipped ones.
+    """Draws the loss scale over the steps, and marks the skipped and repeated ones.
 
     A cross marks a record if its step was skipped, by `last_step_applied`, or if other
     steps were skipped since the record before, by `skipped_steps`. It then stands for
     all of them. It is drawn at the scale of the record before, which the step used.
+    There a short line marks backward passes that were repeated, by `retries`.
 
     Args:
       records: A list of dictionaries, one for each step that was logged: what `metrics`
@@ -145,21 +146,24 @@ def plot_history(
         steps = _column(records, "step")[:, 0]
     rows = is_drawn.any(axis=1)
     steps, scales = steps[rows], np.where(is_drawn, scales, np.nan)[rows]
-    names = ("last_step_applied", "skipped_steps")
+    names = ("last_step_applied", "skipped_steps", "retries")
     columns = (_column(records, prefix + name)[rows] for name in names)
-    applied, counts = (np.broadcast_to(x, scales.shape).T for x in columns)
-    skips = np.array(list(map(_skips_by_row, applied, counts))).T
+    applied, skips, retries = (np.broadcast_to(x, scales.shape).T for x in columns)
+    marks = {"skipped steps": ("kx", applied, skips)}
+    marks["repeated passes"] = ("k|", np.full_like(applied, np.nan), retries)
 
     axes: Any = _drawing.get_axes(ax)
     marker = "o" if len(steps) == 1 else None
     lines = axes.step(steps, scales, where="post", color=BLUE, marker=marker)
     lines[0].set_label("loss scale")
-    if skips.any():
-        row, member = np.nonzero(skips)
-        # A record has the scale after its step; the step used that of the one before.
-        used = scales[np.maximum(row - 1, 0), member]
-        label = f"skipped steps: {skips.sum():.0f}"
-        axes.plot(steps[row], used, "kx", zorder=3, label=label)
+    for name, (style, flags, counts) in marks.items():
+        new = np.array(list(map(_new_by_row, flags, counts))).T
+        if new.any():
+            row, member = np.nonzero(new)
+            # A record has the scale after its step; that of the one before was used.
+            used = scales[np.maximum(row - 1, 0), member]
+            label = f"{name}: {new.sum():.0f}"
+            axes.plot(steps[row], used, style, zorder=3, label=label)
     axes.set_yscale("log", base=2)
     lowest, highest = np.nanmin(scales), np.nanmax(scales)
     axes.set_ylim(lowest / 2, highest * 2 * (highest / lowest) ** 0.25)
@@ -189,9 +193,9 @@ def _numbers(name: str, value: Any) -> np.ndarray:
         ) from error
 
 
-def _skips_by_row(applied: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Returns how many steps were skipped since the row before; nan means unknown."""
-    skips = np.where(applied == 0, 1.0, 0.0)
+def _new_by_row(applied: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Returns how many were counted since the row before; nan means unknown."""
+    new = np.where(applied == 0, 1.0, 0.0)
     known = np.flatnonzero(np.isfinite(counts))
-    skips[known[1:]] = np.maximum(skips[known[1:]], np.diff(counts[known]))
-    return skips
+    new[known[1:]] = np.maximum(new[known[1:]], np.diff(counts[known]))
+    return new

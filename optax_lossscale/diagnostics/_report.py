@@ -29,6 +29,12 @@ TRACE = (
     "Run diagnostics.trace_numerics(loss_fn, params, batch, state=state) with the "
     "arguments of a skipped step. It names the line where inf or nan begins."
 )
+RETRIED = (
+    "See why retries did not help: the loss is not finite, all retries are used up, "
+    "minimize is not called, or the rule keeps the scale (min_scale, hysteresis)."
+)
+VETOED = "The last step was vetoed by skip_if."
+ANY_NUMBER = "It counts as skipped, and check_health allows any number of vetoes."
 
 
 class Report(NamedTuple):
@@ -41,12 +47,13 @@ class Report(NamedTuple):
       diagnosis: How things stand, or what is wrong.
       advice: What to do, one step after the other. Empty if there is nothing to do.
       loss_scale: The loss scale that the state holds.
-      skipped_steps: Steps skipped so far.
-      consecutive_skipped_steps: Steps skipped since one was applied.
+      skipped_steps: Steps skipped so far, those that `skip_if` vetoed among them.
+      consecutive_skipped_steps: Steps skipped since one was applied, without vetoes.
       stuck_steps: Those of them that were skipped although the scale could not have
         been lower.
       nonfinite_loss_steps: Steps skipped so far because of the loss; None without
         `check_loss`.
+      retries: Backward passes that were repeated so far; None without `retries`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -71,6 +78,7 @@ class Report(NamedTuple):
     consecutive_skipped_steps: int
     stuck_steps: int
     nonfinite_loss_steps: int | None
+    retries: int | None
 
     def __repr__(self):
         skipped = f"{self.skipped_steps}"
@@ -85,6 +93,8 @@ class Report(NamedTuple):
             lines.append(f"  at lowest scale  {self.stuck_steps} of these")
         if self.nonfinite_loss_steps:
             lines.append(f"  loss not finite  {self.nonfinite_loss_steps} steps")
+        if self.retries:
+            lines.append(f"  repeated passes  {self.retries}")
         lines.append("What to do:" if self.advice else "What to do: nothing.")
         for number, item in enumerate(self.advice, start=1):
             lines += textwrap.wrap(f"{number}. {item}", 79, subsequent_indent="   ")
@@ -98,7 +108,8 @@ def report(state: Any, params: Any = None) -> Report:
     its minimum (for a rule without `min_scale`, such as `FixedLossScale`: although the
     scale did not fall); if 1,000 steps in a row were skipped for any reason; if the
     loss scale is nan, or not between 2**-126 and 2**126; or if `params` are given and
-    not finite. `check_health` raises an error then.
+    not finite. `check_health` raises an error then. Steps that `skip_if` vetoed do not
+    count here, however many they are.
 
     Call it on the host, between steps: it waits for the state. It sees the state alone,
     not the rule. So it cannot tell whether a fixed scale skips steps at all, and it
@@ -221,8 +232,8 @@ def _describe_scale(scale: float) -> str:
 def _read_worst(state: Any) -> tuple[dict[str, Any], str]:
     """Returns the numbers of the worst member, and which one that is."""
     rule = state.loss_scale_state
-    named = {name: getattr(state, name) for name in Report._fields[4:]}
-    named = {name: x for name, x in named.items() if x is not None}
+    named = zip(state._fields[2:], state[2:], strict=True)
+    named = {name: x for name, x in named if x is not None}
     named |= {"loss_scale": rule.loss_scale}
     named |= {name: getattr(rule, name, x) for name, x in MARKS.items()}
     named = {name: jax.device_get(unbox(x)) for name, x in named.items()}
@@ -236,7 +247,9 @@ def _read_worst(state: Any) -> tuple[dict[str, Any], str]:
     worst = np.lexsort((scale, -measure))[0]
     where = f" (Member {worst} of {scale.size}.)" if shape else ""
     read = {name: x[worst].item() for name, x in named.items()}
-    return read | {"is_fixed": isinstance(rule, FixedLossScaleState)}, where
+    read["is_fixed"] = isinstance(rule, FixedLossScaleState)
+    read["is_marked"] = all(read[name] == mark for name, mark in MARKS.items())
+    return read, where
 
 
 def _loss_skips(read: dict[str, Any]) -> tuple[int, int]:
@@ -244,23 +257,27 @@ def _loss_skips(read: dict[str, Any]) -> tuple[int, int]:
     in_a_row = read["consecutive_skipped_steps"]
     total = read.get("nonfinite_loss_steps", 0)
     most = min(total, in_a_row - read["stuck_steps"])
-    has_mark = all(read[name] == mark for name, mark in MARKS.items())
     # At a fixed scale every step with a non-finite gradient counts as stuck.
-    if read["is_fixed"] or not has_mark:
+    if read["is_fixed"] or not read["is_marked"]:
         return most, most
     return max(0, total - (read["skipped_steps"] - in_a_row)), most
 
 
 def _judge(state: Any, read: dict[str, Any], has_finite_params: bool) -> list[str]:
-    """Returns a diagnosis of a step that was applied, and the advice."""
-    if read["skipped_steps"] and read["loss_scale"] <= 1 and not read["is_fixed"]:
+    """Returns a diagnosis of a step that was applied or vetoed, and the advice."""
+    if not read["last_step_applied"]:
+        return [f"{VETOED} {ANY_NUMBER}"]
+    skipped, retries = read["skipped_steps"], read.get("retries", 0)
+    if (skipped or retries) and read["loss_scale"] <= 1 and not read["is_fixed"]:
         return [
             "The last step was applied, but so low a loss scale does not help.",
             "Unless you chose it, run diagnostics.trace_numerics(loss_fn, params, "
             "batch, scale=2.0**15). It names the line that overflows at that scale.",
         ]
-    if read["skipped_steps"]:
+    if skipped:
         return ["The last step was applied."]
+    if retries:
+        return [f"No step was skipped. Overflows that cost no batch: {retries}."]
     if _is_new(state.inner_state):
         return ["No step has been taken yet."]
     if has_finite_params or not read["is_fixed"]:
@@ -289,6 +306,8 @@ def _judge_skips(read: dict[str, Any]) -> list[str]:
     steps = f"The last {in_a_row} steps were skipped: their"
     if in_a_row == 1:
         steps = "The last step was skipped: its"
+    if not (most or read["is_marked"]):  # The gradients of the last step were finite.
+        steps = f"{VETOED} Before it, t{steps[1:]}"
     advice = [
         TRACE,
         "If the loss is not finite, look for nan and inf in the data and in the "
@@ -303,7 +322,7 @@ def _judge_skips(read: dict[str, Any]) -> list[str]:
     if least == in_a_row:
         return [f"{steps} loss was not finite.", *advice[:2], advice[-1]]
     steps += " loss or gradients were" if most else " gradients were"
-    if in_a_row <= START_UP and not stuck:
+    if in_a_row <= START_UP and not stuck and "retries" not in read:
         return [
             f"{steps} not finite. A few skips in a row are usual at the start, and a "
             "single one later, when the loss scale has grown too high.",
@@ -318,6 +337,9 @@ def _judge_skips(read: dict[str, Any]) -> list[str]:
             "function made once before the loop keeps the first scale.",
         )
     though = ", for longer than is usual"
+    if "retries" in read:
+        though = ", in spite of retries"
+        advice.insert(0, RETRIED)
     if stuck:
         though = ", though the loss scale cannot go lower"
     if read["is_fixed"]:

@@ -138,9 +138,9 @@ def curves(ax):
     return [line.get_xydata().tolist() for line in lines]
 
 
-def crosses(ax):
+def crosses(ax, marker="x"):
     """Returns where the crosses are, and their text in the legend."""
-    found = [line for line in ax.lines if line.get_marker() == "x"]
+    found = [line for line in ax.lines if line.get_marker() == marker]
     return [(line.get_xydata().tolist(), line.get_label()) for line in found]
 
 
@@ -209,6 +209,15 @@ class TestPlotHistory:
         skipped = {"skipped_steps": [5, 6, 6, 9, 9], "last_step_applied": applied}
         ax = plot_history(records_of([16.0, 8.0, 8.0, 2.0, 4.0], **skipped))
         assert crosses(ax) == [([[10, 16.0], [30, 8.0]], "skipped steps: 4")]
+
+    def test_repeated_passes(self):
+        columns = {"last_step_applied": [True, False, True], "retries": [0, 3, 3]}
+        ax = plot_history(records_of([16.0, 2.0, 2.0], **columns))
+        assert crosses(ax) == [([[10, 16.0]], "skipped steps: 1")]
+        assert crosses(ax, "|") == [([[10, 16.0]], "repeated passes: 3")]
+        columns["retries"] = ["0", "", "3"]
+        ax = plot_history(records_of([16.0, 2.0, 2.0], **columns))
+        assert crosses(ax, "|") == [([[20, 2.0]], "repeated passes: 3")]
 
     def test_flags_alone(self):
         applied = [False, True, False, False]

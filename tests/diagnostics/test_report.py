@@ -16,7 +16,7 @@ from optax_lossscale import (
     TolerantLossScale,
     check_health,
 )
-from optax_lossscale.diagnostics import Report, report
+from optax_lossscale.diagnostics import Report, metrics, report
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 PARAMS = {"b": jnp.zeros(2), "w": jnp.ones(3)}
@@ -101,8 +101,8 @@ class TestThresholds:
 
     def test_plain_numbers(self):
         found = report(run(1.0, INF, LOST))
-        assert found == (True, *found[1:3], 2.0**14, 2, 2, 0, 1)
-        assert [type(x) for x in found[3:]] == [float, int, int, int, int]
+        assert found == (True, *found[1:3], 2.0**14, 2, 2, 0, 1, None)
+        assert [type(x) for x in found[3:-1]] == [float, int, int, int, int]
         assert isinstance(found, Report)
         assert repr(found) == str(found)
 
@@ -231,6 +231,121 @@ class TestDiagnosis:
             check_health(state, new)
 
 
+class TestRetries:
+    # The derivative with respect to float16 numbers overflows at 2**20, not at 2**15.
+    @staticmethod
+    def run(*factors, **options):
+        """Returns the state after steps in which the loss has these factors."""
+        options = {"loss_scale": DynamicLossScale(2.0**20)} | options
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), **{"retries": 24} | options)
+
+        def loss_fn(params, factor):
+            half = params.astype(jnp.float16)
+            return jnp.sum(half.astype(jnp.float32)) * factor
+
+        def step(carry, factor):
+            return optimizer.minimize(loss_fn, *carry, factor)[:2], None
+
+        param = jnp.float32(1)
+        carry = param, optimizer.init(param)
+        (_, state), _ = jax.lax.scan(step, carry, jnp.array(factors, jnp.float32))
+        return state
+
+    def test_overflows_that_cost_no_batch_are_counted(self):
+        found = report(self.run(1.0, 1.0))
+        assert found[:3] == (
+            True,
+            "No step was skipped. Overflows that cost no batch: 5.",
+            (),
+        )
+        assert found[3:] == (2.0**15, 0, 0, 0, None, 5)
+        assert "\n  repeated passes  5\nWhat to do: nothing." in str(found)
+        assert metrics(self.run(1.0))["retries"] == 5
+        assert "retries" not in metrics(run(1.0))
+
+    def test_without_overflow_it_is_as_without_the_option(self):
+        found = report(self.run(1.0, loss_scale=DynamicLossScale(8.0)))
+        assert (found.diagnosis, found.retries) == ("No step was skipped.", 0)
+        assert "repeated" not in str(found)
+
+    def test_steps_that_are_skipped_all_the_same(self):
+        found = report(self.run(1.0, NAN))
+        assert found.diagnosis == (
+            "The last step was skipped: its gradients were not finite, in spite of "
+            "retries."
+        )
+        assert found.advice[0].startswith("See why retries did not help: the loss is")
+        assert found.advice[1].startswith("Run diagnostics.trace_numerics(")
+        assert "  repeated passes  5\n" in str(found)
+        found = report(self.run(1.0, retries=2))
+        assert (found.skipped_steps, found.retries) == (1, 2)
+        assert "all retries are used up" in text_of(found)
+        assert report(self.run(NAN, 1.0)).diagnosis == "The last step was applied."
+        found = report(self.run(NAN, check_loss=True))
+        assert found.diagnosis == "The last step was skipped: its loss was not finite."
+        assert "retries" not in text_of(found)
+        found = report(self.run(NAN, NAN, loss_scale=DynamicLossScale(1.0)))
+        assert found.diagnosis.endswith("though the loss scale cannot go lower.")
+        assert "the rule keeps the scale (min_scale" in found.advice[0]
+
+    def test_a_scale_that_has_fallen_to_one_without_a_skip(self):
+        found = report(self.run(2.0**15, 1.0, loss_scale=DynamicLossScale(2.0**20)))
+        assert (found.loss_scale, found.skipped_steps, found.retries) == (1, 0, 20)
+        assert "so low a loss scale does not help" in found.diagnosis
+
+
+class TestVetoes:
+    @staticmethod
+    def run(*steps, **options):
+        """Returns the state after steps: gradients, and whether they are vetoed."""
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), **options)
+        extra = {"value": jnp.float32(NAN)} if options.get("check_loss") else {}
+
+        def step(state, pair):
+            grads, veto = pair
+            state = optimizer.update(grads, state, skip_if=veto, **extra)[1]
+            return state, None
+
+        grads, vetoes = map(jnp.array, zip(*steps, strict=True))
+        return jax.lax.scan(step, optimizer.init(1.0), (grads, vetoes))[0]
+
+    @pytest.mark.parametrize("loss_scale", ["dynamic", HeadroomLossScale(), 8.0])
+    def test_any_number_of_them_is_healthy(self, loss_scale):
+        found = check_health(self.run(*[(1.0, True)] * 1000, loss_scale=loss_scale))
+        assert found[1:3] == (
+            "The last step was vetoed by skip_if. It counts as skipped, and "
+            "check_health allows any number of vetoes.",
+            (),
+        )
+        assert found[4:] == (1000, 0, 0, None, None)
+
+    def test_after_a_step_that_is_applied(self):
+        found = report(self.run((1.0, True), (1.0, False)))
+        assert found[1:3] == ("The last step was applied.", ())
+        assert found.skipped_steps == 1
+
+    @pytest.mark.parametrize("loss_scale", ["dynamic", HeadroomLossScale()])
+    def test_after_overflows(self, loss_scale):
+        steps = [(1.0, False), (INF, True), (INF, False), (1.0, True)]
+        found = report(self.run(*steps, loss_scale=loss_scale))
+        assert found.diagnosis.startswith(
+            "The last step was vetoed by skip_if. Before it, the last 2 steps were "
+            "skipped: their gradients were not finite."
+        )
+        assert (found.skipped_steps, found.consecutive_skipped_steps) == (3, 2)
+        one = report(self.run(*steps[2:], loss_scale=loss_scale)).diagnosis
+        assert "Before it, the last step was skipped: its gradients" in one
+
+    def test_a_veto_of_an_overflow_is_an_overflow(self):
+        found = report(self.run((1.0, True), (INF, True)))
+        assert found.diagnosis.startswith("The last step was skipped: its gradients")
+        assert found.consecutive_skipped_steps == 1
+
+    def test_a_veto_of_a_loss_that_is_not_finite_is_put_down_to_the_loss(self):
+        found = report(self.run((1.0, True), check_loss=True))
+        assert found.diagnosis == "The last step was skipped: its loss was not finite."
+
+
 class TestFrozenScale:
     """A function that was made once, before the loop, keeps the first scale."""
 
@@ -277,7 +392,7 @@ class TestManyMembers:
             nonfinite_loss_steps=[[0, 0], [0, 3]],
         )
         found = report(state)
-        assert found[3:] == (32, 8, 6, 5, 3)
+        assert found[3:] == (32, 8, 6, 5, 3, None)
         assert found.diagnosis.endswith("(Member 3 of 4.)")
         # One that is skipped for long is not hidden by one that is stuck.
         state = with_numbers(
