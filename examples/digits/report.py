@@ -61,13 +61,15 @@ def describe(runs: dict[Way, Run]) -> str:
             f"float32 itself reaches only {precision[FLOAT32]:.1%}, so this says "
             "nothing about float16: try more --steps."
         )
+    repeats = runs[DYNAMIC].records[-1].get("retries")
+    repeated = f" Repeated backward passes: {repeats}." if repeats else ""
     return (
         f"float32 reaches an average precision of {precision[FLOAT32]:.1%}; guessing "
         f"gives {POSITIVES:.1%}. Without loss scaling float16 {verdict(UNSCALED)}: "
         f"{runs[UNSCALED].column('zeros').mean():.1%} of the gradients of its hidden "
         f"activations are zero. With a fixed scale it {verdict(FIXED)}. With the "
         f"dynamic scale it {verdict(DYNAMIC)}, and skips {skips(runs[DYNAMIC])} of "
-        f"{len(runs[DYNAMIC].histograms)} steps."
+        f"{len(runs[DYNAMIC].histograms)} steps.{repeated}"
     )
 
 
@@ -90,8 +92,9 @@ def draw_figure(runs: dict[Way, Run], path: Path) -> None:
     # Draw the last step that was applied, or the last one if every step was skipped.
     applied = run.column("last_step_applied")
     last = len(applied) - 1 - np.argmax(applied[::-1])
-    # The states start with the initial one, so this is the state before that step.
-    scale = states[last]["loss_scale"]
+    # The states start with the initial one. A step that grows the scale has used that
+    # before it, and one that was repeated has used that after it.
+    scale = min(state["loss_scale"] for state in states[last : last + 2])
     diagnostics.plot_exponents(run.histograms[last], scale, ax=axes["g"])
 
     axes["l"].set_title("Training loss", loc="left", fontweight="bold")

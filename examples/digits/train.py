@@ -71,8 +71,9 @@ class Run(NamedTuple):
       start: The metrics of the initial state, as a record of step 0.
       records: The record of every step: its number `step`, the metrics of the state
         after it, `loss`, and `zeros`, the share of the gradients of the last hidden
-        layer's activations that are exactly zero.
-      histograms: The exponents of these gradients, unscaled, in every step.
+        layer's activations that are exactly zero. A step that is skipped has the share
+        of the last one that was not.
+      histograms: The exponents of these gradients, unscaled, as of every step.
     """
 
     precision: float
@@ -106,6 +107,19 @@ class Detector(nn.Module):
         prior = nn.initializers.constant(np.log(PRIOR / (1 - PRIOR)))
         head = nn.Dense(1, kernel_init=init, bias_init=prior, dtype=self.dtype)
         return head(x)[:, 0].astype(jnp.float32)
+
+
+def keep_histogram() -> optax.GradientTransformation:
+    """Keeps the exponents of the gradients in its state; its updates are zero."""
+
+    def init(params):
+        return diagnostics.exponent_histogram(params)
+
+    def update(updates, state, params=None):
+        histogram = diagnostics.exponent_histogram(updates)
+        return optax.tree.zeros_like(updates), histogram
+
+    return optax.GradientTransformation(init, update)
 
 
 def load_pictures() -> tuple[jax.Array, jax.Array]:
@@ -168,6 +182,7 @@ def train(
     seed: int,
     batch_size: int,
     optimizer: str,
+    retries: int,
 ) -> Run:
     """Trains a detector in one way.
 
@@ -181,9 +196,14 @@ def train(
       seed: The seed.
       batch_size: The number of patches in a batch.
       optimizer: The name of the inner optimizer, in `OPTIMIZERS`.
+      retries: How often a step may repeat its backward pass.
     """
     network = Detector(way.dtype)
-    wrapped = LossScaleOptimizer(OPTIMIZERS[optimizer](), way.rule)
+    inner = optax.partition(
+        {"params": OPTIMIZERS[optimizer](), "perturbations": keep_histogram()},
+        {"params": "params", "perturbations": "perturbations"},
+    )
+    wrapped = LossScaleOptimizer(inner, way.rule, retries=retries)
     batch_at = functools.partial(make_batch, size=batch_size)
 
     def loss_fn(variables, patches, has_digit):
@@ -191,17 +211,15 @@ def train(
         return optax.sigmoid_binary_cross_entropy(logits, has_digit).mean()
 
     @jax.jit
-    def train_step(params, opt_state, key, *pictures):
-        patches, has_digit = batch_at(key, *pictures)
-        probe = {"hidden": jnp.zeros((batch_size, WIDTH), way.dtype)}
-        variables = {"params": params, "perturbations": probe}
-        grad_fn = wrapped.value_and_grad(loss_fn, opt_state)
-        loss, grads = grad_fn(variables, patches, has_digit)
-        params, opt_state = wrapped.apply_gradients(grads["params"], params, opt_state)
-        histogram = diagnostics.exponent_histogram(grads["perturbations"])
+    def train_step(variables, opt_state, key, *pictures):
+        batch = batch_at(key, *pictures)
+        variables, opt_state, loss = wrapped.minimize(
+            loss_fn, variables, opt_state, *batch
+        )
+        kept = opt_state.inner_state.inner_states["perturbations"].inner_state
         record = diagnostics.metrics(opt_state)
-        record |= {"loss": loss, "zeros": histogram.zeros / (batch_size * WIDTH)}
-        return params, opt_state, record, histogram
+        record |= {"loss": loss, "zeros": kept.zeros / (batch_size * WIDTH)}
+        return variables, opt_state, record, kept
 
     @jax.jit
     def test(params, key, *pictures):
@@ -209,21 +227,22 @@ def train(
         return Detector(jnp.float32).apply({"params": params}, patches), has_digit
 
     first, last, *keys = jax.random.split(jax.random.key(seed), steps + 2)
-    params = network.init(first, jnp.zeros((1, SIDE**2)))["params"]
-    opt_state = wrapped.init(params)
+    variables = network.init(first, jnp.zeros((batch_size, SIDE**2)))
+    opt_state = wrapped.init(variables)
     # The first call compiles. That is not timed.
-    jax.block_until_ready(train_step(params, opt_state, keys[0], *pictures))
+    jax.block_until_ready(train_step(variables, opt_state, keys[0], *pictures))
     start = {"step": 0, **jax.device_get(diagnostics.metrics(opt_state))}
     records, histograms = [], []
     started = time.perf_counter()
     for step, key in enumerate(keys, 1):
-        params, opt_state, record, histogram = train_step(
-            params, opt_state, key, *pictures
+        variables, opt_state, record, histogram = train_step(
+            variables, opt_state, key, *pictures
         )
         records.append({"step": step, **jax.device_get(record)})
         histograms.append(jax.device_get(histogram))
         advance()
     seconds = time.perf_counter() - started
-    logits, has_digit = map(np.asarray, test(params, last, *pictures))
+    found = test(variables["params"], last, *pictures)
+    logits, has_digit = map(np.asarray, found)
     precision = average_precision_score(has_digit, logits)
     return Run(float(precision), seconds, start, records, histograms)

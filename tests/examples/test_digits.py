@@ -12,6 +12,7 @@ from helpers import ROOT
 
 import optax_lossscale
 from examples.digits import __main__ as digits, report, train
+from optax_lossscale import DynamicLossScale
 from optax_lossscale.diagnostics import exponent_histogram
 
 
@@ -106,9 +107,28 @@ def check_scale(way, run):
 @pytest.mark.exhaustive
 def test_float16_needs_no_scaling_in_small_batches(monkeypatch):
     monkeypatch.setattr(train, "WAYS", [train.FLOAT32, train.UNSCALED])
-    runs = train.train_all_ways(300, seed=3, batch_size=1024, optimizer="adam")
+    runs = train.train_all_ways(
+        300, seed=3, batch_size=1024, optimizer="adam", retries=0
+    )
     assert runs[train.FLOAT32].precision > 0.9
     assert abs(runs[train.UNSCALED].precision - runs[train.FLOAT32].precision) < 0.03
+
+
+@pytest.mark.exhaustive
+def test_an_overflow_repeats_a_pass_and_skips_no_step(monkeypatch):
+    fakes = fake_runs((0.9, 0.1, 0.9, 0.9))
+    rule = DynamicLossScale(2.0**30, growth_interval=6)
+    monkeypatch.setattr(train, "WAYS", [train.DYNAMIC._replace(rule=rule)])
+    options = {"seed": 3, "batch_size": 1024, "optimizer": "adam"}
+    (skipping,) = train.train_all_ways(12, retries=0, **options).values()
+    (run,) = train.train_all_ways(12, retries=24, **options).values()
+    assert report.skips(skipping) > 0
+    assert report.skips(run) == 0
+    repeats = run.records[-1]["retries"]
+    assert repeats >= run.records[0]["retries"] > 0
+    assert all(x.infs == x.nans == 0 for x in run.histograms)
+    text = report.describe(fakes | {train.DYNAMIC: run})
+    assert text.endswith(f" 0 of 12 steps. Repeated backward passes: {repeats}.")
 
 
 def test_patches_have_digits_where_the_labels_say():
@@ -216,13 +236,14 @@ def test_options_reach_the_experiment(monkeypatch, capsys):
     monkeypatch.setattr(train, "train_all_ways", train_all_ways)
     digits.main([])
     assert "This takes about a minute on two cores." in capsys.readouterr().out
-    digits.main(
-        ["--steps", "700", "--seed", "3", "--batch-size", "65536", "--optimizer", "sgd"]
-    )
+    numbers = ["--steps=700", "--seed=3", "--batch-size=65536", "--retries=5"]
+    digits.main([*numbers, "--optimizer=sgd"])
     assert "This takes about 4 minutes on two" in capsys.readouterr().out
+    shared = {"seed": 0, "retries": 0, "optimizer": "adam"}
+    others = {"seed": 3, "retries": 5, "optimizer": "sgd"}
     assert seen == [
-        {"steps": 80, "seed": 0, "batch_size": 2**17, "optimizer": "adam"},
-        {"steps": 700, "seed": 3, "batch_size": 2**16, "optimizer": "sgd"},
+        {"steps": 80, "batch_size": 2**17} | shared,
+        {"steps": 700, "batch_size": 2**16} | others,
     ]
 
 
