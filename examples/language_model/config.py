@@ -66,6 +66,9 @@ class Config:
     # The precision.
     dtype: str = _setting("float16", "dtype of the computation", choices=DTYPES)
     loss_scale: str = _setting("dynamic", "how the loss scales", choices=LOSS_SCALES)
+    retries: int = _setting(
+        0, "how often a step may repeat its backward pass at a lower scale", least=0
+    )
 
     # The training.
     seed: int = _setting(0, "of the parameters and the batches", least=0)
@@ -97,6 +100,9 @@ class Config:
         if self.batch_size % self.accumulate:
             rule = f"divide the batch size, {self.batch_size}"
             raise SettingError("accumulate", rule, self.accumulate)
+        if self.retries and (self.loss_scale == "none" or self.accumulate > 1):
+            rule = "be 0 without a loss scale, and with several micro-batches in a step"
+            raise SettingError("retries", rule, self.retries)
 
     @classmethod
     def may_change(cls) -> set[str]:

@@ -167,6 +167,8 @@ class ProgressLine:
             f"loss {values['loss']:.3f}  scale {values['loss_scale']:g}  "
             f"skipped {values['skipped_steps']:g}"
         )
+        if "retries" in values:
+            text += f"  repeated {values['retries']:g}"
         if "perplexity" in values:
             text += f"  perplexity {values['perplexity']:.1f}"
         self._progress.update(self._task, completed=step, description=text)

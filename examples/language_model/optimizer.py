@@ -37,13 +37,15 @@ def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
         end_value=0.1 * config.learning_rate,
     )
     inner = optax.chain(
+        record_largest(),
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=decays),
         average_parameters(config.average_decay),
     )
     if config.loss_scale == "none":
         return inner
-    return LossScaleOptimizer(inner, RULES[config.loss_scale])
+    rule = RULES[config.loss_scale]
+    return LossScaleOptimizer(inner, rule, retries=config.retries)
 
 
 def decays(params: Any) -> Any:
@@ -54,6 +56,28 @@ def decays(params: Any) -> Any:
     return jax.tree.map_with_path(
         lambda path, _: path[-1].key in ("kernel", "embedding"), params
     )
+
+
+class LargestState(NamedTuple):
+    """The state of `record_largest`.
+
+    Attributes:
+      largest: f32[], the magnitude of the largest gradient of the last step.
+    """
+
+    largest: jax.Array
+
+
+def record_largest() -> optax.GradientTransformation:
+    """Records the largest gradient; the first part of a chain."""
+
+    def init(params):
+        return LargestState(jnp.float32(0))
+
+    def update(updates, state, params=None):
+        return updates, LargestState(optax.tree.norm(updates, ord="inf"))
+
+    return optax.GradientTransformation(init, update)
 
 
 class AverageState(NamedTuple):

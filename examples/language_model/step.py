@@ -81,20 +81,20 @@ class Trainer:
 
     def _step(self, state, tokens):
         step, params, opt_state = state
-        loss, grads = self._value_and_grad(opt_state)(params, tokens)
-        updates, opt_state = self._optimizer.update(
-            grads, opt_state, params, value=loss
-        )
-        params = optax.apply_updates(params, updates)
-        metrics = {"loss": loss, **self._scaling_metrics(grads, opt_state)}
+        if isinstance(self._optimizer, LossScaleOptimizer):
+            params, opt_state, loss = self._optimizer.minimize(
+                self.loss, params, opt_state, tokens, transform=self._value_and_grad
+            )
+        else:
+            loss, grads = self._value_and_grad(self.loss)(params, tokens)
+            updates, opt_state = self._optimizer.update(grads, opt_state, params)
+            params = optax.apply_updates(params, updates)
+        metrics = {"loss": loss, **self._scaling_metrics(opt_state)}
         return TrainState(step + 1, params, opt_state), metrics
 
-    def _value_and_grad(self, opt_state):
-        """Returns a function: the loss and its gradients, not scaled and in float32."""
-        if isinstance(self._optimizer, LossScaleOptimizer):
-            function = self._optimizer.value_and_grad(self.loss, opt_state)
-        else:
-            function = jax.value_and_grad(self.loss)
+    def _value_and_grad(self, function, **options):
+        """As `jax.value_and_grad`, which it averages over micro-batches."""
+        function = jax.value_and_grad(function, **options)
         if self._config.accumulate == 1:
             return function
         return optax.microbatch(
@@ -104,14 +104,13 @@ class Trainer:
             accumulator=AccumulationType.MEAN,
         )
 
-    def _scaling_metrics(self, grads, opt_state):
+    def _scaling_metrics(self, opt_state):
         if not isinstance(self._optimizer, LossScaleOptimizer):
             return {"loss_scale": jnp.float32(1), "skipped_steps": jnp.int32(0)}
         metrics = diagnostics.metrics(opt_state)
         # Bits between the largest gradient, times the next scale, and 65504.
-        largest = optax.tree.norm(grads, ord="inf")
-        scale = self._optimizer.current_loss_scale(opt_state)
-        headroom = jnp.log2(float(jnp.finfo(jnp.float16).max) / scale / largest)
+        scaled = metrics["loss_scale"] * optax.tree.get(opt_state, "largest")
+        headroom = jnp.log2(float(jnp.finfo(jnp.float16).max) / scaled)
         return metrics | {"headroom": headroom}
 
     def _evaluate(self, state, batches):
