@@ -106,10 +106,9 @@ def report(state: Any, params: Any = None) -> Report:
 
     Training is not healthy if 100 steps in a row were skipped although the scale was at
     its minimum (for a rule without `min_scale`, such as `FixedLossScale`: although the
-    scale did not fall); if 1,000 steps in a row were skipped for any reason; if the
-    loss scale is nan, or not between 2**-126 and 2**126; or if `params` are given and
-    not finite. `check_health` raises an error then. Steps that `skip_if` vetoed do not
-    count here, however many they are.
+    scale did not fall); if 1,000 steps in a row were skipped for any reason but
+    `skip_if`; if the loss scale is nan, or not between 2**-126 and 2**126; or if
+    `params` are given and not finite. `check_health` raises an error then.
 
     Call it on the host, between steps: it waits for the state. It sees the state alone,
     not the rule. So it cannot tell whether a fixed scale skips steps at all, and it
@@ -196,8 +195,8 @@ def check_health(state: Any, params: Any = None) -> Report:
 
     Raises:
       FloatingPointError: If training is not healthy: 100 steps in a row were skipped
-        although the scale could not go lower, or 1,000 for any reason, or the scale is
-        damaged, or `params` are not finite. The message is the report.
+        although the scale could not go lower, or 1,000 for any reason but `skip_if`, or
+        the scale is damaged, or `params` are not finite. The message is the report.
       TypeError: Under a transformation of JAX, such as `jax.jit`.
       ValueError: If `state` holds none or several of these states.
 
