@@ -56,11 +56,12 @@ def scale_loss(rule: LossScale, loss: Any, state: Any) -> Any:
 
 def unscale(rule: LossScale, skip: Skip | None, grads: Any, state: Any) -> Any:
     """Divides gradients by the scale."""
-    return _unscale(grads, scale_of_step(rule, state), skip)
-
-
-def _unscale(grads: Any, scale: jax.Array, skip: Skip | None) -> Any:
     grads = barrier_on_cpu(skip, grads)
+    return unscale_by(grads, scale_of_step(rule, state))
+
+
+def unscale_by(grads: Any, scale: jax.Array) -> Any:
+    """Divides gradients by a scale."""
     return jax.tree.map(lambda x: scale_down(x, scale) if is_inexact(x) else x, grads)
 
 
@@ -84,7 +85,7 @@ def unscaled_grad(
         # Read once: scaling and unscaling must agree, and a state may change in place.
         scale = scale_of_step(rule, state)
         value, grads = scaled(scale, *args, **kwargs)
-        return value, _unscale(grads, scale, choose_skip())
+        return value, unscale_by(barrier_on_cpu(choose_skip(), grads), scale)
 
     return value_and_grad
 

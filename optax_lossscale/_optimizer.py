@@ -486,7 +486,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         *args: Any,
         has_aux: bool = False,
         transform: Callable[..., Any] = jax.value_and_grad,
-        skip_if: Callable[[Any, Any], Any] | None = None,
+        skip_if: Callable[[Any, Any], Any] | jax.Array | bool | None = None,
         **kwargs: Any,
     ) -> tuple[Any, LossScaleOptimizerState, Any]:
         """Takes one whole training step: loss, gradients, update.
@@ -508,8 +508,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           transform: The function that differentiates, as in `value_and_grad`:
             `eqx.filter_value_and_grad` for an Equinox model.
           skip_if: A function that tells whether to skip the step, as the flag in
-            `update` does. It is called once, as `skip_if(out, grads)`, with what
-            `loss_fn` returned and the unscaled gradients, and returns bool[].
+            `update` does (which you may pass, too). It is called once, as
+            `skip_if(out, grads)`, with what `loss_fn` returned and the unscaled
+            gradients, and returns bool[].
           **kwargs: Passed to `loss_fn`.
 
         Returns:
@@ -521,7 +522,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             in the backward pass along an axis that `axis_name` does not name.
           TypeError: If the loss is not a real scalar; if `transform` returns no value,
             or, with `retries`, changes the model in place or is compiled by `jax.jit`;
-            if `skip_if` is no function or does not return a bool. A reverse-mode
+            if `skip_if` does not return a bool. A reverse-mode
             derivative of a step with `retries` raises it, too.
 
         Warns:
@@ -586,7 +587,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             self.inner_optimizer, loss_of_params, params, loss_of(value), grads
         )
         if skip_if is not None:
-            extra["skip_if"] = check.function("skip_if", skip_if)(value, grads)
+            extra["skip_if"] = skip_if(value, grads) if callable(skip_if) else skip_if
         return *self.apply_gradients(grads, params, state, **extra), value
 
 

@@ -172,9 +172,8 @@ def check_state(state: Any, rule: LossScale, retries: int) -> None:
             "the count: state._replace(retries=jnp.int32(0))."
         )
     check_scalar("loss_scale_state.loss_scale", unbox(scale_state.loss_scale))
-    for name in state._fields[2:]:
-        if getattr(state, name) is not None:
-            check_scalar(name, getattr(state, name))
+    for name in state._fields[2:6] + ("retries",) * (retries > 0):
+        check_scalar(name, getattr(state, name))
 
 
 def check_scalar(name: str, value: Any) -> None:

@@ -224,7 +224,7 @@ def _flag(skip_if: Any) -> jax.Array:
     if not is_array(flag) or (flag.shape, flag.dtype) != ((), jnp.bool_):
         raise TypeError(
             "skip_if must be a bool, or an array bool[], and tell whether to skip this "
-            f"step, got {flag!r}. Only minimize takes a function."
+            f"step, got {flag!r}. Only minimize takes a function that returns one."
         )
     return flag
 

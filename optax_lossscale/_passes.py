@@ -1,0 +1,187 @@
+"""Takes a program apart: the forward pass, and the backward pass of a scaled loss."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
+
+from optax_lossscale._commit import is_recording
+from optax_lossscale._tree import split_arrays, strongly_typed
+
+# Operations on single elements, which XLA fuses with what reads them.
+CHEAP = {
+    *("add", "and", "broadcast_in_dim", "convert_element_type", "copy", "div", "eq"),
+    *("exp", "expand_dims", "ge", "gt", "integer_pow", "le", "logistic", "lt", "max"),
+    *("min", "mul", "ne", "neg", "not", "or", "reshape", "rsqrt", "select_n", "sqrt"),
+    *("square", "squeeze", "sub", "tanh", "transpose"),
+}
+
+
+class Passes(NamedTuple):
+    """A step whose forward pass has run.
+
+    Attributes:
+      value: The value of the loss function.
+      backward: Maps a scale, f32[], to the scaled gradients as they are born: without
+        casts to wider dtypes at their end.
+      finish: Makes the tree of scaled gradients from the result of `backward`.
+      axes: The names of the axes along which devices communicate in `backward`.
+    """
+
+    value: Any
+    backward: Callable[[jax.Array], list[jax.Array]]
+    finish: Callable[[list[jax.Array]], Any]
+    axes: set[Any]
+
+
+def run_forward(
+    scaled: Callable[[jax.Array], tuple[Any, Any]], scale: jax.Array
+) -> Passes:
+    """Runs the forward pass, which is all that does not depend on the scale.
+
+    Args:
+      scaled: Maps a scale to the value of the loss function and the scaled gradients.
+      scale: f32[].
+
+    Raises:
+      TypeError: If the value depends on the scale.
+    """
+    joins = []
+
+    def function(scale):
+        (value, join_value), (grads, join_grads) = map(split_arrays, scaled(scale))
+        joins[:] = join_value, join_grads
+        return value, grads
+
+    program, (value, _) = jax.make_jaxpr(function, return_shape=True)(scale)
+    jaxpr, join_value, join_grads = program.jaxpr, *joins
+    value, grads = jaxpr.outvars[: len(value)], jaxpr.outvars[len(value) :]
+    forward, backward, depend = _split(jaxpr)
+    if not depend.isdisjoint(_variables(value)):
+        raise TypeError(
+            "minimize with retries repeats the backward pass alone, and finds none in "
+            "this transform: its loss depends on the loss scale, as if both passes "
+            "were inside one jax.jit or jax.lax.scan. Pass jax.value_and_grad, for "
+            "example, and compile the training step around minimize."
+        )
+    end, born = _end_of(backward, grads)
+    fixed, born = _part(born, depend)
+    residuals, _ = _part(_read_by(backward), depend)
+    cheap, sources = _cheap_part(forward, residuals)
+
+    parts = value, fixed, residuals, sources
+    outputs = [x for part in parts for x in part]
+    results = _function(jaxpr, jaxpr.constvars, forward, outputs)(*program.consts)
+    found = iter(results)
+    value, constants, stored, kept = ([next(found) for _ in part] for part in parts)
+    recompute = _function(jaxpr, sources, cheap, residuals)
+    run_backward = _function(jaxpr, [*jaxpr.invars, *residuals], backward, born)
+    run_end = _function(jaxpr, [*born, *fixed], end, grads)
+
+    def backward_pass(scale):
+        def recomputed():
+            return recompute(*[_pin(x, scale) for x in kept])
+
+        inputs = stored
+        if is_recording():
+            # On CPU it does not pay.
+            inputs = lax.platform_dependent(cpu=lambda: stored, default=recomputed)
+        return strongly_typed(run_backward(scale, *inputs))
+
+    def finish(grads):
+        return join_grads(run_end(*grads, *constants))
+
+    effects: set[Any] = {x for equation in backward for x in equation.effects}
+    axes = {x.name for x in effects if type(x).__name__ == "NamedAxisEffect"}
+    return Passes(join_value(value), backward_pass, finish, axes)
+
+
+def _variables(atoms: Iterable[Any]) -> list[Var]:
+    return [x for x in atoms if isinstance(x, Var)]
+
+
+def _read_by(equations: list[JaxprEqn]) -> dict[Var, None]:
+    """Returns the variables that equations read, each once."""
+    return dict.fromkeys(_variables(x for e in equations for x in e.invars))
+
+
+def _part(variables: Iterable[Var], depend: set[Var]) -> tuple[list[Var], list[Var]]:
+    """Returns the variables that are not in `depend`, and those that are."""
+    found = list(variables)
+    return [x for x in found if x not in depend], [x for x in found if x in depend]
+
+
+def _function(
+    jaxpr: Jaxpr, inputs: list[Var], equations: list[JaxprEqn], outputs: list[Any]
+) -> Callable[..., list[jax.Array]]:
+    """Returns a part of a program as a function."""
+    part = jaxpr.replace(constvars=[], invars=inputs, outvars=outputs, eqns=equations)
+    return jaxpr_as_fun(ClosedJaxpr(part, ()))
+
+
+def _split(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[JaxprEqn], set[Var]]:
+    """Returns the forward and the backward pass, and what depends on the scale."""
+    forward, backward, depend = [], [], set(jaxpr.invars)
+    for equation in jaxpr.eqns:
+        # A callback without operands runs in the pass in which it is written.
+        is_callback = bool(backward) and not equation.outvars
+        if depend.isdisjoint(_variables(equation.invars)) and not is_callback:
+            forward.append(equation)
+        else:
+            backward.append(equation)
+            depend.update(equation.outvars)
+    return forward, backward, depend
+
+
+def _end_of(
+    backward: list[JaxprEqn], grads: list[Any]
+) -> tuple[list[JaxprEqn], dict[Any, None]]:
+    """Returns casts to wider dtypes at the end of gradients, and what they cast.
+
+    They are left to those who read the gradients: XLA fuses them there.
+    """
+    end: list[JaxprEqn] = []
+    born: dict[Any, None] = dict.fromkeys(_variables(grads))
+    for equation in reversed(backward):
+        if equation.primitive.name == "convert_element_type":
+            (old,), (new,) = equation.invars, equation.outvars
+            if new in born and _bytes(old) < _bytes(new):
+                end.insert(0, equation)
+                born[old] = born.pop(new)
+    return end, born
+
+
+def _bytes(x: Any) -> int:
+    return x.aval.dtype.itemsize
+
+
+def _cheap_part(
+    forward: list[JaxprEqn], residuals: list[Var]
+) -> tuple[list[JaxprEqn], list[Var]]:
+    """Returns what computes the residuals again cheaply, and from which variables.
+
+    Without a loop, XLA would do so by itself, and store less.
+    """
+    cheap, sources = [], dict.fromkeys(residuals)
+    for equation in reversed(forward):
+        if _is_cheap(equation) and not sources.keys().isdisjoint(equation.outvars):
+            cheap.insert(0, equation)
+            sources |= _read_by([equation])
+    made = {x for equation in cheap for x in equation.outvars}
+    return cheap, [x for x in sources if x not in made]
+
+
+def _is_cheap(equation: JaxprEqn) -> bool:
+    if equation.primitive.name in ("jit", "pjit", "custom_jvp_call"):
+        key = "call_jaxpr" if "call_jaxpr" in equation.params else "jaxpr"
+        return all(map(_is_cheap, equation.params[key].eqns))
+    return equation.primitive.name in CHEAP
+
+
+def _pin(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns `x`; keeps XLA from computing what follows from it before the loop."""
+    pinned, _ = lax.optimization_barrier((x, scale))
+    # In jax.shard_map it might vary over more devices then.
+    return pinned if jax.typeof(pinned) == jax.typeof(x) else x
