@@ -172,10 +172,10 @@ def _sources(interpreter, before, after):
 
 def _neutral(interpreter, like):
     """Returns statistics of nothing, which vary where `shard_map` asks for it."""
-    found = statistics.neutral(*like.first.shape)
-    if interpreter.varying is None:
-        return found
-    return jax.tree.map(lambda x: x + interpreter.varying.astype(x.dtype), found)
+    return jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype) + interpreter.varying.astype(x.dtype),
+        like,
+    )
 
 
 def run_shard_map(

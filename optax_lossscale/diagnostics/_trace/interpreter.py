@@ -25,7 +25,7 @@ class Interpreter:
     Attributes:
       zero: u32[], a zero that the compiler does not know.
       varying: i32[], a zero that differs between devices for all that the compiler
-        knows; None outside of `jax.shard_map`.
+        knows, inside of `jax.shard_map`.
       loss_scale: The variable that holds the loss scale. What depends on it is the
         backward pass.
       scaled: The keys of what depends on it.
@@ -38,7 +38,7 @@ class Interpreter:
     def __init__(self, zero: Any, loss_scale: Any):
         """Prepares a run; see the attributes."""
         self.zero, self.loss_scale = zero, loss_scale
-        self.varying: Any = None
+        self.varying: Any = np.int32(0)
         self.scaled: set[Key] = set()
         self.trained: set[Key] = set()
         self.sites: dict[Key, Site] = {}

@@ -12,7 +12,7 @@ import numpy as np
 from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._trace import equations
 from optax_lossscale.diagnostics._trace.program import Program
-from optax_lossscale.diagnostics._trace.statistics import COUNTS
+from optax_lossscale.diagnostics._trace.statistics import MAXIMA
 from optax_lossscale.diagnostics._trace.values import Key, Site
 
 # An operation makes an error of its own if its inputs have so many times smaller ones.
@@ -227,23 +227,16 @@ class Run:
         """Returns the numbers at a site."""
         site, found = self.site(key), self._statistics.row(self._row(key))
         measured = self.site(site.moved or key).dtype
-        seen = max(found["seen"], 1.0)
-        share = {name: found[name] / seen for name in COUNTS if name != "seen"}
-        wide = _decode(found["wide_largest"], "float32")
-        if measured in ("float64", "complex128"):
-            wide = _decode(found["largest"], "float64")
-        is_empty = share["zeros"] + share["nans"] + share["infs"] >= 1
+        seen = max(found.pop("seen"), 1.0)
+        numbers = {
+            name: _decode(x, measured) if name in MAXIMA else x / seen
+            for name, x in found.items()
+        }
         if site.dtype != measured:
-            share["subnormals"] = 0.0
-        return NumericRange(
-            **share,
-            dtype=site.dtype,
-            shape=site.shape,
-            smallest=0.0 if is_empty else _decode(found["smallest"], measured),
-            largest=_decode(found["largest"], measured),
-            float32_largest=wide,
-            error=_decode(found["error"], "float32") / wide if wide else 0.0,
-        )
+            numbers["subnormals"] = 0.0
+        largest = numbers["float32_largest"]
+        numbers["error"] = numbers["error"] / largest if largest else 0.0
+        return NumericRange(dtype=site.dtype, shape=site.shape, **numbers)
 
     def operation(self, key: Key) -> NumericOperation:
         """Returns an operation."""

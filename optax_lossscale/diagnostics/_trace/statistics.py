@@ -14,14 +14,12 @@ from optax_lossscale.diagnostics import _bits
 # most GROUPED numbers, to save memory. Small arrays are repeated up to ROW numbers, if
 # that is a multiple of their size.
 ROW, GROUPED = 2**12, 2**20
-
-
-MAXIMA = ("largest", "wide_largest", "error")
+MAXIMA = ("largest", "float32_largest", "error", "smallest")
 COUNTS = (
     "seen", "zeros", "subnormals", "infs", "nans", "flushed", "float32_nonfinite",
 )  # fmt: skip
-# What stands for the smallest magnitude where there is none.
-NONE_SMALLEST = np.iinfo(np.int32).max
+# The smallest magnitude is kept as the difference from this, so it is a maximum, too.
+HIGHEST = np.iinfo(np.int32).max
 
 
 class Statistics(NamedTuple):
@@ -30,9 +28,9 @@ class Statistics(NamedTuple):
     Magnitudes are bits, as `_bits.magnitudes` returns them (of float64, the upper 32).
 
     Attributes:
-      maxima: i32[n, 3], the largest finite magnitude, the largest one in float32, and
-        the largest difference from float32.
-      smallest: i32[n], the smallest magnitude that is not zero.
+      maxima: i32[n, 4], the largest finite magnitude, the largest one in float32, the
+        largest difference from float32, and `HIGHEST` minus the smallest magnitude that
+        is not zero; 0 where there is none.
       counts: f32[n, 7], how many numbers were measured; how many were zero, subnormal,
         inf and nan; how many are zero, or would be, that are not zero in float32; how
         many are inf or nan in float32.
@@ -40,7 +38,6 @@ class Statistics(NamedTuple):
     """
 
     maxima: Any
-    smallest: Any
     counts: Any
     first: Any
 
@@ -52,26 +49,24 @@ class Statistics(NamedTuple):
 
     def row(self, i: int) -> dict[str, Any]:
         """Returns the numbers of one array, by the names in `MAXIMA` and `COUNTS`."""
-        maxima = dict(zip(MAXIMA, self.maxima[i].tolist(), strict=True))
-        counts = dict(zip(COUNTS, self.counts[i].tolist(), strict=True))
-        return {"smallest": int(self.smallest[i]), **maxima, **counts}
+        numbers = self.maxima[i].tolist() + self.counts[i].tolist()
+        found = dict(zip(MAXIMA + COUNTS, numbers, strict=True))
+        found["smallest"] = found["smallest"] and HIGHEST - found["smallest"]
+        return found
 
 
-def neutral(rows: int, loops: int) -> Statistics:
-    """Returns the statistics of arrays that no one has computed."""
-    return Statistics(
-        maxima=jnp.zeros((rows, len(MAXIMA)), jnp.int32),
-        smallest=jnp.full(rows, NONE_SMALLEST, jnp.int32),
-        counts=jnp.zeros((rows, len(COUNTS)), jnp.float32),
-        first=jnp.full((rows, loops), -1, jnp.int32),
-    )
+# The statistics of no arrays.
+NOTHING = Statistics(
+    maxima=np.zeros((0, len(MAXIMA)), np.int32),
+    counts=np.zeros((0, len(COUNTS)), np.float32),
+    first=np.zeros((0, 0), np.int32),
+)
 
 
 def merge(old: Statistics, new: Statistics) -> Statistics:
     """Joins the statistics of the same arrays, those of an earlier iteration first."""
     return Statistics(
         maxima=jnp.maximum(old.maxima, new.maxima),
-        smallest=jnp.minimum(old.smallest, new.smallest),
         counts=old.counts + new.counts,
         first=jnp.where(old.nonfinite[:, None] > 0, old.first, new.first),
     )
@@ -87,7 +82,6 @@ def over_devices(statistics: Statistics) -> Statistics:
         first = jnp.where(earliest[..., None], first, late)
     return Statistics(
         maxima=statistics.maxima.max(0),
-        smallest=statistics.smallest.min(0),
         counts=statistics.counts.sum(0),
         first=first.min(0),
     )
@@ -95,20 +89,18 @@ def over_devices(statistics: Statistics) -> Statistics:
 
 def in_iteration(statistics: Statistics, index: Any) -> Statistics:
     """Adds an outer loop to `first`."""
-    index = jnp.broadcast_to(index, statistics.smallest.shape).astype(jnp.int32)
-    first = jnp.concatenate([index[:, None], statistics.first], axis=1)
+    index = jnp.full((len(statistics.first), 1), index, jnp.int32)
+    first = jnp.concatenate([index, statistics.first], axis=1)
     return statistics._replace(first=first)
 
 
 def join_rows(parts: list[Statistics]) -> Statistics:
     """Joins the statistics of different arrays."""
-    if not parts:
-        return neutral(0, 0)
     loops = max(part.first.shape[1] for part in parts)
 
     def pad(part):
         missing = loops - part.first.shape[1]
-        first = jnp.pad(part.first, ((0, 0), (0, missing)), constant_values=-1)
+        first = jnp.pad(part.first, ((0, 0), (0, missing)))
         return part._replace(first=first)
 
     return jax.tree.map(lambda *x: jnp.concatenate(x), *map(pad, parts))
@@ -129,7 +121,7 @@ def norms(real: Any, shadow: Any, judged: Any = None) -> Any:
       f32[4]. Lost is what is zero, or would be, that is not zero in float32.
     """
     wide, narrow = (_as_real(x).astype(jnp.float32) for x in (shadow, real))
-    limit = codes_of(jnp.dtype(jnp.float32), judged or jnp.float32).flushed
+    *_, limit = codes_of(wide.dtype, judged or wide.dtype)
     is_lost = (narrow == 0) | (_bits.magnitudes(wide)[0] <= limit)
     parts = wide, narrow - wide, jnp.where(is_lost, wide, 0)
 
@@ -156,7 +148,7 @@ class Recorder:
         self.dtype = dtype
         self.keys: list[Any] = []
         self.known: set[Any] = set()
-        self._parts: list[Statistics] = []
+        self._parts = [NOTHING]
         self._groups: dict[Any, list[Any]] = {}
 
     def add(self, key: Any, real: Any, shadow: Any) -> None:
@@ -164,14 +156,12 @@ class Recorder:
         self.known.add(key)
         has_shadow = shadow is not real
         real = _as_real(real)
-        shadow = _as_real(shadow).astype(jnp.float32) if has_shadow else real
-        judged = real.dtype if self.dtype is None else self.dtype
-        size = real.size
+        judged, size = self.dtype or real.dtype, real.size
+        real = _at_least_float32(real)
+        shadow = _at_least_float32(_as_real(shadow)) if has_shadow else real
         if 0 < size < ROW and ROW % size == 0:
             size = ROW
-        if not size:
-            self.extend([key], neutral(1, 0))
-        elif 2 * size > GROUPED or not _is_replicated(real):
+        if not size or 2 * size > GROUPED or not _is_replicated(real):
             found = _measure(real, shadow, judged, has_shadow, range(real.ndim))
             self.extend([key], jax.tree.map(lambda x: x[None], found))
         else:
@@ -218,9 +208,11 @@ class Recorder:
 
 def _as_real(x):
     x = jnp.asarray(x)
-    if not jnp.iscomplexobj(x):
-        return x
-    return lax.concatenate([lax.real(x)[None], lax.imag(x)[None]], 0)
+    return jnp.stack([lax.real(x), lax.imag(x)]) if jnp.iscomplexobj(x) else x
+
+
+def _at_least_float32(x):
+    return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
 
 def _is_replicated(x: Any) -> bool:
@@ -228,34 +220,24 @@ def _is_replicated(x: Any) -> bool:
     return not any(axis is not None for axis in spec or ())
 
 
-class Codes(NamedTuple):
-    """Where bits change their meaning, in `Statistics`."""
-
-    normal: int
-    infinity: int
-    flushed: int
-
-
 @functools.lru_cache
-def codes_of(dtype: Any, judged: Any) -> Codes:
-    """Returns the bits that matter for a dtype.
+def codes_of(dtype: Any, judged: Any) -> list[int]:
+    """Returns the bits of the smallest normal number, of inf, and of what is flushed.
 
     Args:
-      dtype: The dtype of the numbers.
+      dtype: The dtype of the numbers, float32 or float64.
       judged: The dtype that they should fit into.
     """
     if dtype == jnp.float64:
-        return Codes(0x00100000, 0x7FF00000, 0)
-    normal, flushed = float(np.finfo(np.float32).tiny), 0.0
-    if judged != jnp.float32 and judged != jnp.float64:
-        limits = _bits.limits_of(jnp.dtype(judged).name)
-        normal, flushed = limits.normal, limits.flushed
-    return Codes(as_code(normal), as_code(np.inf), as_code(flushed))
+        return [0x00100000, 0x7FF00000, 0]
+    limits = _bits.limits_of(jnp.dtype(judged).name)
+    numbers = np.float32([limits.normal, np.inf, limits.flushed])
+    return numbers.view(np.int32).tolist()
 
 
-def as_code(x: float) -> int:
-    """Returns the bits of a float32 number."""
-    return int(np.float32(x).view(np.int32))
+def _code(x: Any) -> Any:
+    (bits,) = _bits.magnitudes(x)
+    return bits if bits.dtype == jnp.int32 else (bits >> 32).astype(jnp.int32)
 
 
 @functools.partial(
@@ -263,44 +245,28 @@ def as_code(x: float) -> int:
 )
 def _summarize(real, shadow, judged, has_shadow, axes):
     """Reduces two arrays, in one pass: on CPU each further pass costs as much."""
-    codes = codes_of(real.dtype, judged)
-    (bits,) = _bits.magnitudes(real)
-    if bits.dtype == jnp.int64:
-        bits = (bits >> 32).astype(jnp.int32)
-    zero = lax.full_like(bits, 0)
-    infinity = lax.full_like(bits, codes.infinity)
-    finite = bits < infinity
-    is_zero = bits == zero
-    flags = [
-        ~is_zero,
-        bits >= lax.full_like(bits, codes.normal),
-        ~finite,
-        bits > infinity,
-    ]
-    maxima = [lax.select(finite, bits, zero)]
-    least = lax.select(is_zero, lax.full_like(bits, NONE_SMALLEST), bits)
+    normal, infinity, flushed = codes_of(real.dtype, judged)
+    bits = wide = _code(real)
+    is_zero = bits == 0
+    maxima = [jnp.where(bits < infinity, bits, 0)]
     if has_shadow:
-        (wide,) = _bits.magnitudes(shadow)
-        difference = lax.abs(lax.sub(real.astype(jnp.float32), shadow))
-        error = lax.bitcast_convert_type(difference, jnp.int32)
-        flushed = is_zero | (wide <= lax.full_like(wide, codes.flushed))
-        end = lax.full_like(wide, as_code(np.inf))
-        flags += [(wide > zero) & flushed, wide >= end]
-        maxima += [lax.select(x < end, x, zero) for x in (wide, error)]
-    elif codes.flushed:
-        flags.append(~is_zero & (bits <= lax.full_like(bits, codes.flushed)))
+        wide, error = _code(shadow), _code(real - shadow)
+        maxima += [jnp.where(x < infinity, x, 0) for x in (wide, error)]
+    is_counted = ~is_zero & (bits < infinity)
+    maxima.append(jnp.where(is_counted, HIGHEST - bits, 0))
+    flags = [is_zero, is_counted & (bits < normal), bits == infinity, bits > infinity]
+    flags.append((wide > 0) & (is_zero | (wide <= flushed)))
+    if has_shadow:
+        flags.append(wide >= infinity)
     counts = [flag.astype(jnp.int32) for flag in flags]
     n = len(counts)  # `combine` must not hold arrays: JAX keeps it.
-    first = (np.int32(0),) * (n + len(maxima))
 
     def combine(x, y):
-        sums = map(lax.add, x[:n], y[:n])
-        tops = map(lax.max, x[n:-1], y[n:-1])
-        return *sums, *tops, lax.min(x[-1], y[-1])
+        return *map(lax.add, x[:n], y[:n]), *map(lax.max, x[n:], y[n:])
 
-    initial = (*first, np.int32(NONE_SMALLEST))
-    *found, smallest = lax.reduce((*counts, *maxima, least), initial, combine, axes)
-    return found[:n], found[n:], smallest
+    initial = (np.int32(0),) * (n + len(maxima))
+    found = lax.reduce((*counts, *maxima), initial, combine, axes)
+    return found[:n], found[n:]
 
 
 def _measure(real, shadow, judged, has_shadow, axes) -> Statistics:
@@ -308,20 +274,14 @@ def _measure(real, shadow, judged, has_shadow, axes) -> Statistics:
     axes = tuple(axes)
     # No int32 count overflows: the rows of a huge array are counted apart.
     apart = axes[:1] if size >= _bits.COUNTABLE else ()
-    sums, maxima, smallest = _summarize(
-        real, shadow, judged, has_shadow, axes[len(apart) :]
-    )
-    sums = [jnp.sum(x.astype(jnp.float32), apart) for x in sums]
-    largest, *wide = [jnp.max(x, apart) for x in maxima]
-    nonzero, normal, nonfinite, nans, *wide_counts = sums
-    seen, none = jnp.full_like(nonzero, size), jnp.zeros_like(nonzero)
-    zeros, subnormals, infs = seen - nonzero, nonzero - normal, nonfinite - nans
-    wide_counts += [none, nonfinite][len(wide_counts) :]
-    counts = [seen, zeros, subnormals, infs, nans, *wide_counts]
-    maxima = [largest, *(wide or [largest, jnp.zeros_like(largest)])]
+    counts, maxima = _summarize(real, shadow, judged, has_shadow, axes[len(apart) :])
+    counts = [jnp.sum(x.astype(jnp.float32), apart) for x in counts]
+    largest, *others = [jnp.max(x, apart) for x in maxima]
+    if not has_shadow:
+        counts.append(counts[2] + counts[3])
+        others = [largest, jnp.zeros_like(largest), *others]
     return Statistics(
-        maxima=jnp.stack(maxima, -1),
-        smallest=jnp.min(smallest, apart),
-        counts=jnp.stack(counts, -1),
-        first=jnp.zeros((*nonzero.shape, 0), jnp.int32),
+        maxima=jnp.stack([largest, *others], -1),
+        counts=jnp.stack([jnp.full_like(counts[0], size), *counts], -1),
+        first=jnp.zeros((*largest.shape, 0), jnp.int32),
     )
