@@ -11,7 +11,7 @@ from jax.core import eval_jaxpr
 from jax.sharding import PartitionSpec
 
 from optax_lossscale.diagnostics._trace import equations, statistics
-from optax_lossscale.diagnostics._trace.values import Loop, Place, Value
+from optax_lossscale.diagnostics._trace.values import Place, Value
 
 
 def run_cond(
@@ -70,10 +70,9 @@ def run_scan(
     def first_of(x):
         return x[0] if params["length"] else jnp.zeros(x.shape[1:], x.dtype)
 
-    first = jax.tree.map(first_of, xs)
-    loop = Loop(params["length"], params["reverse"])
-    reads = equations.reads(params["jaxpr"].jaxpr, n, m)
-    return _loop(interpreter, body, loop_over, inputs, reads, carry, first, loop, place)
+    x = jax.tree.map(first_of, xs)
+    first = params["length"] - 1 if params["reverse"] else 0
+    return _loop(interpreter, body, loop_over, carry, x, place, first)
 
 
 def run_while(
@@ -99,28 +98,22 @@ def run_while(
     def loop_over(step, state):
         return lax.while_loop(continues, lambda s: step(s, None)[0], state), []
 
-    reads = equations.reads(params["body_jaxpr"].jaxpr, m, len(carry))
-    about = inputs[n:], reads, carry, None, Loop(), place
-    return _loop(interpreter, body, loop_over, *about)
+    return _loop(interpreter, body, loop_over, carry, None, place, 0)
 
 
-def _loop(interpreter, body, loop_over, inputs, reads, carry, x, loop, place):
+def _loop(interpreter, body, loop_over, carry, x, place, first):
     """Runs a loop whose state also holds statistics.
 
     Args:
       interpreter: The interpreter.
       body: Maps values, a slice and a place to values and outputs.
       loop_over: Runs a function of state and slice on an initial state.
-      inputs: The inputs of the body.
-      reads: For each part of the state, the numbers of the inputs that it depends on.
-      carry: Those of them that are the initial state.
+      carry: The initial state.
       x: One slice.
-      loop: What is known of the loop.
       place: Where it is.
+      first: The number of the iteration that runs first.
     """
     states = [(*place.key, "loop", "state", i) for i in range(len(carry))]
-    for state, numbers in zip(states, reads, strict=True):
-        interpreter.mark(state, [k for i in numbers for k in inputs[i].keys])
     before = {key: x.keys for key, x in zip(states, carry, strict=True)}
     after, measured = {}, []
 
@@ -129,7 +122,7 @@ def _loop(interpreter, body, loop_over, inputs, reads, carry, x, loop, place):
 
     def step(state, x):
         index, total, values = state
-        inner = place.inside("loop", loop)
+        inner = place.inside("loop", first)
         new, out = body(values, x, inner)
         after.update(zip(states, (x.keys for x in new), strict=True))
         found = statistics.in_iteration(inner.recorder.finish(), index)
@@ -138,8 +131,15 @@ def _loop(interpreter, body, loop_over, inputs, reads, carry, x, loop, place):
             found = statistics.merge(total, found)
         return (index + 1, found, as_state(new)), [x.apart(x.keys) for x in out]
 
-    index, start = jnp.int32(0), as_state(carry)
-    (_, shapes, _), _ = jax.eval_shape(step, (index, None, start), x)
+    def marks():
+        for found in (before, after):
+            for key, inputs in found.items():
+                interpreter.mark(key, inputs)
+        return [[key in x for x in interpreter.marks] for key in states]
+
+    index, start, known = jnp.int32(0), as_state(carry), None
+    while known != (known := marks()):  # What depends on what, over all iterations.
+        (_, shapes, _), _ = jax.eval_shape(step, (index, None, start), x)
     total = _neutral(interpreter, shapes)
     (_, found, ends), ys = loop_over(step, (index, total, start))
     place.recorder.extend(measured, found)

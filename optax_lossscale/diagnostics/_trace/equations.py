@@ -212,40 +212,6 @@ def all_equations(jaxpr: Any) -> Iterator[Any]:
                     yield from all_equations(opened(x)[0])
 
 
-def reads(jaxpr: Any, start: int, count: int) -> list[set[int]]:
-    """Returns what the state of a loop depends on, over all iterations.
-
-    Args:
-      jaxpr: The jaxpr of the body.
-      start: The number of its inputs before the state.
-      count: The number of parts of the state, which are its first results.
-
-    Returns:
-      For each part, the numbers of inputs.
-    """
-    known = {x: {i} for i, x in enumerate(jaxpr.invars)}
-
-    def needed(variables):
-        return set().union(
-            *(known.get(x, ()) for x in variables if not hasattr(x, "val"))
-        )
-
-    for equation in jaxpr.eqns:
-        known |= dict.fromkeys(equation.outvars, needed(equation.invars))
-    found = [needed([x]) for x in jaxpr.outvars[:count]]
-
-    def over_iterations(i):
-        reached, ahead = set(), [start + i]
-        while ahead:
-            j = ahead.pop()
-            if j not in reached and start <= j < start + count:
-                ahead += found[j - start]
-            reached.add(j)
-        return reached
-
-    return list(map(over_iterations, range(count)))
-
-
 def manual_axes(equation: Any) -> tuple[str, ...]:
     """Returns the axes that a `shard_map` maps over."""
     names = ("newly_manual_axes", "manual_axes")  # The second in older versions.

@@ -30,6 +30,7 @@ class Interpreter:
         backward pass.
       scaled: The keys of what depends on it.
       trained: The keys of what depends on the parameters.
+      marks: Both.
       sites: By key, what was measured.
       before: By key, for the state of a loop: the keys before the loop, and those of
         the iteration before.
@@ -41,6 +42,7 @@ class Interpreter:
         self.varying: Any = np.int32(0)
         self.scaled: set[Key] = set()
         self.trained: set[Key] = set()
+        self.marks = self.scaled, self.trained
         self.sites: dict[Key, Site] = {}
         self.before: dict[Key, tuple[tuple[Key, ...], tuple[Key, ...]]] = {}
 
@@ -119,7 +121,7 @@ class Interpreter:
 
     def mark(self, key: Key, inputs: Iterable[Key]) -> None:
         """Notes of a value on what it depends, by the keys of its inputs."""
-        for marked in (self.scaled, self.trained):
+        for marked in self.marks:
             if not marked.isdisjoint(inputs):
                 marked.add(key)
 

@@ -242,9 +242,9 @@ class Run:
         """Returns an operation."""
         site, iteration = self.site(key), None
         if site.loops and not self.range(key).is_finite:
-            steps = zip(self.first(key), site.loops, strict=True)
-            found = [(x.length or 0) - 1 - i if x.reverse else i for i, x in steps]
-            iteration = found[0] if len(found) == 1 else tuple(found)
+            pairs = zip(site.loops, self.first(key), strict=True)
+            found = tuple(abs(start - i) for start, i in pairs)
+            iteration = found[0] if len(found) == 1 else found
         own = site.source.file, site.source.line, site.primitive
         inputs = (self.inputs(x) for x in site.inputs)
         names = ("phase", "scope", "primitive", "dtype", "shape", "opaque")

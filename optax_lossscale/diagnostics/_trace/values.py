@@ -48,13 +48,6 @@ jax.tree_util.register_pytree_node(
 )
 
 
-class Loop(NamedTuple):
-    """A loop: its number of iterations, if known, and whether it runs backwards."""
-
-    length: int | None = None
-    reverse: bool = False
-
-
 @dataclasses.dataclass(frozen=True)
 class Site:
     """One result of an operation.
@@ -66,7 +59,8 @@ class Site:
       source: The user's line.
       scope: The named scopes.
       phase: "forward" or "backward".
-      loops: The loops around it, the outermost first.
+      loops: For each loop around it, the outermost first, the number of the iteration
+        that runs first: 0, or that of the last one if the loop runs backwards.
       inputs: For each floating-point input, the keys of the sites that measured it.
       constants: The inputs that are constants in the program.
       moved: The key of the site that measured the same magnitudes, if not this one.
@@ -79,7 +73,7 @@ class Site:
     source: equations.Source = NOWHERE
     scope: str = ""
     phase: str = ""
-    loops: tuple[Loop, ...] = ()
+    loops: tuple[int, ...] = ()
     inputs: tuple[tuple[Key, ...], ...] = ()
     constants: tuple[float, ...] = ()
     moved: Key | None = None
@@ -95,7 +89,7 @@ class Place(NamedTuple):
       source: The user's line that calls it.
       scope: The named scopes around it.
       phase: "forward" or "backward"; "argument" for the arguments of the program.
-      loops: The loops around it, the outermost first.
+      loops: See `Site`.
     """
 
     key: Key
@@ -103,7 +97,7 @@ class Place(NamedTuple):
     source: equations.Source = NOWHERE
     scope: str = ""
     phase: str = "forward"
-    loops: tuple[Loop, ...] = ()
+    loops: tuple[int, ...] = ()
 
     def at(self, equation: Any, index: int) -> "Place":
         """Returns the place of an equation."""
@@ -112,7 +106,7 @@ class Place(NamedTuple):
         scope = equations.scope_of(equation, self.scope)
         return self._replace(key=(*self.key, index), source=source, scope=scope)
 
-    def inside(self, name: str, *loops: Loop) -> "Place":
+    def inside(self, name: str, *loops: int) -> "Place":
         """Returns the place inside a loop or a branch, which is measured apart."""
         return self._replace(
             key=(*self.key, name),
