@@ -23,7 +23,6 @@ from optax_lossscale.diagnostics._trace.findings import log2_of, power
 from optax_lossscale.diagnostics._trace.interpreter import Interpreter
 from optax_lossscale.diagnostics._trace.operations import INHERITED, Run, named
 from optax_lossscale.diagnostics._trace.search import HIGHEST, Search
-from optax_lossscale.diagnostics._trace.statistics import Recorder, norms
 from optax_lossscale.diagnostics._trace.values import Key, Place, Value
 
 # Seconds between two lines that say how far the search is.
@@ -178,7 +177,7 @@ def float32_lines(
     search = Search(followed, tolerance, scale)
     if not is_given:
         search = search.with_scale(_suited(search))
-    return _Minimizer(call, search).result(may_move=not is_given)
+    return _Minimizer(search).result(may_move=not is_given)
 
 
 class _Promoter(Interpreter):
@@ -187,13 +186,13 @@ class _Promoter(Interpreter):
     Half precision is kept in float32 arrays, so that its values may be wider.
     """
 
-    def __init__(self, zero: Any, loss_scale: Any, lines: Sequence[Line], is_wide: Any):
+    def __init__(self, lines: Sequence[Line], zero: Any, loss_scale: Any, is_wide: Any):
         """Prepares a run.
 
         Args:
+          lines: The lines that may compute in float32.
           zero: See `Interpreter`.
           loss_scale: See `Interpreter`.
-          lines: The lines that may compute in float32.
           is_wide: Whether they do, bool[lines].
         """
         super().__init__(zero, loss_scale)
@@ -262,40 +261,22 @@ def _is_exact(equation: Any) -> bool:
 class _Minimizer:
     """Finds lines that help, and drops those that are not needed."""
 
-    def __init__(self, call: program.Call, search: Search):
+    def __init__(self, search: Search):
         self._search = search
         self._suspects, self._sources = _suspects(search)
         self._lines = sorted(self._suspects, key=lambda x: -self._suspects[x].severity)
-        self._execute = self._compile(call, search.run.program.closed)
+        make = functools.partial(_Promoter, self._lines)
+        self._execute, _ = search.run.program.compile(make, self._mask([]))
         self.effect = functools.cache(self._effect)
         self._scale, self._told = search.run.scale, time.monotonic()
 
-    def _compile(self, call, closed):
-        jaxpr, consts = closed.jaxpr, list(closed.consts)
-
-        def run(zero, is_wide, scale, arrays, consts):
-            interpreter = _Promoter(zero, jaxpr.invars[0], self._lines, is_wide)
-            names = self._search.run.program.parameters
-            interpreter.trained.update(names)
-            values = list(map(interpreter.value, [*consts, scale, *arrays]))
-            for i, name in enumerate(names, len(consts) + 1):
-                values[i] = values[i]._replace(keys=(name,))
-            loss, *gradients = interpreter.run(jaxpr, values, Place((), Recorder()))
-            sizes = [norms(x.real, x.shadow) for x in gradients]
-            return (loss.real, loss.shadow), jnp.stack(sizes)
-
-        def arguments(lines, scale):
-            is_wide = np.isin(np.arange(len(self._lines)), list(lines))
-            return jnp.uint32(0), is_wide, jnp.float32(scale), call.arrays, consts
-
-        count = len(list(equations.all_equations(jaxpr)))
-        execute = program.compile_function(run, arguments((), 1), count)
-        return lambda *about: execute(*arguments(*about))
-
     def _effect(self, lines: frozenset[int], scale: float) -> effects.Effect:
         """Returns the effect of half precision with these lines in float32."""
-        losses, sizes = self._execute(lines, scale)
-        return self._search.judge(sizes.astype(float), list(map(float, losses)))
+        _, losses, sizes = self._execute(scale, self._mask(lines))
+        return self._search.judge(sizes, losses)
+
+    def _mask(self, lines):
+        return np.isin(np.arange(len(self._lines)), list(lines))
 
     def _helps(self, lines: Sequence[int], scale: float | None = None) -> bool:
         now = time.monotonic()

@@ -17,7 +17,7 @@ from optax_lossscale._scaling import scale_up
 from optax_lossscale._tree import is_inexact
 from optax_lossscale.diagnostics._trace import equations
 from optax_lossscale.diagnostics._trace.interpreter import Interpreter
-from optax_lossscale.diagnostics._trace.statistics import Recorder, Statistics, norms
+from optax_lossscale.diagnostics._trace.statistics import Recorder, norms
 from optax_lossscale.diagnostics._trace.values import Place, Value
 
 # Seconds before a line says that this takes long; and the number of operations from
@@ -151,41 +151,54 @@ class Program:
         results = (x.aval for equation in followed for x in equation.outvars)
         computes = any(getattr(x, "dtype", None) == jnp.dtype(dtype) for x in results)
         self.judged = None if computes else dtype
-        consts = list(self.closed.consts)
-        names = [f"(array {j} that loss_fn closes over)" for j in range(len(consts))]
-        follow = functools.partial(self._follow, [*call.names, *names])
+        self._arrays, self._count = [*call.arrays, *self.closed.consts], len(followed)
+        numbers = range(len(self.closed.consts))
+        names = [f"(array {i} that loss_fn closes over)" for i in numbers]
+        self._names = call.names + names
+        run, about = self.compile(Interpreter)
+        self.run = functools.cache(run)
+        self.keys, self.sites, self.before, self.loss, self.gradients = about
 
-        def arguments(scale):
-            return jnp.uint32(0), jnp.float32(scale), call.arrays, consts
+    def compile(self, make: Callable[..., Interpreter], *options: Any) -> Any:
+        """Compiles the program, as an interpreter runs it.
 
-        execute = compile_function(follow, arguments(1), len(followed))
+        Args:
+          make: Returns the interpreter. It takes what `Interpreter` takes, and more.
+          *options: Arrays that it takes, for their shapes and dtypes.
 
-        @functools.cache
-        def run(scale):
-            statistics, losses, sizes = execute(*arguments(scale))
+        Returns:
+          A function of the loss scale and of such arrays, which returns what `run`
+          does; and the attributes of this class that say what the numbers belong to.
+        """
+        jaxpr, about = self.closed.jaxpr, []
+
+        def follow(zero, scale, arrays, *options):
+            interpreter = make(zero, jaxpr.invars[0], *options)
+            interpreter.trained.update(self.parameters)
+            place = Place((), Recorder(self.judged))
+            outside = place._replace(phase="argument")
+            inputs = [
+                interpreter.measure((name,), interpreter.value(x), outside)
+                for name, x in zip(self._names, arrays, strict=True)
+            ]
+            n = len(inputs) - len(jaxpr.constvars)
+            variables = [*inputs[n:], Value(scale), *inputs[:n]]
+            loss, *gradients = interpreter.run(jaxpr, variables, place)
+            statistics, keys = place.recorder.finish(), [x.keys for x in gradients]
+            about[:] = place.recorder.keys, interpreter.sites, interpreter.before
+            about.extend((loss.keys, keys))
+            sizes = [norms(x.real, x.shadow, self.judged) for x in gradients]
+            return statistics, (loss.real, loss.shadow), jnp.stack(sizes)
+
+        def arguments(scale, *options):
+            return jnp.uint32(0), jnp.float32(scale), self._arrays, *options
+
+        def run(*given):
+            statistics, losses, sizes = execute(*arguments(*given))
             return statistics, [float(x) for x in losses], sizes.astype(float)
 
-        self.run: Callable[[float], tuple[Statistics, list[float], Any]] = run
-
-    def _follow(self, names, zero, scale, arrays, consts):
-        """Computes the results of `run`, and takes down what they belong to."""
-        interpreter = Interpreter(zero, loss_scale=self.closed.jaxpr.invars[0])
-        interpreter.trained.update(self.parameters)
-        place = Place((), Recorder(self.judged))
-        outside = place._replace(phase="argument")
-        inputs = [
-            interpreter.measure((name,), Value(x), outside)
-            for name, x in zip(names, [*arrays, *consts], strict=True)
-        ]
-        n = len(arrays)
-        variables = [*inputs[n:], Value(scale), *inputs[:n]]
-        loss, *gradients = interpreter.run(self.closed.jaxpr, variables, place)
-        statistics = place.recorder.finish()
-        self.keys, self.sites = place.recorder.keys, interpreter.sites
-        self.before = interpreter.before
-        self.loss, self.gradients = loss.keys, [x.keys for x in gradients]
-        sizes = [norms(x.real, x.shadow, self.judged) for x in gradients]
-        return statistics, (loss.real, loss.shadow), jnp.stack(sizes)
+        execute = compile_function(follow, arguments(1, *options), self._count)
+        return run, about
 
 
 def compile_function(
