@@ -128,6 +128,14 @@ def holds(new: Any, old: Any) -> bool:
     return a.nmant <= b.nmant and a.minexp >= b.minexp and a.maxexp <= b.maxexp
 
 
+def is_exact_cast(equation: Any) -> bool:
+    """Whether it converts numbers to a dtype that has all of them."""
+    if equation.primitive.name != "convert_element_type":
+        return False
+    old, new = equation.invars[0].aval, equation.outvars[0].aval
+    return all(map(is_inexact, (old, new))) and holds(new.dtype, old.dtype)
+
+
 def source_of(equation: Any, caller: Source, *, is_backward: bool) -> Source:
     """Returns the innermost line of the user, and those that called it.
 

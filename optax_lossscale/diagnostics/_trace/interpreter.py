@@ -236,10 +236,8 @@ def _is_followed(x: Any, inputs: Sequence[Value], is_fixed: bool) -> bool:
 
 def _keeps_magnitudes(equation: Any) -> bool:
     """Whether the result has the same magnitudes, in the same shares, as its input."""
-    if equation.primitive.name == "convert_element_type":
-        old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
-        inexact = all(jnp.issubdtype(x, jnp.inexact) for x in (old, new))
-        return inexact and equations.holds(new, old) and old != jnp.float64
+    if equations.is_exact_cast(equation):
+        return True
     return equation.primitive.name in equations.MOVES and len(equation.invars) == 1
 
 

@@ -176,7 +176,7 @@ def float32_lines(
         return Float32Lines([], scale, 0.0, 0.0, True, text)
     search = Search(followed, tolerance, scale)
     if not is_given:
-        search = search.with_scale(_suited(search))
+        search.run = search.at(_suited(search))
     return _Minimizer(search).result(may_move=not is_given)
 
 
@@ -196,19 +196,20 @@ class _Promoter(Interpreter):
           is_wide: Whether they do, bool[lines].
         """
         super().__init__(zero, loss_scale)
-        self._lines = {line: i for i, line in enumerate(lines)}
-        self._is_wide = is_wide
+        self._flags = {line: is_wide[i] for i, line in enumerate(lines)}
+
+    def _flag(self, place):
+        return self._flags.get(place.source.own[:2], False)
 
     def value(self, x: Any) -> Value:
         return super().value(equations.widen(x))
 
     def literal(self, x: Any, *about: Any) -> Value:
         found = super().literal(x, *about)
-        real, wide = equations.widen(found.real), found.wide
-        line = self._lines.get(about[1].source.own[:2]) if about else None
-        if wide is not None and line is not None:
-            real = jnp.where(self._is_wide[line], wide, real)
-        return Value(real, wide)
+        real = equations.widen(found.real)
+        if found.wide is not None:
+            real = jnp.where(self._flag(about[1]), found.wide, real)
+        return Value(real, found.wide)
 
     def measure(self, key: Key, x: Value, place: Place, **about: Any) -> Value:
         self.mark(key, [k for keys in about.get("inputs", ()) for k in keys])
@@ -219,24 +220,21 @@ class _Promoter(Interpreter):
     def _operation(self, equation, inputs, place):
         args = [x.real for x in inputs]
         variables = [*equation.invars, *equation.outvars]
-        halves = [equations.is_half(getattr(x.aval, "dtype", None)) for x in variables]
-        line = self._lines.get(place.source.own[:2])
+        halves = [equations.in_half(x.aval) for x in variables]
         # In the backward pass nobody wrote a cast: it belongs to the line before.
         is_cast = equation.primitive.name == "convert_element_type"
         is_scaled = any(not self.scaled.isdisjoint(x.keys) for x in inputs)
         is_exact = halves[-1] if is_cast and is_scaled else _is_exact(equation)
+        flag = is_exact or self._flag(place)
+        pairs = zip(args, equation.invars, strict=True)
+        rounded = [equations.narrow(x, v.aval) for x, v in pairs]
+        reals = list(map(equations.widen, equations.bind(equation, rounded)))
         wide = None
-        if any(halves) and (is_exact or line is not None):
+        if any(halves) and flag is not False:
             wide = equations.bind_wide(equation, args)
-        if wide is not None and is_exact:
-            reals = wide
-        else:
-            pairs = zip(args, equation.invars, strict=True)
-            rounded = [equations.narrow(x, v.aval) for x, v in pairs]
-            reals = list(map(equations.widen, equations.bind(equation, rounded)))
-            if wide is not None:
-                pairs = zip(wide, reals, strict=True)
-                reals = [jnp.where(self._is_wide[line], *pair) for pair in pairs]
+        if wide is not None:
+            pairs = zip(wide, reals, strict=True)
+            reals = wide if is_exact else [jnp.where(flag, *pair) for pair in pairs]
         shadows, _ = self._shadows(equation, inputs, reals)
         keys = [x.keys for x in inputs]
         return [
@@ -247,15 +245,9 @@ class _Promoter(Interpreter):
 
 def _is_exact(equation: Any) -> bool:
     """Whether the results are numbers of the inputs, or no floating-point numbers."""
-    types = [x.aval for x in (*equation.invars, *equation.outvars)]
-    if equation.primitive.name == "convert_element_type":
-        old, new = types
-        if not all(map(equations.is_inexact, types)):
-            return not equations.is_inexact(new)
-        return equations.holds(new.dtype, old.dtype)
-    if not any(map(equations.is_inexact, types[len(equation.invars) :])):
+    if not any(equations.is_inexact(x.aval) for x in equation.outvars):
         return True
-    return equation.primitive.name in EXACT
+    return equations.is_exact_cast(equation) or equation.primitive.name in EXACT
 
 
 class _Minimizer:
@@ -264,21 +256,21 @@ class _Minimizer:
     def __init__(self, search: Search):
         self._search = search
         self._suspects, self._sources = _suspects(search)
-        self._lines = sorted(self._suspects, key=lambda x: -self._suspects[x].severity)
+        self._lines = sorted(self._suspects, key=lambda x: -self._suspects[x][0])
         make = functools.partial(_Promoter, self._lines)
-        self._execute, _ = search.run.program.compile(make, self._mask([]))
+        self._execute, _ = search.run.program.compile(make, self._mask(()))
         self.effect = functools.cache(self._effect)
         self._scale, self._told = search.run.scale, time.monotonic()
 
-    def _effect(self, lines: frozenset[int], scale: float) -> effects.Effect:
+    def _mask(self, lines):
+        return np.array([x in lines for x in self._lines], bool)
+
+    def _effect(self, lines: frozenset[Line], scale: float) -> effects.Effect:
         """Returns the effect of half precision with these lines in float32."""
         _, losses, sizes = self._execute(scale, self._mask(lines))
         return self._search.judge(sizes, losses)
 
-    def _mask(self, lines):
-        return np.isin(np.arange(len(self._lines)), list(lines))
-
-    def _helps(self, lines: Sequence[int], scale: float | None = None) -> bool:
+    def _helps(self, lines: Sequence[Line], scale: float | None = None) -> bool:
         now = time.monotonic()
         if now - self._told > PATIENCE:
             self._told = now
@@ -286,9 +278,9 @@ class _Minimizer:
             print(text, file=sys.stderr, flush=True)
         return self.effect(frozenset(lines), scale or self._scale).is_fine
 
-    def _minimal(self) -> list[int] | None:
+    def _minimal(self) -> list[Line] | None:
         """Returns lines that help, of which none can be dropped."""
-        every, count = list(range(len(self._lines))), 0
+        every, count = self._lines, 0
         while not self._helps(every[:count]):
             if count == len(every):
                 return None
@@ -304,7 +296,7 @@ class _Minimizer:
                 return kept
             size = max(size // 2, 1)
 
-    def _move(self, kept: list[int]) -> list[int]:
+    def _move(self, kept: list[Line]) -> list[Line]:
         """Returns fewer lines, if there are any with another loss scale."""
         start = self._scale
         for line in list(kept):
@@ -323,8 +315,7 @@ class _Minimizer:
         """
         (first, *_), found = verdict.find_all(self._search), self._minimal()
         kept = self._move(found) if found and may_move else found or []
-        effect = self.effect(frozenset(kept), self._scale)
-        before = self.effect(frozenset(), self._scale)
+        effect, before = (self.effect(frozenset(x), self._scale) for x in (kept, ()))
         tolerance = f"{100 * self._search.close:g} %"
         text = f"at the loss scale {power(self._scale)} within {tolerance} ({effect}"
         if found is None:
@@ -343,47 +334,34 @@ class _Minimizer:
             text = f"{first.message} {text}" if first.kind == "no_scale" else text
         sites = self._search.run.program.sites.values()
         text = " ".join([text, *trace.not_followed(sites)])
-        suspects = [self._suspects[self._lines[i]] for i in kept]
-        suspects.sort(key=lambda x: x.order)
-        lines = [_describe(self._search, self._sources, x.key) for x in suspects]
+        keys = [key for line, (_, key) in self._suspects.items() if line in kept]
+        lines = [_describe(self._search, self._sources, key) for key in keys]
         errors = effect.loss, effect.gradients
         return Float32Lines(lines, self._scale, *errors, effect.is_fine, text)
 
 
-class _Suspect(NamedTuple):
-    """A line that may need float32.
+def _suspects(search: Search) -> tuple[dict[Line, tuple[float, Key]], set[Key]]:
+    """Returns the lines in half precision, and the sites whose errors are magnified.
 
-    Attributes:
-      severity: How much speaks for float32.
-      order: When the line ran first.
-      key: The site that says so.
+    The lines are in order of execution; with each is how much speaks for float32, and
+    the site that says so.
     """
-
-    severity: float
-    order: int
-    key: Key
-
-
-def _suspects(search: Search) -> tuple[dict[Line, _Suspect], set[Key]]:
-    """Returns the lines in half precision, and the sites whose errors are magnified."""
     run, effect = search.run, search.effect(search.run)
-    found: dict[Line, _Suspect] = {}
+    found: dict[Line, tuple[float, Key]] = {}
     sources = set()
     if not effect.is_fine:
         begins = verdict.beginning_of(search, run, effect.wrong)
         sources = set(verdict.sources_of(search, run, begins))
     reached = run.ancestors([*run.inputs(run.program.loss), *run.gradients])
-    for order, key in enumerate(run.keys):
+    for key in run.keys:
         site = run.site(key)
         if not site.primitive or verdict.half_of(run, key) is None:
             continue
         severity = _severity(run, key) if key in reached else -1.0
-        if key in sources:
-            severity += 1
+        severity += key in sources
         line = site.source.own[:2]
-        old = found.get(line, _Suspect(-math.inf, order, key))
-        better = old._replace(severity=severity, key=key)
-        found[line] = better if severity > old.severity else old
+        if line not in found or severity > found[line][0]:
+            found[line] = severity, key
     return found, sources
 
 

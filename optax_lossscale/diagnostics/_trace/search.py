@@ -1,6 +1,5 @@
 """The largest loss scale with which nothing in the backward pass overflows."""
 
-import copy
 import functools
 import math
 
@@ -40,12 +39,6 @@ class Search:
         )
         self.effect = functools.cache(lambda run: self.judge(run.norms, run.losses))
         self.best = self._find_largest()
-
-    def with_scale(self, scale: float) -> "Search":
-        """Returns the same search for another scale in question."""
-        found = copy.copy(self)
-        found.run = self.at(scale)
-        return found
 
     def _find_largest(self) -> Run | None:
         """Returns the run with the largest scale, or None if there is none.
