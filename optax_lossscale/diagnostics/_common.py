@@ -51,5 +51,5 @@ def check_host(function: str, tree: Any) -> None:
     if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
         raise TypeError(
             f"{function} is for the host, where it can wait for numbers: call it "
-            "outside of jit, scan, vmap and the like, with what the step has returned."
+            "outside of jit, scan, vmap and the like, with what steps take or return."
         )
