@@ -167,12 +167,12 @@ def float32_lines(
     """
     name = "float32_lines"
     call = program.make_call(name, loss_fn, params, args, kwargs, has_aux)
-    dtype, tolerance = trace.check_dtype(dtype), check.share("tolerance", tolerance)
+    tolerance = check.share("tolerance", tolerance)
     is_given = scale is not None or state is not None
     scale = trace.check_scale(name, state, scale)
     followed = program.Program(call, dtype)
     if followed.judged:
-        text = f"No operation computes in {dtype}, so no line needs float32."
+        text = f"No operation computes in {followed.dtype}, so no line needs float32."
         return Float32Lines([], scale, 0.0, 0.0, True, text)
     search = Search(followed, tolerance, scale)
     if not is_given:
@@ -387,11 +387,11 @@ def _describe(search: Search, sources: set[Key], key: Key) -> Float32Line:
       key: The site that speaks for the line.
     """
     run = search.run
-    site, found = run.site(key), verdict.trouble_of(search, run, key)
-    reason = f"{found.what}{' in the backward pass' * (site.phase == 'backward')}"
-    if found.kind == "precision" and run.range(key).error < search.close / 2:
+    site, (kind, what, why, _) = run.site(key), verdict.trouble_of(search, run, key)
+    reason = f"{what}{' in the backward pass' * (site.phase == 'backward')}"
+    if kind == "precision" and run.range(key).error < search.close / 2:
         reason += ", and other lines magnify that"
-    reason += f". {found.why}" if found.why else ""
+    reason += f". {why}" if why else ""
     half = verdict.half_of(run, key)
     beyond = [k for k in run.operands(key) if run.exceeds(k)]
     if beyond and not run.exceeds(key):
@@ -405,8 +405,8 @@ def _describe(search: Search, sources: set[Key], key: Key) -> Float32Line:
     elif all(x.primitive in (*EXACT, "convert_element_type") for x in on_line):
         casts = [k for k in sources if run.site(k).source == site.source]
         names = [k[0] for x in casts for k in run.operands(x) if len(k) == 1]
-        what = f" {', '.join(dict.fromkeys(names))}" if names else ""
-        fix = f"keep{what} in float32: without the cast to {half}"
+        named_ = f" {', '.join(dict.fromkeys(names))}" if names else ""
+        fix = f"keep{named_} in float32: without the cast to {half}"
     elif site.scope:
         fix += "; if it calls a layer, dtype=jnp.float32"
     return Float32Line(*site.source.own, reason, fix)

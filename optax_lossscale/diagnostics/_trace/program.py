@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from optax_lossscale import _check as check
 from optax_lossscale._gradients import loss_of
 from optax_lossscale._scaling import scale_up
 from optax_lossscale._tree import is_inexact
+from optax_lossscale.diagnostics import _bits
+from optax_lossscale.diagnostics._common import check_host
 from optax_lossscale.diagnostics._trace import equations
 from optax_lossscale.diagnostics._trace.interpreter import Interpreter
 from optax_lossscale.diagnostics._trace.statistics import Recorder, norms
@@ -64,8 +65,7 @@ def make_call(
         to a transformation of JAX, or `params` has no floating-point array.
       ValueError: If an array was deleted.
     """
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn must be a function, got {loss_fn!r}.")
+    check.function("loss_fn", loss_fn)
     check.boolean("has_aux", has_aux)
     leaves, treedef = jax.tree.flatten((params, args, kwargs))
     names = [
@@ -73,11 +73,7 @@ def make_call(
         for name, x in [("params", params), ("args", args), *sorted(kwargs.items())]
         for path, _ in jax.tree.leaves_with_path(x)
     ]
-    if any(isinstance(x, Tracer) for x in leaves):
-        raise TypeError(
-            f"{caller} is for the host: call it outside of jit, scan, vmap and the "
-            "like, with the arguments of the step."
-        )
+    check_host(caller, [x for x in leaves if isinstance(x, jax.Array)])
     for name, x in zip(names, leaves, strict=True):
         if isinstance(x, jax.Array) and x.is_deleted():
             raise ValueError(
@@ -114,6 +110,7 @@ class Program:
     """A compiled program: the loss and its scaled gradient.
 
     Attributes:
+      dtype: The name of the dtype in question.
       closed: The jaxpr that it follows.
       judged: The dtype that all numbers should fit into; None if the program computes
         in the dtype in question.
@@ -128,13 +125,15 @@ class Program:
         `statistics.norms`.
     """
 
-    def __init__(self, call: Call, dtype: str):
+    def __init__(self, call: Call, dtype: Any):
         """Traces and compiles.
 
         Args:
           call: The call to follow.
           dtype: The dtype in question.
         """
+        self.dtype = check.dtype("dtype", dtype)
+        _bits.limits_of(self.dtype)  # Some have no zero.
 
         def program(scale, *arrays):
             def scaled(*arrays):
@@ -149,8 +148,8 @@ class Program:
         self.parameters = [(name,) for name in call.names[: call.differentiated]]
         followed = list(equations.all_equations(self.closed.jaxpr))
         results = (x.aval for equation in followed for x in equation.outvars)
-        computes = any(getattr(x, "dtype", None) == jnp.dtype(dtype) for x in results)
-        self.judged = None if computes else dtype
+        computes = any(str(getattr(x, "dtype", "")) == self.dtype for x in results)
+        self.judged = None if computes else self.dtype
         self._arrays, self._count = [*call.arrays, *self.closed.consts], len(followed)
         numbers = range(len(self.closed.consts))
         names = [f"(array {i} that loss_fn closes over)" for i in numbers]

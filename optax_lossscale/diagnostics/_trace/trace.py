@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from optax_lossscale import _check as check
-from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._common import check_host, scale_of
 from optax_lossscale.diagnostics._trace.effects import closeness
 from optax_lossscale.diagnostics._trace.findings import NumericFinding, power
@@ -17,7 +16,6 @@ from optax_lossscale.diagnostics._trace.search import Search
 from optax_lossscale.diagnostics._trace.verdict import find_all
 
 WIDTH = 79
-SHOWN_FINDINGS = 6
 
 
 def not_followed(sites: Iterable[Any]) -> list[str]:
@@ -78,10 +76,7 @@ class NumericsTrace(NamedTuple):
                 "overflow or underflow if all did."
             )
             lines.append(textwrap.fill(text, WIDTH))
-        lines += [wrapped(x.message) for x in self.findings[:SHOWN_FINDINGS]]
-        hidden = len(self.findings[SHOWN_FINDINGS:])
-        if hidden:
-            lines.append(f"and {hidden} more: see findings")
+        lines += [wrapped(x.message) for x in self.findings]
         lines += map(wrapped, not_followed(self.operations))
         largest = "none" if self.largest_scale is None else power(self.largest_scale)
         lines.append(
@@ -176,10 +171,9 @@ def trace_numerics(
       [NumericalStabilitySanitizer](https://clang.llvm.org/docs/NumericalStabilitySanitizer.html).
     """
     call = make_call("trace_numerics", loss_fn, params, args, kwargs, has_aux)
-    dtype = check_dtype(dtype)
     scale = check_scale("trace_numerics", state, scale)
     program = Program(call, dtype)
-    search = Search(program, closeness(dtype), scale)
+    search = Search(program, closeness(program.dtype), scale)
     run, best = search.run, search.best
     factual = [k for k in run.origins() if not run.range(k).is_finite]
     loss, float32_loss = run.losses
@@ -190,17 +184,10 @@ def trace_numerics(
         scale=scale,
         loss=loss,
         float32_loss=float32_loss,
-        dtype=dtype,
+        dtype=program.dtype,
         computes_in_dtype=program.judged is None,
         operations=[run.operation(k) for k in run.keys if run.site(k).primitive],
     )
-
-
-def check_dtype(dtype: Any) -> str:
-    """Returns the name of the dtype in question."""
-    dtype = check.dtype("dtype", dtype)
-    _bits.limits_of(dtype)
-    return dtype
 
 
 def check_scale(name: str, state: Any, scale: Any) -> float:

@@ -5,7 +5,6 @@ fine. If they do not, it goes from the wrong results up to the line where that b
 """
 
 import math
-from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -39,11 +38,8 @@ def find_all(search: Search) -> list[NumericFinding]:
     """Returns what was found, what to fix first."""
     run, best = search.run, search.best
     effect = search.effect(run)
-    if run.program.judged:
-        found = _would(search)
-    elif effect.is_fine and best is not None:
-        found = []
-    else:
+    found = []
+    if run.program.judged or best is None or not effect.is_fine:
         found = _nonfinite_arguments(run) or _wrong(search, effect)
     return found or [_fine(search, effect)]
 
@@ -65,36 +61,29 @@ def _fine(search: Search, effect: Effect) -> NumericFinding:
 
 
 def _wrong(search: Search, effect: Effect) -> list[NumericFinding]:
-    """Says why the loss or the gradients are not those of float32."""
-    run, best = search.run, search.best
-    losses = run.inputs(run.program.loss)
-    causes = run.causes(losses) or (run.causes(run.gradients) if best is None else [])
+    """Says why the loss or the gradients are not those of float32.
+
+    If the program computes in another dtype, it says what would happen.
+    """
+    run, best, judged = search.run, search.best, search.run.program.judged
+    if judged:
+        causes, late = run.origins("forward"), run.origins("backward")
+    else:
+        losses = run.inputs(run.program.loss)
+        causes, late = run.causes(losses), run.causes(run.gradients)
+    if best is None:
+        causes = causes or late
     if causes:
         return _nonfinite(search, causes)
-    if best is None or effect.loss > search.close:
+    if best is None or (effect.loss > search.close and not judged):
         return [_explain(search, run, beginning_of(search, run, []))]
     found, at_best = [], search.effect(best)
     if run.scale > best.scale:
-        causes = run.causes(run.gradients) or run.origins("backward")
-        found = [_too_high(run, k, best, at_best.is_fine) for k in causes[:1]]
-    if at_best.wrong:
+        late = late or run.origins("backward")
+        found = [_too_high(run, k, best, at_best.is_fine) for k in late[:1]]
+    if at_best.wrong and (not judged or _out_of_range(best, at_best.wrong)):
         return [_conflict(search, best, at_best.wrong), *found]
     return found or _underflow(search, best, effect.wrong)
-
-
-def _would(search: Search) -> list[NumericFinding]:
-    """Says what would happen in another dtype, in which nothing is computed."""
-    run, best = search.run, search.best
-    origins = run.origins("forward") or (run.origins("backward") if not best else [])
-    if origins:
-        return _nonfinite(search, origins)
-    if best is None:
-        return _nonfinite_arguments(run)
-    found = [_too_high(run, k, best, True) for k in run.origins("backward")[:1]]
-    wrong = search.effect(best).wrong
-    if wrong and _out_of_range(best, wrong):
-        return [*found, _conflict(search, best, wrong)]
-    return found + _underflow(search, best, search.effect(run).wrong)
 
 
 # Where no loss scale helps.
@@ -110,15 +99,14 @@ def _nonfinite_arguments(run: Run) -> list[NumericFinding]:
         return []
     (name,) = bad[0]
     readers = (k for k in run.keys if any(bad[0] in x for x in run.site(k).inputs))
-    operation = next(map(run.operation, readers), None)
-    used = "" if operation is None else f" It is first used at {operation}."
+    operation = run.operation(next(readers, bad[0]))
     more = "" if len(bad) == 1 else f" (and {len(bad) - 1} more)"
     kind, fix = "argument", "Look for the bad example in the data"
     if bad[0] in run.program.parameters:
         kind, fix = "parameter", "Restore a checkpoint from before"
     message = (
         f"The {kind} {name}{more} held {kinds_of(run, bad[0])} before anything was "
-        f"computed.{used} No loss scale helps. {fix}."
+        f"computed. It is first used at {operation}. No loss scale helps. {fix}."
     )
     return [NumericFinding("nonfinite_argument", message, operation)]
 
@@ -150,36 +138,24 @@ def _explain(search: Search, run: Run, key: Key) -> NumericFinding:
     if not run.limit(key) and not run.is_bad(key) and halves:
         # A line in float32 magnifies an error of half precision.
         key = max(halves, key=lambda k: run.range(k).error)
-    operation, found = run.operation(key), trouble_of(search, run, key)
-    why = f" {found.why}" if found.why else ""
-    text = f"{operation}: {found.what}.{why} No loss scale helps: {found.fix}."
-    if found.kind == "precision" and search.effect(run).loss <= search.close:
+    operation = run.operation(key)
+    kind, what, why, fix = trouble_of(search, run, key)
+    why = f" {why}" if why else ""
+    text = f"{operation}: {what}.{why} No loss scale helps: {fix}."
+    if kind == "precision" and search.effect(run).loss <= search.close:
         text += (
             " The loss is right. Near a minimum, where gradients cancel, this is usual."
         )
-    return NumericFinding(found.kind, text, operation, bits=found.bits)
+    bits = -headroom(run, key) if run.exceeds(key) else None
+    return NumericFinding(kind, text, operation, bits=bits)
 
 
-class Trouble(NamedTuple):
-    """What is wrong with an operation: what happens, why, and what to do.
+def trouble_of(search: Search, run: Run, key: Key) -> tuple[str, str, str, str]:
+    """Returns what is wrong with an operation at every loss scale.
 
-    Attributes:
-      kind: That of the finding.
-      what: What happens here.
-      why: A sentence, or "".
-      fix: What to do.
-      bits: How many bits are missing, or None.
+    Returns:
+      The kind of the finding; what happens here; why, a sentence or ""; what to do.
     """
-
-    kind: str
-    what: str
-    why: str
-    fix: str
-    bits: float | None = None
-
-
-def trouble_of(search: Search, run: Run, key: Key) -> Trouble:
-    """Returns what is wrong with an operation at every loss scale."""
     site, found, limits = run.site(key), run.range(key), run.limit(key)
     is_half = equations.is_half(found.dtype)
     kind = "backward" if site.phase == "backward" else "forward"
@@ -197,7 +173,7 @@ def trouble_of(search: Search, run: Run, key: Key) -> Trouble:
             fix += ", or keep its inputs away from zero"
         else:
             fix += ", or make its inputs smaller"
-        return Trouble(kind, what, why, fix, needed - end)
+        return kind, what, why, fix
     if run.is_bad(key):
         why = _why(run, key)
         if found.float32_nonfinite and site.primitive.startswith("exp"):
@@ -210,19 +186,19 @@ def trouble_of(search: Search, run: Run, key: Key) -> Trouble:
                 "Add an epsilon, or guard log, sqrt, norm and division with a second "
                 "jnp.where, before the operation"
             )
-        return Trouble(kind, what, why, fix)
+        return kind, what, why, fix
     if is_underflow(run, key):
         what = f"{found.flushed:.0%} of the results are flushed to zero"
         is_small = limits and found.float32_largest < limits.normal
         why = f"The largest is 2^{log2_of(run, key):.1f}." if is_small else ""
-        return Trouble("underflow", what, why, fix)
+        return "underflow", what, why, fix
     what = f"the results differ from float32 by {found.error:.2g} of the largest"
     operations = map(run.operation, sources_of(search, run, key))
     places = dict.fromkeys(x.place for x in operations if x.line)
     places.pop(run.operation(key).place, None)
     if places:
         fix += f", and what goes into it: {'; '.join(places)}"
-    return Trouble("precision", what, _loss_of_precision(run, key), fix)
+    return "precision", what, _loss_of_precision(run, key), fix
 
 
 def _why(run: Run, key: Key) -> str:
@@ -344,8 +320,8 @@ def _losers(run: Run, wrong: list[int]) -> list[Key]:
     keys = (k for i in wrong for k in run.inputs(run.program.gradients[i]))
     reached = run.ancestors(keys)
     gains = {k: _gain(run, k) for k in run.backward if k in reached and run.limit(k)}
-    gains = {k: gain for k, gain in gains.items() if gain >= LOST}
-    return _distinct_lines(run, sorted(gains, key=lambda key: -gains[key]))
+    found = sorted(gains, key=lambda key: -gains[key])
+    return _distinct_lines(run, [k for k in found if gains[k] >= LOST])
 
 
 def _underflow(search: Search, best: Run, wrong: list[int]) -> list[NumericFinding]:
@@ -373,11 +349,11 @@ def beginning_of(search: Search, run: Run, wrong: list[int]) -> Key:
     return run.beginning(key, search.close / 2)
 
 
-def _out_of_range(run: Run, wrong: list[int]) -> dict[Key, float]:
+def _out_of_range(run: Run, wrong: list[int]) -> dict[Key, int]:
     """Returns where gradients are flushed, and how many bits are missing."""
     losers = ((k, run.limit(k), run.range(k)) for k in _losers(run, wrong))
     return {
-        k: math.log2(limits.normal) - log2_of(run, k)
+        k: math.ceil(math.log2(limits.normal) - log2_of(run, k))
         for k, limits, found in losers
         if limits and 0 < found.float32_largest < limits.normal
     }
@@ -388,7 +364,7 @@ def _conflict(search: Search, best: Run, wrong: list[int]) -> NumericFinding:
     missing = _out_of_range(best, wrong)
     if not missing or best.scale == 2.0**HIGHEST:
         return _explain(search, best, beginning_of(search, best, wrong))
-    low, bits = next((k, math.ceil(bits)) for k, bits in missing.items())
+    (low, bits), *_ = missing.items()
     high = min(best.backward, key=lambda k: headroom(best, k))
     first, second = best.operation(high), best.operation(low)
     message = (
