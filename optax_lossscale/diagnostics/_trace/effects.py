@@ -89,17 +89,10 @@ def effect_of(
     sizes, differences, lost, _ = norms.T
     total, difference = math.hypot(*sizes), math.hypot(*differences)
     gradients = _ratio(difference, total)
-    badness = [_ratio(*pair) for pair in zip(differences, sizes, strict=True)]
-    wrong = [
-        i
-        for i, size in enumerate(sizes)
-        if i not in noise
-        and (
-            not math.isfinite(differences[i])
-            or (badness[i] > LEAF * close and differences[i] > PART * close * total)
-            or lost[i] > LOST * size
-        )
-    ]
+    allowed = close * np.maximum(LEAF * sizes, PART * total)
+    is_wrong = ~np.isfinite(differences) | (differences > allowed)
+    is_wrong |= lost > LOST * sizes
+    wrong = [i for i in np.flatnonzero(is_wrong).tolist() if i not in noise]
     if gradients > close and not wrong:
         wrong = [int(np.argmax(differences))]
     wrong.sort(key=lambda i: -_ratio(differences[i], 1))
@@ -134,11 +127,11 @@ def terms_of(run: Run) -> float:
             continue
         for k in set(run.operands(key)) - seen:
             size = run.range(k).float32_largest
+            inner = factor
             if site.primitive in ("mul", "div"):
-                ahead.append((k, factor * found.float32_largest / size if size else 0))
-                continue
-            ahead.append((k, factor))
-            if size > found.float32_largest:
+                inner *= found.float32_largest / size if size else 0
+            elif size > found.float32_largest:
                 count = math.prod(run.site(k).shape)
                 largest = max(largest, factor * size * count**0.5)
+            ahead.append((k, inner))
     return largest

@@ -118,22 +118,15 @@ def is_inexact(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def holds(new: Any, old: Any) -> bool:
-    """Whether every number of an inexact dtype is one of another, too."""
-    if jnp.issubdtype(old, jnp.complexfloating) > jnp.issubdtype(
-        new, jnp.complexfloating
-    ):
-        return False
-    a, b = jnp.finfo(old), jnp.finfo(new)
-    return a.nmant <= b.nmant and a.minexp >= b.minexp and a.maxexp <= b.maxexp
-
-
 def is_exact_cast(equation: Any) -> bool:
     """Whether it converts numbers to a dtype that has all of them."""
-    if equation.primitive.name != "convert_element_type":
+    types = [x.aval for x in (*equation.invars, *equation.outvars)]
+    is_cast = equation.primitive.name == "convert_element_type"
+    if not is_cast or not all(map(is_inexact, types)):
         return False
-    old, new = equation.invars[0].aval, equation.outvars[0].aval
-    return all(map(is_inexact, (old, new))) and holds(new.dtype, old.dtype)
+    old, new = (jnp.finfo(x.dtype) for x in types)
+    has_range = old.minexp >= new.minexp and old.maxexp <= new.maxexp
+    return has_range and old.nmant <= new.nmant
 
 
 def source_of(equation: Any, caller: Source, *, is_backward: bool) -> Source:

@@ -113,10 +113,9 @@ class Interpreter:
         self.sites[key] = site
         if phase == "scale":
             self.scaled.add(key)
+        place.recorder.known[(key,)] = site.moved or key
         if site.moved is None:
             place.recorder.add(key, x.real, x.shadow)
-        else:
-            place.recorder.known.add(key)
         return x._replace(keys=(key,))
 
     def mark(self, key: Key, inputs: Iterable[Key]) -> None:
@@ -165,9 +164,8 @@ class Interpreter:
         if all(constant):
             wide = [x if x is None else self._hold(x) for x in wide]
         moved = None
-        if _keeps_magnitudes(equation) and place.recorder.has(inputs[0].keys):
-            (moved,) = inputs[0].keys
-            moved = self.sites[moved].moved or moved
+        if _keeps_magnitudes(equation):
+            moved = place.recorder.known.get(inputs[0].keys)
         numbers = [x for x in inputs if x.keys or equations.is_inexact(x.real)]
         constants = [c for x in numbers if not x.keys for c in _constant(x.real)]
         if name == "integer_pow":

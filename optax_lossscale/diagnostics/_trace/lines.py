@@ -12,13 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _check as check
-from optax_lossscale.diagnostics._trace import (
-    effects,
-    equations,
-    program,
-    trace,
-    verdict,
-)
+from optax_lossscale.diagnostics._trace import equations, program, trace, verdict
+from optax_lossscale.diagnostics._trace.effects import Effect
 from optax_lossscale.diagnostics._trace.findings import log2_of, power
 from optax_lossscale.diagnostics._trace.interpreter import Interpreter
 from optax_lossscale.diagnostics._trace.operations import INHERITED, Run, named
@@ -265,7 +260,7 @@ class _Minimizer:
     def _mask(self, lines):
         return np.array([x in lines for x in self._lines], bool)
 
-    def _effect(self, lines: frozenset[Line], scale: float) -> effects.Effect:
+    def _effect(self, lines: frozenset[Line], scale: float) -> Effect:
         """Returns the effect of half precision with these lines in float32."""
         _, losses, sizes = self._execute(scale, self._mask(lines))
         return self._search.judge(sizes, losses)

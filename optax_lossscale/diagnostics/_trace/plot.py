@@ -111,12 +111,10 @@ def _shade(ax: Any, dtype: str, low: float, high: float) -> None:
 
 
 def _draw(ax: Any, chosen: list[NumericOperation], low: float, high: float) -> None:
-    if not chosen:
-        return
     bottom = np.maximum(_exponents(chosen, "smallest"), low)
     top = np.maximum(_exponents(chosen, "largest"), bottom + 0.2)
     is_half = np.array([equations.is_half(x.dtype) for x in chosen])
-    width = float(np.clip(300 / len(chosen), 0.6, 4))
+    width = float(np.clip(300 / max(len(chosen), 1), 0.6, 4))
     kinds = [(is_half, BLUE, "half precision"), (~is_half, GRAY, "other dtypes")]
     for is_shown, color, label in kinds:
         (index,) = np.nonzero(is_shown & ~np.isnan(top))

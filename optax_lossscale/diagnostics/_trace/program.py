@@ -4,7 +4,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,22 +26,6 @@ from optax_lossscale.diagnostics._trace.values import Place, Value
 PATIENCE, MANY = 10, 1000
 
 
-class Call(NamedTuple):
-    """A call of a loss function, with its arrays apart from everything else.
-
-    Attributes:
-      function: Returns the loss of other arrays in place of these.
-      arrays: The arrays, the differentiated ones first.
-      names: Their names.
-      differentiated: How many of them are differentiated.
-    """
-
-    function: Callable[[Sequence[Any]], Any]
-    arrays: list[Any]
-    names: list[str]
-    differentiated: int
-
-
 def make_call(
     caller: str,
     loss_fn: Any,
@@ -49,7 +33,7 @@ def make_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     has_aux: Any,
-) -> Call:
+) -> tuple[Callable[[Sequence[Any]], Any], list[Any], list[str], int]:
     """Takes a call apart.
 
     Args:
@@ -59,6 +43,10 @@ def make_call(
       args: More arguments.
       kwargs: Its keyword arguments.
       has_aux: Whether it returns auxiliary data as well.
+
+    Returns:
+      A function that returns the loss of other arrays in place of these; the arrays,
+      the differentiated ones first; their names; and how many are differentiated.
 
     Raises:
       TypeError: If `loss_fn` is no function, `has_aux` no boolean, an argument belongs
@@ -96,7 +84,7 @@ def make_call(
         params, args, kwargs = jax.tree.unflatten(treedef, given.values())
         return loss_of(loss_fn(params, *args, **kwargs), has_aux)
 
-    return Call(function, list(chosen.values()), [names[i] for i in chosen], count)
+    return function, list(chosen.values()), [names[i] for i in chosen], count
 
 
 def _is_argument(x: Any) -> bool:
@@ -125,35 +113,35 @@ class Program:
         `statistics.norms`.
     """
 
-    def __init__(self, call: Call, dtype: Any):
+    def __init__(self, call: Any, dtype: Any):
         """Traces and compiles.
 
         Args:
-          call: The call to follow.
+          call: What `make_call` returns.
           dtype: The dtype in question.
         """
         self.dtype = check.dtype("dtype", dtype)
         _bits.limits_of(self.dtype)  # Some have no zero.
+        function, arrays, names, count = call
 
-        def program(scale, *arrays):
-            def scaled(*arrays):
-                loss = call.function(arrays)
+        def program(scale, arrays):
+            def scaled(first):
+                loss = function([*first, *arrays[count:]])
                 return scale_up(loss, scale), loss
 
-            which = tuple(range(call.differentiated))
-            (_, loss), grads = jax.value_and_grad(scaled, which, has_aux=True)(*arrays)
+            (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(arrays[:count])
             return loss, grads
 
-        self.closed = jax.make_jaxpr(program)(jnp.float32(1), *call.arrays)
-        self.parameters = [(name,) for name in call.names[: call.differentiated]]
+        self.closed = jax.make_jaxpr(program)(jnp.float32(1), arrays)
+        self.parameters = [(name,) for name in names[:count]]
         followed = list(equations.all_equations(self.closed.jaxpr))
         results = (x.aval for equation in followed for x in equation.outvars)
         computes = any(str(getattr(x, "dtype", "")) == self.dtype for x in results)
         self.judged = None if computes else self.dtype
-        self._arrays, self._count = [*call.arrays, *self.closed.consts], len(followed)
-        numbers = range(len(self.closed.consts))
-        names = [f"(array {i} that loss_fn closes over)" for i in numbers]
-        self._names = call.names + names
+        self._arrays, self._count = [*arrays, *self.closed.consts], len(followed)
+        closed_over = range(len(self.closed.consts))
+        names += [f"(array {i} that loss_fn closes over)" for i in closed_over]
+        self._names = names
         run, about = self.compile(Interpreter)
         self.run = functools.cache(run)
         self.keys, self.sites, self.before, self.loss, self.gradients = about

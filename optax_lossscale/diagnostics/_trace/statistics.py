@@ -140,20 +140,20 @@ class Recorder:
     Attributes:
       dtype: The dtype that all numbers should fit into; None for their own.
       keys: The keys of what was measured, in the order of the statistics.
-      known: The keys of what was measured here, and not in a loop or branch inside.
+      known: For the keys of values that were measured here, and not in a loop or branch
+        inside, the key of the same magnitudes.
     """
 
     def __init__(self, dtype: Any = None):
         """Prepares to measure; see the attributes."""
         self.dtype = dtype
         self.keys: list[Any] = []
-        self.known: set[Any] = set()
+        self.known: dict[Any, Any] = {}
         self._parts = [NOTHING]
         self._groups: dict[Any, list[Any]] = {}
 
     def add(self, key: Any, real: Any, shadow: Any) -> None:
         """Measures an array, and remembers its key."""
-        self.known.add(key)
         has_shadow = shadow is not real
         real = _as_real(real)
         judged, size = self.dtype or real.dtype, real.size
@@ -170,10 +170,6 @@ class Recorder:
             group.append((key, real, shadow))
             if (len(group) + 1) * size > GROUPED:
                 self._measure_group(kind)
-
-    def has(self, keys: tuple[Any, ...]) -> bool:
-        """Whether one array was measured here, and not in a loop or branch around."""
-        return len(keys) == 1 and keys[0] in self.known
 
     def extend(self, keys: list[Any], statistics: Statistics) -> None:
         """Adds arrays that were measured elsewhere."""
