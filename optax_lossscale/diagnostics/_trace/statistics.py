@@ -162,7 +162,7 @@ class Recorder:
         if 0 < size < ROW and ROW % size == 0:
             size = ROW
         if not size or 2 * size > GROUPED or not _is_replicated(real):
-            found = _measure(real, shadow, judged, has_shadow, range(real.ndim))
+            found = _measure(real, shadow, judged, tuple(range(real.ndim)))
             self.extend([key], jax.tree.map(lambda x: x[None], found))
         else:
             kind = real.dtype, judged, has_shadow, size
@@ -197,7 +197,7 @@ class Recorder:
 
         real = stack(reals)
         shadow = stack(shadows) if has_shadow else real
-        found = _measure(real, shadow, judged, has_shadow, (1,))
+        found = _measure(real, shadow, judged, (1,))
         share = jnp.asarray([[x.size / size] for x in reals], jnp.float32)
         self.extend(list(keys), found._replace(counts=found.counts * share))
 
@@ -236,25 +236,18 @@ def _code(x: Any) -> Any:
     return bits if bits.dtype == jnp.int32 else (bits >> 32).astype(jnp.int32)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("judged", "has_shadow", "axes"), inline=True
-)
-def _summarize(real, shadow, judged, has_shadow, axes):
+@functools.partial(jax.jit, static_argnames=("judged", "axes"), inline=True)
+def _summarize(real, shadow, judged, axes):
     """Reduces two arrays, in one pass: on CPU each further pass costs as much."""
     normal, infinity, flushed = codes_of(real.dtype, judged)
-    bits = wide = _code(real)
+    bits, wide, error = map(_code, (real, shadow, real - shadow))
     is_zero = bits == 0
-    maxima = [jnp.where(bits < infinity, bits, 0)]
-    if has_shadow:
-        wide, error = _code(shadow), _code(real - shadow)
-        maxima += [jnp.where(x < infinity, x, 0) for x in (wide, error)]
     is_counted = ~is_zero & (bits < infinity)
-    maxima.append(jnp.where(is_counted, HIGHEST - bits, 0))
     flags = [is_zero, is_counted & (bits < normal), bits == infinity, bits > infinity]
-    flags.append((wide > 0) & (is_zero | (wide <= flushed)))
-    if has_shadow:
-        flags.append(wide >= infinity)
+    flags += [(wide > 0) & (is_zero | (wide <= flushed)), wide >= infinity]
     counts = [flag.astype(jnp.int32) for flag in flags]
+    maxima = [jnp.where(x < infinity, x, 0) for x in (bits, wide, error)]
+    maxima.append(jnp.where(is_counted, HIGHEST - bits, 0))
     n = len(counts)  # `combine` must not hold arrays: JAX keeps it.
 
     def combine(x, y):
@@ -265,19 +258,15 @@ def _summarize(real, shadow, judged, has_shadow, axes):
     return found[:n], found[n:]
 
 
-def _measure(real, shadow, judged, has_shadow, axes) -> Statistics:
+def _measure(real, shadow, judged, axes) -> Statistics:
     size = float(np.prod([real.shape[i] for i in axes]))
-    axes = tuple(axes)
     # No int32 count overflows: the rows of a huge array are counted apart.
     apart = axes[:1] if size >= _bits.COUNTABLE else ()
-    counts, maxima = _summarize(real, shadow, judged, has_shadow, axes[len(apart) :])
+    counts, maxima = _summarize(real, shadow, judged, axes[len(apart) :])
     counts = [jnp.sum(x.astype(jnp.float32), apart) for x in counts]
-    largest, *others = [jnp.max(x, apart) for x in maxima]
-    if not has_shadow:
-        counts.append(counts[2] + counts[3])
-        others = [largest, jnp.zeros_like(largest), *others]
+    maxima = [jnp.max(x, apart) for x in maxima]
     return Statistics(
-        maxima=jnp.stack([largest, *others], -1),
+        maxima=jnp.stack(maxima, -1),
         counts=jnp.stack([jnp.full_like(counts[0], size), *counts], -1),
-        first=jnp.zeros((*largest.shape, 0), jnp.int32),
+        first=jnp.zeros((*counts[0].shape, 0), jnp.int32),
     )
