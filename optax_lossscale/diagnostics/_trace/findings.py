@@ -44,19 +44,6 @@ class NumericFinding(NamedTuple):
     bits: float | None = None
 
 
-def kinds_of(run: Run, key: Key) -> str:
-    """Returns "inf", "nan" or both; "overflow" if it would only overflow."""
-    found = run.range(key)
-    kinds = ["inf"] * (found.infs > 0) + ["nan"] * (found.nans > 0)
-    return " and ".join(kinds) or "overflow"
-
-
-def begins(run: Run, key: Key) -> str:
-    """Returns "inf begins", "inf and nan begin" and the like."""
-    kinds = kinds_of(run, key)
-    return f"{kinds} {'begin' if ' and ' in kinds else 'begins'}"
-
-
 def log2_of(run: Run, key: Key) -> float:
     """Returns log2 of the largest magnitude in float32."""
     return math.log2(run.range(key).float32_largest)

@@ -160,11 +160,10 @@ def float32_lines(
       >>> [x.line for x in found.lines], found.verified
       ([2, 3], True)
     """
-    name = "float32_lines"
-    call = program.make_call(name, loss_fn, params, args, kwargs, has_aux)
+    call = program.make_call("float32_lines", loss_fn, params, args, kwargs, has_aux)
     tolerance = check.share("tolerance", tolerance)
     is_given = scale is not None or state is not None
-    scale = trace.check_scale(name, state, scale)
+    scale = trace.check_scale("float32_lines", state, scale)
     followed = program.Program(call, dtype)
     if followed.judged:
         text = f"No operation computes in {followed.dtype}, so no line needs float32."
@@ -214,15 +213,14 @@ class _Promoter(Interpreter):
 
     def _operation(self, equation, inputs, place):
         args = [x.real for x in inputs]
-        variables = [*equation.invars, *equation.outvars]
-        halves = [equations.in_half(x.aval) for x in variables]
+        types = [x.aval for x in (*equation.invars, *equation.outvars)]
+        halves = list(map(equations.in_half, types))
         # In the backward pass nobody wrote a cast: it belongs to the line before.
         is_cast = equation.primitive.name == "convert_element_type"
         is_scaled = any(not self.scaled.isdisjoint(x.keys) for x in inputs)
         is_exact = halves[-1] if is_cast and is_scaled else _is_exact(equation)
         flag = is_exact or self._flag(place)
-        pairs = zip(args, equation.invars, strict=True)
-        rounded = [equations.narrow(x, v.aval) for x, v in pairs]
+        rounded = list(map(equations.narrow, args, types))
         reals = list(map(equations.widen, equations.bind(equation, rounded)))
         wide = None
         if any(halves) and flag is not False:
@@ -327,8 +325,8 @@ class _Minimizer:
                 f"{text}; before: {before})."
             )
             text = f"{first.message} {text}" if first.kind == "no_scale" else text
-        sites = self._search.run.program.sites.values()
-        text = " ".join([text, *trace.not_followed(sites)])
+        sites = self._search.run.program.sites
+        text = " ".join([text, *trace.not_followed(sites.values())])
         keys = [key for line, (_, key) in self._suspects.items() if line in kept]
         lines = [_describe(self._search, self._sources, key) for key in keys]
         errors = effect.loss, effect.gradients
@@ -352,8 +350,7 @@ def _suspects(search: Search) -> tuple[dict[Line, tuple[float, Key]], set[Key]]:
         site = run.site(key)
         if not site.primitive or verdict.half_of(run, key) is None:
             continue
-        severity = _severity(run, key) if key in reached else -1.0
-        severity += key in sources
+        severity = (key in sources) + (_severity(run, key) if key in reached else -1.0)
         line = site.source.own[:2]
         if line not in found or severity > found[line][0]:
             found[line] = severity, key
@@ -400,8 +397,8 @@ def _describe(search: Search, sources: set[Key], key: Key) -> Float32Line:
     elif all(x.primitive in (*EXACT, "convert_element_type") for x in on_line):
         casts = [k for k in sources if run.site(k).source == site.source]
         names = [k[0] for x in casts for k in run.operands(x) if len(k) == 1]
-        named_ = f" {', '.join(dict.fromkeys(names))}" if names else ""
-        fix = f"keep{named_} in float32: without the cast to {half}"
+        what = ", ".join(dict.fromkeys(names)) or "it"
+        fix = f"keep {what} in float32: without the cast to {half}"
     elif site.scope:
         fix += "; if it calls a layer, dtype=jnp.float32"
     return Float32Line(*site.source.own, reason, fix)

@@ -306,9 +306,8 @@ class Run:
 
     def is_bad(self, key: Key) -> bool:
         """Whether there is inf or nan, or would be in the dtype in question."""
-        if self._nonfinite[self._row(key)]:
-            return True
-        return self.program.judged is not None and self.exceeds(key)
+        is_judged = self.program.judged is not None
+        return self._nonfinite[self._row(key)] or (is_judged and self.exceeds(key))
 
     def is_origin(self, key: Key) -> bool:
         """Whether inf or nan begins here."""

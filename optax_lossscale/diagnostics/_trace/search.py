@@ -48,7 +48,9 @@ class Search:
         """
         # What fits, and what does not; both are out of range until one was tried.
         below, above = LOWEST - 1, HIGHEST + 1
-        exponent = int(np.clip(_predict(self.run), LOWEST, HIGHEST))
+        rooms = [headroom(self.run, key) for key in self.run.backward]
+        predicted = math.log2(self.run.scale) + min([2.0 * HIGHEST, *rooms]) - 2**-20
+        exponent = int(np.clip(math.floor(predicted), LOWEST, HIGHEST))
         step = 1
         while above - below > 1:
             if self.is_sound(self.at(2.0**exponent)):
@@ -80,8 +82,3 @@ def headroom(run: Run, key: Key) -> float:
     if limits is None or not largest:
         return math.inf
     return math.log2(limits.overflow / largest)
-
-
-def _predict(run: Run) -> int:
-    room = min([2.0 * HIGHEST, *(headroom(run, key) for key in run.backward)])
-    return math.floor(math.log2(run.scale) + room - 2**-20)

@@ -10,13 +10,7 @@ import jax.numpy as jnp
 
 from optax_lossscale.diagnostics._trace import equations
 from optax_lossscale.diagnostics._trace.effects import LOST, Effect
-from optax_lossscale.diagnostics._trace.findings import (
-    NumericFinding,
-    begins,
-    kinds_of,
-    log2_of,
-    power,
-)
+from optax_lossscale.diagnostics._trace.findings import NumericFinding, log2_of, power
 from optax_lossscale.diagnostics._trace.operations import Run
 from optax_lossscale.diagnostics._trace.search import HIGHEST, Search, headroom
 from optax_lossscale.diagnostics._trace.values import Key
@@ -44,6 +38,19 @@ def find_all(search: Search) -> list[NumericFinding]:
     return found or [_fine(search, effect)]
 
 
+def _kinds_of(run: Run, key: Key) -> str:
+    """Returns "inf", "nan" or both; "overflow" if it would only overflow."""
+    found = run.range(key)
+    kinds = ["inf"] * (found.infs > 0) + ["nan"] * (found.nans > 0)
+    return " and ".join(kinds) or "overflow"
+
+
+def _begins(run: Run, key: Key) -> str:
+    """Returns "inf begins", "inf and nan begin" and the like."""
+    kinds = _kinds_of(run, key)
+    return f"{kinds} {'begin' if ' and ' in kinds else 'begins'}"
+
+
 def _fine(search: Search, effect: Effect) -> NumericFinding:
     run, best = search.run, search.best
     text = f"Fine: the loss and the gradients agree with float32 ({effect})."
@@ -56,7 +63,7 @@ def _fine(search: Search, effect: Effect) -> NumericFinding:
     swallowed = next((k for k in run.origins() if not run.range(k).is_finite), None)
     if swallowed is not None:
         place = run.operation(swallowed).place
-        text += f" The {kinds_of(run, swallowed)} at {place} changes nothing."
+        text += f" The {_kinds_of(run, swallowed)} at {place} changes nothing."
     return NumericFinding("fine", text)
 
 
@@ -105,7 +112,7 @@ def _nonfinite_arguments(run: Run) -> list[NumericFinding]:
     if bad[0] in run.program.parameters:
         kind, fix = "parameter", "Restore a checkpoint from before"
     message = (
-        f"The {kind} {name}{more} held {kinds_of(run, bad[0])} before anything was "
+        f"The {kind} {name}{more} held {_kinds_of(run, bad[0])} before anything was "
         f"computed. It is first used at {operation}. No loss scale helps. {fix}."
     )
     return [NumericFinding("nonfinite_argument", message, operation)]
@@ -114,8 +121,7 @@ def _nonfinite_arguments(run: Run) -> list[NumericFinding]:
 def _nonfinite(search: Search, keys: list[Key]) -> list[NumericFinding]:
     """Says where inf and nan begin, at every loss scale."""
     run = search.run
-    forward = [k for k in keys if run.site(k).phase == "forward"]
-    keys = forward or keys
+    keys = [k for k in keys if run.site(k).phase == "forward"] or keys
     if not run.bad_operands(keys[0]):
         # A nan made from an inf is a consequence, not a cause.
         keys = [key for key in keys if not run.bad_operands(key)]
@@ -159,7 +165,7 @@ def trouble_of(search: Search, run: Run, key: Key) -> tuple[str, str, str, str]:
     site, found, limits = run.site(key), run.range(key), run.limit(key)
     is_half = equations.is_half(found.dtype)
     kind = "backward" if site.phase == "backward" else "forward"
-    what = f"{begins(run, key)} here"
+    what = f"{_begins(run, key)} here"
     fix = f"{'compute' if is_half else 'keep'} this line in float32"
     if limits is not None and run.exceeds(key):
         needed, end = log2_of(run, key), math.log2(limits.overflow)
@@ -292,7 +298,7 @@ def _too_high(run: Run, key: Key, best: Run, alone: bool) -> NumericFinding:
     if math.isfinite(headroom(run, key)):
         would = f" (it would be 2^{log2_of(run, key):.1f})"
     text = (
-        f"{operation}: {begins(run, key)} here{would}, at the loss scale "
+        f"{operation}: {_begins(run, key)} here{would}, at the loss scale "
         f"{power(run.scale)}. The largest scale with which nothing in the backward "
         f"pass overflows is {power(best.scale)}."
     )
