@@ -132,9 +132,8 @@ def _loop(interpreter, body, loop_over, carry, x, place, first):
         return (index + 1, found, as_state(new)), [x.apart(x.keys) for x in out]
 
     def marks():
-        for found in (before, after):
-            for key, inputs in found.items():
-                interpreter.mark(key, inputs)
+        for key, inputs in (*before.items(), *after.items()):
+            interpreter.mark(key, inputs)
         return [[key in x for x in interpreter.marks] for key in states]
 
     index, start, known = jnp.int32(0), as_state(carry), None

@@ -111,8 +111,6 @@ class Interpreter:
             **about,
         )
         self.sites[key] = site
-        if phase == "scale":
-            self.scaled.add(key)
         place.recorder.known[(key,)] = site.moved or key
         if site.moved is None:
             place.recorder.add(key, x.real, x.shadow)
@@ -130,7 +128,9 @@ class Interpreter:
         found = self._follow(equation, inputs, inner)
         self.sites = known
         outer = place._replace(phase="scale")
-        return [self.measure((*inner.key, i), x, outer) for i, x in enumerate(found)]
+        keys = [(*inner.key, i) for i in range(len(found))]
+        self.scaled.update(keys)
+        return [self.measure(k, x, outer) for k, x in zip(keys, found, strict=True)]
 
     def _follow(self, equation, inputs, place):
         name = equation.primitive.name
@@ -187,13 +187,12 @@ class Interpreter:
 
         Compilers contract `x * y + z` to one operation, which rounds once.
         """
-        if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool:
-            return x ^ self.zero.astype(x.dtype)
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return x
-        integer = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-        bits = lax.bitcast_convert_type(x, integer) ^ self.zero.astype(integer)
-        return lax.bitcast_convert_type(bits, x.dtype)
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            integer = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+            bits = self._hold(lax.bitcast_convert_type(x, integer))
+            return lax.bitcast_convert_type(bits, x.dtype)
+        is_whole = jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool
+        return x ^ self.zero.astype(x.dtype) if is_whole else x
 
     def _shadows(self, equation, inputs, reals):
         """Returns the results in float32, and whether they could not be computed."""

@@ -207,8 +207,6 @@ class _Promoter(Interpreter):
 
     def measure(self, key: Key, x: Value, place: Place, **about: Any) -> Value:
         self.mark(key, [k for keys in about.get("inputs", ()) for k in keys])
-        if place.phase == "scale":
-            self.scaled.add(key)
         return x._replace(keys=(key,))
 
     def _operation(self, equation, inputs, place):

@@ -206,11 +206,9 @@ class Run:
         iterations = iter(self.first(key) if self.is_bad(key) else ())
 
         def number(part):
-            if part == "loop":
-                return next(iterations, 0)
-            if part == "condition":
-                return -1
-            return 0 if isinstance(part, str) else part
+            if not isinstance(part, str):
+                return part
+            return next(iterations, 0) if part == "loop" else -(part == "condition")
 
         return tuple(map(number, key))
 

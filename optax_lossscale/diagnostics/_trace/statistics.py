@@ -154,11 +154,11 @@ class Recorder:
 
     def add(self, key: Any, real: Any, shadow: Any) -> None:
         """Measures an array, and remembers its key."""
+        judged = self.dtype or jnp.finfo(real.dtype).dtype
         has_shadow = shadow is not real
         real = _as_real(real)
-        judged, size = self.dtype or real.dtype, real.size
-        real = _at_least_float32(real)
-        shadow = _at_least_float32(_as_real(shadow)) if has_shadow else real
+        shadow = _as_real(shadow) if has_shadow else real
+        size = real.size
         if 0 < size < ROW and ROW % size == 0:
             size = ROW
         if not size or 2 * size > GROUPED or not _is_replicated(real):
@@ -203,11 +203,9 @@ class Recorder:
 
 
 def _as_real(x):
+    """Returns an array in float32 or float64, with both parts if it is complex."""
     x = jnp.asarray(x)
-    return jnp.stack([lax.real(x), lax.imag(x)]) if jnp.iscomplexobj(x) else x
-
-
-def _at_least_float32(x):
+    x = jnp.stack([lax.real(x), lax.imag(x)]) if jnp.iscomplexobj(x) else x
     return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
 
