@@ -136,8 +136,10 @@ def _loop(interpreter, body, loop_over, carry, x, place, first):
             interpreter.mark(key, inputs)
         return [[key in x for x in interpreter.marks] for key in states]
 
-    index, start, known = jnp.int32(0), as_state(carry), None
-    while known != (known := marks()):  # What depends on what, over all iterations.
+    index, start = jnp.int32(0), as_state(carry)
+    known = shapes = None
+    # Until no more is marked: a part of the state may depend on any other.
+    while known != (known := marks()):
         (_, shapes, _), _ = jax.eval_shape(step, (index, None, start), x)
     total = _neutral(interpreter, shapes)
     (_, found, ends), ys = loop_over(step, (index, total, start))

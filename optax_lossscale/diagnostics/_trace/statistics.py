@@ -50,7 +50,7 @@ class Statistics(NamedTuple):
     def row(self, i: int) -> dict[str, Any]:
         """Returns the numbers of one array, by the names in `MAXIMA` and `COUNTS`."""
         numbers = self.maxima[i].tolist() + self.counts[i].tolist()
-        found = dict(zip(MAXIMA + COUNTS, numbers, strict=True))
+        found: dict[str, Any] = dict(zip(MAXIMA + COUNTS, numbers, strict=True))
         found["smallest"] = found["smallest"] and HIGHEST - found["smallest"]
         return found
 
@@ -225,7 +225,7 @@ def codes_of(dtype: Any, judged: Any) -> list[int]:
     if dtype == jnp.float64:
         return [0x00100000, 0x7FF00000, 0]
     limits = _bits.limits_of(jnp.dtype(judged).name)
-    numbers = np.float32([limits.normal, np.inf, limits.flushed])
+    numbers = np.array([limits.normal, np.inf, limits.flushed], np.float32)
     return numbers.view(np.int32).tolist()
 
 
