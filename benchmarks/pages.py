@@ -5,12 +5,17 @@
 
 from pathlib import Path
 
-from benchmarks import growth, language_model, need, report
+from benchmarks import growth, language_model, need, report, retries
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / name
-    for name in ("README.md", "docs/guide/costs.md", "docs/guide/do-you-need-it.md")
+    for name in (
+        "README.md",
+        "docs/guide/costs.md",
+        "docs/guide/do-you-need-it.md",
+        "docs/guide/no-step-lost.md",
+    )
 ]
 
 
@@ -28,6 +33,7 @@ def tables() -> list[str]:
         need.table(needed),
         language_model.table(trained),
         language_model.flushed_table(trained),
+        *retries.tables(report.load(retries.RESULTS)),
     ]
 
 
@@ -35,6 +41,7 @@ def main() -> None:
     """Writes all of them."""
     cpu = report.RESULTS / "cpu"
     report.write(report.load(cpu.with_suffix(".json")), cpu)
+    retries.plot(report.load(retries.RESULTS))
     for path in PAGES:
         path.write_text(report.replace_tables(path.read_text(), tables()))
 

@@ -23,6 +23,7 @@ FILES = {
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/results/cpu.md": "benchmarks/cpu.md",
     "benchmarks/results/cpu.png": "benchmarks/cpu.png",
+    "benchmarks/results/retries.png": "benchmarks/retries.png",
     "examples/language_model/README.md": "examples/language_model.md",
 }
 SOURCES = {uri: path for path, uri in FILES.items()}
