@@ -91,6 +91,13 @@ def boolean(name: str, value: Any) -> bool:
     return value
 
 
+def function(name: str, value: Any) -> Any:
+    """Returns `value`, if it can be called."""
+    if not callable(value):
+        raise TypeError(f"{name} must be a function, got {value!r}.")
+    return value
+
+
 def bits(name: str, value: Any) -> float:
     """Returns `value` as a float, if it is a number of bits from 0 to 128."""
     return _in_range(name, value, 0, 128, "at least 0 and at most 128")

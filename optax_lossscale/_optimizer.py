@@ -54,8 +54,11 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
       retries: How often `minimize` may repeat the backward pass of one step, 0 by
         default. After an overflow the rule lowers the scale, and the backward pass runs
         again on the same forward pass, so that the batch is not lost. 24 is enough
-        for a scale to fall from 2**24 to 1. If the loss is not finite, or the scale
-        does not fall, the step is skipped. `state.retries` counts the repeated passes.
+        for a scale to fall from 2**24 to 1. The step is skipped if all retries are used
+        up, the loss is not finite, or the rule keeps the scale (at its minimum, or with
+        hysteresis or tolerance). `state.retries` counts the repeated passes. `loss_fn`
+        is traced then, as under `jax.jit`. On GPU, XLA reads on the host whether to
+        repeat, and waits for it.
 
     Raises:
       ValueError: If `loss_scale` comes with `dynamic`, `initial_scale` or
@@ -522,8 +525,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             in the backward pass along an axis that `axis_name` does not name.
           TypeError: If the loss is not a real scalar; if `transform` returns no value,
             or, with `retries`, changes the model in place or is compiled by `jax.jit`;
-            if `skip_if` does not return a bool. A reverse-mode
-            derivative of a step with `retries` raises it, too.
+            if `skip_if` does not return a bool. A reverse-mode derivative of a step
+            with `retries` raises TypeError, too.
 
         Warns:
           UserWarning: If the scale of `state` is a constant in a function that JAX
@@ -559,8 +562,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         """
         _gradients.check_averaging(self._options.axis_name, transform)
         if self._options.retries:
-            is_own = type(self).value_and_grad is LossScaleOptimizer.value_and_grad
-            _retries.check_transform(transform, is_own)
+            _retries.check_transform(transform, type(self), LossScaleOptimizer)
             scaled = _gradients.scaled_grad(
                 self.loss_scale, loss_fn, has_aux, transform
             )
@@ -570,6 +572,10 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
                 has_aux,
                 state,
             )
+            if type(self).apply_gradients is not LossScaleOptimizer.apply_gradients:
+                # It may change the gradients: let it check them again.
+                before = state.loss_scale_state.before
+                state = state._replace(loss_scale_state=before)
         else:
             value, grads = self.value_and_grad(
                 loss_fn, state, has_aux=has_aux, transform=transform
@@ -587,7 +593,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             self.inner_optimizer, loss_of_params, params, loss_of(value), grads
         )
         if skip_if is not None:
-            extra["skip_if"] = skip_if(value, grads) if callable(skip_if) else skip_if
+            skip_if = skip_if(value, grads) if callable(skip_if) else skip_if
+            extra["skip_if"] = _step.flag(skip_if)
         return *self.apply_gradients(grads, params, state, **extra), value
 
 

@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 from optax_lossscale._commit import is_recording
 from optax_lossscale._tree import split_arrays, strongly_typed
 
-# Operations on single elements, which XLA fuses with what reads them.
+# Operations on single elements: XLA fuses them with their readers.
 CHEAP = {
     *("add", "and", "broadcast_in_dim", "convert_element_type", "copy", "div", "eq"),
     *("exp", "expand_dims", "ge", "gt", "integer_pow", "le", "logistic", "lt", "max"),
@@ -68,27 +68,30 @@ def run_forward(
         )
     end, born = _end_of(backward, grads)
     fixed, born = _part(born, depend)
-    residuals, _ = _part(_read_by(backward), depend)
-    cheap, sources = _cheap_part(forward, residuals)
+    read, _ = _part(_read_by(backward), depend)
+    cheap, sources = _cheap_part(forward, read)
+    residuals, again = _part(read, {x for e in cheap for x in e.outvars})
 
-    parts = value, fixed, residuals, sources
+    parts = value, fixed, residuals, again, sources
     outputs = [x for part in parts for x in part]
     results = _function(jaxpr, jaxpr.constvars, forward, outputs)(*program.consts)
     found = iter(results)
-    value, constants, stored, kept = ([next(found) for _ in part] for part in parts)
-    recompute = _function(jaxpr, sources, cheap, residuals)
-    run_backward = _function(jaxpr, [*jaxpr.invars, *residuals], backward, born)
+    value, constants, stored, kept, inputs = (
+        [next(found) for _ in part] for part in parts
+    )
+    recompute = _function(jaxpr, sources, cheap, again)
+    run_backward = _function(jaxpr, [*jaxpr.invars, *residuals, *again], backward, born)
     run_end = _function(jaxpr, [*born, *fixed], end, grads)
 
     def backward_pass(scale):
         def recomputed():
-            return recompute(*[_pin(x, scale) for x in kept])
+            return recompute(*[_pin(x, scale) for x in inputs])
 
-        inputs = stored
+        chosen = kept
         if is_recording():
             # On CPU it does not pay.
-            inputs = lax.platform_dependent(cpu=lambda: stored, default=recomputed)
-        return strongly_typed(run_backward(scale, *inputs))
+            chosen = lax.platform_dependent(cpu=lambda: kept, default=recomputed)
+        return strongly_typed(run_backward(scale, *stored, *chosen))
 
     def finish(grads):
         return join_grads(run_end(*grads, *constants))
@@ -140,7 +143,7 @@ def _end_of(
 ) -> tuple[list[JaxprEqn], dict[Any, None]]:
     """Returns casts to wider dtypes at the end of gradients, and what they cast.
 
-    They are left to those who read the gradients: XLA fuses them there.
+    The step casts instead: XLA fuses the cast there.
     """
     end: list[JaxprEqn] = []
     born: dict[Any, None] = dict.fromkeys(_variables(grads))
@@ -160,17 +163,17 @@ def _bytes(x: Any) -> int:
 def _cheap_part(
     forward: list[JaxprEqn], residuals: list[Var]
 ) -> tuple[list[JaxprEqn], list[Var]]:
-    """Returns what computes the residuals again cheaply, and from which variables.
+    """Returns what computes residuals again cheaply, and from which variables.
 
     Without a loop, XLA would do so by itself, and store less.
     """
-    cheap, sources = [], dict.fromkeys(residuals)
+    cheap, wanted = [], set(residuals)
     for equation in reversed(forward):
-        if _is_cheap(equation) and not sources.keys().isdisjoint(equation.outvars):
+        if _is_cheap(equation) and not wanted.isdisjoint(equation.outvars):
             cheap.insert(0, equation)
-            sources |= _read_by([equation])
+            wanted.update(_variables(equation.invars))
     made = {x for equation in cheap for x in equation.outvars}
-    return cheap, [x for x in sources if x not in made]
+    return cheap, [x for x in _read_by(cheap) if x not in made]
 
 
 def _is_cheap(equation: JaxprEqn) -> bool:

@@ -15,25 +15,31 @@ from optax_lossscale._commit import is_recording
 from optax_lossscale._passes import run_forward
 from optax_lossscale._scaling import all_finite
 from optax_lossscale._step import Look, Options, look
-from optax_lossscale._tree import cast_like, strongly_typed
+from optax_lossscale._tree import cast_like, is_inexact, strongly_typed
 
 
-def check_transform(transform: Callable[..., Any], is_own: bool) -> None:
-    """Raises if the backward pass of a transform cannot be told from the rest.
+def check_transform(transform: Callable[..., Any], kind: type, own: type) -> None:
+    """Raises if the backward pass cannot be told from the rest.
 
     Args:
       transform: The argument of `minimize`.
-      is_own: Whether no subclass has a `value_and_grad` of its own.
+      kind: The class of the optimizer.
+      own: `LossScaleOptimizer`.
     """
-    if is_own and _gradients.library_of(transform) != "flax":
-        return
-    raise TypeError(
-        "minimize with retries repeats the backward pass alone. It can use neither the "
-        "value_and_grad of a subclass (pass such a function as transform=), nor "
-        "nnx.value_and_grad, which changes the model in place: make graphdef, params, "
-        "rest = nnx.split(model, nnx.Param, ...), merge them in loss_fn, and return "
-        "what changes as auxiliary data."
-    )
+    if _gradients.library_of(transform) == "flax":
+        raise TypeError(
+            "With retries, transform must be jax.value_and_grad or a function like it, "
+            f"got {transform!r}, which changes the model in place. Write: graphdef, "
+            "params, rest = nnx.split(model, nnx.Param, ...). In loss_fn, merge them "
+            "by nnx.merge(graphdef, params, rest, copy=True), and return what changes "
+            "as auxiliary data."
+        )
+    if kind.value_and_grad is not own.value_and_grad:
+        raise TypeError(
+            f"With retries, minimize does not call value_and_grad, which "
+            f"{kind.__name__} overrides. Pass a function that does the same to "
+            "jax.value_and_grad as transform=."
+        )
 
 
 def value_and_grad(
@@ -66,8 +72,8 @@ def value_and_grad(
         retries, old = last[0], last[1].after
         scale = lax.stop_gradient(rule.loss_scale(old))
         grads = passes.backward(scale)
-        unscaled = _gradients.unscale_by(passes.finish(grads), scale)
-        looked = look(rule, unscaled, old, axis_name)
+        seen = passes.finish([_as_stored(x) for x in grads])
+        looked = look(rule, _gradients.unscale_by(seen, scale), old, axis_name)
         # In jax.shard_map it varies over the devices if the scale does.
         finite = looked.finite | lax.full_like(scale, False, bool)
         looked = looked._replace(finite=finite, after=cast_like(looked.after, old))
@@ -83,11 +89,11 @@ def value_and_grad(
     # Not all alike: XLA would make one of them, and copies.
     shapes = jax.eval_shape(passes.backward, scale)
     unused = [lax.full_like(x, i) for i, x in enumerate(shapes)]
-    first = none_yet, Look(scale, old, old, finite=no), unused, ~no
+    first = none_yet, Look(old, old, no), unused, ~no
     retries, looked, grads, _ = _repeat(attempt, first)
 
     grads = passes.finish([_forward_only.bind(x) for x in grads])
-    grads = _gradients.unscale_by(grads, looked.loss_scale)
+    grads = _gradients.unscale_by(grads, rule.loss_scale(looked.before))
     retries += jnp.asarray(state.retries, jnp.int32)
     retries = jnp.where(retries < 0, 2**31 - 1, retries)
     state = state._replace(loss_scale_state=looked, retries=retries)
@@ -101,9 +107,20 @@ def _check_axes(axes: set[Any], options: Options) -> None:
         raise ValueError(
             f"With retries={options.retries}, axis_name must contain "
             f"{missing.pop()!r}, got axis_name={names!r}: the backward pass "
-            "communicates along that axis, and a device that repeats it alone would "
-            "wait for the others forever."
+            "communicates along that axis, so that all have to repeat it together. A "
+            "device that repeats it alone would wait for the others forever."
         )
+
+
+def _as_stored(x: jax.Array) -> jax.Array:
+    """Returns `x`; keeps XLA from checking it before its last rounding.
+
+    On GPU, XLA removes casts to float16 and back, and an overflow there with them.
+    """
+    if not is_inexact(x) or x.dtype.itemsize != 2:
+        return x
+    kind = jnp.finfo(x.dtype)
+    return lax.reduce_precision(x, kind.nexp, kind.nmant)
 
 
 def _repeat(attempt: Callable[[Any], Any], first: Any) -> Any:

@@ -125,7 +125,7 @@ def _take_step(
         looked = look(rule, grads, looked, axis_name)
     old, new, finite = looked.before, looked.after, looked.finite
     should_apply = finite
-    at_minimum = rule._is_at_minimum(looked.loss_scale, rule.loss_scale(new))
+    at_minimum = rule._is_at_minimum(rule.loss_scale(old), rule.loss_scale(new))
     loss_is_finite = is_vetoed = None
     if options.check_loss:
         loss_is_finite = all_finite(_loss(extra), axis_name=axis_name)
@@ -136,7 +136,7 @@ def _take_step(
         old = cast_like(strongly_typed(_state.healed(rule, old)), new)
         new = select(loss_is_finite, new, old)
     if skip_if is not None:
-        veto = ~on_all_devices(~_flag(skip_if), axis_name)
+        veto = ~on_all_devices(~flag(skip_if), axis_name)
         is_vetoed, should_apply = should_apply & veto, should_apply & ~veto
 
     # Run or keep.
@@ -167,16 +167,16 @@ def _take_step(
 
 
 class Look(NamedTuple):
-    """What a step saw of the gradients; in the place of the rule's state, it is final.
+    """What the rule saw of the gradients of a step.
+
+    In place of the rule's state, it tells the step not to ask the rule again.
 
     Attributes:
-      loss_scale: f32[], the scale of these gradients.
-      before: The state of the rule before the step.
-      after: Its state after it.
-      finite: bool[], whether the rule lets the gradients pass.
+      before: The state of the rule before these gradients.
+      after: Its state after them.
+      finite: bool[], whether the rule lets them pass.
     """
 
-    loss_scale: jax.Array
     before: Any
     after: Any
     finite: jax.Array
@@ -187,7 +187,7 @@ def look(rule: LossScale, grads: Any, old: Any, axis_name: Hashable | None) -> L
     new, finite = rule.update(grads, old, axis_name=axis_name)
     finite = jnp.asarray(finite, bool)
     new = jax.tree.map(_without_derivative, strongly_typed(_state.healed(rule, new)))
-    return Look(rule.loss_scale(old), old, new, finite)
+    return Look(old, new, finite)
 
 
 def _check_gradients(grads: Any) -> None:
@@ -218,15 +218,15 @@ def _loss(extra: dict[str, Any]) -> Any:
     return value
 
 
-def _flag(skip_if: Any) -> jax.Array:
+def flag(skip_if: Any) -> jax.Array:
     """Returns the argument `skip_if` of a step as bool[]."""
-    flag = jnp.asarray(skip_if) if isinstance(skip_if, bool) else skip_if
-    if not is_array(flag) or (flag.shape, flag.dtype) != ((), jnp.bool_):
+    skip = jnp.asarray(skip_if) if isinstance(skip_if, bool) else skip_if
+    if not is_array(skip) or (skip.shape, skip.dtype) != ((), jnp.bool_):
         raise TypeError(
-            "skip_if must be a bool, or an array bool[], and tell whether to skip this "
-            f"step, got {flag!r}. Only minimize takes a function that returns one."
+            "skip_if must be a bool or an array bool[], True to skip this step, got "
+            f"{skip!r}. In minimize it may also be a function that returns one."
         )
-    return flag
+    return skip
 
 
 def _without_derivative(leaf: Any) -> Any:
