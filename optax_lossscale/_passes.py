@@ -7,7 +7,6 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 
-from optax_lossscale._commit import is_recording
 from optax_lossscale._tree import split_arrays, strongly_typed
 
 # Operations on single elements: XLA fuses them with their readers.
@@ -68,30 +67,24 @@ def run_forward(
         )
     end, born = _end_of(backward, grads)
     fixed, born = _part(born, depend)
-    read, _ = _part(_read_by(backward), depend)
-    cheap, sources = _cheap_part(forward, read)
-    residuals, again = _part(read, {x for e in cheap for x in e.outvars})
+    cheap = _cheap_part(forward, set(_read_by(backward)))
+    made = {x for equation in cheap for x in equation.outvars}
+    residuals, _ = _part(_read_by([*cheap, *backward]), depend | made)
+    sources = _read_by(cheap)
 
-    parts = value, fixed, residuals, again, sources
+    parts = value, fixed, residuals
     outputs = [x for part in parts for x in part]
     results = _function(jaxpr, jaxpr.constvars, forward, outputs)(*program.consts)
     found = iter(results)
-    value, constants, stored, kept, inputs = (
-        [next(found) for _ in part] for part in parts
-    )
-    recompute = _function(jaxpr, sources, cheap, again)
-    run_backward = _function(jaxpr, [*jaxpr.invars, *residuals, *again], backward, born)
+    value, constants, stored = ([next(found) for _ in part] for part in parts)
+    inputs = [*jaxpr.invars, *residuals]
+    run_backward = _function(jaxpr, inputs, [*cheap, *backward], born)
     run_end = _function(jaxpr, [*born, *fixed], end, grads)
 
     def backward_pass(scale):
-        def recomputed():
-            return recompute(*[_pin(x, scale) for x in inputs])
-
-        chosen = kept
-        if is_recording():
-            # On CPU it does not pay.
-            chosen = lax.platform_dependent(cpu=lambda: kept, default=recomputed)
-        return strongly_typed(run_backward(scale, *stored, *chosen))
+        pairs = zip(residuals, stored, strict=True)
+        inputs = [_pin(x, scale) if name in sources else x for name, x in pairs]
+        return strongly_typed(run_backward(scale, *inputs))
 
     def finish(grads):
         return join_grads(run_end(*grads, *constants))
@@ -160,20 +153,17 @@ def _bytes(x: Any) -> int:
     return x.aval.dtype.itemsize
 
 
-def _cheap_part(
-    forward: list[JaxprEqn], residuals: list[Var]
-) -> tuple[list[JaxprEqn], list[Var]]:
-    """Returns what computes residuals again cheaply, and from which variables.
+def _cheap_part(forward: list[JaxprEqn], wanted: set[Var]) -> list[JaxprEqn]:
+    """Returns what computes some of these variables, and others, again cheaply.
 
     Without a loop, XLA would do so by itself, and store less.
     """
-    cheap, wanted = [], set(residuals)
+    cheap = []
     for equation in reversed(forward):
         if _is_cheap(equation) and not wanted.isdisjoint(equation.outvars):
             cheap.insert(0, equation)
             wanted.update(_variables(equation.invars))
-    made = {x for equation in cheap for x in equation.outvars}
-    return cheap, [x for x in _read_by(cheap) if x not in made]
+    return cheap
 
 
 def _is_cheap(equation: JaxprEqn) -> bool:
