@@ -376,3 +376,18 @@ class TestDerivatives:
             wrap(jax.grad(lambda x: self.step(0.25, x)[0]))(ONE)
         # The loss itself does not depend on the backward pass.
         assert wrap(jax.grad(lambda x: self.step(0.25, x)[2]))(ONE) == 1
+
+
+def test_a_subclass_that_changes_gradients_checks_them_again():
+    class Spoiling(LossScaleOptimizer):
+        def apply_gradients(self, grads, params, state, **extra):
+            return super().apply_gradients(grads * jnp.inf, params, state, **extra)
+
+    optimizer = Spoiling(optax.sgd(0.5), DynamicLossScale(8.0), retries=3)
+    params = jnp.float32(1.0)
+    new, state, _ = optimizer.minimize(lambda x: x, params, optimizer.init(params))
+    assert new == params
+    assert (int(state.skipped_steps), float(optimizer.current_loss_scale(state))) == (
+        1,
+        4,
+    )

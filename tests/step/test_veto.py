@@ -172,3 +172,10 @@ def test_each_member_has_a_veto_of_its_own():
     params, state = step(PARAMS, optimizer.init(PARAMS), jnp.ones(2), flags)
     assert params["b"].tolist() == [-3, -3.5]
     assert state.skipped_steps.tolist() == [1, 0]
+
+
+def test_a_function_that_forgets_to_return():
+    optimizer = LossScaleOptimizer(optax.sgd(0.5))
+    state = optimizer.init(1.0)
+    with pytest.raises(TypeError, match=r"^skip_if must be a bool .* got None"):
+        optimizer.minimize(lambda x: x, 1.0, state, skip_if=lambda loss, grads: None)
