@@ -111,7 +111,8 @@ def report(state: Any, params: Any = None) -> Report:
     `params` are given and not finite. `check_health` raises an error then.
 
     Call it on the host, between steps: it waits for the state. It sees the state alone,
-    not the rule. So it cannot tell whether a fixed scale skips steps at all, and it
+    not the rule. So it cannot tell whether a fixed scale skips steps at all, nor, at a
+    fixed scale, a veto (`skip_if`) right after an overflow from another overflow. It
     shows the scale as the state holds it: `optimizer.current_loss_scale(state)` also
     clips a scale that was restored or set by hand and lies outside the rule's bounds.
 
