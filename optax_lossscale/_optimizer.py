@@ -58,7 +58,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         up, the loss is not finite, or the rule keeps the scale (at its minimum, or with
         hysteresis or tolerance). `state.retries` counts the repeated passes. `loss_fn`
         is traced then, as under `jax.jit`. On GPU, XLA reads on the host whether to
-        repeat, and waits for it.
+        repeat, and waits for it. `update` and `apply_gradients` repeat nothing: they
+        get no more than gradients.
 
     Raises:
       ValueError: If `loss_scale` comes with `dynamic`, `initial_scale` or

@@ -275,7 +275,8 @@ def _judge(state: Any, read: dict[str, Any], has_finite_params: bool) -> list[st
             "batch, scale=2.0**15). It names the line that overflows at that scale.",
         ]
     if skipped:
-        return ["The last step was applied."]
+        unused = read.get("retries") == 0
+        return ["The last step was applied.", *([RETRIED] if unused else [])]
     if retries:
         return [f"No step was skipped. Overflows that cost no batch: {retries}."]
     if _is_new(state.inner_state):

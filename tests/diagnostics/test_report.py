@@ -251,6 +251,14 @@ class TestRetries:
         (_, state), _ = jax.lax.scan(step, carry, jnp.array(factors, jnp.float32))
         return state
 
+    def test_retries_that_no_step_uses_are_pointed_out(self):
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), retries=24)
+        param = jnp.float32(1)
+        state = optimizer.init(param)
+        for gradient in (jnp.inf, 1.0):
+            _, state = optimizer.update(param * gradient, state, param)
+        assert "minimize is not called" in report(state).advice[0]
+
     def test_overflows_that_cost_no_batch_are_counted(self):
         found = report(self.run(1.0, 1.0))
         assert found[:3] == (
