@@ -73,7 +73,13 @@ def make_parser() -> command_line.OneLineParser:
         ("steps", 1, 10_000, 80, "training steps per run"),
         ("seed", 0, 100_000, 0, "seed of the parameters and of the batches"),
         ("batch-size", 256, 2**20, 2**17, "patches in a batch"),
-        ("retries", 0, 100, 0, "how often a step may repeat its backward pass"),
+        (
+            "retries",
+            0,
+            100,
+            0,
+            "how often a step may repeat its backward pass at a lower scale (try 24)",
+        ),
     ):
         parser.add_argument(
             f"--{name}",
