@@ -66,10 +66,11 @@ def run_forward(
             "example, and compile the training step around minimize."
         )
     end, born = _end_of(backward, grads)
-    fixed, born = _part(born, depend)
+    fixed = [x for x in born if x not in depend]
+    born = [x for x in born if x in depend]
     cheap = _cheap_part(forward, set(_read_by(backward)))
-    made = {x for equation in cheap for x in equation.outvars}
-    residuals, _ = _part(_read_by([*cheap, *backward]), depend | made)
+    made = depend.union(*(equation.outvars for equation in cheap))
+    residuals = [x for x in _read_by([*cheap, *backward]) if x not in made]
     sources = _read_by(cheap)
 
     parts = value, fixed, residuals
@@ -101,12 +102,6 @@ def _variables(atoms: Iterable[Any]) -> list[Var]:
 def _read_by(equations: list[JaxprEqn]) -> dict[Var, None]:
     """Returns the variables that equations read, each once."""
     return dict.fromkeys(_variables(x for e in equations for x in e.invars))
-
-
-def _part(variables: Iterable[Var], depend: set[Var]) -> tuple[list[Var], list[Var]]:
-    """Returns the variables that are not in `depend`, and those that are."""
-    found = list(variables)
-    return [x for x in found if x not in depend], [x for x in found if x in depend]
 
 
 def _function(
@@ -160,7 +155,7 @@ def _cheap_part(forward: list[JaxprEqn], wanted: set[Var]) -> list[JaxprEqn]:
     """
     cheap = []
     for equation in reversed(forward):
-        if _is_cheap(equation) and not wanted.isdisjoint(equation.outvars):
+        if not wanted.isdisjoint(equation.outvars) and _is_cheap(equation):
             cheap.insert(0, equation)
             wanted.update(_variables(equation.invars))
     return cheap

@@ -15,7 +15,7 @@ from optax_lossscale._commit import is_recording
 from optax_lossscale._passes import run_forward
 from optax_lossscale._scaling import all_finite
 from optax_lossscale._step import Look, Options, look
-from optax_lossscale._tree import cast_like, is_inexact, strongly_typed
+from optax_lossscale._tree import cast_like, is_inexact
 
 
 def check_transform(transform: Callable[..., Any], kind: type, own: type) -> None:
@@ -82,8 +82,8 @@ def value_and_grad(
         return retries + again.astype(jnp.int32), looked, grads, again
 
     # The first pass is inside the loop, too: one program, and the same bits.
-    old = strongly_typed(_state.healed(rule, state.loss_scale_state))
-    old = cast_like(old, strongly_typed(_state.healed(rule, rule.init())))
+    like = _state.first_rule_state(rule)
+    old = _state.restored(rule, state.loss_scale_state, like)
     no = lax.full_like(scale, False, bool)
     none_yet = lax.full_like(scale, 0, jnp.int32)
     # Not all alike: XLA would make one of them, and copies.

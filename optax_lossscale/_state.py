@@ -57,7 +57,7 @@ def initial_state(
     zero = functools.partial(jnp.zeros, (), jnp.int32)
     return LossScaleOptimizerState(
         inner_state=inner_state,
-        loss_scale_state=strongly_typed(healed(rule, rule.init())),
+        loss_scale_state=first_rule_state(rule),
         last_step_applied=jnp.ones((), bool),
         skipped_steps=zero(),
         consecutive_skipped_steps=zero(),
@@ -196,6 +196,16 @@ def healed(rule: LossScale, state: Any) -> Any:
     if not hasattr(state, "_replace"):
         return state
     return state._replace(loss_scale=rule.loss_scale(state))
+
+
+def first_rule_state(rule: LossScale) -> Any:
+    """Returns the state of a rule before the first step."""
+    return strongly_typed(healed(rule, rule.init()))
+
+
+def restored(rule: LossScale, state: Any, like: Any) -> Any:
+    """Returns a state of a rule within its bounds, in the dtypes of another one."""
+    return cast_like(strongly_typed(healed(rule, state)), like)
 
 
 def check_inner_state(inner_state: Any) -> None:

@@ -13,7 +13,6 @@ from optax_lossscale._commit import Skip, commit
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._scaling import all_finite, on_all_devices
 from optax_lossscale._tree import (
-    cast_like,
     is_array,
     is_inexact,
     select,
@@ -133,7 +132,7 @@ def _take_step(
     # Decide. A lower scale does not mend a loss that is not finite.
     if loss_is_finite is not None:
         should_apply &= loss_is_finite
-        old = cast_like(strongly_typed(_state.healed(rule, old)), new)
+        old = _state.restored(rule, old, new)
         new = select(loss_is_finite, new, old)
     if skip_if is not None:
         veto = ~on_all_devices(~flag(skip_if), axis_name)

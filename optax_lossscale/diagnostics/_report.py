@@ -267,7 +267,7 @@ def _judge(state: Any, read: dict[str, Any], has_finite_params: bool) -> list[st
     """Returns a diagnosis of a step that was applied or vetoed, and the advice."""
     if not read["last_step_applied"]:
         return [f"{VETOED} {ANY_NUMBER}"]
-    skipped, retries = read["skipped_steps"], read.get("retries", 0)
+    skipped, retries = read["skipped_steps"], read.get("retries")
     if (skipped or retries) and read["loss_scale"] <= 1 and not read["is_fixed"]:
         return [
             "The last step was applied, but so low a loss scale does not help.",
@@ -275,8 +275,7 @@ def _judge(state: Any, read: dict[str, Any], has_finite_params: bool) -> list[st
             "batch, scale=2.0**15). It names the line that overflows at that scale.",
         ]
     if skipped:
-        unused = read.get("retries") == 0
-        return ["The last step was applied.", *([RETRIED] if unused else [])]
+        return ["The last step was applied.", *([RETRIED] if retries == 0 else [])]
     if retries:
         return [f"No step was skipped. Overflows that cost no batch: {retries}."]
     if _is_new(state.inner_state):
