@@ -20,6 +20,10 @@ from optax_lossscale._rules.tolerant import (
     TolerantLossScale as TolerantLossScale,
     TolerantLossScaleState as TolerantLossScaleState,
 )
+from optax_lossscale._scale_parameter import (
+    scale_gradient as scale_gradient,
+    with_loss_scale as with_loss_scale,
+)
 from optax_lossscale._scaling import all_finite as all_finite
 from optax_lossscale._state import (
     LossScaleOptimizerState as LossScaleOptimizerState,

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -47,10 +48,10 @@ def scale_loss(rule: LossScale, loss: Any, state: Any) -> Any:
         return lambda *args, **kwargs: scale_loss(rule, loss(*args, **kwargs), state)
     if isinstance(loss, tuple | list | dict) or loss is None:
         raise TypeError(
-            f"The loss must be an array or a number, got {_types(loss)}. For auxiliary "
-            "data use value_and_grad."
+            f"The loss must be an array or a number, got {types_of(loss)}. For "
+            "auxiliary data use value_and_grad."
         )
-    _warn_of_float16(rule, loss)
+    warn_of_float16(loss, rule._bounds[1])
     return scale_up(loss, scale_of_step(rule, state))
 
 
@@ -111,7 +112,7 @@ def scaled_grad(
         def loss_times_scale(*args, **kwargs):
             out = fun(*args, **kwargs)
             loss = loss_of(out, has_aux)
-            _warn_of_float16(rule, loss)
+            warn_of_float16(loss, rule._bounds[1])
             # The loss itself is passed along: the scaled one may be inf.
             return scale_up(loss, scale), _Out(out)
 
@@ -128,7 +129,7 @@ def check_averaging(axis_name: Hashable | None, transform: Callable[..., Any]) -
     """
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     names = set(names).intersection(jax.sharding.get_abstract_mesh().manual_axes)
-    adds_up = all(_varies(jax.typeof(lax.axis_index(x))) for x in names)
+    adds_up = all(varying_axes(lax.axis_index(x)) for x in names)
     if adds_up or library_of(transform) not in ("jax", "equinox", "flax"):
         return
     raise ValueError(
@@ -150,15 +151,16 @@ def library_of(transform: Callable[..., Any]) -> str:
     return str(getattr(transform, "__module__", "")).partition(".")[0]
 
 
-def _varies(kind: Any) -> bool:
-    """Tells whether `jax.shard_map` knows that such arrays vary over devices."""
+def varying_axes(x: Any) -> frozenset[Any]:
+    """Returns the axes of `jax.shard_map` along which an array is known to vary."""
+    kind = jax.typeof(x)
     # The name of this attribute depends on the version of JAX.
     kind = getattr(kind, "manual_axis_type", kind)
-    return bool(getattr(kind, "varying", getattr(kind, "vma", None)))
+    return getattr(kind, "varying", getattr(kind, "vma", frozenset()))
 
 
-def _warn_of_float16(rule: LossScale, loss: Any) -> None:
-    largest = rule._bounds[1]
+def warn_of_float16(loss: Any, largest: float = math.inf) -> None:
+    """Warns of a float16 loss, if the largest scale is too large for its gradient."""
     if getattr(loss, "dtype", None) == jnp.float16 and largest >= 2.0**16:
         warn(
             "The loss is float16. Its gradient is the loss scale in float16, which is "
@@ -175,12 +177,12 @@ def loss_of(out: Any, has_aux: bool) -> Any:
         wanted = "a loss and auxiliary data" if has_aux else "a loss alone"
         raise TypeError(
             f"With has_aux={has_aux} the function must return {wanted}, the loss a "
-            f"floating-point scalar, got {_types(out)}."
+            f"floating-point scalar, got {types_of(out)}."
         )
     return loss
 
 
-def _types(tree: Any) -> Any:
+def types_of(tree: Any) -> Any:
     """Returns a tree with the types of its leaves, for messages."""
     return jax.tree.map(
         lambda x: jax.typeof(x) if hasattr(x, "dtype") else type(x).__name__, tree

@@ -1,9 +1,7 @@
 """The inner optimizer: wrappers for its dtypes and for parameters without gradients."""
 
 import contextlib
-import functools
 import inspect
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +11,6 @@ import optax
 
 from optax_lossscale._scaling import at_least_float32
 from optax_lossscale._tree import is_array, is_inexact, is_key, strongly_typed
-
-# No container with so many elements holds the parts of an optimizer.
-MANY = 1000
 
 
 def wrap(inner: Any) -> optax.GradientTransformationExtraArgs:
@@ -199,73 +194,3 @@ def as_parameters(proposed: Any, params: Any) -> Any:
         return new.astype(old.dtype) if is_array(old) else new
 
     return map_with_none(cast, proposed, params)
-
-
-def arguments_of_minimize(
-    inner: Any, loss_fn: Callable[..., Any], params: Any, loss: Any, grads: Any
-) -> dict[str, Any]:
-    """Returns the extra arguments of a line search, as far as `inner` names them.
-
-    Args:
-      inner: The user's optimizer.
-      loss_fn: Returns the loss of parameters alone.
-      params: The parameters.
-      loss: Their loss.
-      grads: Their unscaled gradients.
-    """
-    extra = {
-        "grad": grads,
-        "value_fn": lambda proposed: loss_fn(as_parameters(proposed, params)),
-    }
-    named = arguments_of_line_search(inner.update)
-    return {"value": loss} | {k: v for k, v in extra.items() if k in named}
-
-
-@functools.lru_cache
-def arguments_of_line_search(update: Callable[..., Any]) -> set[str]:
-    """Returns which of "grad" and "value_fn" an optimizer names as parameters.
-
-    The update of `optax.chain` takes any extra argument. So this looks into the
-    functions that it can call: those in closures, default values, globals, partial
-    functions and attributes, and those that they define.
-    """
-    wanted, names = {"grad", "value_fn"}, set()
-    # By id, and kept alive: the id of a temporary object would be used again.
-    seen: dict[int, Any] = {}
-    found: list[Any] = [update]
-    while found:
-        x = found.pop()
-        if id(x) in seen:
-            continue
-        seen[id(x)] = x
-        if isinstance(x, types.CodeType):
-            names.update(x.co_varnames[: x.co_argcount + x.co_kwonlyargcount])
-            found += x.co_consts
-        elif isinstance(x, types.FunctionType):
-            found += _inside(x)
-        elif isinstance(x, types.MethodType):
-            found += [x.__func__, x.__self__]
-        elif isinstance(x, functools.partial):
-            found += [x.func, x.args, x.keywords]
-        elif isinstance(x, tuple | list | dict) and len(x) < MANY:
-            found += x.values() if isinstance(x, dict) else x
-        elif callable(getattr(x, "update", x)) and not isinstance(x, type):
-            found += getattr(x, "__dict__", {}).values()
-    return names & wanted
-
-
-def _inside(function: types.FunctionType) -> list[Any]:
-    """Returns what a function can use besides its arguments."""
-    library = (function.__module__ or "").partition(".")[0]  # None if `exec` made it.
-    if library in ("jax", "numpy"):
-        return []
-    code = function.__code__
-    values = [code, function.__defaults__, function.__kwdefaults__, function.__dict__]
-    # A variable that has no value yet is an error.
-    with contextlib.suppress(ValueError):
-        known = inspect.getclosurevars(function)
-        values += [known.nonlocals, known.globals]
-        if library != "optax":  # optax.chain, for example
-            modules = [x for x in known.globals.values() if inspect.ismodule(x)]
-            values += [vars(x).get(n) for x in modules for n in code.co_names]
-    return values

@@ -8,9 +8,15 @@ from typing import Any
 import jax
 import optax
 
-from optax_lossscale import _check as check, _gradients, _retries, _step
+from optax_lossscale import (
+    _check as check,
+    _gradients,
+    _retries,
+    _scale_parameter,
+    _step,
+)
 from optax_lossscale._commit import Skip
-from optax_lossscale._inner import arguments_of_minimize
+from optax_lossscale._inner import as_parameters
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._rules.identifiers import get_loss_scale, keras_loss_scale
@@ -60,11 +66,18 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         is traced then, as under `jax.jit`. On GPU, XLA reads on the host whether to
         repeat, and waits for it. `update` and `apply_gradients` repeat nothing: they
         get no more than gradients.
+      scale_parameter: The name of the scale among the parameters, "loss_scale" for
+        example, for a trainer that computes the gradients: see `with_loss_scale`. The
+        inner optimizer and the rule do not get that leaf, and `update` sets it: its
+        update is the new scale minus the old one. The parameters hold one such
+        leaf, f32[]. `value_and_grad`, `minimize`, `get_scaled_loss` and
+        `get_unscaled_gradients` raise ValueError then.
 
     Raises:
       ValueError: If `loss_scale` comes with `dynamic`, `initial_scale` or
         `dynamic_growth_steps`, or `dynamic=False` without `initial_scale` or with
-        `dynamic_growth_steps`; if an argument is out of its range.
+        `dynamic_growth_steps`; if `retries` comes with `scale_parameter`; if an
+        argument is out of its range.
       TypeError: If an argument is of the wrong type, or `inner_optimizer` is a
         `LossScaleOptimizer`.
 
@@ -115,6 +128,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         skip: Skip = "auto",
         check_loss: bool = False,
         retries: int | None = None,
+        scale_parameter: str | None = None,
     ):
         if isinstance(inner_optimizer, LossScaleOptimizer):
             raise TypeError(
@@ -134,7 +148,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         self = _without_attributes(cls)
         retries = 0 if retries is None else check.count("retries", retries, least=0)
         options = (inner_optimizer, chosen, axis_name, skip, check_loss, retries)
-        self._options = Options(*options)
+        self._options = Options(*options, scale_parameter)
         self._options.check()
         return self
 
@@ -225,6 +239,19 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         good_steps = getattr(find_state(state).loss_scale_state, "good_steps", None)
         return None if good_steps is None else unbox(good_steps)
 
+    @property
+    def _step(self) -> Any:
+        return _step if self._options.scale_parameter is None else _scale_parameter
+
+    def _check_that_it_scales(self) -> None:
+        name = self._options.scale_parameter
+        if name is not None:
+            raise ValueError(
+                f"An optimizer with scale_parameter={name!r} does not scale the loss: "
+                "with_loss_scale(loss_fn) does. Differentiate that, and call update or "
+                "apply_gradients."
+            )
+
     def init(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, params: Any
     ) -> LossScaleOptimizerState:
@@ -241,7 +268,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         Raises:
           TypeError: If the inner optimizer scales losses itself.
         """
-        return _step.init(self._options, params)
+        return self._step.init(self._options, params)
 
     def current_loss_scale(self, state: Any) -> jax.Array:
         """Returns the current loss scale.
@@ -320,6 +347,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> print(f"{grad:.2g}")
           1e-08
         """
+        self._check_that_it_scales()
         # eqx.filter_value_and_grad has no argnums: it uses the first argument.
         options = {} if argnums == 0 else {"argnums": argnums}
         transform = functools.partial(transform, **options)
@@ -370,6 +398,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> print(scaled, optimizer.get_unscaled_gradients(scaled, state))
           32768.0 1.0
         """
+        self._check_that_it_scales()
         return _gradients.scale_loss(self.loss_scale, loss, state)
 
     def get_unscaled_gradients(self, grads: Any, state: Any) -> Any:
@@ -403,6 +432,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> optimizer.get_unscaled_gradients(grads, state)
           [Array(2., dtype=float32), None, Array(-4., dtype=float32)]
         """
+        self._check_that_it_scales()
         return _gradients.unscale(
             self.loss_scale, self._options.choose_skip(), grads, state
         )
@@ -446,7 +476,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             missing or not a real scalar.
         """
         extra_args["skip_if"] = skip_if
-        return _step.update(self._options, updates, state, params, extra_args)
+        return self._step.update(self._options, updates, state, params, extra_args)
 
     def apply_gradients(
         self,
@@ -479,7 +509,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             missing or not a real scalar.
         """
         extra_args["skip_if"] = skip_if
-        return _step.apply_gradients(self._options, grads, params, state, extra_args)
+        return self._step.apply_gradients(
+            self._options, grads, params, state, extra_args
+        )
 
     def minimize(
         self,
@@ -498,8 +530,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         You cannot reduce gradients over devices in between: under `jax.pmap` use
         `value_and_grad` and `apply_gradients`.
 
-        The inner optimizer gets the extra argument `value`, the loss. It also gets
-        `grad` and `value_fn` if it names them as parameters, as line searches do.
+        The inner optimizer gets the extra arguments `value` (the loss), `grad` and
+        `value_fn`, which line searches need.
 
         Args:
           loss_fn: Called with `params`, `*args` and `**kwargs`; returns a real
@@ -585,14 +617,10 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         def loss_of(value):
             return value[0] if has_aux else value
 
-        def loss_of_params(params):
-            return loss_of(loss_fn(params, *args, **kwargs))
+        def loss_of_params(proposed):
+            return loss_of(loss_fn(as_parameters(proposed, params), *args, **kwargs))
 
-        # Unscaled once, for both check and step: XLA fuses it with the end of the
-        # gradient.
-        extra = arguments_of_minimize(
-            self.inner_optimizer, loss_of_params, params, loss_of(value), grads
-        )
+        extra = {"value": loss_of(value), "value_fn": loss_of_params}
         if skip_if is not None:
             skip_if = skip_if(value, grads) if callable(skip_if) else skip_if
             extra["skip_if"] = _step.flag(skip_if)

@@ -30,6 +30,7 @@ class Options(NamedTuple):
     skip: Skip
     check_loss: bool
     retries: int
+    scale_parameter: str | None
 
     def check(self) -> None:
         """Raises if an argument is of the wrong type or out of its range."""
@@ -43,6 +44,16 @@ class Options(NamedTuple):
                 f"axis_name must be a name or a tuple of names, got {self.axis_name!r}."
             )
         check.boolean("check_loss", self.check_loss)
+        if not isinstance(self.scale_parameter, str | None):
+            raise TypeError(
+                'scale_parameter must be a name, "loss_scale" for example, or None, '
+                f"got {self.scale_parameter!r}."
+            )
+        if self.retries and self.scale_parameter is not None:
+            raise ValueError(
+                "Pass either retries or scale_parameter: with the latter, the trainer "
+                "runs the backward pass, and minimize repeats none."
+            )
 
     def choose_skip(self, has_veto: bool = False) -> Skip | None:
         """Returns how the step that is being traced is skipped; None if it never is."""
@@ -141,6 +152,8 @@ def _take_step(
     # Run or keep.
     def run(inputs, inner_state, params):
         grads, extra = inputs
+        if "value_fn" in extra:  # For a line search, which wants the gradients, too.
+            extra = {"grad": grads} | extra
         updates, inner_state = inner.update(grads, inner_state, params, **extra)
         # Python integers among the parameters stay Python integers.
         return finish(updates, params), strongly_typed(inner_state)

@@ -1,0 +1,340 @@
+"""The scale among the parameters: for trainers that compute the gradients."""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from optax_lossscale import _check as check, _state, _step
+from optax_lossscale._gradients import (
+    loss_of,
+    types_of,
+    varying_axes,
+    warn_of_float16,
+)
+from optax_lossscale._scaling import all_finite, on_all_devices, scale_down, scale_up
+from optax_lossscale._step import Options
+from optax_lossscale._tree import is_array, is_inexact, split_arrays
+from optax_lossscale._warn import warn
+
+_HINTS = {
+    "params": "Pass the parameters. Before init, add jnp.float32("
+    "optimizer.initial_scale) to them by this name. A trainer that casts parameters "
+    "must leave it float32.",
+    "grads": "It tells of overflows: differentiate the result of with_loss_scale with "
+    "respect to all parameters.",
+}
+
+
+def scale_gradient(tree: Any, scale: jax.Array | float) -> Any:
+    """Returns its argument, whose gradients are multiplied by a scale.
+
+    The value stays as it is. Multiply the gradients at one point, and divide them at
+    another: in between they are larger, and do not underflow in float16.
+
+    Args:
+      tree: Any pytree. Leaves that are no floating-point or complex arrays pass
+        through, and so do modules of Flax nnx.
+      scale: f32[], or a Python number. It has no derivative.
+
+    Returns:
+      The same tree. In the backward pass the gradients of its arrays are multiplied by
+      `scale` in at least float32, and keep their dtypes. In forward mode the
+      tangents are.
+
+    Raises:
+      TypeError: If `scale` is of another dtype or shape.
+
+    Examples:
+      Below 2**-25 a float16 gradient is zero, unless it is scaled on its way:
+
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from optax_lossscale import scale_gradient
+      >>> half = jnp.float16(1e-4)
+      >>> def loss_fn(x, scale):
+      ...     x = scale_gradient(x, 1 / scale)
+      ...     y = x.astype(jnp.float16) * half * half
+      ...     return scale_gradient(y.astype(jnp.float32), scale)
+      >>> for scale in (1.0, 1024.0):
+      ...     print(f"{jax.grad(loss_fn)(1.0, scale):.2g}")
+      0
+      1e-08
+
+    References:
+      `haiku.scale_gradient` (named `rlax.scale_gradient` earlier).
+    """
+    if type(scale) in (int, float):
+        scale = jnp.float32(scale)
+    if np.shape(scale) != () or getattr(scale, "dtype", None) != jnp.float32:
+        raise TypeError(
+            "scale must be a number or a float32 scalar (float16 ends at 65504), got "
+            f"{types_of(scale)}."
+        )
+    factor = lax.stop_gradient(scale)
+
+    def leaf(x):
+        if not is_array(x) or not is_inexact(x):
+            return x
+        if varying_axes(factor):  # Then the result varies over these devices as well.
+            x = jnp.where(factor == factor, x, x)
+        return _scale_tangent(x, factor)
+
+    return jax.tree.map(leaf, tree, is_leaf=_is_module)
+
+
+@jax.custom_jvp
+def _scale_tangent(x, scale):
+    return x
+
+
+@_scale_tangent.defjvp
+def _(primals, tangents):
+    x, scale = primals
+    return x, scale_up(tangents[0], scale).astype(x.dtype)
+
+
+def with_loss_scale(
+    loss_fn: Callable[..., Any],
+    scale_parameter: str = "loss_scale",
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """Makes a loss function with true gradients, for a trainer that computes them.
+
+    Pass the result to the trainer in place of `loss_fn`, and
+    `LossScaleOptimizer(inner, scale_parameter="loss_scale")` in place of `inner`. The
+    parameters carry the scale from one to the other: add
+    `jnp.float32(optimizer.initial_scale)` to them, named "loss_scale".
+
+    The loss and the gradients are those of `loss_fn`; only the backward pass computes
+    with scaled numbers. So the trainer may log, clip, accumulate and average
+    gradients. If one of them is not finite, **all gradients of the parameters are zero,
+    and the gradient of the scale is 1**: the trainer sees no inf or nan, and the
+    optimizer skips the step and lowers the scale.
+
+    Args:
+      loss_fn: A function whose first argument are the parameters: a pytree, or a
+        Flax nnx module. It gets zero in the place of the scale. It returns a loss, or
+        a loss and auxiliary data if `has_aux`.
+      scale_parameter: The name of the scale: the last key of one leaf, f32[].
+      has_aux: Whether `loss_fn` returns auxiliary data as well.
+
+    Returns:
+      A function with the arguments and results of `loss_fn`. Differentiate it in
+      reverse mode, with respect to all parameters. Gradients have the dtypes of the
+      parameters: keep these in float32, and cast them in `loss_fn`. Gradients with
+      respect to other arguments are true, too, but may hold inf or nan; those with
+      respect to arrays that `loss_fn` closes over, and further modules of Flax nnx, are
+      scaled.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or, when called, if the loss is
+        no floating-point number.
+      ValueError: When called, if the parameters hold no such leaf, or several, or one
+        of another dtype or shape.
+
+    Warns:
+      UserWarning: If the loss is float16, or if gradients of float16 parameters are
+        computed.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from optax_lossscale import LossScaleOptimizer, with_loss_scale
+      >>> optimizer = LossScaleOptimizer(
+      ...     optax.sgd(0.25), initial_scale=2.0**10, scale_parameter="loss_scale"
+      ... )
+      >>> def loss_fn(params, x):
+      ...     y = params["w"].astype(jnp.float16) * x
+      ...     return y.astype(jnp.float32) ** 2
+      >>> params = {"w": jnp.float32(2), "loss_scale": jnp.float32(2**10)}
+      >>> state = optimizer.init(params)
+
+      What a trainer does:
+
+      >>> grad_fn = jax.value_and_grad(with_loss_scale(loss_fn))
+      >>> loss, grads = grad_fn(params, jnp.float16(0.5))
+      >>> updates, state = optimizer.update(grads, state, params)
+      >>> params = optax.apply_updates(params, updates)
+      >>> print(loss, grads["w"], params["w"], params["loss_scale"])
+      1.0 1.0 1.75 1024.0
+
+      After an overflow, the scale among the parameters is lower:
+
+      >>> loss, grads = grad_fn(params, jnp.float16(100))
+      >>> updates, state = optimizer.update(grads, state, params)
+      >>> params = optax.apply_updates(params, updates)
+      >>> print(loss, grads["w"], params["w"], params["loss_scale"])
+      30625.0 0.0 1.75 512.0
+    """
+    check.function("loss_fn", loss_fn)
+    check.boolean("has_aux", has_aux)
+
+    @functools.wraps(loss_fn)
+    def scaled_loss(params, *args, **kwargs):
+        nnx = sys.modules["flax.nnx"] if _is_module(params) else None
+        tree = nnx.state(params) if nnx else params
+        place, leaf, rest = _take_out(scale_parameter, tree, "params")
+        scale = jnp.clip(leaf, check.SMALLEST_SCALE, check.LARGEST_SCALE)
+        scale = lax.stop_gradient(scale)
+        arrays, join = split_arrays(rest)
+        # A penalty on all parameters must not see the scale.
+        inside = place(join(_enter(arrays, scale, leaf)), jnp.zeros_like(leaf))
+        # Gradients with respect to other arguments are unscaled one by one.
+        args, kwargs = scale_gradient((args, kwargs), 1 / scale)
+        if nnx is None:
+            out = loss_fn(inside, *args, **kwargs)
+        else:
+            nnx.update(params, inside)
+            try:
+                out = loss_fn(params, *args, **kwargs)
+            finally:
+                nnx.update(params, place(nnx.state(params), leaf))
+        loss = loss_of(out, has_aux)
+        warn_of_float16(loss)
+        loss = scale_gradient(loss, scale)
+        return (loss, out[1]) if has_aux else loss
+
+    return scaled_loss
+
+
+@jax.custom_vjp
+def _enter(arrays, scale, leaf):
+    """Returns parameters whose gradients are unscaled, or all zero if one overflows."""
+    return arrays
+
+
+def _enter_forward(arrays, scale, leaf):
+    # None where the trainer asks for no gradient.
+    wanted = [() if x.perturbed else None for x in arrays]
+    if any(x.perturbed and x.value.dtype == jnp.float16 for x in arrays):
+        warn(
+            "Parameters are float16, and so are their gradients, which are zero below "
+            "2**-25 once they are unscaled. Keep parameters in float32, and cast them "
+            "in loss_fn."
+        )
+    return [x.value for x in arrays], (scale.value, wanted)
+
+
+def _enter_backward(residuals, grads):
+    scale, wanted = residuals
+    grads = [
+        None
+        if mark is None or isinstance(x, SymbolicZero)
+        else scale_down(x, scale).astype(x.dtype)
+        for x, mark in zip(grads, wanted, strict=True)
+    ]
+    finite = all_finite(grads)
+    # Devices of jax.shard_map decide together, if all of them have this scale.
+    axes = varying_axes(finite) - varying_axes(scale)
+    finite = on_all_devices(finite, tuple(axes) or None)
+    grads = jax.tree.map(lambda x: jnp.where(finite, x, 0), grads)
+    return grads, None, (~finite).astype(jnp.float32)
+
+
+_enter.defvjp(_enter_forward, _enter_backward, symbolic_zeros=True)
+
+
+def _is_module(x: Any) -> bool:
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, nnx.Pytree)
+
+
+def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
+    """Returns the state before the first step."""
+    return _step.init(options, _take_out(options.scale_parameter, params, "params")[2])
+
+
+def update(
+    options: Options, grads: Any, state: Any, params: Any, extra: dict[str, Any]
+) -> tuple[Any, _state.LossScaleOptimizerState]:
+    """Returns the updates of a step, that of the scale too, and the new state."""
+    place, old, params = _take_out(options.scale_parameter, params, "params")
+    grads, state = _look(options, grads, state, extra)
+    updates, state = _step.update(options, grads, state, params, extra)
+    new = options.loss_scale.loss_scale(state.loss_scale_state)
+    # Not all the way down where the difference rounds to minus the old scale.
+    return place(updates, jnp.maximum(new, old * 2.0**-23) - old), state
+
+
+def apply_gradients(
+    options: Options, grads: Any, params: Any, state: Any, extra: dict[str, Any]
+) -> tuple[Any, _state.LossScaleOptimizerState]:
+    """Returns the parameters after a step, the scale among them, and the new state."""
+    place, _, params = _take_out(options.scale_parameter, params, "params")
+    grads, state = _look(options, grads, state, extra)
+    params, state = _step.apply_gradients(options, grads, params, state, extra)
+    return place(params, options.loss_scale.loss_scale(state.loss_scale_state)), state
+
+
+def _look(
+    options: Options, grads: Any, state: Any, extra: dict[str, Any]
+) -> tuple[Any, _state.LossScaleOptimizerState]:
+    """Shows an overflow, of which the gradient of the scale tells, to the rule.
+
+    Returns:
+      The other gradients, and the state with a `Look`.
+    """
+    rule = options.loss_scale
+    _state.check_state(state, rule, options.retries)
+    _, overflows, grads = _take_out(options.scale_parameter, grads, "grads")
+    overflow = overflows != 0
+    seen = jax.tree.map(
+        lambda x: jnp.where(overflow, jnp.nan, x) if is_inexact(x) else x, grads
+    )
+    look = _step.look(rule, seen, state.loss_scale_state, options.axis_name)
+    if not rule.skip_nonfinite:
+        veto = extra["skip_if"]
+        extra["skip_if"] = overflow if veto is None else overflow | _step.flag(veto)
+    return grads, state._replace(loss_scale_state=look)
+
+
+def _take_out(
+    name: str | None, tree: Any, what: str
+) -> tuple[Callable[[Any, Any], Any], jax.Array, Any]:
+    """Takes the scale, or its gradient, out of a tree.
+
+    Args:
+      name: The argument `scale_parameter`.
+      tree: The parameters, or their gradients.
+      what: "params" or "grads".
+
+    Returns:
+      A function that puts an array in the place of the scale in such a tree; the scale;
+      and the tree with None in its place.
+    """
+
+    def is_named(path, _):
+        return bool(path) and jax.tree_util.keystr(path[-1:], simple=True) == name
+
+    def replaced(tree, box):
+        return jax.tree.map_with_path(
+            lambda path, x: box if is_named(path, x) else x,
+            tree,
+            is_leaf=is_named,
+            is_leaf_takes_path=True,
+        )
+
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_named, is_leaf_takes_path=True)
+    found = [(path, x) for path, x in leaves if is_named(path, x)]
+    arrays = jax.tree.leaves([x for _, x in found])
+    is_one = len(found) == len(arrays) == 1 and np.shape(arrays[0]) == ()
+    dtype = jnp.float32 if what == "params" else jnp.floating
+    if not is_one or not jnp.issubdtype(jnp.result_type(arrays[0]), dtype):
+        shown = [f"{jax.tree_util.keystr(path)}: {types_of(x)}" for path, x in found]
+        raise ValueError(
+            f"{what} must hold one float32 scalar named {name!r}, got "
+            f"{', '.join(shown) or f'none in a {type(tree).__name__}'}. {_HINTS[what]}"
+        )
+
+    def place(tree, leaf):
+        return replaced(tree, jax.tree.map(lambda _: leaf, found[0][1]))
+
+    return place, arrays[0], replaced(tree, None)
