@@ -310,31 +310,38 @@ def _take_out(
       A function that puts an array in the place of the scale in such a tree; the scale;
       and the tree with None in its place.
     """
+    found = []
+
+    def cut(path, box):
+        found.append((jax.tree_util.keystr(path), box))
+
+    rest = _map_named(cut, name, tree)
+    arrays = jax.tree.leaves([box for _, box in found])
+    is_one = len(found) == len(arrays) == 1 and np.shape(arrays[0]) == ()
+    dtype = jnp.float32 if what == "params" else jnp.floating
+    if not is_one or not jnp.issubdtype(jnp.result_type(arrays[0]), dtype):
+        got = ", ".join(f"{path}: {types_of(box)}" for path, box in found)
+        raise ValueError(
+            f"{what} must hold one float32 scalar named {name!r}, got "
+            f"{got or f'none in a {type(tree).__name__}'}. {_HINTS[what]}"
+        )
+
+    def place(tree, leaf):
+        box = jax.tree.map(lambda _: leaf, found[0][1])
+        return _map_named(lambda *_: box, name, tree)
+
+    return place, arrays[0], rest
+
+
+def _map_named(function: Callable[[Any, Any], Any], name: str | None, tree: Any) -> Any:
+    """Maps what has this name in a tree, given its path; the rest stays."""
 
     def is_named(path, _):
         return bool(path) and jax.tree_util.keystr(path[-1:], simple=True) == name
 
-    def replaced(tree, box):
-        return jax.tree.map_with_path(
-            lambda path, x: box if is_named(path, x) else x,
-            tree,
-            is_leaf=is_named,
-            is_leaf_takes_path=True,
-        )
-
-    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_named, is_leaf_takes_path=True)
-    found = [(path, x) for path, x in leaves if is_named(path, x)]
-    arrays = jax.tree.leaves([x for _, x in found])
-    is_one = len(found) == len(arrays) == 1 and np.shape(arrays[0]) == ()
-    dtype = jnp.float32 if what == "params" else jnp.floating
-    if not is_one or not jnp.issubdtype(jnp.result_type(arrays[0]), dtype):
-        shown = [f"{jax.tree_util.keystr(path)}: {types_of(x)}" for path, x in found]
-        raise ValueError(
-            f"{what} must hold one float32 scalar named {name!r}, got "
-            f"{', '.join(shown) or f'none in a {type(tree).__name__}'}. {_HINTS[what]}"
-        )
-
-    def place(tree, leaf):
-        return replaced(tree, jax.tree.map(lambda _: leaf, found[0][1]))
-
-    return place, arrays[0], replaced(tree, None)
+    return jax.tree.map_with_path(
+        lambda path, x: function(path, x) if is_named(path, x) else x,
+        tree,
+        is_leaf=is_named,
+        is_leaf_takes_path=True,
+    )
