@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale import LossScaleOptimizer
+from optax_lossscale import LossScaleOptimizer, with_loss_scale
 
 PLAIN, PLAIN_KERAS = "optax, no scaling", "Keras 3, no scaling"
 OPTIMIZERS = {
@@ -91,6 +91,24 @@ def _in_two(inner, loss_fn, *, call, given, **options):
         return params, state, loss
 
     return System(optimizer.init, step)
+
+
+def _in_a_trainer(inner, loss_fn):
+    optimizer = LossScaleOptimizer(inner, scale_parameter="loss_scale")
+    grad_fn = jax.value_and_grad(with_loss_scale(lambda x, *b: loss_fn(x["all"], *b)))
+
+    def init(params):
+        scale = jnp.float32(optimizer.initial_scale)
+        return scale, optimizer.init({"all": params, "loss_scale": scale})
+
+    def step(params, state, *batch):
+        params = {"all": params, "loss_scale": state[0]}
+        loss, grads = grad_fn(params, *batch)
+        updates, state = optimizer.update(grads, state[1], params)
+        params = optax.apply_updates(params, updates)
+        return params["all"], (params["loss_scale"], state), loss
+
+    return System(init, step)
 
 
 def _flax(inner, loss_fn):
@@ -248,6 +266,7 @@ def make_systems(
             label = f"{call} of unscaled" if given else call
             found[f"{label}, {skip}"] = make(_in_two, inner, loss_fn, **options)
     found["minimize, fixed scale"] = make(minimize, inner, loss_fn, loss_scale=SCALE)
+    found["with_loss_scale, update"] = make(_in_a_trainer, inner, loss_fn)
     found["flax DynamicScale"] = make(_flax, inner, loss_fn)
     found["jmp"] = make(_jmp, inner, loss_fn)
     found["mpx"] = make(_mpx, inner, loss_fn)

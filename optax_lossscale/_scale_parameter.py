@@ -20,7 +20,7 @@ from optax_lossscale._gradients import (
 )
 from optax_lossscale._scaling import all_finite, on_all_devices, scale_down, scale_up
 from optax_lossscale._step import Options
-from optax_lossscale._tree import is_array, is_inexact, split_arrays
+from optax_lossscale._tree import has_gradient, is_inexact, split_arrays
 from optax_lossscale._warn import warn
 
 _HINTS = {
@@ -80,7 +80,7 @@ def scale_gradient(tree: Any, scale: jax.Array | float) -> Any:
     factor = lax.stop_gradient(scale)
 
     def leaf(x):
-        if not is_array(x) or not is_inexact(x):
+        if not has_gradient(x):
             return x
         if varying_axes(factor):  # Then the result varies over these devices as well.
             x = jnp.where(factor == factor, x, x)
@@ -178,13 +178,14 @@ def with_loss_scale(
     check.boolean("has_aux", has_aux)
 
     @functools.wraps(loss_fn)
-    def scaled_loss(params, *args, **kwargs):
+    def scaled_loss(params, /, *args, **kwargs):
         nnx = sys.modules["flax.nnx"] if _is_module(params) else None
         tree = nnx.state(params) if nnx else params
         place, leaf, rest = _take_out(scale_parameter, tree, "params")
         scale = jnp.clip(leaf, check.SMALLEST_SCALE, check.LARGEST_SCALE)
-        scale = lax.stop_gradient(scale)
-        arrays, join = split_arrays(rest)
+        # Zero, as another with_loss_scale around this one leaves it: no scale.
+        scale = lax.stop_gradient(jnp.where(leaf <= 0, 1, scale))
+        arrays, join = split_arrays(rest, has_gradient)
         # A penalty on all parameters must not see the scale.
         inside = place(join(_enter(arrays, scale, leaf)), jnp.zeros_like(leaf))
         # Gradients with respect to other arguments are unscaled one by one.
@@ -220,18 +221,18 @@ def _enter_forward(arrays, scale, leaf):
             "2**-25 once they are unscaled. Keep parameters in float32, and cast them "
             "in loss_fn."
         )
-    return [x.value for x in arrays], (scale.value, wanted)
+    return [x.value for x in arrays], (scale.value, leaf.value, wanted)
 
 
 def _enter_backward(residuals, grads):
-    scale, wanted = residuals
+    scale, leaf, wanted = residuals
     grads = [
         None
         if mark is None or isinstance(x, SymbolicZero)
         else scale_down(x, scale).astype(x.dtype)
         for x, mark in zip(grads, wanted, strict=True)
     ]
-    finite = all_finite(grads)
+    finite = all_finite(grads) | (leaf <= 0)
     # Devices of jax.shard_map decide together, if all of them have this scale.
     axes = varying_axes(finite) - varying_axes(scale)
     finite = on_all_devices(finite, tuple(axes) or None)
@@ -249,7 +250,9 @@ def _is_module(x: Any) -> bool:
 
 def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
     """Returns the state before the first step."""
-    return _step.init(options, _take_out(options.scale_parameter, params, "params")[2])
+    if jax.tree.leaves(params):  # optax.tree.map_params has a placeholder.
+        _, _, params = _take_out(options.scale_parameter, params, "params")
+    return _step.init(options, params)
 
 
 def update(

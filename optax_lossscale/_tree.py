@@ -32,20 +32,25 @@ def unbox(value: Any) -> jax.Array:
     return array
 
 
+def has_gradient(leaf: Any) -> bool:
+    """Whether JAX can differentiate with respect to `leaf`, which NumPy's are not."""
+    return isinstance(leaf, jax.Array) and is_inexact(leaf)
+
+
 def split_arrays(
-    tree: Any,
+    tree: Any, is_chosen: Callable[[Any], bool] = is_array
 ) -> tuple[list[jax.Array], Callable[[Sequence[Any]], Any]]:
     """Returns the arrays of a tree, and a function that puts others in their places."""
     leaves, treedef = jax.tree.flatten(tree)
     # None is no leaf, so it can mark the arrays. The function must not hold them: they
     # may be tracers of a trace that has ended.
-    constants = [None if is_array(x) else x for x in leaves]
+    constants = [None if is_chosen(x) else x for x in leaves]
 
     def join(arrays):
         rest = iter(arrays)
         return treedef.unflatten([next(rest) if x is None else x for x in constants])
 
-    return [x for x in leaves if is_array(x)], join
+    return [x for x in leaves if is_chosen(x)], join
 
 
 def is_inexact(leaf: Any) -> bool:
