@@ -91,6 +91,15 @@ def boolean(name: str, value: Any) -> bool:
     return value
 
 
+def key(name: str, value: Any) -> str:
+    """Returns `value`, if it is a string."""
+    if not isinstance(value, str):
+        raise TypeError(
+            f'{name} must be a name, "loss_scale" for example, got {value!r}.'
+        )
+    return value
+
+
 def function(name: str, value: Any) -> Any:
     """Returns `value`, if it can be called."""
     if not callable(value):

@@ -40,7 +40,7 @@ def scale_gradient(tree: Any, scale: jax.Array | float) -> Any:
 
     Args:
       tree: Any pytree. Leaves that are no floating-point or complex arrays pass
-        through, and so do modules of Flax nnx.
+        through.
       scale: f32[], or a Python number. It has no derivative.
 
     Returns:
@@ -86,7 +86,7 @@ def scale_gradient(tree: Any, scale: jax.Array | float) -> Any:
             x = jnp.where(factor == factor, x, x)
         return _scale_tangent(x, factor)
 
-    return jax.tree.map(leaf, tree, is_leaf=_is_module)
+    return jax.tree.map(leaf, tree)
 
 
 @jax.custom_jvp
@@ -129,9 +129,9 @@ def with_loss_scale(
       A function with the arguments and results of `loss_fn`. Differentiate it in
       reverse mode, with respect to all parameters. Gradients have the dtypes of the
       parameters: keep these in float32, and cast them in `loss_fn`. Gradients with
-      respect to other arguments are true, too, but may hold inf or nan; those with
-      respect to arrays that `loss_fn` closes over, and further modules of Flax nnx, are
-      scaled.
+      respect to other arguments are true, too, but may hold inf or nan. Those with
+      respect to arrays that `loss_fn` closes over stay scaled, and so do those with
+      respect to further modules and variables of Flax nnx.
 
     Raises:
       TypeError: If an argument is of the wrong type, or, when called, if the loss is
@@ -175,11 +175,12 @@ def with_loss_scale(
       30625.0 0.0 1.75 512.0
     """
     check.function("loss_fn", loss_fn)
+    check.key("scale_parameter", scale_parameter)
     check.boolean("has_aux", has_aux)
 
     @functools.wraps(loss_fn)
     def scaled_loss(params, /, *args, **kwargs):
-        nnx = sys.modules["flax.nnx"] if _is_module(params) else None
+        nnx = sys.modules["flax.nnx"] if _is_of_nnx(params) else None
         tree = nnx.state(params) if nnx else params
         place, leaf, rest = _take_out(scale_parameter, tree, "params")
         scale = jnp.clip(leaf, check.SMALLEST_SCALE, check.LARGEST_SCALE)
@@ -189,7 +190,11 @@ def with_loss_scale(
         # A penalty on all parameters must not see the scale.
         inside = place(join(_enter(arrays, scale, leaf)), jnp.zeros_like(leaf))
         # Gradients with respect to other arguments are unscaled one by one.
-        args, kwargs = scale_gradient((args, kwargs), 1 / scale)
+        args, kwargs = jax.tree.map(
+            lambda x: x if _is_of_nnx(x) else scale_gradient(x, 1 / scale),
+            (args, kwargs),
+            is_leaf=_is_of_nnx,
+        )
         if nnx is None:
             out = loss_fn(inside, *args, **kwargs)
         else:
@@ -243,9 +248,10 @@ def _enter_backward(residuals, grads):
 _enter.defvjp(_enter_forward, _enter_backward, symbolic_zeros=True)
 
 
-def _is_module(x: Any) -> bool:
+def _is_of_nnx(x: Any) -> bool:
+    """Tells whether `x` is a module, or a variable, which may be changed in place."""
     nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(x, nnx.Pytree)
+    return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
 
 
 def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:

@@ -44,11 +44,8 @@ class Options(NamedTuple):
                 f"axis_name must be a name or a tuple of names, got {self.axis_name!r}."
             )
         check.boolean("check_loss", self.check_loss)
-        if not isinstance(self.scale_parameter, str | None):
-            raise TypeError(
-                'scale_parameter must be a name, "loss_scale" for example, or None, '
-                f"got {self.scale_parameter!r}."
-            )
+        if self.scale_parameter is not None:
+            check.key("scale_parameter", self.scale_parameter)
         if self.retries and self.scale_parameter is not None:
             raise ValueError(
                 "Pass either retries or scale_parameter: with the latter, the trainer "

@@ -37,7 +37,6 @@ def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
         end_value=0.1 * config.learning_rate,
     )
     inner = optax.chain(
-        record_largest(),
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(schedule, b2=0.95, weight_decay=config.weight_decay, mask=decays),
         average_parameters(config.average_decay),
@@ -45,7 +44,8 @@ def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
     if config.loss_scale == "none":
         return inner
     rule = RULES[config.loss_scale]
-    return LossScaleOptimizer(inner, rule, retries=config.retries)
+    recorded = optax.chain(record_largest(), inner)
+    return LossScaleOptimizer(recorded, rule, retries=config.retries)
 
 
 def decays(params: Any) -> Any:

@@ -44,12 +44,12 @@ def test_loss_scaling_adds_next_to_nothing(target, preset):
     plain, scaled = (
         lower(preset, found, loss_scale).compile() for loss_scale in ("none", "dynamic")
     )
-    # A scalar, for the check of the gradients.
+    # Scalars: the check of the gradients, and the largest of them, which is logged.
     (plain_big, plain_scalars), (big, scalars) = map(collectives, (plain, scaled))
     print(f"{target}: without {plain_big} and {plain_scalars} of scalars")
     print(f"{target}: with    {big} and {scalars} of scalars")
     assert sum(big.values()) <= sum(plain_big.values())
-    assert scalars - plain_scalars <= 1
+    assert scalars - plain_scalars <= 2
     print(f"{target}: {held(plain)} bytes held without, {held(scaled)} with")
     assert held(scaled) <= 1.01 * held(plain) + 4096
     costs = [(compiled.cost_analysis() or {}) for compiled in (plain, scaled)]
