@@ -143,6 +143,19 @@ def check_flax_nnx(page):
         assert trainer.step[...] == 62
         assert trainer.opt_state.inner_state[0].count[...] == 61
 
+    # The trainer that nobody edits: what it logs is true.
+    logs = {x: page[x].log for x in ("in_float32", "in_float16", "scaled")}
+    logs = {name: [list(x.values()) for x in log] for name, log in logs.items()}
+    np.testing.assert_allclose(logs["scaled"], logs["in_float32"], rtol=0.02)
+    assert not np.any(logs["in_float16"], axis=0)[1]
+    trainer = page["scaled"]
+    before = arrays(nnx.to_pure_dict(nnx.state(trainer.model, nnx.Param)))
+    trainer.step(page["images"][:128].at[5, 20].set(INF), page["labels"][:128])
+    trainer.model.loss_scale[...] *= 2
+    after = arrays(nnx.to_pure_dict(nnx.state(trainer.model, nnx.Param)))
+    assert_same_bits(after, before)
+    assert trainer.optimizer.opt_state.skipped_steps[...] == 1
+
 
 def check_equinox(page):
     state = [page[name] for name in ("model", "opt_state")]
@@ -368,6 +381,28 @@ def check_optax(page):
     # The ascent matters more than the rounding of float16.
     plain = params - 0.1 * grad_fn(params)
     assert np.abs(plain - wanted).max() > 3e-4
+
+
+def check_numpyro(page):
+    """NumPyro's `SVI`, with a scan and step by step, is as in float32."""
+    svi, result, x = page["svi"], page["result"], page["images"]
+    losses = page["in_float32"].losses
+    np.testing.assert_allclose(result.losses, losses, rtol=2e-3)
+    assert losses[-1] < losses[0] / 2
+    # Only the samples differ.
+    assert page["unscaled"].losses[-1] > losses[0] * 0.95
+    again = svi.run(jax.random.key(0), 3, x, progress_bar=True, stable_update=True)
+    np.testing.assert_allclose(again.losses, result.losses[:3], rtol=1e-5)
+    # A loss that is not finite.
+    state, loss = jax.jit(svi.update)(result.state, x.at[5, 20].set(INF))
+    assert not np.isfinite(loss)
+    params = svi.get_params(state)
+    assert params.pop("loss_scale") == 2.0**39
+    assert_same_bits(params, {name: result.params[name] for name in params})
+    state, _ = jax.jit(svi.stable_update)(result.state, x.at[5, 20].set(INF))
+    assert svi.get_params(state)["loss_scale"] == 2.0**40
+    with pytest.raises(TypeError, match="forward-mode"):
+        svi.update(result.state, x, forward_mode_differentiation=True)
 
 
 def check_troubleshooting(page):
