@@ -31,9 +31,9 @@ def pull_back(scale, x, gradient):
 @every_wrap
 def test_keeps_the_value_to_the_bit(wrap, dtype):
     x = jnp.array([-0.0, NAN, jnp.finfo(dtype).smallest_subnormal, INF, 1.5], dtype)
-    for scale in (1024.0, 0.1, -1.0, NAN):
-        found = wrap(functools.partial(jax.vjp, scale_gradient))(x, jnp.float32(scale))
-        assert_same_bits((found[0], wrap(scale_gradient)(x, scale)), (x, x))
+    for scale in map(jnp.float32, (1024, 0.1, -1, NAN)):
+        found, _ = wrap(functools.partial(jax.vjp, scale_gradient))(x, scale)
+        assert_same_bits((found, wrap(scale_gradient)(x, scale)), (x, x))
 
 
 @every_dtype
