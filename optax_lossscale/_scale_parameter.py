@@ -68,9 +68,10 @@ def scale_gradient(tree: Any, scale: jax.Array | float) -> Any:
       1e-08
 
     References:
-      `haiku.scale_gradient` (named `rlax.scale_gradient` earlier).
+      `optax.scale_gradient`, which multiplies in the dtype of the gradients and has no
+      forward mode.
     """
-    if type(scale) in (int, float):
+    if isinstance(scale, int | float) and not isinstance(scale, bool):
         scale = jnp.float32(scale)
     if np.shape(scale) != () or getattr(scale, "dtype", None) != jnp.float32:
         raise TypeError(
@@ -97,7 +98,7 @@ def _scale_tangent(x, scale):
 @_scale_tangent.defjvp
 def _(primals, tangents):
     x, scale = primals
-    return x, scale_up(tangents[0], scale).astype(x.dtype)
+    return x, scale_up(tangents[0], scale).astype(jnp.result_type(x))
 
 
 def with_loss_scale(

@@ -114,6 +114,10 @@ def test_acts_on_the_first_derivative_alone(transform):
             assert outer(inner(f))(TWO) == 4 * 12
 
 
+def test_forward_mode_of_a_python_number():
+    assert jax.jvp(lambda x: scale_gradient(x, 2.0), (3.0,), (1.0,)) == (3, 2)
+
+
 def test_a_gradient_inside_the_loss():
     """The gradient is zero in float16 without a scale."""
 
