@@ -43,7 +43,7 @@ def test_public_names():
         DynamicLossScale FixedLossScale FixedLossScaleState HeadroomLossScale
         HeadroomLossScaleState LossScale LossScaleOptimizer LossScaleOptimizerState
         LossScaleState TolerantLossScale TolerantLossScaleState all_finite check_health
-        get_loss_scale select_applied
+        get_loss_scale scale_gradient select_applied with_loss_scale
     """
     assert PUBLIC.keys() - DIAGNOSTICS.keys() == set(names.split())
     names = """
