@@ -45,7 +45,7 @@ def quick_compilation():
 
 
 # Where a test asks what a program computes, not what the compiler makes of a step.
-QUICK_FOLDERS = {"diagnostics", "examples", "peers", "rules"}
+QUICK_FOLDERS = {"diagnostics", "docs", "examples", "peers", "rules"}
 
 
 @pytest.fixture(autouse=True)
@@ -60,4 +60,11 @@ def quick_compilation_where_it_does_not_matter(request):
 def strict_dtype_promotion():
     """Fails where the package lets JAX promote one dtype to another unasked."""
     with jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+@pytest.fixture
+def standard_dtype_promotion(strict_dtype_promotion):
+    """Promotes dtypes as JAX does by default, which other libraries rely on."""
+    with jax.numpy_dtype_promotion("standard"):
         yield

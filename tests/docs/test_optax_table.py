@@ -2,21 +2,14 @@
 
 import re
 
-import jax
 import pytest
 from optax_table import PAGE, ROWS, heading, table
 
+pytestmark = pytest.mark.usefixtures("standard_dtype_promotion")
 TEXT = PAGE.read_text()
 START, END = table(TEXT)
 LINES = TEXT[START:END].splitlines()
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.code)
-
-
-@pytest.fixture(autouse=True)
-def standard_dtype_promotion():
-    """Optax promotes dtypes as JAX does by default."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.mark.exhaustive

@@ -8,14 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ROOT, assert_same_bits, page_blocks
-from pages import run_blocks
+from helpers import ROOT, assert_same_bits
+from pages import page_blocks, run_blocks
 
 DEVICES = "docs/guide/many-devices.md"
 GUIDE = {f"docs/guide/{path.name}" for path in ROOT.glob("docs/guide/*.md")}
 PAGES = ["README.md", *sorted(GUIDE - {DEVICES})]
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 class Logger(types.ModuleType):

@@ -8,8 +8,6 @@ from helpers import ROOT
 from benchmarks import language_model, need, pages, report
 from benchmarks.tasks import detector, perceptron
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.mark.parametrize("path", pages.PAGES, ids=lambda path: path.name)
 def test_tables_are_those_of_the_results(path):

@@ -15,12 +15,7 @@ from examples.digits import __main__ as digits, report, train
 from optax_lossscale import DynamicLossScale
 from optax_lossscale.diagnostics import exponent_histogram
 
-
-@pytest.fixture(autouse=True)
-def standard_dtype_promotion(strict_dtype_promotion):
-    """Lets Flax and Optax promote dtypes."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_dtype_promotion")
 
 
 def fake_run(precision, *, steps=6, skipped=2, zeros=0.25, loss=1.0, log2_scale=10.0):

@@ -38,15 +38,8 @@ WARNINGS = ["-W", "error", "-W", "ignore::DeprecationWarning"]
 
 pytestmark = [
     pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices"),
-    pytest.mark.usefixtures("quick_compilation"),
+    pytest.mark.usefixtures("standard_dtype_promotion"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def standard_dtype_promotion():
-    """Flax and Optax promote dtypes as JAX does by default."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def read_rows(out):

@@ -14,17 +14,11 @@ from helpers import INF, NAN, assert_same_bits, exhaustive_but, signature
 
 from optax_lossscale import LossScaleOptimizer
 
+pytestmark = pytest.mark.usefixtures("standard_dtype_promotion")
 # The large one overflows by itself once the scale is large, and only then.
 GRADIENTS = [1.0, 0.5, -2.0, 2.0**100, INF, -INF, NAN]
 FINITE_MOSTLY = [0.3, 0.2, 0.2, 0.2, 0.04, 0.03, 0.03]
 LEARNING_RATE = 0.25
-
-
-@pytest.fixture(autouse=True)
-def standard_dtype_promotion():
-    """Peers promote dtypes as JAX does by default."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def random_gradients(runs=100, steps=60):

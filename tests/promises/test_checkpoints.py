@@ -24,16 +24,10 @@ from optax_lossscale import (
     LossScaleOptimizer,
 )
 
+pytestmark = pytest.mark.usefixtures("standard_dtype_promotion")
 PARAMS = {"w": jnp.arange(16.0).reshape(8, 2), "b": jnp.zeros(2)}
 GOOD = jax.tree.map(jnp.ones_like, PARAMS)
 BAD = GOOD | {"b": GOOD["b"] * INF}
-
-
-@pytest.fixture(autouse=True)
-def standard_dtype_promotion():
-    """These libraries promote dtypes as JAX does by default."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def through_orbax(saved, like, path):

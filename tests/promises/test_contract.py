@@ -93,11 +93,6 @@ def minimize(name, optimizer, params, state, target):
     return optimizer.minimize(loss_fn, params, state, target)[:2]
 
 
-def all_ways(name, optimizer, params, state, target):
-    ways = (step, step_in_one, minimize)
-    return [way(name, optimizer, params, state, target)[:2] for way in ways]
-
-
 def inner_part(params, state):
     """Returns what the inner optimizer knows of, and a skip must not change."""
     return params, state.inner_state
@@ -304,34 +299,6 @@ def test_types_are_stable(name, dtype):
 
         carry = (params, state)
         assert signature(jax.eval_shape(loop, *carry)) == signature(carry)
-
-
-@some_optimizers("sgd", "adam", "noisy_sgd", "polyak_sgd")
-def test_all_ways_to_step_agree(name):
-    _, params, state = after_two_steps(name)
-    params = with_minus_zeros(params)
-    optimizer, (*_, finite) = LossScaleOptimizer(make(name)), make_targets(name)
-    for target in (finite, spoil(finite, *BAD[-1])):
-        first, *others = all_ways(name, optimizer, params, state, target)
-        for other in others:
-            assert_same_bits(other, first)
-
-
-@pytest.mark.parametrize(
-    "name", exhaustive_but(["sgd", "adam", "noisy_sgd", "contrib.muon"], ["adam"])
-)
-@pytest.mark.parametrize("skip", ["where", "cond"])
-def test_all_ways_to_step_agree_under_jit(name, skip):
-    _, params, state = after_two_steps(name)
-    optimizer = LossScaleOptimizer(make(name), skip=skip)
-    run = jax.jit(functools.partial(all_ways, name, optimizer))
-    *_, target = make_targets(name)
-    for carry in run(params, state, target):
-        assert_close(inner_part(*carry), inner_steps(name)[2][:2])
-    params = with_minus_zeros(params)
-    for bad in BAD:
-        for carry in run(params, state, spoil(target, *bad)):
-            assert_same_bits(inner_part(*carry), inner_part(params, state))
 
 
 @some_optimizers("adam", "noisy_sgd", "lookahead", "contrib.dpsgd")

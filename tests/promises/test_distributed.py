@@ -18,11 +18,11 @@ from helpers import (
     auto_skip,
     every_skip,
     exhaustive_but,
-    page_blocks,
     plain_step,
     scaled_step,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from pages import page_blocks
 
 from optax_lossscale import LossScaleOptimizer, all_finite
 

@@ -27,16 +27,9 @@ from optax_lossscale import (
     check_health,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "standard_dtype_promotion")
 PARAMS = {"w": jnp.array([[0.5, -1.0]] * 2, jnp.float32), "b": jnp.float32(-3)}
 INNER = optax.adam(0.1)
-
-
-@pytest.fixture(autouse=True)
-def standard_dtype_promotion():
-    """MultiSteps promotes dtypes as JAX does by default."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def loss_fn(params, size):

@@ -14,39 +14,20 @@ from helpers import (
     RECIPES,
     ROOT,
     SUPPORT,
+    arrays,
     assert_same_bits,
     plain_step,
     scaled_step,
-    to_numpy,
 )
 from pages import run_page
 
-from optax_lossscale import LossScaleOptimizer, LossScaleOptimizerState
+from optax_lossscale import LossScaleOptimizer, select_applied
 
+pytestmark = pytest.mark.usefixtures("standard_dtype_promotion")
 # The README lists the pages.
 PAGES = sorted({path.stem for path in RECIPES.glob("*.md")} - {"README"})
 # Keras reads its backend once, where it is imported: it gets a process of its own.
 ALONE = {"keras"}
-
-
-@pytest.fixture(autouse=True)
-def standard_dtype_promotion():
-    """These libraries promote dtypes as JAX does by default."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
-def arrays(tree):
-    """Copies the arrays of a tree, without the counters and the scale of ours."""
-
-    def is_ours(node):
-        return isinstance(node, LossScaleOptimizerState)
-
-    def strip(node):
-        return node.inner_state if is_ours(node) else node
-
-    leaves = jax.tree.leaves(jax.tree.map(strip, tree, is_leaf=is_ours))
-    return [to_numpy(x) for x in leaves if isinstance(x, jax.Array)]
 
 
 def check_training(page, losses, step, *state, read=lambda *state: state):
@@ -76,6 +57,8 @@ def check_training(page, losses, step, *state, read=lambda *state: state):
     after, new_scale, new_skips = now(state)
     assert_same_bits(after, before)
     assert (new_scale, new_skips) == (scale / 2, skips + 1)
+    assert optimizer.dynamic_counter(read(*state)) == 0
+    assert select_applied(read(*state), 1.0, 2.0) == 2
     state = step(*state, images, labels)[: len(state)]
     after, _, new_skips = now(state)
     assert new_skips == skips + 1
@@ -142,6 +125,9 @@ def check_flax_nnx(page):
         # As the page says: the one counts all steps, the other those that were applied.
         assert trainer.step[...] == 62
         assert trainer.opt_state.inner_state[0].count[...] == 61
+        merged = nnx.merge(*nnx.split(trainer))
+        assert merged.tx == page["optimizer"]
+        assert_same_bits(arrays(merged.opt_state), arrays(trainer.opt_state))
 
     # The trainer that nobody edits: what it logs is true.
     logs = {x: page[x].log for x in ("in_float32", "in_float16", "scaled")}

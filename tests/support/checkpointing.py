@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from flax import serialization
-from helpers import recipe
+from pages import page_blocks
 from sklearn import datasets
 
 
@@ -33,7 +33,7 @@ def main(line: str = "", count: str = "0"):
     digits.data[0, 20] = np.inf
     datasets.load_digits = lambda: digits
     page = {"__name__": "checkpoints", "print": killing_print}
-    exec(compile(recipe("checkpoints"), "checkpoints.md", "exec"), page)
+    exec("".join(code for code, _ in page_blocks("docs/recipes/checkpoints.md")), page)
     for name in ("state", "restored"):
         assert {x.sharding.num_devices for x in jax.tree.leaves(page[name])} == {
             jax.device_count()

@@ -95,7 +95,7 @@ def pmap(skip="auto"):
 
 
 def shard_map(skip="auto", check_vma=True):
-    optimizer = make_optimizer(axis_name="batch", skip=skip)
+    optimizer = make_optimizer(axis_name="batch", skip=skip, check_loss=check_vma)
     mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
 
     def global_loss_fn(params, x, y):
@@ -126,7 +126,7 @@ def shard_map(skip="auto", check_vma=True):
 
 
 def sharded_jit(skip="auto", kind=AxisType.Auto):
-    optimizer = make_optimizer(skip=skip)
+    optimizer = make_optimizer(skip=skip, check_loss=True)
     mesh = jax.make_mesh((8,), ("batch",), axis_types=(kind,))
     by_batch = NamedSharding(mesh, P(None, "batch"))
     batches = [

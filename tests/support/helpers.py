@@ -11,7 +11,12 @@ import numpy as np
 import optax
 import pytest
 
-from optax_lossscale import FixedLossScaleState, LossScale, all_finite
+from optax_lossscale import (
+    FixedLossScaleState,
+    LossScale,
+    LossScaleOptimizerState,
+    all_finite,
+)
 
 SKIPS = ["auto", "where", "cond"]
 WRAPS = {"eager": lambda f: f, "jit": jax.jit}
@@ -51,24 +56,6 @@ class BackoffOnly(LossScale):
         lower = jnp.maximum(state.loss_scale / 2, 1.0)
         scale = jnp.where(finite, state.loss_scale, lower)
         return FixedLossScaleState(scale), finite
-
-
-def page_blocks(path):
-    """Returns the blocks of Python of a page, each with the output shown below it."""
-    pattern = r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?"
-    return re.findall(pattern, (ROOT / path).read_text(), re.DOTALL)
-
-
-def recipe(name):
-    """Returns the blocks of Python of a recipe as one program, on the page's lines."""
-    lines = (RECIPES / f"{name}.md").read_text().split("\n")
-    is_code = False
-    for i, line in enumerate(lines):
-        if line.startswith("```"):
-            is_code, lines[i] = line == "```python", ""
-        elif not is_code:
-            lines[i] = ""
-    return "\n".join(lines)
 
 
 def relaxed(inner):
@@ -127,6 +114,19 @@ def to_numpy(x):
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     return np.array(x)
+
+
+def arrays(tree):
+    """Copies the arrays of a tree, without the counters and the scale of ours."""
+
+    def is_ours(node):
+        return isinstance(node, LossScaleOptimizerState)
+
+    def strip(node):
+        return node.inner_state if is_ours(node) else node
+
+    leaves = jax.tree.leaves(jax.tree.map(strip, tree, is_leaf=is_ours))
+    return [to_numpy(x) for x in leaves if isinstance(x, jax.Array)]
 
 
 def as_bits(x):

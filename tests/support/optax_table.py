@@ -16,10 +16,10 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from helpers import INF, NAN, RECIPES, to_numpy
+from helpers import INF, NAN, RECIPES, arrays
 from optimizers import trained
 
-from optax_lossscale import LossScaleOptimizer, LossScaleOptimizerState, all_finite
+from optax_lossscale import LossScaleOptimizer, all_finite
 
 PAGE = RECIPES / "optax.md"
 HEADER = ["", "outermost", "outermost, `minimize`", "inside", "note"]
@@ -124,19 +124,6 @@ def train(optimizer, make_step, params, batches):
     return ends
 
 
-def bare(end):
-    """Returns the numbers of parameters and state without those of loss scaling."""
-
-    def is_ours(node):
-        return isinstance(node, LossScaleOptimizerState)
-
-    def strip(node):
-        return node.inner_state if is_ours(node) else node
-
-    leaves = jax.tree.leaves(jax.tree.map(strip, end, is_leaf=is_ours))
-    return [to_numpy(x) for x in leaves]
-
-
 def agree(x, y):
     return all(
         np.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
@@ -149,7 +136,9 @@ def judge(ends, plain):
     wanted = [plain[i - (i >= BAD)] for i in range(STEPS)]
     params = [trained(params) for params, _ in ends]
     scale = optax.tree.get(ends[-1][1], "loss_scale")
-    is_exact = all(agree(bare(x), bare(y)) for x, y in zip(ends, wanted, strict=True))
+    is_exact = all(
+        agree(arrays(x), arrays(y)) for x, y in zip(ends, wanted, strict=True)
+    )
     before, after, *later = (np.hstack(jax.tree.leaves(p)) for p in params[BAD - 1 :])
     words = []
     if not all_finite(params):
@@ -304,7 +293,9 @@ def eval_params_want_the_inner_state(row):
     wanted = train(plain, by_update, row.params(), batches(1))
     make = optax.contrib.schedule_free_eval_params
     params, state = ends[-1]
-    assert agree(bare(make(state.inner_state, params)), bare(make(*wanted[-1][::-1])))
+    assert agree(
+        arrays(make(state.inner_state, params)), arrays(make(*wanted[-1][::-1]))
+    )
     with pytest.raises(AttributeError):
         make(state, params)
 

@@ -13,6 +13,11 @@ BLOCK = re.compile(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", re.DOTALL)
 CHECKER = doctest.OutputChecker()
 
 
+def page_blocks(path):
+    """Returns the blocks of Python of a page, each with the output shown below it."""
+    return BLOCK.findall((ROOT / path).read_text())
+
+
 def run_blocks(path, filename="train.py"):
     """Runs a page as one script, and yields each block, and the variables after it.
 

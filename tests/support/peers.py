@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from helpers import page_blocks
+from pages import page_blocks
 
 from optax_lossscale import (
     DynamicLossScale,
