@@ -29,10 +29,6 @@ from optax_lossscale import (
 from optax_lossscale.diagnostics import metrics
 
 
-def square(x):
-    return x**2
-
-
 class TestConstruction:
     def test_default_is_dynamic(self):
         made = LossScaleOptimizer(optax.sgd(1.0))
@@ -62,17 +58,7 @@ class TestConstruction:
             ),
             ({"dynamic_growth_steps": 0}, ValueError, "dynamic_growth_steps.*got 0"),
             ({"dynamic_growth_steps": "9"}, TypeError, "dynamic_growth_steps.*'9'"),
-            ({"initial_scale": 0.5}, ValueError, "initial_scale.*0.5"),
-            ({"initial_scale": -1}, ValueError, "initial_scale.*-1"),
-            ({"initial_scale": True}, TypeError, "initial_scale.*True"),
-            (
-                {"dynamic": False, "initial_scale": 0.5},
-                ValueError,
-                "initial_scale must be at least 1",
-            ),
             ({"dynamic": 1}, TypeError, "dynamic must be True or False, got 1"),
-            ({"loss_scale": 0.5}, ValueError, "at least 1"),
-            ({"loss_scale": "static"}, ValueError, "got .static."),
             ({"loss_scale": jnp.float32(8)}, ValueError, "static_args"),
             ({"skip": "never"}, ValueError, "skip must be .*'never'"),
             ({"axis_name": ["batch"]}, TypeError, "axis_name.*batch"),
@@ -118,37 +104,23 @@ class TestIsAGradientTransformation:
 
 @every_skip
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-class TestDocumentedCases:
-    def test_keras_example(self, wrap, skip):
-        optimizer = LossScaleOptimizer(optax.sgd(0.25), skip=skip)
-        var = jnp.float32(1)
-        state = optimizer.init(var)
-        minimize = wrap(lambda v, s: optimizer.minimize(square, v, s))
-        var, state, loss = minimize(var, state)
-        assert (var, loss) == (0.5, 1)
-        scaled = optimizer.get_scaled_loss(square(var), state)
-        assert scaled == 8192
-        grad = jax.grad(optimizer.get_scaled_loss(square, state))(var)
-        assert grad == 32768
-        grad = optimizer.get_unscaled_gradients(grad, state)
-        var, state = wrap(optimizer.apply_gradients)(grad, var, state)
-        assert var == 0.25
+def test_keras_example(wrap, skip):
+    def square(x):
+        return x**2
 
-    def test_momentum_survives_a_skip(self, wrap, skip):
-        optimizer = LossScaleOptimizer(
-            optax.sgd(0.5, momentum=0.9), initial_scale=8.0, skip=skip
-        )
-        update = wrap(optimizer.update)
-        param = jnp.float32(1)
-        state = optimizer.init(param)
-        params, scales = [], []
-        for gradient in (1, INF, 1, NAN, 1):
-            updates, state = update(jnp.float32(gradient), state, param)
-            param = optax.apply_updates(param, updates)
-            params.append(float(param))
-            scales.append(float(optimizer.current_loss_scale(state)))
-        np.testing.assert_allclose(params, [0.5, 0.5, -0.45, -0.45, -1.805], rtol=1e-6)
-        assert scales == [8, 4, 4, 2, 2]
+    optimizer = LossScaleOptimizer(optax.sgd(0.25), skip=skip)
+    var = jnp.float32(1)
+    state = optimizer.init(var)
+    minimize = wrap(lambda v, s: optimizer.minimize(square, v, s))
+    var, state, loss = minimize(var, state)
+    assert (var, loss) == (0.5, 1)
+    scaled = optimizer.get_scaled_loss(square(var), state)
+    assert scaled == 8192
+    grad = jax.grad(optimizer.get_scaled_loss(square, state))(var)
+    assert grad == 32768
+    grad = optimizer.get_unscaled_gradients(grad, state)
+    var, state = wrap(optimizer.apply_gradients)(grad, var, state)
+    assert var == 0.25
 
 
 gradients = st.lists(
@@ -334,11 +306,6 @@ class TestState:
                 assert new["w"].tolist() == [expected] * 2
                 assert new["n"].tolist() == [0, 1]
                 assert new["n"].dtype == params["n"].dtype
-
-    def test_abstract_init(self):
-        optimizer = LossScaleOptimizer(relaxed(optax.adam(0.1)))
-        shapes = jax.eval_shape(optimizer.init, self.params)
-        assert signature(shapes) == signature(optimizer.init(self.params))
 
     @pytest.mark.parametrize("method", ["update", "apply_gradients", "minimize"])
     def test_a_state_of_others_is_refused(self, method):

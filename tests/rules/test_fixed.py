@@ -54,12 +54,3 @@ class TestFixedScaleInAStateThatSaysOtherwise:
         after, state, _ = optimizer.minimize(lambda p: jnp.sum(p**2), params, state)
         assert after.tolist() == [0.0, 0.0]
         assert signature(state) == signature(fresh)
-
-
-def test_compiles_no_check():
-    for scale, checked in (
-        (FixedLossScale(8.0), False),
-        (FixedLossScale(8.0, True), True),
-    ):
-        text = jax.jit(scale.update).lower(jnp.ones(3), scale.init()).as_text()
-        assert ("stablehlo.reduce" in text) is checked

@@ -153,6 +153,7 @@ class TestGetLossScale:
             with pytest.raises(ValueError, match=r"^A fixed loss scale must") as error:
                 make(number)
             assert repr(number) in str(error.value)
+            assert "loss_scale_value" not in str(error.value)
         with pytest.raises(ValueError, match=r"^initial_scale must"):
             LossScaleOptimizer(optax.sgd(0.1), dynamic=False, initial_scale=number)
 

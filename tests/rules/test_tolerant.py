@@ -25,15 +25,6 @@ def test_without_tolerance_it_is_the_dynamic_one(run):
     assert tolerant.loss_scale.tolist() == dynamic.loss_scale.tolist()
 
 
-def test_growth_forgets_steps_but_not_overflows():
-    scale = TolerantLossScale(0.5, initial_scale=8.0, growth_interval=3)
-    # One of three is tolerated before growth, two of three are not after it.
-    states, _ = replay(scale, [T, T, F, T, T, T, T, T, F])
-    assert states.loss_scale.tolist() == [8, 8, 8, 8, 8, 16, 16, 16, 8]
-    assert states.steps.tolist() == [1, 2, 3, 4, 5, 0, 1, 2, 0]
-    assert states.nonfinite_steps.tolist() == [0, 0, 1, 1, 1, 1, 1, 1, 0]
-
-
 # In float32 0.15 * 100 is above 15, and 0.09 * 300 above 27.
 @pytest.mark.parametrize(("bad", "steps"), [(15, 100), (27, 300), (7, 10)])
 def test_a_share_of_exactly_the_tolerance_counts(bad, steps):
