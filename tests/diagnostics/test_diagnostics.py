@@ -29,7 +29,6 @@ from optax_lossscale.diagnostics import (
     report,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 PARAMS = {"block": {"ln": {"scale": jnp.ones(3)}, "w": jnp.ones((2, 2))}}
 GOOD = jax.tree.map(jnp.ones_like, PARAMS)
 BAD = {"block": {"ln": {"scale": jnp.array([1, INF, 1])}, "w": jnp.ones((2, 2))}}

@@ -18,7 +18,6 @@ from optax_lossscale import (
 )
 from optax_lossscale.diagnostics import Report, metrics, report
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 PARAMS = {"b": jnp.zeros(2), "w": jnp.ones(3)}
 # A step is a gradient, or a gradient and a loss.
 LOST = (NAN, NAN)

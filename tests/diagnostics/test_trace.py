@@ -11,7 +11,6 @@ from tracing import TWO, assert_found, half, line_of, total
 
 from optax_lossscale.diagnostics import trace_numerics
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 CASES = []
 
 

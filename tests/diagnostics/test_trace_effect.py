@@ -12,13 +12,10 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 from tracing import TWO, Casts, by_hand, errors, half, line_of, total
 
-from optax_lossscale.diagnostics import trace_numerics
+from optax_lossscale.diagnostics import float32_lines, trace_numerics
 
-pytestmark = [
-    pytest.mark.usefixtures("quick_compilation"),
-    # A mask constant is -inf in float16.
-    pytest.mark.filterwarnings("ignore:overflow encountered in cast"),
-]
+# A mask constant is -inf in float16.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 CLOSE = 0.01
 needs_devices = pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
 
@@ -239,6 +236,10 @@ def test_faulty(loss_fn):
     assert (finding.operation.file, finding.operation.line) == (__file__, line)
     assert finding.operation.in_rule == (loss_fn is in_rule)
     assert "compute this line in float32" in finding.message
+    proposed = float32_lines(partial(loss_fn, Casts()), *args, scale=2.0**4)
+    assert proposed.verified
+    assert line in [x.line for x in proposed.lines]
+    assert len(proposed.lines) <= 2, str(proposed)
 
     truth = by_hand(partial(loss_fn, Casts(jnp.float32)), *args)(1.0)
     for repaired in ([], [True]):
