@@ -8,12 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    NAN,
-    assert_same_bits,
-    auto_skip,
-    relaxed,
-)
+from helpers import NAN, assert_same_bits, auto_skip, relaxed
 
 from optax_lossscale import LossScaleOptimizer
 

@@ -5,13 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    WRAPS,
-    assert_same_bits,
-    every_skip,
-    relaxed,
-    signature,
-)
+from helpers import WRAPS, assert_same_bits, every_skip, relaxed, signature
 
 from optax_lossscale import LossScaleOptimizer
 

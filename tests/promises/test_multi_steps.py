@@ -8,17 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import (
-    INF,
-    NAN,
-    WRAPS,
-    assert_close,
-    assert_same_bits,
-    auto_skip,
-    every_skip,
-    signature,
-)
-from jax import lax
+from helpers import INF, NAN, WRAPS, assert_close, assert_same_bits, auto_skip
 
 from optax_lossscale import (
     DynamicLossScale,
@@ -126,35 +116,11 @@ class TestInside:
             assert moved(ends) == [False, False, True] * 2
             assert ends[-1][1].skipped_steps == 1
 
-    def test_windows_of_one(self):
-        sizes = [1, NAN, 3]
-        optimizer = LossScaleOptimizer(optax.MultiSteps(INNER, 1))
-        for (params, _), (wanted, _) in zip(
-            train(optimizer, sizes),
-            train(LossScaleOptimizer(INNER), sizes),
-            strict=True,
-        ):
-            assert_close(params, wanted)
-
     def test_windows_of_a_schedule_count_applied_windows(self):
         optimizer = LossScaleOptimizer(optax.MultiSteps(INNER, lambda step: step + 1))
         ends = train(optimizer, [1, 1, NAN, 1, 1, INF, NAN, 1, 1, 1])
         applied = [0, 3, 8]  # after one, two and three finite micro-batches
         assert [i for i, is_moved in enumerate(moved(ends)) if is_moved] == applied
-
-    @every_skip
-    def test_is_a_legal_carry(self, skip):
-        optimizer = LossScaleOptimizer(optax.MultiSteps(INNER, 2), skip=skip)
-        sizes = jnp.array([1, 2, NAN, 3, INF, 4, 5, 6], jnp.float32)
-        start = PARAMS, optimizer.init(PARAMS)
-        end, _ = lax.scan(
-            lambda carry, size: (by_minimize(optimizer, None)(*carry, size), None),
-            start,
-            sizes,
-        )
-        assert signature(end) == signature(start)
-        assert_close(end, train(optimizer, sizes, by_minimize)[-1])
-        assert end[1].skipped_steps == 2
 
     def test_the_growth_interval_counts_micro_batches(self):
         rule = DynamicLossScale(growth_interval=3)

@@ -6,11 +6,7 @@ import pytest
 from helpers import replay
 from hypothesis import given
 
-from optax_lossscale import (
-    DynamicLossScale,
-    TolerantLossScale,
-    TolerantLossScaleState,
-)
+from optax_lossscale import DynamicLossScale, TolerantLossScale, TolerantLossScaleState
 
 F, T = False, True
 # Of one length: one program.

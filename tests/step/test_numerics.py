@@ -1,14 +1,12 @@
 """Finiteness, dtype rules and small tree functions."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import (
-    as_bits,
-    assert_same_bits,
-    exhaustive_but,
-)
+from helpers import as_bits, assert_same_bits, exhaustive_but
 from jax.sharding import AxisType, PartitionSpec as P
 
 from benchmarks import hlo
@@ -84,21 +82,6 @@ class TestAllFinite:
         assert all_finite(tree)
         assert not all_finite([*tree, float("nan")])
 
-    def test_reduces_over_named_axes(self):
-        grid = jnp.ones((2, 3)).at[1, 2].set(jnp.inf)
-
-        def flags(axis_name):
-            check = lambda x: all_finite(x, axis_name=axis_name)  # noqa: E731
-            return jax.vmap(jax.vmap(check, axis_name="b"), axis_name="a")(grid)
-
-        assert flags(None).tolist() == [[True] * 3, [True, True, False]]
-        assert flags("b").tolist() == [[True] * 3, [False] * 3]
-        assert not flags(("a", "b")).any()
-
-    def test_an_unbound_axis_is_an_error(self):
-        with pytest.raises(NameError, match="nowhere"):
-            all_finite(jnp.ones(3), axis_name="nowhere")
-
 
 class TestLeavesThatVaryOverDifferentAxes:
     """Inside `jax.shard_map`, which keeps book of what varies over which axis."""
@@ -165,18 +148,23 @@ class TestLargestMagnitude:
         for tree in ([jnp.array([1.0, np.nan])], [jnp.nan, jnp.ones(2)]):
             assert np.isfinite(largest_magnitude(tree))
 
-    def test_reduces_over_named_axes(self):
-        grid = jnp.ones((2, 3)).at[1, 2].set(-7)
 
-        def largest(axis_name):
-            find = lambda x: largest_magnitude(x, axis_name=axis_name)  # noqa: E731
-            return jax.vmap(jax.vmap(find, axis_name="b"), axis_name="a")(grid)
+@pytest.mark.parametrize(
+    ("function", "bad", "one", "found"),
+    [(all_finite, np.inf, True, False), (largest_magnitude, -7, 1, 7)],
+)
+def test_reduces_over_named_axes(function, bad, one, found):
+    grid = jnp.ones((2, 3)).at[1, 2].set(bad)
 
-        assert largest(None).tolist() == [[1] * 3, [1, 1, 7]]
-        assert largest("b").tolist() == [[1] * 3, [7] * 3]
-        assert largest(("a", "b")).tolist() == [[7] * 3] * 2
-        with pytest.raises(NameError, match="nowhere"):
-            largest_magnitude(jnp.ones(3), axis_name="nowhere")
+    def reduced(axis_name):
+        reduce = functools.partial(function, axis_name=axis_name)
+        return jax.vmap(jax.vmap(reduce, axis_name="b"), axis_name="a")(grid).tolist()
+
+    assert reduced(None) == [[one] * 3, [one, one, found]]
+    assert reduced("b") == [[one] * 3, [found] * 3]
+    assert reduced(("a", "b")) == [[found] * 3] * 2
+    with pytest.raises(NameError, match="nowhere"):
+        function(jnp.ones(3), axis_name="nowhere")
 
 
 def test_at_least_float32():

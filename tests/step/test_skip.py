@@ -21,11 +21,7 @@ from helpers import (
     relaxed,
 )
 
-from optax_lossscale import (
-    DynamicLossScale,
-    FixedLossScale,
-    LossScaleOptimizer,
-)
+from optax_lossscale import DynamicLossScale, FixedLossScale, LossScaleOptimizer
 
 fuses_the_check = pytest.mark.skipif(
     jax.__version_info__ < (0, 10), reason="XLA did not fuse the check on CPU"

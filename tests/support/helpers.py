@@ -175,27 +175,3 @@ def count_branches(text):
         regions = body.count(f"\n{start[1]}}}, {{") + 1
         count += regions > 1 and "x" in result.split("->")[1]
     return count
-
-
-def count_scalar_operations(function, *args):
-    """Counts the operations on scalars in a trace, those of an inner jit once.
-
-    XLA repeats them wherever their results are used. If there are more for each leaf of
-    a tree, a few hundred leaves take minutes to compile.
-    """
-    seen = {}
-
-    def walk(jaxpr):
-        if id(jaxpr) in seen:
-            return 0
-        seen[id(jaxpr)] = jaxpr
-        count = 0
-        for equation in jaxpr.eqns:
-            inner = [getattr(x, "jaxpr", None) for x in equation.params.values()]
-            inner = [x for x in inner if hasattr(x, "eqns")]
-            on_scalars = all(x.aval.shape == () for x in equation.invars)
-            moves = equation.primitive.name in ("broadcast_in_dim", "reshape")
-            count += sum(map(walk, inner)) if inner else on_scalars and not moves
-        return count
-
-    return walk(jax.make_jaxpr(function)(*args).jaxpr)
