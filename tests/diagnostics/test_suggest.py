@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import INF, NAN, WRAPS
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from optax_lossscale.diagnostics import suggest_loss_scale
 
@@ -23,6 +23,7 @@ def suggested_exponent(largest, dtype, margin):
 
 
 class TestSuggestLossScale:
+    @settings(max_examples=40)
     @given(
         bits=st.integers(1, 0x7F7FFFFF),
         dtype=st.sampled_from(DTYPES),

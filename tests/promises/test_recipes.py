@@ -16,6 +16,7 @@ from helpers import (
     SUPPORT,
     arrays,
     assert_same_bits,
+    exhaustive_but,
     plain_step,
     scaled_step,
 )
@@ -26,6 +27,7 @@ from optax_lossscale import LossScaleOptimizer, select_applied
 pytestmark = pytest.mark.usefixtures("standard_dtype_promotion")
 # The README lists the pages.
 PAGES = sorted({path.stem for path in RECIPES.glob("*.md")} - {"README"})
+BOXES = ["with_partitioning", "with_logical_partitioning"]
 # Keras reads its backend once, where it is imported: it gets a process of its own.
 ALONE = {"keras"}
 
@@ -418,7 +420,7 @@ def test_page(name, tmp_path, monkeypatch):
     assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.parametrize("box", ["with_partitioning", "with_logical_partitioning"])
+@pytest.mark.parametrize("box", exhaustive_but(BOXES, BOXES[:1]))
 def test_parameters_in_the_boxes_of_flax(box):
     """What the page about linen says of `nn.Partitioned` and its like."""
     from flax import linen as nn
