@@ -1,6 +1,5 @@
 """The largest loss scale of a trace: it fits, and twice that does not."""
 
-import faulty_transformer
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,11 +22,6 @@ def perceptron(std):
     return loss_fn, jnp.asarray(weights, jnp.float32)
 
 
-def transformer(name):
-    found = faulty_transformer.plant(name, layers=1)
-    return lambda params: found.loss_fn(params, *found.args), found.params
-
-
 def overflows(closed, scale, args):
     """Whether any result of the backward pass is not finite, operation by operation."""
     (variable, *_), is_backward = closed.jaxpr.invars, False
@@ -39,13 +33,9 @@ def overflows(closed, scale, args):
     return False
 
 
-NETWORKS = [(perceptron, 0.3), (perceptron, 2.0), (transformer, None)]
-
-
-@pytest.mark.parametrize("network", exhaustive_but(NETWORKS, NETWORKS[:1]))
-def test_the_largest_scale_is_the_last_that_fits(network):
-    make, option = network
-    loss_fn, params = make(option)
+@pytest.mark.parametrize("std", exhaustive_but([0.3, 2.0], [0.3]))
+def test_the_largest_scale_is_the_last_that_fits(std):
+    loss_fn, params = perceptron(std)
 
     def scaled(scale, params):
         return jax.grad(lambda p: loss_fn(p) * scale)(params)
