@@ -150,6 +150,20 @@ def test_restores_in_the_middle_of_an_interval(library, tmp_path):
     assert signature(restored) == signature(state)
 
 
+@LIBRARIES
+def test_the_scale_among_the_parameters(library, tmp_path):
+    optimizer = LossScaleOptimizer(optax.adam(0.1), scale_parameter="loss_scale")
+    start = PARAMS | {"loss_scale": jnp.float32(2**15)}
+    state = optimizer.init(start)
+    told, quiet = (GOOD | {"loss_scale": jnp.float32(x)} for x in (0.25, 0))
+    saved = optimizer.apply_gradients(told, start, state)
+    restored = library(saved, (start, state), tmp_path)
+    assert_same_bits(restored, saved)
+    # With parameters of another time, their scale is that of the state after a step.
+    updates, _ = optimizer.update(quiet, restored[1], start)
+    assert optax.apply_updates(start, updates)["loss_scale"] == 2**14
+
+
 class TestOtherHyperparameters:
     """What holds on restoring is said in a table of docs/recipes/checkpoints.md."""
 

@@ -27,6 +27,8 @@ from pages import page_blocks
 from optax_lossscale import LossScaleOptimizer, all_finite
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
+# With a scale among the parameters, the gradients are computed as by a trainer.
+every_leaf = pytest.mark.parametrize("leaf", [None, "loss_scale"])
 
 pytestmark = [
     pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices"),
@@ -49,6 +51,8 @@ def check_rows(rows):
 def check_params(params, **options):
     for name, wanted in expected()[0].items():
         np.testing.assert_allclose(params[name], wanted, **options)
+    if "loss_scale" in params:
+        assert params["loss_scale"] == expected()[2][-1][0]
 
 
 def check_devices_agree(tree):
@@ -110,30 +114,34 @@ class TestEquivalence:
         assert max(scales) > scales[0] > min(scales)
         assert all(np.isfinite(x).all() for x in params.values())
 
+    @every_leaf
     @auto_skip
-    def test_pmap(self, skip):
-        params, state, rows = distributed.pmap(skip)
+    def test_pmap(self, skip, leaf):
+        params, state, rows = distributed.pmap(skip, leaf)
         check_devices_agree((params, state))
         check_rows(rows)
         check_params({k: v[0] for k, v in params.items()}, atol=1e-6)
 
+    @every_leaf
     @pytest.mark.parametrize("check_vma", exhaustive_but([True, False], [True]))
     @auto_skip
-    def test_shard_map(self, skip, check_vma):
-        params, _, rows = distributed.shard_map(skip, check_vma)
+    def test_shard_map(self, skip, check_vma, leaf):
+        params, _, rows = distributed.shard_map(skip, check_vma, leaf)
         check_rows(rows)
         check_params(params, atol=1e-6)
 
     @pytest.mark.parametrize("kind", exhaustive_but(KINDS, KINDS[:1]), ids=str)
+    @every_leaf
     @auto_skip
-    def test_sharded_jit(self, skip, kind):
-        params, _, rows = distributed.sharded_jit(skip, kind)
+    def test_sharded_jit(self, skip, kind, leaf):
+        params, _, rows = distributed.sharded_jit(skip, kind, leaf)
         check_rows(rows)
         check_params(params, atol=1e-6)
 
+    @every_leaf
     @pytest.mark.exhaustive
-    def test_two_processes(self, tmp_path):
-        run_two_processes(distributed.__file__, str(tmp_path / "run"))
+    def test_two_processes(self, tmp_path, leaf):
+        run_two_processes(distributed.__file__, str(tmp_path / "run"), leaf or "")
         runs = [dict(np.load(tmp_path / f"run.{rank}.npz")) for rank in range(2)]
         assert_same_bits(runs[0], runs[1])
         rows = (runs[0][name] for name in ("scales", "applied", "skipped"))

@@ -70,8 +70,10 @@ def test_every_position(make):
     assert update._cache_size() == 1
 
 
-def test_map_params_sees_the_parameters_in_the_state():
-    optimizer = LossScaleOptimizer(optax.adam(0.1))
-    state = optax.tree.map_params(optimizer, lambda x: x + 1, optimizer.init(PARAMS))
+@pytest.mark.parametrize("scale_parameter", [None, "loss_scale"])
+def test_map_params_sees_the_parameters_in_the_state(scale_parameter):
+    optimizer = LossScaleOptimizer(optax.adam(0.1), scale_parameter=scale_parameter)
+    state = optimizer.init(PARAMS | {"loss_scale": jnp.float32(2**15)})
+    state = optax.tree.map_params(optimizer, lambda x: x + 1, state)
     assert state.inner_state[0].mu["b"] == 1
     assert optimizer.current_loss_scale(state) == 2**15

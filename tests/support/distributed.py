@@ -14,7 +14,7 @@ import optax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from optax_lossscale import DynamicLossScale, LossScaleOptimizer
+from optax_lossscale import DynamicLossScale, LossScaleOptimizer, with_loss_scale
 
 STEPS, BATCH = 50, 32
 # Steps at which one example of the batch overflows, and which example.
@@ -22,10 +22,12 @@ OVERFLOWS = {3: 0, 4: 31, 17: 9, 30: 16, 31: 16, 32: 17}
 SCALE = DynamicLossScale(2.0**10, growth_interval=5)
 
 
-def init_params():
+def init_params(leaf=None):
+    """Returns the parameters, with the scale by this name if there is one."""
     rng = np.random.default_rng(0)
     shapes = {"w1": (16, 16), "b1": (16,), "w2": (16, 16)}
-    return {k: rng.normal(size=s).astype(np.float32) / 4 for k, s in shapes.items()}
+    params = {k: rng.normal(size=s).astype(np.float32) / 4 for k, s in shapes.items()}
+    return params | ({leaf: np.float32(SCALE.initial_scale)} if leaf else {})
 
 
 def make_batches():
@@ -43,6 +45,20 @@ def loss_fn(params, x, y):
 
 def make_optimizer(**options):
     return LossScaleOptimizer(optax.sgd(0.5, momentum=0.9), SCALE, **options)
+
+
+def gradients(optimizer, loss_fn, params, state, *batch):
+    """Returns the gradients, as a trainer computes them if the scale is a parameter."""
+    if "loss_scale" in params:
+        return jax.grad(with_loss_scale(loss_fn))(params, *batch)
+    return optimizer.value_and_grad(loss_fn, state)(params, *batch)[1]
+
+
+def minimize(optimizer, loss_fn, params, state, *batch):
+    if "loss_scale" not in params:
+        return optimizer.minimize(loss_fn, params, state, *batch)[:2]
+    loss, grads = jax.value_and_grad(with_loss_scale(loss_fn))(params, *batch)
+    return optimizer.apply_gradients(grads, params, state, value=loss)
 
 
 def record(optimizer, state):
@@ -77,25 +93,28 @@ def one_device(skip="auto"):
     return train(step, params, optimizer.init(params), make_batches())
 
 
-def pmap(skip="auto"):
-    optimizer = make_optimizer(axis_name="batch", skip=skip)
+def pmap(skip="auto", leaf=None):
+    # A trainer that averages the gradients needs no axis_name.
+    axis_name = None if leaf else "batch"
+    optimizer = make_optimizer(axis_name=axis_name, skip=skip, scale_parameter=leaf)
     replicate = functools.partial(jax.tree.map, lambda x: jnp.stack([x] * 8))
 
     @functools.partial(jax.pmap, axis_name="batch")
     def step(params, state, x, y):
-        _, grads = optimizer.value_and_grad(loss_fn, state)(params, x, y)
+        grads = gradients(optimizer, loss_fn, params, state, x, y)
         grads = lax.pmean(grads, "batch")
         params, state = optimizer.apply_gradients(grads, params, state)
         return params, state, record(optimizer, state)
 
-    params = init_params()
+    params = init_params(leaf)
     state = replicate(optimizer.init(params))
     batches = [b.reshape(STEPS, 8, BATCH // 8, 16) for b in make_batches()]
     return train(step, replicate(params), state, batches)
 
 
-def shard_map(skip="auto", check_vma=True):
-    optimizer = make_optimizer(axis_name="batch", skip=skip, check_loss=check_vma)
+def shard_map(skip="auto", check_vma=True, leaf=None):
+    options = {"check_loss": check_vma, "scale_parameter": leaf}
+    optimizer = make_optimizer(axis_name="batch", skip=skip, **options)
     mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
 
     def global_loss_fn(params, x, y):
@@ -104,9 +123,9 @@ def shard_map(skip="auto", check_vma=True):
     def step(params, state, x, y):
         if check_vma:
             # The loss is the mean over all devices, and so are its gradients.
-            params, state, _ = optimizer.minimize(global_loss_fn, params, state, x, y)
+            params, state = minimize(optimizer, global_loss_fn, params, state, x, y)
         else:
-            _, grads = optimizer.value_and_grad(loss_fn, state)(params, x, y)
+            grads = gradients(optimizer, loss_fn, params, state, x, y)
             grads = lax.pmean(grads, "batch")
             params, state = optimizer.apply_gradients(grads, params, state)
         return params, state, record(optimizer, state)
@@ -121,12 +140,12 @@ def shard_map(skip="auto", check_vma=True):
             check_vma=check_vma,
         )
     )
-    params = init_params()
+    params = init_params(leaf)
     return train(step, params, optimizer.init(params), make_batches())
 
 
-def sharded_jit(skip="auto", kind=AxisType.Auto):
-    optimizer = make_optimizer(skip=skip, check_loss=True)
+def sharded_jit(skip="auto", kind=AxisType.Auto, leaf=None):
+    optimizer = make_optimizer(skip=skip, check_loss=True, scale_parameter=leaf)
     mesh = jax.make_mesh((8,), ("batch",), axis_types=(kind,))
     by_batch = NamedSharding(mesh, P(None, "batch"))
     batches = [
@@ -136,7 +155,7 @@ def sharded_jit(skip="auto", kind=AxisType.Auto):
 
     @jax.jit
     def step(params, state, x, y):
-        params, state, _ = optimizer.minimize(loss_fn, params, state, x, y)
+        params, state = minimize(optimizer, loss_fn, params, state, x, y)
         return params, state, record(optimizer, state)
 
     @jax.jit
@@ -151,7 +170,7 @@ def sharded_jit(skip="auto", kind=AxisType.Auto):
         replicated = NamedSharding(mesh, P())
         params = jax.tree.map(
             lambda x: jax.make_array_from_callback(x.shape, replicated, x.__getitem__),
-            init_params(),
+            init_params(leaf),
         )
         state = jax.jit(optimizer.init)(params)
         (params, state), rows = all_steps(params, state, batches)
@@ -195,11 +214,11 @@ def one_overflow(way, axis_name=None, bad=64.0):
     return jax.device_get(results)
 
 
-def main(path):
+def main(path, leaf=""):
     """Runs the sharded step in one of several processes, which each save what came."""
     jax.distributed.initialize()
     assert jax.device_count() == 8
-    params, _, rows = sharded_jit()
+    params, _, rows = sharded_jit(leaf=leaf or None)
     scales, applied, skipped = map(np.array, zip(*rows, strict=True))
     record = {"scales": scales, "applied": applied, "skipped": skipped}
     repeated = [one_overflow(*way) for way in (("sharded jit",), ("shard_map", "i"))]
@@ -209,4 +228,4 @@ def main(path):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,0 +1,276 @@
+"""The scale among the parameters, for trainers that compute the gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from flax.training.train_state import TrainState
+from helpers import INF, NAN, BackoffOnly, assert_close, assert_same_bits, relaxed
+
+from optax_lossscale import (
+    DynamicLossScale,
+    FixedLossScale,
+    HeadroomLossScale,
+    LossScaleOptimizer,
+    TolerantLossScale,
+    with_loss_scale,
+)
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+WEIGHTS = {"a": jnp.array([[0.5, -1.0], [2.0, 0.25]]), "b": jnp.array([1.0, -0.0])}
+X = jnp.array([[0.5, 1.0], [-1.0, 2.0]], jnp.float32)
+RULE = DynamicLossScale(64.0, growth_interval=2)
+
+
+def loss_fn(params, x, dtype=jnp.float32):
+    a, b, x = (v.astype(dtype) for v in (params["a"], params["b"], x))
+    return jnp.sum(jnp.sin(x @ a + b).astype(jnp.float32))
+
+
+half_loss_fn = functools.partial(loss_fn, dtype=jnp.float16)
+
+
+def with_leaf(tree, leaf=64.0):
+    return tree | {"loss_scale": jnp.asarray(leaf, getattr(leaf, "dtype", jnp.float32))}
+
+
+def without_leaf(tree):
+    return {name: x for name, x in tree.items() if name != "loss_scale"}
+
+
+def scaler(inner=None, rule=RULE, **options):
+    inner = relaxed(inner or optax.sgd(0.5, momentum=0.9))
+    return LossScaleOptimizer(inner, rule, scale_parameter="loss_scale", **options)
+
+
+def make_trainer(optimizer, loss_fn, params):
+    """Makes a trainer that nobody edited: it logs the loss and the norm, and clips."""
+    tx = optax.chain(optax.clip_by_global_norm(2.0), optimizer)
+
+    @jax.jit
+    def step(trainer, x):
+        loss, grads = jax.value_and_grad(loss_fn)(trainer.params, x)
+        return trainer.apply_gradients(grads=grads), (loss, optax.tree.norm(grads))
+
+    return step, TrainState.create(apply_fn=None, params=params, tx=tx)
+
+
+def is_matrix(tree):
+    return jax.tree.map(lambda x: x.ndim == 2, tree)
+
+
+DECAY = optax.adamw(0.1, weight_decay=0.5)
+INNERS = {
+    "masked": optax.adamw(0.1, weight_decay=0.5, mask=is_matrix),
+    "partition": optax.partition({True: DECAY, False: optax.sgd(0.1)}, is_matrix),
+    "accumulating": optax.MultiSteps(optax.lamb(0.1), 2),
+}
+
+
+@pytest.mark.parametrize("inner", INNERS.values(), ids=INNERS)
+def test_trains_as_the_bare_optimizer(inner):
+    inner, traces = relaxed(inner), []
+
+    def counted(params, x):
+        # A penalty on all parameters does not see the scale.
+        traces.append(1)
+        return loss_fn(params, x) + 0.01 * optax.tree.norm(params, squared=True)
+
+    # At first the leaf is not the scale of the state.
+    ours = scaler(inner), with_loss_scale(counted), with_leaf(WEIGHTS, 8.0)
+    step, trainer = make_trainer(*ours)
+    bare_step, bare = make_trainer(inner, counted, WEIGHTS)
+
+    def kept():
+        return without_leaf(trainer.params), trainer.opt_state[1].inner_state
+
+    for bad in (0, 0, 0, 1, 0, 1, 0, 0):
+        before = kept()
+        trainer, logged = step(trainer, X * INF if bad else X)
+        scale = scaler().current_loss_scale(trainer.opt_state)
+        assert trainer.params["loss_scale"] == scale
+        if bad:
+            assert not jnp.isfinite(logged[0])
+            assert_same_bits(kept(), before)
+        else:
+            bare, wanted = bare_step(bare, X)
+            assert_close((kept()[0], logged), (bare.params, wanted))
+    # It grew, backed off twice, and grew: one program for both.
+    assert trainer.params["loss_scale"] == 64
+    assert len(traces) == 2
+    # One array more in the program, beside the optimizer's own: the scale and counters.
+    arrays = jax.tree.leaves((trainer.params, kept()[1]))
+    assert len(arrays) == len(jax.tree.leaves((bare.params, bare.opt_state))) + 1
+
+
+class Watching(BackoffOnly):
+    """A rule that does not want to see the scale among the gradients."""
+
+    def update(self, grads, state, *, axis_name=None):
+        assert jax.tree.structure(without_leaf(grads)) == jax.tree.structure(WEIGHTS)
+        return super().update(grads, state, axis_name=axis_name)
+
+
+RULES = {
+    "fixed": FixedLossScale(64.0),
+    "fixed, checking": FixedLossScale(64.0, True),
+    "dynamic": RULE,
+    "tolerant": TolerantLossScale(0.0, 64.0, growth_interval=2),
+    "headroom": HeadroomLossScale(64.0),
+    "custom": Watching(64.0),
+}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_every_rule_learns_of_an_overflow(rule):
+    optimizer = scaler(rule=rule)
+    params, good = with_leaf(WEIGHTS), jax.tree.map(jnp.ones_like, WEIGHTS)
+    state, rule_state = optimizer.init(params), rule.init()
+    # The gradient of the leaf: averaged, cast, or poisoned by what a trainer does.
+    for told in (0.0, 1.0, jnp.bfloat16(1 / 64), 0.0, -1e-30, NAN):
+        before, grads = (params, state), with_leaf(good, told)
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        assert_same_bits((params, state), optimizer.apply_gradients(grads, *before))
+        # As if the gradients themselves were not finite.
+        shown = good if told == 0 else optax.tree.scale(INF, good)
+        rule_state, _ = rule.update(shown, rule_state)
+        assert_same_bits(state.loss_scale_state, rule_state)
+        assert params["loss_scale"] == rule(rule_state)
+        assert state.last_step_applied == (told == 0)
+        if told != 0:
+            assert_same_bits(without_leaf(params), without_leaf(before[0]))
+            assert_same_bits(state.inner_state, before[1].inner_state)
+    assert params["b"][0] == 1 - 0.5 - 0.5 * 1.9
+
+
+HABITS = {
+    "bfloat16": lambda grads: optax.tree.cast(grads, jnp.bfloat16),
+    "clip": lambda grads: optax.clip_by_global_norm(1e-3).update(grads, None)[0],
+    "nan_to_num": lambda grads: jax.tree.map(jnp.nan_to_num, grads),
+}
+
+
+@pytest.mark.parametrize("habit", HABITS.values(), ids=HABITS)
+def test_an_overflow_in_one_micro_batch(habit):
+    optimizer, params = scaler(), with_leaf(WEIGHTS)
+    # Twice, as in a trainer that wraps what was wrapped.
+    twice = with_loss_scale(with_loss_scale(half_loss_fn))
+    state = optimizer.init(params)
+    for batch in (X.at[0, 1].set(1e5), X):
+        grads = [habit(jax.grad(twice)(params, x)) for x in (X, batch, X)]
+        total = functools.reduce(optax.tree.add, grads)
+        assert jnp.isfinite(optax.tree.norm(total))
+        before = params
+        params, state = optimizer.apply_gradients(total, params, state)
+        assert params["loss_scale"] == 32
+        assert (params["a"] == before["a"]).all() == (batch is not X)
+
+
+# The exponents of the leaf, of the scale of the state, and of the leaf after each step.
+@pytest.mark.parametrize(
+    "exponents", [(10, 15, 15), (0, 23, 23), (23, 0, 0), (-90, 30, 30), (40, 1, 17, 1)]
+)
+def test_a_leaf_and_a_state_that_disagree(exponents):
+    leaf, scale, *steps = [2.0**x for x in exponents]
+    optimizer, params = scaler(rule=DynamicLossScale(scale)), with_leaf(WEIGHTS, leaf)
+    state = optimizer.init(params)
+    for expected in steps:
+        grads = jax.grad(with_loss_scale(loss_fn))(params, X)
+        wanted = jax.grad(loss_fn)(without_leaf(params), X)
+        assert_same_bits(grads, with_leaf(wanted, 0.0))
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        assert params["loss_scale"] == expected
+
+
+SECOND = {
+    "grad of grad": lambda f: jax.grad(
+        lambda params: optax.tree.vdot(without_leaf(jax.grad(f)(params)), WEIGHTS)
+    ),
+    "jvp of grad": lambda f: lambda params: jax.jvp(jax.grad(f), [params], [params])[1],
+    "Hessian": lambda f: lambda params: jax.hessian(f)(params)["a"],
+}
+
+
+@pytest.mark.parametrize("second", SECOND.values(), ids=SECOND)
+def test_second_derivatives(second):
+    wanted = second(lambda params: loss_fn(params, X))(WEIGHTS)
+    ours = second(lambda params: with_loss_scale(loss_fn)(params, X))
+    found = jax.jit(ours)(with_leaf(WEIGHTS))
+    assert_close(without_leaf(found), wanted)
+    assert not np.any(found["loss_scale"])
+
+
+def test_what_else_may_be_among_parameters_and_arguments():
+    more = {"none": None, "key": jax.random.key(0), "frozen": [jnp.float32(2)]}
+    more |= {"call": jnp.tanh, "name": "x", "sizes": np.arange(2.0)}
+
+    def loss(model, x, params):
+        sizes = [int(size) for size in (*model["sizes"], *params["sizes"])]
+        noise = jnp.sum(jax.random.normal(model["key"], sizes))
+        loss = loss_fn(model, params["call"](x)) + noise
+        return 1e-6 * loss, params["frozen"]
+
+    def grad(loss, params):
+        def of_arrays(params, x):
+            return loss(params | more, x, params=more)
+
+        return jax.jit(jax.grad(of_arrays, argnums=(0, 1), has_aux=True))(params, X)
+
+    ours = with_loss_scale(with_loss_scale(loss, has_aux=True), has_aux=True)
+    (params, x), aux = grad(ours, with_leaf(WEIGHTS))
+    assert_close(((without_leaf(params), x), aux), grad(loss, WEIGHTS))
+
+
+TREES = {
+    r"none in a dict": {"a": jnp.float32(1)},
+    r"\['loss_scale'\]: float16\[\]": with_leaf({}, jnp.float16(1)),
+    r"\['loss_scale'\]: float32\[2\]": with_leaf({}, jnp.ones(2)),
+    r"\['x'\].*: float32\[\], \['y'\].*": {"x": with_leaf({}), "y": with_leaf({})},
+    r"Partitioned\(.*float16": {"loss_scale": linen.Partitioned(jnp.float16(1), ())},
+    r"Param\([^$]*float16": nnx.State({"loss_scale": nnx.Param(jnp.float16(1))}),
+}
+
+
+@pytest.mark.parametrize(("found", "tree"), TREES.items())
+def test_a_scale_that_is_missing_or_of_another_kind(found, tree):
+    message = rf"^params must hold one float32 scalar named 'loss_scale', got .*{found}"
+    for call in (scaler().init, with_loss_scale(optax.tree.sum)):
+        with pytest.raises(ValueError, match=message):
+            call(tree)
+
+
+def test_what_is_refused():
+    optimizer, params = scaler(), with_leaf(WEIGHTS)
+    state, loss = optimizer.init(params), functools.partial(loss_fn, x=X)
+    for call, message in [
+        (lambda: optimizer.update(params, state), "^params must hold .* NoneType"),
+        (lambda: optimizer.update(WEIGHTS, state, params), "^grads must .* all param"),
+        (lambda: optimizer.value_and_grad(loss, state), "with_loss_scale"),
+        (lambda: optimizer.minimize(loss, params, state), "with_loss_scale"),
+        (lambda: optimizer.get_scaled_loss(loss, state), "with_loss_scale"),
+        (lambda: optimizer.get_unscaled_gradients(params, state), "with_loss_scale"),
+        (lambda: scaler(retries=3), "either retries or scale_parameter"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_with_a_veto_and_a_checked_loss():
+    params, zeros = with_leaf(WEIGHTS), optax.tree.zeros_like(WEIGHTS)
+    # The gradient of the leaf, and the arguments; the scale and all counters.
+    for rule, told, options, scale, *counts in [
+        (FixedLossScale(64.0), 0.0, {"value": 1.0, "skip_if": True}, 64, 1, 0, 0, 0),
+        (RULE, 1.0, {"value": 1.0, "skip_if": True}, 32, 1, 1, 0, 0),
+        (RULE, 1.0, {"value": NAN}, 64, 1, 1, 0, 1),
+    ]:
+        optimizer, grads = scaler(rule=rule, check_loss=True), with_leaf(zeros, told)
+        state = optimizer.init(params)
+        new, state = optimizer.apply_gradients(grads, params, state, **options)
+        assert new["loss_scale"] == scale
+        assert list(state[3:7]) == counts
