@@ -92,8 +92,8 @@ def boolean(name: str, value: Any) -> bool:
 
 
 def key(name: str, value: Any) -> str:
-    """Returns `value`, if it is a string."""
-    if not isinstance(value, str):
+    """Returns `value`, if it is a string and not empty."""
+    if not isinstance(value, str) or not value:
         raise TypeError(
             f'{name} must be a name, "loss_scale" for example, got {value!r}.'
         )

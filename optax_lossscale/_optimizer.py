@@ -240,7 +240,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         return None if good_steps is None else unbox(good_steps)
 
     @property
-    def _step(self) -> Any:
+    def _steps(self) -> Any:
         return _step if self._options.scale_parameter is None else _scale_parameter
 
     def _check_that_it_scales(self) -> None:
@@ -268,7 +268,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         Raises:
           TypeError: If the inner optimizer scales losses itself.
         """
-        return self._step.init(self._options, params)
+        return self._steps.init(self._options, params)
 
     def current_loss_scale(self, state: Any) -> jax.Array:
         """Returns the current loss scale.
@@ -476,7 +476,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             missing or not a real scalar.
         """
         extra_args["skip_if"] = skip_if
-        return self._step.update(self._options, updates, state, params, extra_args)
+        return self._steps.update(self._options, updates, state, params, extra_args)
 
     def apply_gradients(
         self,
@@ -509,7 +509,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             missing or not a real scalar.
         """
         extra_args["skip_if"] = skip_if
-        return self._step.apply_gradients(
+        return self._steps.apply_gradients(
             self._options, grads, params, state, extra_args
         )
 
@@ -620,7 +620,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         def loss_of_params(proposed):
             return loss_of(loss_fn(as_parameters(proposed, params), *args, **kwargs))
 
-        extra = {"value": loss_of(value), "value_fn": loss_of_params}
+        # A pytree, as some inner optimizers pass it through jax.jit or jax.lax.cond.
+        value_fn = jax.tree_util.Partial(loss_of_params)
+        extra = {"value": loss_of(value), "value_fn": value_fn}
         if skip_if is not None:
             skip_if = skip_if(value, grads) if callable(skip_if) else skip_if
             extra["skip_if"] = _step.flag(skip_if)

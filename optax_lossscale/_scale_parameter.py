@@ -1,5 +1,6 @@
 """The scale among the parameters: for trainers that compute the gradients."""
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -15,18 +16,19 @@ from optax_lossscale import _check as check, _state, _step
 from optax_lossscale._gradients import (
     loss_of,
     types_of,
+    unscale_by,
     varying_axes,
     warn_of_float16,
 )
-from optax_lossscale._scaling import all_finite, on_all_devices, scale_down, scale_up
+from optax_lossscale._scaling import all_finite, on_all_devices, scale_up
 from optax_lossscale._step import Options
-from optax_lossscale._tree import has_gradient, is_inexact, split_arrays
+from optax_lossscale._tree import cast_like, has_gradient, is_inexact, split_arrays
 from optax_lossscale._warn import warn
 
 _HINTS = {
-    "params": "Pass the parameters. Before init, add jnp.float32("
-    "optimizer.initial_scale) to them by this name. A trainer that casts parameters "
-    "must leave it float32.",
+    "params": "Add it to the parameters before init, jnp.float32("
+    "optimizer.initial_scale), and leave it float32 where the trainer casts them. "
+    "update needs params.",
     "grads": "It tells of overflows: differentiate the result of with_loss_scale with "
     "respect to all parameters.",
 }
@@ -83,7 +85,7 @@ def scale_gradient(tree: Any, scale: jax.Array | float) -> Any:
     def leaf(x):
         if not has_gradient(x):
             return x
-        if varying_axes(factor):  # Then the result varies over these devices as well.
+        if varying_axes(factor):  # Lends them to x; the names of such casts change.
             x = jnp.where(factor == factor, x, x)
         return _scale_tangent(x, factor)
 
@@ -132,7 +134,7 @@ def with_loss_scale(
       parameters: keep these in float32, and cast them in `loss_fn`. Gradients with
       respect to other arguments are true, too, but may hold inf or nan. Those with
       respect to arrays that `loss_fn` closes over stay scaled, and so do those with
-      respect to further modules and variables of Flax nnx.
+      respect to single variables of Flax nnx.
 
     Raises:
       TypeError: If an argument is of the wrong type, or, when called, if the loss is
@@ -188,13 +190,11 @@ def with_loss_scale(
         # Zero, as another with_loss_scale around this one leaves it: no scale.
         scale = lax.stop_gradient(jnp.where(leaf <= 0, 1, scale))
         arrays, join = split_arrays(rest, has_gradient)
+        arrays = map(_as_wanted, _enter(arrays, scale, leaf), arrays)
         # A penalty on all parameters must not see the scale.
-        inside = place(join(_enter(arrays, scale, leaf)), jnp.zeros_like(leaf))
-        # Gradients with respect to other arguments are unscaled one by one.
+        inside = place(join(arrays), jnp.zeros_like(leaf))
         args, kwargs = jax.tree.map(
-            lambda x: x if _is_of_nnx(x) else scale_gradient(x, 1 / scale),
-            (args, kwargs),
-            is_leaf=_is_of_nnx,
+            lambda x: _unscaled(x, scale), (args, kwargs), is_leaf=_is_of_nnx
         )
         if nnx is None:
             out = loss_fn(inside, *args, **kwargs)
@@ -212,6 +212,18 @@ def with_loss_scale(
     return scaled_loss
 
 
+def _unscaled(x: Any, scale: jax.Array) -> Any:
+    """Unscales gradients with respect to an argument that is not the parameters."""
+    if not _is_of_nnx(x):
+        return scale_gradient(x, 1 / scale)
+    nnx = sys.modules["flax.nnx"]
+    # A module of an outer trace cannot be changed, and gets no gradient here.
+    with contextlib.suppress(sys.modules["flax.errors"].TraceContextError):
+        if isinstance(x, nnx.Pytree):
+            nnx.update(x, scale_gradient(nnx.state(x), 1 / scale))
+    return x
+
+
 @jax.custom_vjp
 def _enter(arrays, scale, leaf):
     """Returns parameters whose gradients are unscaled, or all zero if one overflows."""
@@ -219,25 +231,20 @@ def _enter(arrays, scale, leaf):
 
 
 def _enter_forward(arrays, scale, leaf):
-    # None where the trainer asks for no gradient.
-    wanted = [() if x.perturbed else None for x in arrays]
-    if any(x.perturbed and x.value.dtype == jnp.float16 for x in arrays):
+    return [x.value for x in arrays], (scale.value, leaf.value)
+
+
+def _enter_backward(residuals, grads):
+    scale, leaf = residuals
+    grads = [None if isinstance(x, SymbolicZero) else x for x in grads]
+    if any(x.dtype == jnp.float16 for x in jax.tree.leaves(grads)):
         warn(
             "Parameters are float16, and so are their gradients, which are zero below "
             "2**-25 once they are unscaled. Keep parameters in float32, and cast them "
             "in loss_fn."
         )
-    return [x.value for x in arrays], (scale.value, leaf.value, wanted)
-
-
-def _enter_backward(residuals, grads):
-    scale, leaf, wanted = residuals
-    grads = [
-        None
-        if mark is None or isinstance(x, SymbolicZero)
-        else scale_down(x, scale).astype(x.dtype)
-        for x, mark in zip(grads, wanted, strict=True)
-    ]
+    grads = cast_like(unscale_by(grads, scale), grads)
+    # Without a scale, whoever has one has to see what is not finite.
     finite = all_finite(grads) | (leaf <= 0)
     # Devices of jax.shard_map decide together, if all of them have this scale.
     axes = varying_axes(finite) - varying_axes(scale)
@@ -247,6 +254,18 @@ def _enter_backward(residuals, grads):
 
 
 _enter.defvjp(_enter_forward, _enter_backward, symbolic_zeros=True)
+
+
+@jax.custom_jvp
+def _as_wanted(entered, x):
+    """Returns `entered`, without derivative where the trainer wants none of `x`."""
+    return entered
+
+
+@functools.partial(_as_wanted.defjvp, symbolic_zeros=True)
+def _(primals, tangents):
+    entered, x = tangents
+    return primals[0], x if isinstance(x, SymbolicZero) else entered
 
 
 def _is_of_nnx(x: Any) -> bool:
@@ -267,7 +286,7 @@ def update(
 ) -> tuple[Any, _state.LossScaleOptimizerState]:
     """Returns the updates of a step, that of the scale too, and the new state."""
     place, old, params = _take_out(options.scale_parameter, params, "params")
-    grads, state = _look(options, grads, state, extra)
+    grads, state = _look(options, grads, state)
     updates, state = _step.update(options, grads, state, params, extra)
     new = options.loss_scale.loss_scale(state.loss_scale_state)
     # Not all the way down where the difference rounds to minus the old scale.
@@ -279,13 +298,13 @@ def apply_gradients(
 ) -> tuple[Any, _state.LossScaleOptimizerState]:
     """Returns the parameters after a step, the scale among them, and the new state."""
     place, _, params = _take_out(options.scale_parameter, params, "params")
-    grads, state = _look(options, grads, state, extra)
+    grads, state = _look(options, grads, state)
     params, state = _step.apply_gradients(options, grads, params, state, extra)
     return place(params, options.loss_scale.loss_scale(state.loss_scale_state)), state
 
 
 def _look(
-    options: Options, grads: Any, state: Any, extra: dict[str, Any]
+    options: Options, grads: Any, state: Any
 ) -> tuple[Any, _state.LossScaleOptimizerState]:
     """Shows an overflow, of which the gradient of the scale tells, to the rule.
 
@@ -300,9 +319,9 @@ def _look(
         lambda x: jnp.where(overflow, jnp.nan, x) if is_inexact(x) else x, grads
     )
     look = _step.look(rule, seen, state.loss_scale_state, options.axis_name)
-    if not rule.skip_nonfinite:
-        veto = extra["skip_if"]
-        extra["skip_if"] = overflow if veto is None else overflow | _step.flag(veto)
+    if not rule.skip_nonfinite:  # It would apply the zeros.
+        finite = on_all_devices(~overflow, options.axis_name)
+        look = look._replace(finite=finite)
     return grads, state._replace(loss_scale_state=look)
 
 

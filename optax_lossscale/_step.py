@@ -54,7 +54,8 @@ class Options(NamedTuple):
 
     def choose_skip(self, has_veto: bool = False) -> Skip | None:
         """Returns how the step that is being traced is skipped; None if it never is."""
-        if not (self.loss_scale.skip_nonfinite or self.check_loss or has_veto):
+        may_skip = self.loss_scale.skip_nonfinite or self.check_loss or has_veto
+        if not may_skip and self.scale_parameter is None:
             return None
         # Devices need not agree: if one branched alone, it would not join the
         # collectives of the others.

@@ -88,6 +88,14 @@ def test_minimize_passes_what_line_searches_need(wrap):
         assert seen["value_fn"](jnp.float32(4)) == 16
 
 
+def test_minimize_of_a_compiled_inner_optimizer():
+    inner, three = optax.lbfgs(1.0, linesearch=None), jnp.float32(3)
+    for update in (inner.update, jax.jit(inner.update)):
+        optimizer = LossScaleOptimizer(inner._replace(update=update))
+        params, *_ = optimizer.minimize(square, three, optimizer.init(three))
+        assert params == 2
+
+
 def test_minimize_passes_no_more_than_is_taken():
     def update(updates, state, params=None, *, value):
         return jax.tree.map(lambda u: -u * value, updates), state

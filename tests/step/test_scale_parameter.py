@@ -266,6 +266,8 @@ def test_with_a_veto_and_a_checked_loss():
     # The gradient of the leaf, and the arguments; the scale and all counters.
     for rule, told, options, scale, *counts in [
         (FixedLossScale(64.0), 0.0, {"value": 1.0, "skip_if": True}, 64, 1, 0, 0, 0),
+        # An overflow is one, although this rule checks nothing.
+        (FixedLossScale(64.0), 1.0, {"value": 1.0}, 64, 1, 1, 1, 0),
         (RULE, 1.0, {"value": 1.0, "skip_if": True}, 32, 1, 1, 0, 0),
         (RULE, 1.0, {"value": NAN}, 64, 1, 1, 0, 1),
     ]:
@@ -274,3 +276,39 @@ def test_with_a_veto_and_a_checked_loss():
         new, state = optimizer.apply_gradients(grads, params, state, **options)
         assert new["loss_scale"] == scale
         assert list(state[3:7]) == counts
+
+
+def test_what_the_trainer_freezes_needs_no_derivative():
+    def student(params):
+        teach = functools.partial(jnp.multiply, params["b"])
+        return loss_fn(params, jax.lax.while_loop(lambda x: x[0, 0] > 1, teach, X))
+
+    def of_the_student(function):
+        return jax.grad(lambda trained: function({**WEIGHTS, **trained}))
+
+    expected = of_the_student(student)({"a": WEIGHTS["a"]})
+    grads = of_the_student(with_loss_scale(student))(with_leaf({"a": WEIGHTS["a"]}))
+    assert_close(grads, with_leaf(expected, 0.0))
+
+
+def test_another_module_of_nnx():
+    """Its gradients are unscaled, too, and what the loss writes into it stays."""
+
+    class Model(nnx.Module):
+        def __init__(self, **scale):
+            self.weight, self.calls = (
+                nnx.Param(jnp.float32(3)),
+                nnx.Variable(jnp.int32(0)),
+            )
+            vars(self).update({name: nnx.Param(x) for name, x in scale.items()})
+
+    def product(model, other):
+        other.calls[...] += 1
+        return model.weight[...] * other.weight[...]
+
+    model, other = Model(loss_scale=jnp.float32(64)), Model()
+    grads = nnx.grad(with_loss_scale(product), argnums=(0, 1))(model, other)
+    assert [jax.tree.leaves(x["weight"]) for x in grads] == [[3], [3]]
+    assert jax.tree.leaves(other.calls) == [1]
+    with_loss_scale(product)(model, other)
+    assert jax.tree.leaves(model.loss_scale) == [64]
