@@ -190,7 +190,7 @@ def with_loss_scale(
         # Zero, as another with_loss_scale around this one leaves it: no scale.
         scale = lax.stop_gradient(jnp.where(leaf <= 0, 1, scale))
         arrays, join = split_arrays(rest, has_gradient)
-        arrays = map(_as_wanted, _enter(arrays, scale, leaf), arrays)
+        arrays = [*map(_as_wanted, _enter(arrays, scale, leaf), arrays)]
         # A penalty on all parameters must not see the scale.
         inside = place(join(arrays), jnp.zeros_like(leaf))
         args, kwargs = jax.tree.map(
