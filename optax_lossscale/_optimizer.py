@@ -267,7 +267,15 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
         Raises:
           TypeError: If the inner optimizer scales losses itself.
+          ValueError: With `scale_parameter`, if the parameters do not hold one float32
+            scalar of this name.
+
+        Warns:
+          UserWarning: If the parameters hold a float32 scalar named "loss_scale", and
+            the optimizer has no `scale_parameter`.
         """
+        if self._options.scale_parameter is None:
+            _scale_parameter.warn_if_forgotten(params)
         return self._steps.init(self._options, params)
 
     def current_loss_scale(self, state: Any) -> jax.Array:

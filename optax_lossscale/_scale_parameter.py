@@ -25,10 +25,11 @@ from optax_lossscale._step import Options
 from optax_lossscale._tree import cast_like, has_gradient, is_inexact, split_arrays
 from optax_lossscale._warn import warn
 
+SCALAR = [((), jnp.float32)]
 _HINTS = {
     "params": "Add it to the parameters before init, jnp.float32("
-    "optimizer.initial_scale), and leave it float32 where the trainer casts them. "
-    "update needs params.",
+    "optimizer.initial_scale), of a type that the trainer differentiates (Flax nnx). "
+    "Leave it float32 where the trainer casts parameters. update needs params.",
     "grads": "It tells of overflows: differentiate the result of with_loss_scale with "
     "respect to all parameters.",
 }
@@ -43,7 +44,8 @@ def scale_gradient(tree: Any, scale: jax.Array | float) -> Any:
     Args:
       tree: Any pytree. Leaves that are no floating-point or complex arrays pass
         through.
-      scale: f32[], or a Python number. It has no derivative.
+      scale: f32[], or a Python number. It has no derivative. Scaled float16 gradients
+        must stay below 65520: above they are inf.
 
     Returns:
       The same tree. In the backward pass the gradients of its arrays are multiplied by
@@ -209,6 +211,7 @@ def with_loss_scale(
         loss = scale_gradient(loss, scale)
         return (loss, out[1]) if has_aux else loss
 
+    vars(scaled_loss)["without_scale"] = loss_fn  # For diagnostics.
     return scaled_loss
 
 
@@ -272,6 +275,22 @@ def _is_of_nnx(x: Any) -> bool:
     """Tells whether `x` is a module, or a variable, which may be changed in place."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
+
+
+def warn_if_forgotten(params: Any) -> None:
+    """Warns of a scale among the parameters, and no `scale_parameter`."""
+
+    def look(path, box):
+        if [(np.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(box)] == SCALAR:
+            warn(
+                f"params{jax.tree_util.keystr(path)} is a float32 scalar, and the "
+                "optimizer has no scale_parameter, so it takes it for any parameter. "
+                "If with_loss_scale reads the scale there, pass "
+                'scale_parameter="loss_scale" to LossScaleOptimizer.'
+            )
+        return box
+
+    _map_named(look, "loss_scale", params)
 
 
 def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:

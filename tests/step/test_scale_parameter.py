@@ -17,6 +17,7 @@ from optax_lossscale import (
     HeadroomLossScale,
     LossScaleOptimizer,
     TolerantLossScale,
+    diagnostics,
     with_loss_scale,
 )
 
@@ -312,3 +313,19 @@ def test_another_module_of_nnx():
     assert jax.tree.leaves(other.calls) == [1]
     with_loss_scale(product)(model, other)
     assert jax.tree.leaves(model.loss_scale) == [64]
+
+
+def test_a_forgotten_name_warns():
+    with pytest.warns(UserWarning, match=r"params\['loss_scale'\] .* scale_parameter="):
+        LossScaleOptimizer(optax.sgd(0.1)).init(with_leaf(WEIGHTS))
+    LossScaleOptimizer(optax.sgd(0.1)).init({"loss_scale": WEIGHTS["b"]})
+
+
+def test_the_trace_looks_into_the_loss():
+    params, state = with_leaf(WEIGHTS), scaler().init(with_leaf(WEIGHTS))
+    found, expected = (
+        str(diagnostics.trace_numerics(f, params, 1e5 * X, state=state))
+        for f in (with_loss_scale(half_loss_fn), half_loss_fn)
+    )
+    assert found == expected
+    assert "begins here" in found

@@ -53,7 +53,8 @@ def make_call(
         to a transformation of JAX, or `params` has no floating-point array.
       ValueError: If an array was deleted.
     """
-    check.function("loss_fn", loss_fn)
+    # What with_loss_scale wraps: the scale comes from the state here.
+    loss_fn = check.function("loss_fn", getattr(loss_fn, "without_scale", loss_fn))
     check.boolean("has_aux", has_aux)
     leaves, treedef = jax.tree.flatten((params, args, kwargs))
     names = [
