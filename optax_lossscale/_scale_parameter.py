@@ -25,7 +25,6 @@ from optax_lossscale._step import Options
 from optax_lossscale._tree import cast_like, has_gradient, is_inexact, split_arrays
 from optax_lossscale._warn import warn
 
-SCALAR = [((), jnp.float32)]
 _HINTS = {
     "params": "Add it to the parameters before init, jnp.float32("
     "optimizer.initial_scale), of a type that the trainer differentiates (Flax nnx). "
@@ -281,7 +280,7 @@ def warn_if_forgotten(params: Any) -> None:
     """Warns of a scale among the parameters, and no `scale_parameter`."""
 
     def look(path, box):
-        if [(np.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(box)] == SCALAR:
+        if _is_scalar(jax.tree.leaves(box), jnp.float32):
             warn(
                 f"params{jax.tree_util.keystr(path)} is a float32 scalar, and the "
                 "optimizer has no scale_parameter, so it takes it for any parameter. "
@@ -365,9 +364,8 @@ def _take_out(
 
     rest = _map_named(cut, name, tree)
     arrays = jax.tree.leaves([box for _, box in found])
-    is_one = len(found) == len(arrays) == 1 and np.shape(arrays[0]) == ()
     dtype = jnp.float32 if what == "params" else jnp.floating
-    if not is_one or not jnp.issubdtype(jnp.result_type(arrays[0]), dtype):
+    if len(found) != 1 or not _is_scalar(arrays, dtype):
         got = ", ".join(f"{path}: {types_of(box)}" for path, box in found)
         raise ValueError(
             f"{what} must hold one float32 scalar named {name!r}, got "
@@ -379,6 +377,13 @@ def _take_out(
         return _map_named(lambda *_: box, name, tree)
 
     return place, arrays[0], rest
+
+
+def _is_scalar(leaves: list[Any], dtype: Any) -> bool:
+    """Tells whether there is one leaf, a scalar array of this dtype or kind."""
+    if len(leaves) != 1 or not hasattr(leaves[0], "dtype"):
+        return False
+    return leaves[0].shape == () and jnp.issubdtype(leaves[0].dtype, dtype)
 
 
 def _map_named(function: Callable[[Any, Any], Any], name: str | None, tree: Any) -> Any:

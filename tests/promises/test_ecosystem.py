@@ -73,7 +73,8 @@ def test_every_position(make):
 @pytest.mark.parametrize("scale_parameter", [None, "loss_scale"])
 def test_map_params_sees_the_parameters_in_the_state(scale_parameter):
     optimizer = LossScaleOptimizer(optax.adam(0.1), scale_parameter=scale_parameter)
-    state = optimizer.init(PARAMS | {"loss_scale": jnp.float32(2**15)})
+    scale = {scale_parameter: jnp.float32(2**15)} if scale_parameter else {}
+    state = optimizer.init(PARAMS | scale)
     state = optax.tree.map_params(optimizer, lambda x: x + 1, state)
     assert state.inner_state[0].mu["b"] == 1
     assert optimizer.current_loss_scale(state) == 2**15
