@@ -13,7 +13,7 @@ from benchmarks.systems import PLAIN, PLAIN_KERAS
 
 RESULTS = Path(__file__).with_name("results")
 # How the names of this package's systems begin. They come first, in another color.
-OURS = ("minimize", "apply_gradients", "update")
+OURS = ("minimize", "apply_gradients", "update", "with_loss_scale")
 _PACKAGES = (
     "jax",
     "jaxlib",
