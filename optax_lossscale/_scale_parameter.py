@@ -303,8 +303,7 @@ def update(
     options: Options, grads: Any, state: Any, params: Any, extra: dict[str, Any]
 ) -> tuple[Any, _state.LossScaleOptimizerState]:
     """Returns the updates of a step, that of the scale too, and the new state."""
-    place, old, params = _take_out(options.scale_parameter, params, "params")
-    grads, state = _look(options, grads, state)
+    place, old, grads, state, params = _take_apart(options, grads, state, params)
     updates, state = _step.update(options, grads, state, params, extra)
     new = options.loss_scale.loss_scale(state.loss_scale_state)
     # Not all the way down where the difference rounds to minus the old scale.
@@ -315,23 +314,25 @@ def apply_gradients(
     options: Options, grads: Any, params: Any, state: Any, extra: dict[str, Any]
 ) -> tuple[Any, _state.LossScaleOptimizerState]:
     """Returns the parameters after a step, the scale among them, and the new state."""
-    place, _, params = _take_out(options.scale_parameter, params, "params")
-    grads, state = _look(options, grads, state)
+    place, _, grads, state, params = _take_apart(options, grads, state, params)
     params, state = _step.apply_gradients(options, grads, params, state, extra)
     return place(params, options.loss_scale.loss_scale(state.loss_scale_state)), state
 
 
-def _look(
-    options: Options, grads: Any, state: Any
-) -> tuple[Any, _state.LossScaleOptimizerState]:
-    """Shows an overflow, of which the gradient of the scale tells, to the rule.
+def _take_apart(
+    options: Options, grads: Any, state: Any, params: Any
+) -> tuple[Callable[[Any, Any], Any], jax.Array, Any, Any, Any]:
+    """Takes the scale out of the arguments of a step.
 
     Returns:
-      The other gradients, and the state with a `Look`.
+      A function that puts a scale in its place among the parameters; the scale there;
+      the other gradients; the state with a `Look`; and the other parameters.
     """
-    rule = options.loss_scale
+    rule, name = options.loss_scale, options.scale_parameter
+    place, old, params = _take_out(name, params, "params")
     _state.check_state(state, rule, options.retries)
-    _, overflows, grads = _take_out(options.scale_parameter, grads, "grads")
+    _, overflows, grads = _take_out(name, grads, "grads")
+    # Show an overflow, of which the gradient of the scale tells, to the rule.
     overflow = overflows != 0
     seen = jax.tree.map(
         lambda x: jnp.where(overflow, jnp.nan, x) if is_inexact(x) else x, grads
@@ -340,7 +341,7 @@ def _look(
     if not rule.skip_nonfinite:  # It would apply the zeros.
         finite = on_all_devices(~overflow, options.axis_name)
         look = look._replace(finite=finite)
-    return grads, state._replace(loss_scale_state=look)
+    return place, old, grads, state._replace(loss_scale_state=look), params
 
 
 def _take_out(

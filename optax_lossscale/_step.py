@@ -46,11 +46,11 @@ class Options(NamedTuple):
         check.boolean("check_loss", self.check_loss)
         if self.scale_parameter is not None:
             check.key("scale_parameter", self.scale_parameter)
-        if self.retries and self.scale_parameter is not None:
-            raise ValueError(
-                "Pass either retries or scale_parameter: with the latter, the trainer "
-                "runs the backward pass, and minimize repeats none."
-            )
+            if self.retries:
+                raise ValueError(
+                    "Pass either retries or scale_parameter: with the latter, the "
+                    "trainer runs the backward pass, and minimize repeats none."
+                )
 
     def choose_skip(self, has_veto: bool = False) -> Skip | None:
         """Returns how the step that is being traced is skipped; None if it never is."""
