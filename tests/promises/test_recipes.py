@@ -1,5 +1,6 @@
 """The pages under docs/recipes are scripts: each runs, and a skip changes nothing."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -293,6 +294,53 @@ def check_several_losses(page):
         assert after.skipped_steps == state.skipped_steps + 1
         both = zip(scales, new, strict=True)
         assert [float(x.loss_scale / y.loss_scale) for x, y in both] == lowered
+
+
+def check_gradient_in_the_loss(page):
+    # In value as in float32, where the page says so.
+    np.testing.assert_allclose(page["distance"], page["wanted"], rtol=0.01)
+    right = {"float32", "forward twice", "forward over reverse", "reverse twice"}
+    for name, error in page["errors"].items():
+        assert error < 1e-3 if name in right else error > 0.1
+    # Only the critic sees the poisoned images.
+    state, images = page["state"], page["images"] * INF
+    args = images, jax.random.key(0), jnp.float16, 1e-9, 2.0**30
+    critic, critic_state, generator, *_ = page["train_step"](*state, *args)
+    assert_same_bits((critic, critic_state.inner_state), (state[0], state[1][0]))
+    assert critic_state.skipped_steps == state[1].skipped_steps + 1
+    assert np.any(generator[0] != state[2][0])
+
+
+def check_per_example_clipping(page):
+    for x, y in zip(page["params"], page["bare"], strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-3)
+    params, high, x, y = (page[name] for name in ("params", "high", "x", "y"))
+    _, state, _ = page["train_step"](params, high, x, y)
+    assert_same_bits(state.inner_state, high.inner_state)
+    assert state.skipped_steps == high.skipped_steps + 1
+    # The clip never sees an overflow, but true gradients of the examples, or 2**-20.
+    per_example, seen = page["per_example"], []
+
+    def watch(updates, state, params=None):
+        jax.debug.callback(lambda *grads: seen.append(arrays(grads)), *updates)
+        return updates, state
+
+    watcher = optax.GradientTransformation(lambda params: (), watch)
+    watched = optax.chain(watcher, page["inner"])
+    for retries in (0, 24):
+        optimizer = LossScaleOptimizer(watched, skip="where", retries=retries)
+        state = optax.tree.set(optimizer.init(params), loss_scale=jnp.float32(2**46))
+        _, state, _ = optimizer.minimize(
+            page["loss_fn"], params, state, x, y, transform=per_example
+        )
+        jax.effects_barrier()
+        assert state.skipped_steps == (retries == 0)
+    wide = functools.partial(page["loss_fn"], dtype=jnp.float32)
+    _, wanted = per_example(wide)(params, x, y)
+    skipped, repeated = seen
+    for x, y, z in zip(skipped, repeated, wanted, strict=True):
+        np.testing.assert_array_equal(x, 2.0**-20)
+        np.testing.assert_allclose(y, z, rtol=0.02, atol=1e-11)
 
 
 def check_accumulation(page):
