@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from benchmarks.compiled import H100, TPU, device, measure
 from benchmarks.systems import PLAIN, SKIPS
@@ -50,3 +51,14 @@ def test_a_branch_would_cost_more(rows):
 
 def test_fixed_scale_costs_nothing(rows):
     assert rows["minimize, fixed scale"]["ratio"] <= 1.001
+
+
+def test_a_gpu_drops_a_cast_to_float16_unless_forbidden():
+    h100 = device(H100)
+    if h100 is None:
+        pytest.skip(f"the compiler for {H100} is not installed")
+    x = jax.ShapeDtypeStruct((8,), "float32", sharding=SingleDeviceSharding(h100))
+    lowered = jax.jit(lambda x: x.astype("float16").astype("float32")).lower(x)
+    assert "f16" not in lowered.compile().as_text()
+    options = {"xla_allow_excess_precision": False}
+    assert "f16" in lowered.compile(options).as_text()
