@@ -1,7 +1,7 @@
 """Measures what loss scaling costs on the available device.
 
 Each system runs in turns with a plain Optax step. The result is the median of the
-ratios of their times. Writes JSON, a Markdown table per workload, and a plot.
+ratios of their times. Writes JSON, and a Markdown table per workload.
 """
 
 import argparse
@@ -45,14 +45,14 @@ def main() -> None:
         parser.error(f"no workload has a name that contains {options.workload!r}")
     seconds = options.seconds or (0.1 if options.quick else 1.0)
     results = {**report.about(), "rows": []}
-    stem = options.out / platform
+    path = options.out / f"{platform}.json"
     for workload in workloads:
         rows = measure(workload, seconds, options.system)
         results["rows"] += track(rows, workload.name, len(workload.systems()))
-        report.save(stem.with_suffix(".json"), results)
-    report.write(results, stem)
+        report.save(path, results)
+    path.with_suffix(".md").write_text(report.full_report(results))
     print("\n".join(report.timing_tables(results)))
-    print(f"Wrote {stem}.json, .md and .png")
+    print(f"Wrote {path} and .md")
 
 
 if __name__ == "__main__":

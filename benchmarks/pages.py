@@ -39,8 +39,8 @@ def tables() -> list[str]:
 
 def main() -> None:
     """Writes all of them."""
-    cpu = report.RESULTS / "cpu"
-    report.write(report.load(cpu.with_suffix(".json")), cpu)
+    cpu = report.RESULTS / "cpu.json"
+    cpu.with_suffix(".md").write_text(report.full_report(report.load(cpu)))
     retries.plot(report.load(retries.RESULTS))
     for path in PAGES:
         path.write_text(report.replace_tables(path.read_text(), tables()))

@@ -1,4 +1,4 @@
-"""Results as JSON, as Markdown tables and as a plot."""
+"""Results as JSON and as Markdown tables."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import jax
 from benchmarks.systems import PLAIN, PLAIN_KERAS
 
 RESULTS = Path(__file__).with_name("results")
-# How the names of this package's systems begin. They come first, in another color.
+# How the names of this package's systems begin. They come first.
 OURS = ("minimize", "apply_gradients", "update", "with_loss_scale")
 _PACKAGES = (
     "jax",
@@ -78,11 +78,6 @@ def by_workload(results: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]
     return found
 
 
-def call_of(system: str) -> str:
-    """Returns the name of a system without how it skips and what it is given."""
-    return system.removesuffix(", auto").removesuffix(" of unscaled")
-
-
 def _megabytes(number: float) -> str:
     return f"{number / 1e6:,.1f}"
 
@@ -120,22 +115,13 @@ def full_report(results: dict[str, Any]) -> str:
     return text
 
 
-def _columns(results: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Returns the rows of workloads that have a column, by column and system."""
-    found = {}
-    for systems in by_workload(results).values():
-        found[systems[PLAIN]["column"]] = {
-            name.removesuffix(", auto"): row
-            for name, row in systems.items()
-            if name not in (PLAIN, PLAIN_KERAS)
-            and not name.endswith((", where", ", cond"))
-        }
-    found.pop("", None)
-    return found
-
-
-def _ratios(rows: dict[str, dict[str, Any]], key: str = "ratio") -> dict[str, float]:
-    return {name.removesuffix(", auto"): row[key] for name, row in rows.items()}
+def _ratios(systems: dict[str, dict[str, Any]], key: str = "ratio") -> dict[str, float]:
+    """Returns the ratios of a workload by system, with the default `skip` alone."""
+    return {
+        name.removesuffix(", auto"): row[key]
+        for name, row in systems.items()
+        if name not in (PLAIN, PLAIN_KERAS) and not name.endswith((", where", ", cond"))
+    }
 
 
 def _ratio_table(title: str, columns: dict[str, dict[str, float]]) -> str:
@@ -155,18 +141,17 @@ def timing_tables(results: dict[str, Any]) -> list[str]:
     Each has a column per main workload. The last column of the first is the ratio of
     compile times with 200 leaves, if it was measured.
     """
-    steps, training = {}, {}
-    for column, rows in _columns(results).items():
-        given = next(iter(rows.values()))["given"]
-        (steps if given else training)[column] = _ratios(rows)
+    steps, training, compiling = {}, {}, {}
     for workload, systems in by_workload(results).items():
+        plain = systems[PLAIN]
+        if plain["column"]:
+            columns = steps if plain["given"] else training
+            columns[plain["column"]] = _ratios(systems)
         if "200 leaves" in workload:
-            compiling = _ratios(systems, "compile_ratio")
-            shown = set().union(*steps.values())
-            steps["compile, 200 leaves"] = {
-                name: ratio for name, ratio in compiling.items() if name in shown
-            }
+            compiling["compile, 200 leaves"] = _ratios(systems, "compile_ratio")
     tables = {"optimizer step / plain": steps, "training step / plain": training}
+    if steps:
+        steps |= compiling
     return [_ratio_table(title, found) for title, found in tables.items() if found]
 
 
@@ -190,13 +175,14 @@ def compiled_tables(results: dict[str, Any]) -> list[str]:
 
 def summary_table(cpu: dict[str, Any], compiled: dict[str, Any]) -> str:
     """Returns the main ratios of some systems."""
-    measured = _columns(cpu)
     columns = {
-        "MLP on a CPU": _ratios(measured["MLP"]),
-        "transformer on a CPU": _ratios(measured["transformer"]),
-        "bytes on H100": {
-            call_of(row["system"]): row["ratio"] for row in compiled["H100"]["rows"]
-        },
+        f"{systems[PLAIN]['column']} on a CPU": _ratios(systems)
+        for systems in by_workload(cpu).values()
+        if systems[PLAIN]["column"] in ("MLP", "transformer")
+    }
+    columns["bytes on H100"] = {
+        row["system"].removesuffix(", auto").removesuffix(" of unscaled"): row["ratio"]
+        for row in compiled["H100"]["rows"]
     }
     systems = ("minimize", "update", "minimize, fixed scale")
     systems += ("flax DynamicScale", "jmp", "Keras 3")
@@ -205,39 +191,6 @@ def summary_table(cpu: dict[str, Any], compiled: dict[str, Any]) -> str:
         for title, ratios in columns.items()
     }
     return _ratio_table("training step / no scaling", columns)
-
-
-def plot(results: dict[str, Any], path: Path) -> None:
-    """Draws the time of a step: a panel for each workload, a bar for each system."""
-    from matplotlib.figure import Figure
-
-    columns = {
-        column: {call_of(name): row["ratio"] for name, row in rows.items()}
-        for column, rows in _columns(results).items()
-    }
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    wide = (len(columns) + 1) // 2
-    panels: Any = figure.subplots(2, wide, sharex=True, sharey=True).flat
-    for axes, (title, ratios) in zip(panels, columns.items(), strict=False):
-        colors = ["#0072B2" if x.startswith(OURS) else "#D55E00" for x in ratios]
-        axes.barh(list(ratios), list(ratios.values()), 0.7, color=colors)
-        axes.axvline(1, color="black", linewidth=1)
-        axes.set_title(title.replace(", ", "\n"), fontsize="medium")
-        axes.set_xticks([1, 3, 5], ["1x", "3x", "5x"])
-        axes.grid(axis="x", alpha=0.3)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].invert_yaxis()
-    for axes in panels[len(columns) :]:
-        axes.set_visible(False)
-    figure.suptitle("Time of a step, relative to plain Optax (blue: optax_lossscale)")
-    figure.savefig(path, dpi=120)
-
-
-def write(results: dict[str, Any], stem: Path) -> None:
-    """Writes the tables and the plot next to the JSON file."""
-    stem.with_suffix(".md").write_text(full_report(results))
-    plot(results, stem.with_suffix(".png"))
 
 
 def replace_tables(page: str, tables: list[str]) -> str:

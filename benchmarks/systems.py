@@ -18,7 +18,6 @@ PLAIN, PLAIN_KERAS = "optax, no scaling", "Keras 3, no scaling"
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(1e-3),
     "adam": lambda: optax.adam(1e-3),
-    "adafactor": lambda: optax.adafactor(1e-3),
 }
 SKIPS = ("auto", "where", "cond")
 SCALE = 2.0**15
@@ -207,7 +206,7 @@ def _keras(name, loss_fn, *, scaled):
     import keras
 
     optimizers = keras.optimizers
-    names = {"sgd": "SGD", "adam": "Adam", "adafactor": "Adafactor"}
+    names = {"sgd": "SGD", "adam": "Adam"}
     optimizer = getattr(optimizers, names[name])(1e-3)
     if scaled:
         optimizer = optimizers.LossScaleOptimizer(optimizer)
