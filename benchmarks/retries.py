@@ -12,18 +12,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import compiled, report
 from benchmarks.measure import Running, compare
-from benchmarks.rules import find_oracle, underflowed
+from benchmarks.rules import train
 from benchmarks.systems import OPTIMIZERS, System, minimize
-from benchmarks.tasks import Task, perceptron
+from benchmarks.tasks import perceptron
 from benchmarks.workloads import Workload, mlp, transformer
-from examples.language_model.config import Config
-from examples.language_model.model import make_functions
-from optax_lossscale import DynamicLossScale, LossScaleOptimizer
+from optax_lossscale import DynamicLossScale
 
 RESULTS = report.RESULTS / "retries.json"
 FIGURE = report.RESULTS / "retries.png"
@@ -42,23 +39,12 @@ RUNNING = {
 }
 
 
-def language_model(**settings: Any) -> Workload:
-    """The language model of the examples, of a size that is worth compiling."""
-    config = Config(layers=4, width=256, context=256, **settings)
-    init, loss_fn = make_functions(config)
-
-    def batches():
-        return [(jnp.zeros((32, config.context + 1), jnp.int32),)]
-
-    return Workload(
-        str(settings), "adam", lambda: init(jax.random.key(0)), loss_fn, batches, 0
-    )
-
-
+# The language model of the examples, of a size that is worth compiling.
+model = functools.partial(transformer, 4, 256, 256, 32, 8192)
 COMPILED = {
     "MLP": functools.partial(mlp, layers=12, width=2048, batch=2048),
-    "transformer, rematerialized": functools.partial(language_model, remat=True),
-    "transformer, scanned": functools.partial(language_model, scan_layers=True),
+    "transformer, rematerialized": functools.partial(model, remat=True),
+    "transformer, scanned": functools.partial(model, scan_layers=True),
 }
 
 
@@ -102,51 +88,26 @@ def by_compiler(target: str) -> list[dict[str, Any]] | None:
     return rows if device else None
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-@functools.partial(jax.vmap, in_axes=(None, None, 0))
-def train(task: Task, optimizer: LossScaleOptimizer, key: jax.Array) -> Any:
-    """Trains once per key, and looks at each step whose number divides by `EVERY`.
-
-    Returns:
-      For each of these steps the number of batches lost so far, the bits between its
-      scale and the next that overflows, and the share of gradients that are zero.
-    """
-    first, rest = jax.random.split(key)
-
-    def step(carry, key):
-        batch = task.batch(key)
-        loss_fn = functools.partial(task.loss_fn, dtype=jnp.float16)
-        return optimizer.minimize(loss_fn, *carry, batch)[:2], None
-
-    def chunk(carry, keys):
-        params, state = carry
-        carry, _ = step(carry, keys[0])
-        # The scale of the step: retries lower it before, a growth raises it after.
-        scales = map(optimizer.current_loss_scale, (state, carry[1]))
-        scale, batch = jnp.minimum(*scales), task.batch(keys[0])
-        bits = find_oracle(task, params, batch) + 1 - jnp.log2(scale)
-        flushed = underflowed(task, params, batch, scale)
-        carry, _ = jax.lax.scan(step, carry, keys[1:])
-        return carry, (carry[1].skipped_steps, bits, flushed)
-
-    params = task.init(first)
-    keys = jax.random.split(rest, (task.steps // EVERY, EVERY))
-    _, found = jax.lax.scan(chunk, (params, optimizer.init(params)), keys)
-    return found
-
-
 def trainings() -> list[dict[str, Any]]:
     """Trains without and with retries at several growth intervals."""
     task, rows = perceptron(STEPS), []
     for interval, retries in itertools.product(INTERVALS, (0, RETRIES)):
         rule = DynamicLossScale(2.0**24, growth_interval=interval)
-        optimizer = LossScaleOptimizer(task.optimizer, rule, retries=retries)
-        found = train(task, optimizer, jax.random.split(jax.random.key(0), 5))
-        # Means over the seeds, and over some of the steps.
-        means = np.asarray(found).mean(1).reshape(3, POINTS, -1).mean(2)
-        curves = dict(zip(("lost", "bits", "flushed"), means.tolist(), strict=True))
-        row = {"interval": interval, "retries": retries, "curves": curves}
-        rows.append(row | {"lost": float(np.mean(found[0][:, -1]))})
+        keys = jax.random.split(jax.random.key(0), 5)
+        found = train(task, rule, keys, EVERY, retries)
+        curves = {
+            "lost": np.cumsum(found["skipped"], 1)[:, EVERY - 1 :: EVERY],
+            # Between the scale of a step and the next that overflows.
+            "bits": found["oracle"] + 1 - found["scale"][:, ::EVERY],
+            "flushed": found["underflow"],
+        }
+        row = {"interval": interval, "retries": retries, "curves": {}}
+        row["lost"] = float(np.mean(curves["lost"][:, -1]))
+        for name, curve in curves.items():
+            # Means over the seeds, and over some of the steps.
+            means = np.mean(curve, 0).reshape(POINTS, -1).mean(1)
+            row["curves"][name] = means.tolist()
+        rows.append(row)
     return rows
 
 

@@ -82,60 +82,57 @@ def underflowed(task: Task, params: Any, batch: Any, scale: jax.Array) -> jax.Ar
     return lost / jnp.maximum(total, 1)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 3))
-@functools.partial(jax.vmap, in_axes=(None, None, 0, None))
-def train(task: Task, rule: LossScale, seed: jax.Array, every: int) -> dict[str, Any]:
-    """Trains once per seed.
+@functools.partial(jax.jit, static_argnums=(0, 1, 3, 4))
+def train(
+    task: Task, rule: LossScale, keys: jax.Array, every: int, retries: int = 0
+) -> dict[str, Any]:
+    """Trains once per key.
 
     Args:
       task: The task.
       rule: The rule for the loss scale.
-      seed: The seeds of parameters and batches, which train in parallel.
-      every: The number of steps between measurements of `oracle` and `underflow`, which
-        need several gradients.
+      keys: The random keys of parameters and batches, which train in parallel.
+      every: The number of steps between measurements of `oracle`, `underflow` and
+        `largest`, which need several gradients.
+      retries: That of the optimizer.
 
     Returns:
-      For every step, `loss`, `scale` (its log2), `skipped` and `largest` (log2 of the
-      largest gradient). For every measured step, `oracle` and `underflow`.
+      For every step, `loss`, `scale` (its log2) and `skipped`. For every measured step,
+      `oracle`, `underflow` and `largest` (log2 of the largest gradient).
     """
-    optimizer = LossScaleOptimizer(task.optimizer, rule)
-    first, rest = jax.random.split(jax.random.key(seed))
+    optimizer = LossScaleOptimizer(task.optimizer, rule, retries=retries)
 
     def step(carry, key):
-        params, state = carry
-        batch = task.batch(key)
-
-        def loss_fn(params):
-            return task.loss_fn(params, batch, jnp.float16)
-
-        loss, grads = optimizer.value_and_grad(loss_fn, state)(params)
-        largest = jnp.max(
-            jnp.array([jnp.max(jnp.abs(x)) for x in jax.tree.leaves(grads)])
-        )
-        scale = jnp.log2(optimizer.current_loss_scale(state))
-        carry = params, state = optimizer.apply_gradients(grads, params, state)
-        measured = {
-            "loss": loss,
-            "scale": scale,
-            "skipped": ~state.last_step_applied,
-            "largest": jnp.log2(largest),
-        }
-        return carry, measured
+        loss_fn = functools.partial(task.loss_fn, dtype=jnp.float16)
+        *new, loss = optimizer.minimize(loss_fn, *carry, task.batch(key))
+        before, after = (optimizer.current_loss_scale(x) for _, x in (carry, new))
+        # Retries lower the scale of a step; a growth raises that of the next one.
+        scale = jnp.log2(jnp.minimum(before, after) if retries else before)
+        skipped = ~new[1].last_step_applied
+        return tuple(new), {"loss": loss, "scale": scale, "skipped": skipped}
 
     def chunk(carry, keys):
-        params, state = carry
-        batch, scale = task.batch(keys[0]), optimizer.current_loss_scale(state)
+        params, batch = carry[0], task.batch(keys[0])
+        carry, steps = jax.lax.scan(step, carry, keys)
+        scale = jnp.exp2(steps["scale"][0])
+        grads = gradients(task, params, batch, scale, jnp.float16)
+        largest = jnp.max(jnp.array([abs(x).max() for x in jax.tree.leaves(grads)]))
         measured = {
             "oracle": find_oracle(task, params, batch),
             "underflow": underflowed(task, params, batch, scale),
+            "largest": jnp.log2(largest / scale),
         }
-        carry, steps = jax.lax.scan(step, carry, keys)
         return carry, (measured, steps)
 
-    params = task.init(first)
-    keys = jax.random.split(rest, (task.steps // every, every))
-    _, (measured, steps) = jax.lax.scan(chunk, (params, optimizer.init(params)), keys)
-    return measured | {name: x.reshape(-1) for name, x in steps.items()}
+    def run(key):
+        first, rest = jax.random.split(key)
+        params = task.init(first)
+        keys = jax.random.split(rest, (task.steps // every, every))
+        start = params, optimizer.init(params)
+        _, (measured, steps) = jax.lax.scan(chunk, start, keys)
+        return measured | {name: x.reshape(-1) for name, x in steps.items()}
+
+    return jax.vmap(run)(keys)
 
 
 def summarize(run: dict[str, np.ndarray], every: int) -> dict[str, list[float]]:
@@ -179,15 +176,16 @@ def summarize_replay(rule: LossScale, run: dict[str, np.ndarray]) -> dict[str, f
 def compare(task: Task, seeds: int, every: int) -> dict[str, Any]:
     """Trains a task with every rule, and replays its gradients."""
     found: dict[str, Any] = {"rules": {}, "curves": {}, "sweep": {}}
+    keys = jax.vmap(jax.random.key)(jnp.arange(seeds))
     for name, rule in RULES.items():
-        run = train(task, rule, jnp.arange(seeds), every)
+        run = train(task, rule, keys, every)
         run = jax.tree.map(np.asarray, run)
         found["rules"][name] = summarize(run, every)
         found["curves"][name] = {
             "scale": run["scale"][0, ::every].tolist(),
             "oracle": run["oracle"][0].tolist(),
         }
-    run = train(task, RULES["dynamic"], jnp.arange(min(seeds, SWEEP_SEEDS)), 1)
+    run = train(task, RULES["dynamic"], keys[:SWEEP_SEEDS], 1)
     run = jax.tree.map(np.asarray, run)
     # The largest gradient of a skipped step is unknown: take the previous one.
     run["largest"] = carry_forward(run["largest"])

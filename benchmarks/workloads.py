@@ -133,10 +133,15 @@ def mlp(
 
 
 def transformer(
-    layers: int = 2, width: int = 128, context: int = 128, batch: int = 16
+    layers: int = 2,
+    width: int = 128,
+    context: int = 128,
+    batch: int = 16,
+    vocabulary: int = BYTES,
+    **settings: Any,
 ) -> Workload:
-    """The language model of the examples in float16, on the bytes of Python source."""
-    config = Config("a*.py", BYTES, context, layers, width)
+    """The language model of the examples in float16, on Python source: its bytes."""
+    config = Config("a*.py", vocabulary, context, layers, width, **settings)
     init, loss_fn = make_functions(config)
 
     def batches():
