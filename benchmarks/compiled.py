@@ -73,13 +73,16 @@ def compile_step(
 
 
 def describe(compiled: jax.stages.Compiled) -> dict[str, Any]:
-    """Returns bytes moved, held and copied, and numbers of conditionals and kernels."""
+    """Returns bytes, flops, the size of the code, and numbers of branches and kernels."""
     module = hlo.parse(compiled.as_text())
     # The CUDA compiler reports no costs: count the operands and results of all kernels.
     costs = compiled.cost_analysis() or {}
+    memory: Any = compiled.memory_analysis()
     return {
         "bytes": costs.get("bytes accessed", module.bytes_moved()),
-        "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "flops": costs.get("flops"),
+        "code": memory.generated_code_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
         "copied_bytes": module.bytes_of("copy"),
         "conditionals": module.count("conditional"),
         "kernels": module.kernels(),

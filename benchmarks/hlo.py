@@ -10,6 +10,8 @@ _CALLED = re.compile(
     r"\b(?:body|condition|to_apply|true_computation|false_computation|"
     r"branch_computations)=(\{[^}]*\}|%[\w.\-]+)"
 )
+# The type may be a tuple, with parentheses and spaces; the opcode begins the operands.
+_INSTRUCTION = re.compile(r" *(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
 _NO_KERNEL = {
     *("after-all", "bitcast", "call", "conditional", "constant", "get-tuple-element"),
     *("opt-barrier", "parameter", "partition-id", "replica-id", "tuple", "while"),
@@ -38,25 +40,10 @@ def type_bytes(text: str) -> int:
     return total // 8
 
 
-def _closing(text: str, start: int) -> int:
-    depth = 0
-    for i in range(start, len(text)):
-        depth += (text[i] == "(") - (text[i] == ")")
-        if depth == 0:
-            return i
-    raise ValueError(f"unbalanced parentheses in {text[:80]!r}")
-
-
-def _instruction(line: str) -> Instruction:
-    name, rest = line.strip().removeprefix("ROOT ").split(" = ", 1)
-    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
-    kind, rest = rest[:end], rest[end:].strip()
-    opcode, rest = rest.split("(", 1)
-    end = _closing("(" + rest, 0) - 1
-    called = " ".join(_CALLED.findall(rest[end:]))
-    calls = re.findall(r"%([\w.\-]+)", called)
-    operands = re.findall(r"%([\w.\-]+)", rest[:end])
-    return Instruction(name.lstrip("%"), kind, opcode, operands, calls)
+def _instruction(name: str, kind: str, opcode: str, rest: str) -> Instruction:
+    calls = re.findall(r"%([\w.\-]+)", " ".join(_CALLED.findall(rest)))
+    operands = re.findall(r"%([\w.\-]+)", rest.split("), ")[0])
+    return Instruction(name, kind, opcode, operands, calls)
 
 
 class Module(NamedTuple):
@@ -123,6 +110,6 @@ def parse(text: str) -> Module:
             entry = current if head[1] else entry
         elif line.startswith("}"):
             current = ""
-        elif current and " = " in line:
-            computations[current].append(_instruction(line))
+        elif current and (found := _INSTRUCTION.match(line)):
+            computations[current].append(_instruction(*found.groups()))
     return Module(computations, entry)

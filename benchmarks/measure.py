@@ -116,7 +116,6 @@ def measure(
             "workload": workload.name,
             "column": workload.column,
             "given": workload.given,
-            "parameters": workload.parameters,
             "system": name,
             "baseline": of,
             **compare(baseline, running(system), seconds),

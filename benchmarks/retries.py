@@ -80,10 +80,7 @@ def by_compiler(target: str) -> list[dict[str, Any]] | None:
         for retries in (0, RETRIES):
             system = repeating(workload, retries)
             program = compiled.compile_step(workload, system, device)
-            memory: Any = program.memory_analysis()
-            more = {"code": memory.generated_code_size_in_bytes}
-            more["flops"] = (program.cost_analysis() or {}).get("flops")
-            pair.append(compiled.describe(program) | more)
+            pair.append(compiled.describe(program))
         rows.append({"program": name, "without": pair[0], "with": pair[1]})
     return rows if device else None
 

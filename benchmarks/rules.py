@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from rich.progress import track
 
 from benchmarks import report
@@ -70,16 +71,11 @@ def find_oracle(task: Task, params: Any, batch: Any) -> jax.Array:
     return jax.lax.fori_loop(0, HIGHEST.bit_length() - 1, halve, bounds)[0]
 
 
-def underflowed(task: Task, params: Any, batch: Any, scale: jax.Array) -> jax.Array:
-    """Returns the share of nonzero float32 gradients that are zero in float16."""
-    exact = gradients(task, params, batch, jnp.float32(1), jnp.float32)
-    scaled = gradients(task, params, batch, scale, jnp.float16)
-    leaves = zip(*map(jax.tree.leaves, (exact, scaled)), strict=True)
-    lost, total = 0, 0
-    for x, y in leaves:
-        lost += jnp.sum((x != 0) & (y == 0))
-        total += jnp.sum(x != 0)
-    return lost / jnp.maximum(total, 1)
+def underflowed(exact: Any, scaled: Any) -> jax.Array:
+    """Returns the share of nonzero gradients that are zero in others."""
+    lost = jax.tree.map(lambda x, y: (x != 0) & (y == 0), exact, scaled)
+    total = optax.tree.sum(jax.tree.map(lambda x: x != 0, exact))
+    return optax.tree.sum(lost) / jnp.maximum(total, 1)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 3, 4))
@@ -115,11 +111,12 @@ def train(
         params, batch = carry[0], task.batch(keys[0])
         carry, steps = jax.lax.scan(step, carry, keys)
         scale = jnp.exp2(steps["scale"][0])
-        grads = gradients(task, params, batch, scale, jnp.float16)
-        largest = jnp.max(jnp.array([abs(x).max() for x in jax.tree.leaves(grads)]))
+        exact = gradients(task, params, batch, jnp.float32(1), jnp.float32)
+        scaled = gradients(task, params, batch, scale, jnp.float16)
+        largest = jnp.max(jnp.array([abs(x).max() for x in jax.tree.leaves(scaled)]))
         measured = {
             "oracle": find_oracle(task, params, batch),
-            "underflow": underflowed(task, params, batch, scale),
+            "underflow": underflowed(exact, scaled),
             "largest": jnp.log2(largest / scale),
         }
         return carry, (measured, steps)

@@ -53,13 +53,27 @@ def lower(system: System, params: Any, state: Any, *batch: Any) -> jax.stages.Lo
     return jax.jit(step, donate_argnums=(0, 1)).lower(params, leaves, *batch)
 
 
+def _apply(inner, grads, state, params):
+    updates, state = inner.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def _scaled_grad(loss_fn, scale, params, batch):
+    """Returns the gradients of the loss after the function `scale`, and the loss."""
+
+    def scaled_loss_fn(params):
+        loss = loss_fn(params, *batch)
+        return scale(loss), loss
+
+    return jax.grad(scaled_loss_fn, has_aux=True)(params)
+
+
 def plain(inner, loss_fn):
     """Returns the step of an optimizer without loss scaling."""
 
     def step(params, state, *batch):
         loss, grads = jax.value_and_grad(loss_fn)(params, *batch)
-        updates, state = inner.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
+        return *_apply(inner, grads, state, params), loss
 
     return System(inner.init, step)
 
@@ -85,8 +99,7 @@ def _in_two(inner, loss_fn, *, call, given, **options):
         if call == "apply_gradients":
             params, state = optimizer.apply_gradients(grads, params, state)
         else:
-            updates, state = optimizer.update(grads, state, params)
-            params = optax.apply_updates(params, updates)
+            params, state = _apply(optimizer, grads, state, params)
         return params, state, loss
 
     return System(optimizer.init, step)
@@ -103,8 +116,7 @@ def _in_a_trainer(inner, loss_fn):
     def step(params, state, *batch):
         params = {"all": params, "loss_scale": state[0]}
         loss, grads = grad_fn(params, *batch)
-        updates, state = optimizer.update(grads, state[1], params)
-        params = optax.apply_updates(params, updates)
+        params, state = _apply(optimizer, grads, state[1], params)
         return params["all"], (params["loss_scale"], state), loss
 
     return System(init, step)
@@ -120,8 +132,7 @@ def _flax(inner, loss_fn):
     def step(params, state, *batch):
         inner_state, scale = state
         scale, finite, loss, grads = scale.value_and_grad(loss_fn)(params, *batch)
-        updates, new_state = inner.update(grads, inner_state, params)
-        new = (optax.apply_updates(params, updates), new_state)
+        new = _apply(inner, grads, inner_state, params)
         select = functools.partial(jnp.where, finite)
         params, inner_state = jax.tree.map(select, new, (params, inner_state))
         return params, (inner_state, scale), loss
@@ -137,16 +148,10 @@ def _jmp(inner, loss_fn):
 
     def step(params, state, *batch):
         inner_state, scale = state
-
-        def scaled_loss_fn(params):
-            loss = loss_fn(params, *batch)
-            return scale.scale(loss), loss
-
-        grads, loss = jax.grad(scaled_loss_fn, has_aux=True)(params)
+        grads, loss = _scaled_grad(loss_fn, scale.scale, params, batch)
         grads = scale.unscale(grads)
         finite = jmp.all_finite(grads)
-        updates, new_state = inner.update(grads, inner_state, params)
-        new = (optax.apply_updates(params, updates), new_state)
+        new = _apply(inner, grads, inner_state, params)
         params, inner_state = jmp.select_tree(finite, new, (params, inner_state))
         return params, (inner_state, scale.adjust(finite)), loss
 
@@ -183,19 +188,14 @@ def _apply_if_finite(inner, loss_fn):
 
     def step(params, state, *batch):
         state, scale, good = state
-
-        def scaled_loss_fn(params):
-            loss = loss_fn(params, *batch)
-            return loss * scale, loss
-
-        grads, loss = jax.grad(scaled_loss_fn, has_aux=True)(params)
+        grads, loss = _scaled_grad(loss_fn, lambda x: x * scale, params, batch)
         grads = jax.tree.map(lambda g: g / scale, grads)
-        updates, state = optimizer.update(grads, state, params)
+        params, state = _apply(optimizer, grads, state, params)
         good = jnp.where(state.last_finite, good + 1, 0)
         grown = jnp.where(good >= 2000, scale * 2, scale)
         scale = jnp.where(state.last_finite, grown, jnp.maximum(scale / 2, 1))
         state = (state, scale, jnp.where(good >= 2000, 0, good))
-        return optax.apply_updates(params, updates), state, loss
+        return params, state, loss
 
     return System(init, step)
 
@@ -205,11 +205,10 @@ def _keras(name, loss_fn, *, scaled):
     os.environ.setdefault("KERAS_BACKEND", "jax")
     import keras
 
-    optimizers = keras.optimizers
-    names = {"sgd": "SGD", "adam": "Adam"}
-    optimizer = getattr(optimizers, names[name])(1e-3)
+    config = {"class_name": name, "config": {"learning_rate": 1e-3}}
+    optimizer = keras.optimizers.get(config)
     if scaled:
-        optimizer = optimizers.LossScaleOptimizer(optimizer)
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
 
     def init(params):
         leaves = jax.tree.leaves(params)
@@ -221,12 +220,7 @@ def _keras(name, loss_fn, *, scaled):
         if scaled:
             found = [v is optimizer.dynamic_scale for v in optimizer.variables]
             scale = state[found.index(True)]
-
-        def scaled_loss_fn(params):
-            loss = loss_fn(params, *batch)
-            return loss * scale, loss
-
-        grads, loss = jax.grad(scaled_loss_fn, has_aux=True)(params)
+        grads, loss = _scaled_grad(loss_fn, lambda x: x * scale, params, batch)
         leaves, treedef = jax.tree.flatten(params)
         grads = treedef.flatten_up_to(grads)
         leaves, state = optimizer.stateless_apply(state, grads, leaves)

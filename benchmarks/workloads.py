@@ -24,7 +24,6 @@ class Workload(NamedTuple):
       init: Returns the initial parameters.
       loss_fn: Maps `params, *batch` to a loss.
       batches: Returns the batches, which the steps use in turn.
-      parameters: The number of parameters.
       given: Whether the gradients are given: see `systems.make_systems`.
       skips: The values of `skip` to compare.
       column: The title of its column in the guide; empty if it has none.
@@ -35,7 +34,6 @@ class Workload(NamedTuple):
     init: Callable[[], Any]
     loss_fn: Callable[..., jax.Array]
     batches: Callable[[], list[tuple]]
-    parameters: int
     given: bool = False
     skips: tuple[str, ...] = ("auto",)
     column: str = ""
@@ -98,7 +96,6 @@ def optimizer_step(
         lambda: full(0.01),
         given_gradients,
         batches,
-        parameters,
         given=True,
     )
 
@@ -129,7 +126,7 @@ def mlp(
 
     name = f"float16 MLP, {layers} layers of {width} x {width}, batch {batch}"
     name += f", {optimizer}" * (optimizer != "adam")
-    return Workload(name, optimizer, init, loss_fn, batches, layers * width**2)
+    return Workload(name, optimizer, init, loss_fn, batches)
 
 
 def transformer(
@@ -153,7 +150,7 @@ def transformer(
 
     parameters = sum(x.size for x in jax.tree.leaves(jax.eval_shape(initial)))
     name = f"float16 transformer on text, {parameters:.1e} parameters, batch {batch}"
-    return Workload(name, "adam", initial, loss_fn, batches, parameters)
+    return Workload(name, "adam", initial, loss_fn, batches)
 
 
 def make_workloads(quick: bool, *, accelerator: bool) -> list[Workload]:
