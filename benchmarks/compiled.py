@@ -73,7 +73,7 @@ def compile_step(
 
 
 def describe(compiled: jax.stages.Compiled) -> dict[str, Any]:
-    """Returns bytes, flops, the size of the code, and numbers of branches and kernels."""
+    """Returns bytes, flops, the code's size, and numbers of branches and kernels."""
     module = hlo.parse(compiled.as_text())
     # The CUDA compiler reports no costs: count the operands and results of all kernels.
     costs = compiled.cost_analysis() or {}

@@ -1,4 +1,4 @@
-"""Writes the tables and figures that show the committed results.
+"""Writes the tables that show the committed results.
 
 `python -m benchmarks.pages` writes those of the README, the guide and `results`.
 """
@@ -41,7 +41,6 @@ def main() -> None:
     """Writes all of them."""
     cpu = report.RESULTS / "cpu.json"
     cpu.with_suffix(".md").write_text(report.full_report(report.load(cpu)))
-    retries.plot(report.load(retries.RESULTS))
     for path in PAGES:
         path.write_text(report.replace_tables(path.read_text(), tables()))
 

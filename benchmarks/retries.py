@@ -23,7 +23,6 @@ from benchmarks.workloads import Workload, mlp, transformer
 from optax_lossscale import DynamicLossScale
 
 RESULTS = report.RESULTS / "retries.json"
-FIGURE = report.RESULTS / "retries.png"
 RETRIES = 24
 SECONDS = 30.0  # that each comparison runs
 # Of the trainings; the curves are means over steps between these points.
@@ -132,7 +131,8 @@ def tables(found: dict[str, Any]) -> list[str]:
     for row in found["training"]["rows"]:
         means = {name: np.mean(curve) for name, curve in row["curves"].items()}
         bits, flushed = f"{means['bits']:.1f}", f"{means['flushed']:.2%}"
-        trained.append([_label(row), f"{row['lost']:g}", bits, flushed])
+        label = f"{row['interval']}, {'with' if row['retries'] else 'without'} retries"
+        trained.append([label, f"{row['lost']:g}", bits, flushed])
     header = ["time on a CPU", "with retries / without", "10 % to 90 %"]
     interval = ["`growth_interval`", "lost batches", "bits to overflow", "flushed"]
     return [
@@ -144,34 +144,6 @@ def tables(found: dict[str, Any]) -> list[str]:
 
 def _ratio(old: dict[str, Any], new: dict[str, Any], key: str) -> str:
     return f"{new[key] / old[key]:.2f}" if old[key] else ""
-
-
-def _label(row: dict[str, Any]) -> str:
-    return f"{row['interval']}, {'with' if row['retries'] else 'without'} retries"
-
-
-def plot(found: dict[str, Any]) -> None:
-    """Draws the lost batches and the flushed gradients of the trainings."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5, 5.5), layout="constrained")
-    panels: Any = figure.subplots(2, 1, sharex=True)
-    colors = dict(zip(INTERVALS, ["#0072B2", "#D55E00"], strict=True))
-    steps = (np.arange(POINTS) + 0.5) * STEPS / POINTS
-    for row in found["training"]["rows"]:
-        style = {"color": colors[row["interval"]], "label": _label(row)}
-        line, curves = "-" if row["retries"] else ":", row["curves"]
-        panels[0].plot(steps, curves["lost"], line, **style)
-        panels[1].plot(steps, 100 * np.array(curves["flushed"]), line, **style)
-    panels[0].set_title("Batches lost so far", fontsize="medium")
-    panels[1].set_title("Gradients that become zero (%)", fontsize="medium")
-    panels[1].set_xlabel("step")
-    panels[1].set_xlim(0, STEPS)
-    panels[0].legend(title="growth_interval", fontsize="small")
-    for axes in panels:
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(FIGURE, dpi=150)
 
 
 def main() -> None:

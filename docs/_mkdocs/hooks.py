@@ -22,7 +22,6 @@ FILES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/results/cpu.md": "benchmarks/cpu.md",
-    "benchmarks/results/retries.png": "benchmarks/retries.png",
     "examples/language_model/README.md": "examples/language_model.md",
 }
 SOURCES = {uri: path for path, uri in FILES.items()}
