@@ -1,24 +1,20 @@
 """The optimizer itself: construction, steps, skips, states."""
 
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import reference
 from helpers import (
     INF,
     NAN,
     OUT_OF_BOUNDS,
-    SKIPS,
     WRAPS,
     assert_close,
     every_skip,
     relaxed,
     signature,
 )
-from hypothesis import given
 
 from optax_lossscale import (
     DynamicLossScale,
@@ -121,29 +117,6 @@ def test_keras_example(wrap, skip):
     grad = optimizer.get_unscaled_gradients(grad, state)
     var, state = wrap(optimizer.apply_gradients)(grad, var, state)
     assert var == 0.25
-
-
-gradients = st.lists(
-    st.floats(-100, 100, width=32) | st.sampled_from([INF, -INF, NAN, 0.0, -0.0]),
-    max_size=20,
-)
-
-
-@given(gradients, st.sampled_from(SKIPS), st.integers(1, 3), st.integers(1, 2))
-def test_training_is_the_reference_step_by_step(run, skip, interval, hysteresis):
-    scale = DynamicLossScale(8.0, growth_interval=interval, hysteresis=hysteresis)
-    optimizer = LossScaleOptimizer(optax.sgd(0.5, momentum=0.5), scale, skip=skip)
-    rule = reference.Dynamic(8.0, interval, hysteresis=hysteresis)
-    oracle = reference.MomentumSGD(rule, 1.0, 0.5, 0.5)
-    param = jnp.float32(1)
-    state = optimizer.init(param)
-    for gradient in run:
-        param, state = optimizer.apply_gradients(jnp.float32(gradient), param, state)
-        assert float(param) == oracle.step(gradient)
-        assert float(optimizer.current_loss_scale(state)) == rule.loss_scale
-        assert state.last_step_applied == np.isfinite(gradient)
-        assert state.skipped_steps == oracle.skipped
-        assert state.consecutive_skipped_steps == oracle.consecutive
 
 
 class TestState:

@@ -134,23 +134,3 @@ class Headroom:
             shrunk = self.margin - 1 / self.growth_interval
             self.margin = max(shrunk, self.min_margin)
         self.overflowed = False
-
-
-class MomentumSGD:
-    """Loss-scaled `optax.sgd(learning_rate, momentum)` for one number."""
-
-    def __init__(self, rule, param, learning_rate, momentum):
-        self.rule, self.param = rule, np.float32(param)
-        self.learning_rate, self.momentum = map(np.float32, (learning_rate, momentum))
-        self.trace = np.float32(0)
-        self.skipped = self.consecutive = 0
-
-    def step(self, gradient):
-        finite = bool(np.isfinite(gradient))
-        self.rule.step(finite)
-        if finite:
-            self.trace = np.float32(gradient) + self.momentum * self.trace
-            self.param = self.param - self.learning_rate * self.trace
-        self.skipped += not finite
-        self.consecutive = 0 if finite else self.consecutive + 1
-        return float(self.param)
