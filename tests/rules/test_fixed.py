@@ -2,11 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from helpers import OUT_OF_BOUNDS, signature
 
-from optax_lossscale import FixedLossScale, FixedLossScaleState, LossScaleOptimizer
+from optax_lossscale import FixedLossScale, FixedLossScaleState
 
 
 def test_is_tensorflows():
@@ -45,12 +44,3 @@ class TestFixedScaleInAStateThatSaysOtherwise:
         assert jax.vmap(scale)(states).tolist() == [8, 8, 8]
         after, _ = jax.vmap(scale.update)(jnp.ones(3), states)
         assert after.loss_scale.tolist() == [8, 8, 8]
-
-    def test_trains_as_if_it_said_so(self):
-        optimizer = LossScaleOptimizer(optax.sgd(0.5), 8.0)
-        params = jnp.array([1.0, 2.0], jnp.float32)
-        fresh = optimizer.init(params)
-        state = optax.tree.set(fresh, loss_scale=fresh.loss_scale_state.loss_scale * 0)
-        after, state, _ = optimizer.minimize(lambda p: jnp.sum(p**2), params, state)
-        assert after.tolist() == [0.0, 0.0]
-        assert signature(state) == signature(fresh)

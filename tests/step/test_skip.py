@@ -71,16 +71,6 @@ class TestSkip:
         check(ends[1], ends[0])
         check(ends[2], ends[0])
 
-    @pytest.mark.parametrize("skips", [False, True])
-    def test_a_fixed_scale_skips_when_asked(self, skips):
-        optimizer = LossScaleOptimizer(optax.sgd(1.0), FixedLossScale(8, skips))
-        param, state = optimizer.apply_gradients(
-            jnp.float32(NAN), jnp.float32(1), optimizer.init(jnp.float32(1))
-        )
-        assert bool(jnp.isnan(param)) == (not skips)
-        count = int(skips)
-        assert state[2:7] == (not skips, count, count, count, None)
-
     @auto_skip
     @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
     @pytest.mark.parametrize("bad", exhaustive_but([INF, NAN], [INF]))
