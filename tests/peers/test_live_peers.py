@@ -1,6 +1,5 @@
 """Flax, jmp and Optax next to ours: the same gradients, step by step."""
 
-import functools
 import inspect
 
 import jax
@@ -94,55 +93,6 @@ def test_flax(arguments):
     theirs = train(flax_step, typed, random_gradients())
     assert_same_bits(train_ours(peers.flax(**arguments), random_gradients()), theirs)
     assert_skips_and_changes(theirs)
-
-
-@pytest.mark.exhaustive
-def test_flax_under_pmap():
-    devices = 4
-    gradients = random_gradients(devices)
-
-    def flax_train_step(param, scaler, gradient):
-        grad_fn = scaler.value_and_grad(loss_fn, axis_name="batch")
-        scaler, finite, loss, grad = grad_fn(param, gradient)
-        param = jnp.where(finite, param - LEARNING_RATE * grad, param)
-        return param, scaler, loss, scaler.scale
-
-    optimizer = LossScaleOptimizer(
-        optax.sgd(LEARNING_RATE), peers.flax(growth_interval=2), axis_name="batch"
-    )
-
-    def train_step(average, param, state, gradient):
-        loss, grad = optimizer.value_and_grad(loss_fn, state)(param, gradient)
-        if average:
-            grad = jax.lax.pmean(grad, "batch")
-        param, state = optimizer.apply_gradients(grad, param, state)
-        return param, state, loss, optimizer.current_loss_scale(state)
-
-    def train(step, state):
-        state = jnp.float32(1), state
-        state = jax.tree.map(lambda x: jnp.stack([x] * devices), state)
-        step = jax.pmap(step, "batch", devices=jax.devices()[:devices])
-        found = []
-        for gradient in gradients.T:
-            *state, loss, scale = step(*state, gradient)
-            found.append((state[0], loss, scale))
-        return jax.tree.map(lambda *x: np.stack(x), *found)
-
-    scaler = DynamicScale(fin_steps=jnp.int32(0), growth_interval=2)
-    scaler = scaler.replace(scale=jnp.float32(scaler.scale))
-    theirs = train(flax_train_step, scaler)
-    averaged, forgotten = (
-        train(functools.partial(train_step, average), optimizer.init(jnp.float32(1)))
-        for average in (True, False)
-    )
-    assert_same_bits(averaged, theirs)
-    for _, _, scale in (averaged, forgotten):
-        assert np.any(np.diff(scale, axis=0) > 0)
-        assert np.any(np.diff(scale, axis=0) < 0)
-        assert np.all(scale == scale[:, :1])
-    assert np.all(averaged[0] == averaged[0][:, :1])
-    # Nothing tells of a forgotten pmean but the parameters: each device has its own.
-    assert np.any(forgotten[0] != forgotten[0][:, :1])
 
 
 JMP = [
