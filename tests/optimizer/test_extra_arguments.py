@@ -23,18 +23,6 @@ NEED_EXTRA_ARGUMENTS = {
         optax.sgd(0.1), optax.scale_by_backtracking_linesearch(5, store_grad=True)
     ),
     "polyak_sgd": optax.polyak_sgd,
-    "in a named chain": lambda: optax.named_chain(("inner", optax.polyak_sgd())),
-    "in multi_transform": lambda: optax.partition(
-        {"all": optax.polyak_sgd()}, {"w": "all"}
-    ),
-    "made by a factory": lambda: optax.inject_hyperparams(
-        lambda rate: optax.chain(
-            optax.sgd(rate), optax.scale_by_backtracking_linesearch(5)
-        )
-    )(rate=0.1),
-    "in inject_hyperparams": lambda: optax.inject_hyperparams(optax.polyak_sgd)(
-        max_learning_rate=0.5
-    ),
 }
 
 
@@ -59,15 +47,17 @@ def test_reach_the_inner_optimizer():
     assert seen == {"value": 1}
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda inner: inner,
-        lambda inner: optax.chain(optax.identity(), inner),
-        lambda inner: inner._replace(update=functools.partial(inner.update)),
-    ],
-    ids=["itself", "chain", "partial"],
-)
+AROUND = {
+    "nothing": lambda inner: inner,
+    "chain": lambda inner: optax.chain(optax.identity(), inner),
+    "partial": lambda inner: inner._replace(update=functools.partial(inner.update)),
+    "named chain": lambda inner: optax.named_chain(("inner", inner)),
+    "partition": lambda inner: optax.partition({"all": inner}, "all"),
+    "factory": lambda inner: optax.inject_hyperparams(lambda rate: inner)(rate=0.1),
+}
+
+
+@pytest.mark.parametrize("wrap", AROUND.values(), ids=AROUND)
 def test_minimize_passes_what_line_searches_need(wrap):
     seen = {}
 
