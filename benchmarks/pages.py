@@ -5,13 +5,14 @@
 
 from pathlib import Path
 
-from benchmarks import growth, language_model, need, report, retries
+from benchmarks import growth, guards, language_model, need, report, retries
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / name
     for name in (
         "README.md",
+        "docs/guide/bad-steps.md",
         "docs/guide/costs.md",
         "docs/guide/do-you-need-it.md",
         "docs/guide/no-step-lost.md",
@@ -34,6 +35,7 @@ def tables() -> list[str]:
         language_model.table(trained),
         language_model.flushed_table(trained),
         *retries.tables(report.load(retries.RESULTS)),
+        guards.table(report.load(guards.RESULTS)),
     ]
 
 

@@ -1,0 +1,208 @@
+"""What guards against bad steps do. `python -m benchmarks.guards`.
+
+Trains a network in bfloat16 with bad steps, under the guards of MaxText and Levanter,
+`optax.apply_if_finite` and this package, and compares each with a run that never had
+these steps. Writes `results/guards.json`. Install the two peers without what they need
+(on Python 3.12 or later):
+
+pip install --no-deps maxtext==0.2.5 marin-levanter==0.2.227.dev40316220070
+"""
+
+import argparse
+import ast
+import dataclasses
+import re
+from collections.abc import Callable
+from importlib import resources
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.flatten_util import ravel_pytree
+
+from benchmarks import report
+from benchmarks.tasks import perceptron
+from optax_lossscale import FixedLossScale, LossScaleOptimizer
+
+RESULTS = report.RESULTS / "guards.json"
+PAGE = report.RESULTS.parents[1] / "docs/guide/bad-steps.md"
+INSTALL = str(__doc__).split("\n\n")[-1]
+STEPS, SEEDS = 400, 5
+
+
+def peer(package: str, file: str, *names: str, **scope: Any) -> list[Any]:
+    """Runs some definitions of an installed file, without its dozens of imports."""
+    try:
+        tree = ast.parse((resources.files(package) / file).read_text())
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"{error}. First: {INSTALL}") from None
+    code = [ast.unparse(x) for x in tree.body if getattr(x, "name", None) in names]
+    scope |= {"jax": jax, "jnp": jnp, "optax": optax}
+    exec("\n".join(["from __future__ import annotations", *code]), scope)
+    return [scope[name] for name in names]
+
+
+def maxtext(inner: Any) -> Any:
+    """Returns the guard of MaxText, with the numbers of its configuration."""
+    names = "skip_step_on_spikes", "_compute_rolling_stats"
+    return peer("maxtext", "optimizers/optimizers.py", *names)[0](inner, 128, 6.0)
+
+
+def levanter(inner: Any) -> Any:
+    """Returns the guard of Levanter, with the numbers that it has by default."""
+    flatten = "tree_flatten_one_level_with_keys"
+    (scope,) = peer("levanter", "utils/tree_utils.py", flatten)
+    scope = {flatten: scope, "is_jax_array_like": lambda x: isinstance(x, jax.Array)}
+    scope |= vars(jax.tree_util) | vars(dataclasses) | {"levanter": mock.MagicMock()}
+    names = "SkipStepConfig", "SkipStepState"
+    return peer("levanter", "optim/skipstep.py", *names, **scope)[0]().wrap(inner)
+
+
+def skipping(inner: Any) -> LossScaleOptimizer:
+    """Returns our optimizer, which skips what is not finite."""
+    return LossScaleOptimizer(inner, FixedLossScale(1.0, skip_nonfinite=True))
+
+
+def page_guard() -> dict[str, Any]:
+    """Runs the block of the page that defines the guard, and returns its names."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (code,) = (block for block in blocks if "class Guard" in block)
+    exec(code, scope := {"jax": jax, "jnp": jnp})
+    return scope
+
+
+def guarded(inner: Any) -> Any:
+    """Returns our optimizer with the guard on the page."""
+    optimizer, scope = skipping(inner), page_guard()
+
+    def init(params):
+        return optimizer.init(params), scope["Guard"](*jnp.zeros((4, 2)))
+
+    def update(grads, state, params, *, loss, grad_norm):
+        state, guard = state
+        seen = jnp.log(jnp.stack([loss, grad_norm]))
+        veto = scope["is_outlier"](guard, seen)
+        updates, state = optimizer.update(grads, state, params, skip_if=veto)
+        return updates, (state, scope["learn"](guard, seen, state.last_step_applied))
+
+    functions: Any = init, update
+    return optax.GradientTransformationExtraArgs(*functions)
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "no guard": lambda inner: inner,
+    "`apply_if_finite`": lambda inner: optax.apply_if_finite(inner, 5),
+    "MaxText": maxtext,
+    "Levanter": levanter,
+    "ours, skip": skipping,
+    "ours, skip and guard": guarded,
+}
+# Factors of the loss and of the gradients in bad steps, and in steps that all are good.
+BAD = {
+    "nan in step 5": {5: np.nan},
+    "nan in step 200": {200: np.nan},
+    "inf gradients, finite loss": {200: np.inf},
+    "one spike of 100 times": {200: 100},
+    "a second of 30, ten steps later": {200: 100, 210: 30},
+}
+GOOD = {
+    "growth by 1000, all steps good": np.geomspace(1, 1000, STEPS),
+    "100 times from step 200 on, all good": np.where(np.arange(STEPS) < 200, 1, 100),
+}
+
+
+def make_training(wrap: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Returns a compiled training under a guard.
+
+    It takes a seed, the factors of all steps, and which steps to leave out. It returns
+    the parameters in the end, which steps changed them, and the loss of each step.
+    """
+    task = perceptron(STEPS)
+    optimizer = wrap(optax.with_extra_args_support(optax.adam(3e-4)))
+
+    def step(carry, inputs):
+        key, factor, leave_out = inputs
+        params, state = carry
+        grad_fn = jax.value_and_grad(task.loss_fn)
+        loss, grads = grad_fn(params, task.batch(key), jnp.bfloat16)
+        grads = jax.tree.map(lambda g: jnp.where(g == 0, g, factor * g), grads)
+        shown = jnp.where(jnp.isinf(factor), loss, factor * loss)
+        seen = {"loss": shown, "grad_norm": optax.tree.norm(grads)}
+        updates, state = optimizer.update(grads, state, params, **seen)
+        new = optax.apply_updates(params, updates), state
+        is_changed = jnp.any(ravel_pytree(new[0])[0] != ravel_pytree(params)[0])
+        new = jax.tree.map(lambda old, new: jnp.where(leave_out, old, new), carry, new)
+        return new, (is_changed, loss)
+
+    @jax.jit
+    def train(seed, factors, leave_out):
+        first, rest = jax.random.split(jax.random.key(seed))
+        params = task.init(first)
+        inputs = jax.random.split(rest, STEPS), factors, leave_out
+        (params, _), found = jax.lax.scan(
+            step, (params, optimizer.init(params)), inputs
+        )
+        return ravel_pytree(params)[0], *found
+
+    return train
+
+
+def judge(train: Callable[..., Any], name: str, seed: int) -> dict[str, Any]:
+    """Compares a training with one of the same program without the bad steps."""
+    factors = np.array(GOOD.get(name, np.ones(STEPS)), np.float32)
+    bad = np.zeros(STEPS, bool)
+    for i, factor in BAD.get(name, {}).items():
+        factors[i], bad[i] = factor, True
+    params, changed, loss = map(np.asarray, train(seed, factors, np.zeros_like(bad)))
+    truth, _, true_loss = map(np.asarray, train(seed, factors, bad))
+    ratio = loss[220:].mean() / true_loss[220:].mean()
+    return {
+        "applied": int(changed[bad].sum()),
+        "lost": int((~changed[~bad]).sum()),
+        "same bits": bool((params == truth).all()),
+        "loss": None if np.isnan(ratio) else round(float(ratio), 3),
+    }
+
+
+def cell(seeds: list[dict[str, Any]]) -> str:
+    """Says what became of a training."""
+    applied, lost, same, loss = zip(*(seed.values() for seed in seeds), strict=True)
+    if None in loss:
+        return "nan for good"
+    said = [f"{span(applied)} applied"] * any(applied)
+    said += [f"{span(lost)} good lost"] * any(lost)
+    return ", ".join(said + [f"loss {span(loss)}"] * (not all(same))) or "no trace"
+
+
+def span(values: tuple[float, ...]) -> str:
+    """Returns the range of some numbers."""
+    return " to ".join(dict.fromkeys(f"{x:.3g}" for x in (min(values), max(values))))
+
+
+def table(found: dict[str, Any]) -> str:
+    """Returns a Markdown table: a row for each case, a column for each guard."""
+    rows = [[name, *map(cell, ways.values())] for name, ways in found["cases"].items()]
+    return report.table(["what went wrong", *WAYS], rows)
+
+
+def main() -> None:
+    """Runs all trainings, and writes their results."""
+    argparse.ArgumentParser("python -m benchmarks.guards", None, __doc__).parse_args()
+    trainings = {way: make_training(wrap) for way, wrap in WAYS.items()}
+    cases = {
+        name: {
+            way: [judge(train, name, seed) for seed in range(SEEDS)]
+            for way, train in trainings.items()
+        }
+        for name in BAD | GOOD
+    }
+    found = {**report.about(), "cases": cases}
+    report.save(RESULTS, found)
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()
