@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import optax_lossscale
-from examples import command_line
+from examples.common import command_line
 
 PROGRAM = "python -m examples.digits"
 DESCRIPTION = """

@@ -1,6 +1,6 @@
 """Runs the command line; `--help` lists its options."""
 
-from examples import command_line
+from examples.common import command_line
 from examples.language_model import PROGRAM
 
 if __name__ == "__main__":

@@ -1,19 +1,17 @@
 """The command line: reads the settings, keeps them with the run, and trains."""
 
-import argparse
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 
-from examples import command_line
+from examples.common import command_line, settings
+from examples.common.settings import SettingError
 from examples.language_model import PROGRAM
-from examples.language_model.config import PRESETS, Config, SettingError
-from examples.language_model.data import Corpus, make_corpus
-from examples.language_model.logs import write_whole
+from examples.language_model.config import PRESETS, Config
+from examples.language_model.data import make_corpus
 from examples.language_model.sharding import make_mesh
 from examples.language_model.train import Result, train
 
@@ -45,15 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         mesh = make_mesh(config.mesh, jax.devices())
         check_batch(config, mesh.size)
         corpus = make_corpus(config)
-        keep_settings(out, config, corpus)
+        settings.keep(out, config, corpus_digest=corpus.digest)
     except SettingError as error:
-        option = "--" + error.name.replace("_", "-")
-        parser.error(f"argument {option}: must {error.rule}, got {error.value!r}")
+        parser.error(error.text)
     try:
         result = train(config, corpus, mesh, out)
     except FloatingPointError as error:
         parser.exit(1, f"{PROGRAM}: {error}\n")
-    say(describe(result))
+    settings.say(describe(result))
     if result.stopped_by:
         raise SystemExit(128 + result.stopped_by)
 
@@ -67,15 +64,8 @@ def make_parser() -> command_line.OneLineParser:
     parser.add_argument(
         "--preset", choices=PRESETS, default="tiny", help="gives all other settings"
     )
-    settings = parser.add_argument_group("settings, and what they are in tiny")
-    for field in dataclasses.fields(Config):
-        is_flag = field.type is bool
-        settings.add_argument(
-            "--" + field.name.replace("_", "-"),
-            action=argparse.BooleanOptionalAction if is_flag else "store",
-            default=argparse.SUPPRESS,
-            help=f"{field.metadata['help']} ({field.default})",
-        )
+    group = parser.add_argument_group("settings, and what they are in tiny")
+    settings.add_options(group, Config)
     several = parser.add_argument_group("several processes")
     several.add_argument(
         "--coordinator",
@@ -123,21 +113,10 @@ def make_config(preset: str, options: dict[str, Any]) -> Config:
       preset: Its name.
       options: Settings by name, as strings; flags are bool.
     """
-    fields = {field.name: field for field in dataclasses.fields(Config)}
-    values = {name: parse(fields[name], value) for name, value in options.items()}
+    values = settings.parse(Config, options)
     if values.get("dtype", "float16") != "float16":
         values = {"loss_scale": "none"} | values
     return dataclasses.replace(PRESETS[preset], **values)
-
-
-def parse(field: dataclasses.Field, text: Any) -> Any:
-    """Returns a setting as its type."""
-    nouns = {int: "a whole number", float: "a number"}
-    try:
-        return cast(type, field.type)(text)
-    except ValueError:
-        rule = f"be {nouns[cast(type, field.type)]}"
-        raise SettingError(field.name, rule, text) from None
 
 
 def check_batch(config: Config, devices: int) -> None:
@@ -147,49 +126,8 @@ def check_batch(config: Config, devices: int) -> None:
         raise SettingError("batch_size", rule, config.batch_size)
 
 
-def keep_settings(out: Path, config: Config, corpus: Corpus) -> None:
-    """Prints the settings, and saves them as `settings.json`.
-
-    Raises:
-      SettingError: If the folder holds a run whose settings are other ones, or cannot
-        be written.
-    """
-    settings = dataclasses.asdict(config) | {"corpus_digest": corpus.digest}
-    path = out / "settings.json"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        has_checkpoint = any((out / "checkpoints").glob("[0-9]*"))
-        if has_checkpoint and path.exists():
-            check_same_run(out, json.loads(path.read_text()), settings)
-        if jax.process_index() == 0:
-            write_whole(path, json.dumps(settings, indent=2) + "\n")
-    except OSError as error:
-        rule = f"be a folder that can be written ({error.strerror})"
-        raise SettingError("out", rule, str(out)) from None
-    say("  ".join(f"{name}={value}" for name, value in settings.items()))
-
-
-def check_same_run(out: Path, saved: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Raises SettingError if settings differ that must not when a run goes on."""
-    fixed = [name for name in settings if name not in Config.may_change()]
-    pairs = [
-        f"{name} {saved.get(name)!r}, not {settings[name]!r}"
-        for name in fixed
-        if saved.get(name) != settings[name]
-    ]
-    if pairs:
-        rule = "be a new folder, or have the settings of its run: "
-        raise SettingError("out", rule + "; ".join(pairs), str(out))
-
-
 def describe(result: Result) -> str:
     """Returns a line that says how the training ended."""
     if result.perplexity is None:
         return f"stopped after step {result.step}; the same command goes on from there"
     return f"perplexity {result.perplexity:.2f} after step {result.step}"
-
-
-def say(line: str) -> None:
-    """Prints a line, once for all processes."""
-    if jax.process_index() == 0:
-        print(line, flush=True)

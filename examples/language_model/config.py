@@ -1,48 +1,17 @@
 """The settings of a run, and the presets."""
 
 import dataclasses
-from typing import Any, Final
+from typing import Final
 
-DTYPES = ("float32", "bfloat16", "float16")
+from examples.common.settings import (
+    DTYPES,
+    SettingError,
+    check_ranges,
+    may_change,
+    setting,
+)
+
 LOSS_SCALES = ("none", "fixed", "dynamic", "tolerant", "headroom")
-
-
-class SettingError(ValueError):
-    """Says which setting is wrong, and what it must be.
-
-    Args:
-      name: The name of the setting.
-      rule: What it must be or do.
-      value: What it is.
-    """
-
-    def __init__(self, name: str, rule: str, value: Any):
-        super().__init__(f"{name} must {rule}, got {value!r}")
-        self.name = name
-        self.rule = rule
-        self.value = value
-
-
-def _setting(default: Any, text: str, **checks: Any) -> Any:
-    """Returns a field: its default, what it is, and `least`, `most` or `choices`."""
-    return dataclasses.field(default=default, metadata={"help": text, **checks})
-
-
-def _may_change(default: Any, text: str, **checks: Any) -> Any:
-    """Returns a field in which a run that goes on may differ from its beginning."""
-    return _setting(default, text, may_change=True, **checks)
-
-
-def check(field: dataclasses.Field, value: Any) -> None:
-    """Raises SettingError if a setting is out of its range."""
-    least, most, choices = map(field.metadata.get, ("least", "most", "choices"))
-    if choices and value not in choices:
-        raise SettingError(field.name, f"be one of {', '.join(choices)}", value)
-    # Not `value < least`, which is false for nan.
-    if least is not None and not value >= least:
-        raise SettingError(field.name, f"be at least {least}", value)
-    if most is not None and not value <= most:
-        raise SettingError(field.name, f"be at most {most}", value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,47 +23,46 @@ class Config:
     """
 
     # The text and the model.
-    corpus: str = _setting("*.py", "files of the standard library, a glob pattern")
-    vocabulary: int = _setting(
+    corpus: str = setting("*.py", "files of the standard library, a glob pattern")
+    vocabulary: int = setting(
         8192, "tokens: 256 bytes, and words", least=257, most=65536
     )
-    context: int = _setting(64, "sequence length, in tokens", least=1)
-    layers: int = _setting(2, "transformer blocks", least=1)
-    width: int = _setting(64, "channels", least=1)
-    heads: int = _setting(4, "attention heads, a divisor of the width", least=1)
+    context: int = setting(64, "sequence length, in tokens", least=1)
+    layers: int = setting(2, "transformer blocks", least=1)
+    width: int = setting(64, "channels", least=1)
+    heads: int = setting(4, "attention heads, a divisor of the width", least=1)
 
     # The precision.
-    dtype: str = _setting("float16", "dtype of the computation", choices=DTYPES)
-    loss_scale: str = _setting("dynamic", "how the loss scales", choices=LOSS_SCALES)
-    retries: int = _setting(
+    dtype: str = setting("float16", "dtype of the computation", choices=DTYPES)
+    loss_scale: str = setting("dynamic", "how the loss scales", choices=LOSS_SCALES)
+    retries: int = setting(
         0, "how often a step may repeat its backward pass at a lower scale", least=0
     )
 
     # The training.
-    seed: int = _setting(0, "of the parameters and the batches", least=0)
-    steps: int = _setting(60, "optimizer steps", least=1)
-    batch_size: int = _setting(256, "sequences in a step, on all devices", least=1)
-    accumulate: int = _setting(1, "micro-batches in a step", least=1)
-    learning_rate: float = _setting(3e-3, "peak learning rate", least=0)
-    warmup_steps: int = _setting(10, "steps until the peak", least=0)
-    weight_decay: float = _setting(0.1, "of kernels and embeddings", least=0)
-    clip_norm: float = _setting(1.0, "largest norm of the gradients", least=0)
-    average_decay: float = _setting(0.99, "of the averaged parameters", least=0, most=1)
+    seed: int = setting(0, "of the parameters and the batches", least=0)
+    steps: int = setting(60, "optimizer steps", least=1)
+    batch_size: int = setting(256, "sequences in a step, on all devices", least=1)
+    accumulate: int = setting(1, "micro-batches in a step", least=1)
+    learning_rate: float = setting(3e-3, "peak learning rate", least=0)
+    warmup_steps: int = setting(10, "steps until the peak", least=0)
+    weight_decay: float = setting(0.1, "of kernels and embeddings", least=0)
+    clip_norm: float = setting(1.0, "largest norm of the gradients", least=0)
+    average_decay: float = setting(0.99, "of the averaged parameters", least=0, most=1)
 
     # How it runs.
-    eval_every: int = _setting(20, "steps between evaluations", least=1)
-    eval_batches: int = _setting(4, "batches in an evaluation", least=1)
-    log_every: int = _setting(1, "steps between rows of the logs", least=1)
-    save_every: int = _may_change(20, "steps between checkpoints", least=1)
-    mesh: str = _may_change(
+    eval_every: int = setting(20, "steps between evaluations", least=1)
+    eval_batches: int = setting(4, "batches in an evaluation", least=1)
+    log_every: int = setting(1, "steps between rows of the logs", least=1)
+    save_every: int = may_change(20, "steps between checkpoints", least=1)
+    mesh: str = may_change(
         "data", "devices by axis: data=8, data=2,fsdp=4; no number: all that are left"
     )
-    remat: bool = _may_change(False, "recompute each block to save memory")
-    scan_layers: bool = _may_change(False, "compile one block, not each")
+    remat: bool = may_change(False, "recompute each block to save memory")
+    scan_layers: bool = may_change(False, "compile one block, not each")
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            check(field, getattr(self, field.name))
+        check_ranges(self)
         if self.width % self.heads:
             raise SettingError("heads", f"divide the width, {self.width}", self.heads)
         if self.batch_size % self.accumulate:
@@ -103,12 +71,6 @@ class Config:
         if self.retries and (self.loss_scale == "none" or self.accumulate > 1):
             rule = "be 0 without a loss scale, and with several micro-batches in a step"
             raise SettingError("retries", rule, self.retries)
-
-    @classmethod
-    def may_change(cls) -> set[str]:
-        """Returns the settings that may differ when a run goes on."""
-        fields = dataclasses.fields(cls)
-        return {field.name for field in fields if field.metadata.get("may_change")}
 
 
 _GPT2_SMALL = Config(

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from examples.language_model.config import Config, SettingError
+from examples.common.settings import SettingError
+from examples.language_model.config import Config
 
 # A token is a word with the space before it, or what stands between words.
 WORDS = re.compile(rb" ?[A-Za-z]+|\d+|\n *| +|[^\w\s]+|.", re.DOTALL)

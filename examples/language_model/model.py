@@ -17,6 +17,8 @@ from jax.sharding import NamedSharding
 from examples.language_model.config import Config
 
 STD = 0.02
+# Keys and values.
+Cache = tuple[jax.Array, jax.Array]
 
 
 class Block(nnx.Module):
@@ -41,20 +43,57 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps [batch, time, width] to the same."""
-        x = x + self.attention_out(self._attend(self.attention_norm(x)))
+        query, key, value = self._project(x)
+        causal = jnp.tri(x.shape[1], dtype=bool)
+        weights = jax.nn.softmax(_scores(query, key, causal))
+        return self._finish(x, _mix(weights, value))
+
+    def decode(
+        self, x: jax.Array, cache: Cache, position: jax.Array
+    ) -> tuple[jax.Array, Cache]:
+        """Maps one position of each sequence, [batch, 1, width], to the same.
+
+        As kernels for decoding do, it divides by the sum of the softmax last: the parts
+        of a long cache are computed at the same time, each without that sum.
+
+        Args:
+          x: The activations.
+          cache: The keys and values of the positions before, each [batch, context,
+            heads, width / heads].
+          position: The number of the position, int32[].
+
+        Returns:
+          The activations, and the cache with the keys and values of this position.
+        """
+        query, key, value = self._project(x)
+        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
+        keys, values = put(cache[0], key, position), put(cache[1], value, position)
+        scores = _scores(query, keys, jnp.arange(keys.shape[1]) <= position)
+        weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+        total = jnp.einsum("bhqk->bqh", weights)[..., None]
+        mixed = (_mix(weights, values) / total).astype(values.dtype)
+        return self._finish(x, mixed), (keys, values)
+
+    def _project(self, x: jax.Array) -> list[jax.Array]:
+        """Returns queries, keys and values: [batch, time, heads, width / heads]."""
+        projected = self.query_key_value(self.attention_norm(x))
+        by_head = projected.reshape(*x.shape[:2], 3, self.heads, -1)
+        return [by_head[:, :, i] for i in range(3)]
+
+    def _finish(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
+        x = x + self.attention_out(mixed.reshape(x.shape))
         return x + self.mlp_out(jax.nn.gelu(self.mlp_in(self.mlp_norm(x))))
 
-    def _attend(self, x: jax.Array) -> jax.Array:
-        projected = self.query_key_value(x)
-        by_head = projected.reshape(*x.shape[:2], 3, self.heads, -1)
-        query, key, value = (by_head[:, :, i] for i in range(3))
-        # Not jax.nn.dot_product_attention, which knows no float16 on CPU.
-        query = query * query.shape[-1] ** -0.5
-        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key).astype(jnp.float32)
-        causal = jnp.tri(x.shape[1], dtype=bool)
-        weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf))
-        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights.astype(value.dtype), value)
-        return mixed.reshape(x.shape)
+
+def _scores(query, key, may_see):
+    # Not jax.nn.dot_product_attention, which knows no float16 on CPU.
+    query = query * query.shape[-1] ** -0.5
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key).astype(jnp.float32)
+    return jnp.where(may_see, scores, -jnp.inf)
+
+
+def _mix(weights, value):
+    return jnp.einsum("bhqk,bkhd->bqhd", weights.astype(value.dtype), value)
 
 
 class Transformer(nnx.Module):
@@ -84,6 +123,9 @@ class Transformer(nnx.Module):
         self.positions = embed(config.context)
         self.blocks = _stack_blocks(config, rngs)
         self.norm = layer_norm(config, rngs)
+        self.dtype = jnp.dtype(config.dtype)
+        self.layers = config.layers
+        self.cached = config.context, config.heads, config.width // config.heads
         self.sharding = sharding
         self.unroll = 1 if config.scan_layers else config.layers
         self.remat = config.remat
@@ -103,6 +145,34 @@ class Transformer(nnx.Module):
             call, in_axes=(0, nnx.Carry), out_axes=nnx.Carry, unroll=self.unroll
         )
         x = scan(self.blocks, place(x) if self.sharding else x)
+        return self._predict(x)
+
+    def decode(self, tokens: jax.Array, cache: Cache, position: jax.Array):
+        """Predicts the tokens after one position, as the whole sequence would.
+
+        Args:
+          tokens: The tokens at this position, int32[batch].
+          cache: What `make_cache` or the position before returned.
+          position: Its number, int32[].
+
+        Returns:
+          Logits, f32[batch, vocabulary], and the cache for the next position.
+        """
+        x = self.tokens(tokens)[:, None] + self.positions(position)
+
+        def call(block, x, cache):
+            return block.decode(x, cache, position)
+
+        scan = nnx.scan(call, in_axes=(0, nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+        x, cache = scan(self.blocks, x, cache)
+        return self._predict(x)[:, 0], cache
+
+    def make_cache(self, batch: int) -> Cache:
+        """Returns an empty cache of the keys and values of all blocks."""
+        shape = self.layers, batch, *self.cached
+        return jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)
+
+    def _predict(self, x: jax.Array) -> jax.Array:
         return self.tokens.attend(self.norm(x)).astype(jnp.float32)
 
 

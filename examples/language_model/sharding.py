@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from examples.language_model.config import SettingError
+from examples.common.settings import SettingError
 
 AXES = ("data", "fsdp")
 

@@ -1,18 +1,22 @@
 """The training loop."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
-from examples.language_model.checkpoint import Checkpoints
+from examples.common.checkpoint import Checkpoints
+from examples.common.interrupt import Interrupt
+from examples.common.logs import Logs, describe_scaling
 from examples.language_model.config import Config
 from examples.language_model.data import Corpus
-from examples.language_model.interrupt import Interrupt
-from examples.language_model.logs import Logs
 from examples.language_model.sharding import put_batch
 from examples.language_model.step import Trainer
+
+# The first columns of the logs. Only the rows of an evaluation have a perplexity.
+COLUMNS = ("step", "loss", "perplexity", "loss_scale", "skipped_steps")
 
 
 class Result(NamedTuple):
@@ -52,21 +56,23 @@ def train(config: Config, corpus: Corpus, mesh: Mesh, out: Path) -> Result:
     )
     validation = put_batch(validation, mesh)
     with Interrupt() as interrupt, Checkpoints(out / "checkpoints") as checkpoints:
-        state = checkpoints.restore(trainer.state)
-        if state is None:
+        step, stopped_by, perplexity = checkpoints.step, None, None
+        if step:
+            state = checkpoints.restore(trainer.state)
+        else:
             state = trainer.init(jax.random.key(config.seed))
-        step, stopped_by, perplexity = int(state.step), None, None
-        with Logs(out, config, step) as logs:
+        with Logs(out, step, config.steps, COLUMNS, _describe) as logs:
             while step < config.steps and stopped_by is None:
                 batch = corpus.training_batch(step, config.batch_size)
                 state, metrics = trainer.step(state, put_batch(batch, mesh))
                 step += 1
                 is_last = step == config.steps
                 stopped_by = interrupt.received(step)
-                if step % config.eval_every == 0 or is_last:
+                evaluates = step % config.eval_every == 0 or is_last
+                if evaluates:
                     perplexity = trainer.evaluate(state, validation)
                     metrics["perplexity"] = perplexity
-                logs.add(step, metrics)
+                logs.add(step, metrics, evaluates or step % config.log_every == 0)
                 if step % config.save_every == 0 or is_last or stopped_by:
                     # First, so that the file has all rows up to the checkpoint.
                     logs.flush()
@@ -77,3 +83,10 @@ def train(config: Config, corpus: Corpus, mesh: Mesh, out: Path) -> Result:
         if perplexity is None:  # nothing was left to do
             perplexity = trainer.evaluate(state, validation)
         return Result(step, float(perplexity), stopped_by)
+
+
+def _describe(values: Mapping[str, float]) -> str:
+    text = describe_scaling(values)
+    if "perplexity" in values:
+        text += f"  perplexity {values['perplexity']:.1f}"
+    return text

@@ -1,89 +1,34 @@
 """The language model trains the same wherever it runs, and however often it stops."""
 
-import csv
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
-from helpers import ROOT, SUPPORT, assert_same_bits
+from helpers import assert_same_bits
 from language_model_run import ARGUMENTS, OVERFLOW, SEQUENCE, STEPS, main
+from runs import column, finish, last_state, read_rows, start
 
+from examples.common import settings
+from examples.common.logs import Table
+from examples.common.settings import SettingError
 from examples.language_model import cli
-from examples.language_model.config import Config, SettingError
+from examples.language_model.config import Config
 from examples.language_model.data import BYTES, Corpus, Tokenizer
-from examples.language_model.logs import COLUMNS, Table
 from examples.language_model.optimizer import RULES, averaged_parameters, make_optimizer
 from examples.language_model.sharding import make_mesh
+from examples.language_model.train import COLUMNS
 from optax_lossscale import DynamicLossScale
-
-# An old Flax uses what the JAX of its time deprecates.
-WARNINGS = ["-W", "error", "-W", "ignore::DeprecationWarning"]
 
 pytestmark = [
     pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices"),
     pytest.mark.usefixtures("standard_dtype_promotion"),
 ]
-
-
-def read_rows(out):
-    with (out / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def column(out, name):
-    return [float(row[name]) for row in read_rows(out) if row[name]]
-
-
-def last_state(out):
-    """Returns the arrays of the last checkpoint, in whatever trees."""
-    with ocp.CheckpointManager(out / "checkpoints") as manager:
-        restored = manager.restore(
-            manager.latest_step(), args=ocp.args.StandardRestore()
-        )
-    return jax.tree.map(np.asarray, restored)
-
-
-def start(*arguments, devices=1):
-    """Starts the command line in a process of its own."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",
-        "JAX_NUM_CPU_DEVICES": str(devices),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiling takes most of the time
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-    if folder := jax.config.jax_compilation_cache_dir:
-        environment["JAX_COMPILATION_CACHE_DIR"] = folder
-    script = str(SUPPORT / "language_model_run.py")
-    return subprocess.Popen(
-        [sys.executable, *WARNINGS, script, *map(str, arguments)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(process, code=0):
-    """Waits for a process, and returns what it printed."""
-    try:
-        output, _ = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert process.returncode == code, output
-    return output
 
 
 class TestCommandLine:
@@ -94,9 +39,9 @@ class TestCommandLine:
         first = capsys.readouterr().out.splitlines()
         assert "dtype=float16" in first[0]
         assert "corpus_digest=" in first[0]
-        settings = json.loads((out / "settings.json").read_text())
-        assert settings["vocabulary"] == 512
-        assert settings["loss_scale"] == "dynamic"
+        saved = json.loads((out / "settings.json").read_text())
+        assert saved["vocabulary"] == 512
+        assert saved["loss_scale"] == "dynamic"
 
         rows = read_rows(out)
         assert tuple(rows[0])[: len(COLUMNS)] == COLUMNS
@@ -177,12 +122,14 @@ class TestCommandLine:
 @pytest.mark.exhaustive
 def test_killed_or_stopped_it_comes_to_the_same_end(tmp_path):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    finish(start("--out", whole))
-    finish(start("SIGKILL", 4, "--out", stopped), -signal.SIGKILL)
-    text = finish(start("SIGINT", 8, "--out", stopped), 128 + signal.SIGINT)
+    finish(start("language_model", "--out", whole))
+    finish(start("language_model", "SIGKILL", 4, "--out", stopped), -signal.SIGKILL)
+    text = finish(
+        start("language_model", "SIGINT", 8, "--out", stopped), 128 + signal.SIGINT
+    )
     assert "stopped after step 9; the same command goes on from there" in text
     assert column(stopped, "step")[-1] == 9
-    finish(start("--out", stopped))
+    finish(start("language_model", "--out", stopped))
     assert read_rows(stopped) == read_rows(whole)
     assert_same_bits(last_state(stopped), last_state(whole))
 
@@ -202,7 +149,14 @@ def run_two_processes(out, *arguments, send=(), codes=(0, 0)):
     common = ["--coordinator", f"127.0.0.1:{port}", "--processes", 2, "--out", out]
     common += ["--mesh=data=2,fsdp", *arguments]
     processes = [
-        start(*(send if rank else ()), *common, "--process", rank, devices=2)
+        start(
+            "language_model",
+            *(send if rank else ()),
+            *common,
+            "--process",
+            rank,
+            devices=2,
+        )
         for rank in range(2)
     ]
     try:
@@ -324,27 +278,26 @@ def test_meshes_that_do_not_fit(text):
 
 
 def test_settings_may_change_until_there_is_a_checkpoint(tmp_path):
-    corpus = Corpus("a*.py", 512, 16, seed=3)
-    cli.keep_settings(tmp_path, Config(batch_size=8), corpus)
-    cli.keep_settings(tmp_path, Config(batch_size=16), corpus)
+    settings.keep(tmp_path, Config(batch_size=8))
+    settings.keep(tmp_path, Config(batch_size=16))
     (tmp_path / "checkpoints" / "4").mkdir(parents=True)
     with pytest.raises(SettingError, match="batch_size 16, not 8"):
-        cli.keep_settings(tmp_path, Config(batch_size=8), corpus)
+        settings.keep(tmp_path, Config(batch_size=8))
 
 
 def test_rows_beyond_a_checkpoint_are_dropped(tmp_path):
     path = tmp_path / "metrics.csv"
     row = dict.fromkeys(COLUMNS, 0.5)
-    table = Table(path, step=0)
+    table = Table(path, 0, COLUMNS)
     for step in (10, 20, 30):
         table.add(row | {"step": step})
     table.close()
     whole = path.read_text().splitlines(keepends=True)
     # The process died in the middle of a row.
     path.write_text("".join(whole[:-1]) + "3")
-    table = Table(path, step=20)
+    table = Table(path, 20, COLUMNS)
     table.add(row | {"step": 30})
     table.close()
     assert path.read_text() == "".join(whole)
-    Table(path, step=10).close()
+    Table(path, 10, COLUMNS).close()
     assert path.read_text() == "".join(whole[:2])

@@ -4,7 +4,7 @@ import collections
 import csv
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,9 @@ from rich.progress import (
 )
 from tensorboardX import SummaryWriter
 
-from examples.language_model.config import Config
-
 # The metrics of a step are read when this many later steps are under way: the device
 # has something to do while the host waits, and the host cannot run far ahead.
 LAG = 2
-# The first columns. Only the rows of an evaluation have a perplexity.
-COLUMNS = ("step", "loss", "perplexity", "loss_scale", "skipped_steps")
 # Where there is no terminal, this many lines show how the training goes.
 LINES = 20
 
@@ -35,18 +31,28 @@ class Logs:
 
     Args:
       out: The folder. What an earlier process logged there is kept up to `step`.
-      config: The settings.
       step: The steps that were taken before.
+      steps: The number of all steps.
+      columns: The first columns of the CSV file. The others are what else the first
+        row has.
+      describe: Maps the metrics of a step to the text of the progress line.
     """
 
-    def __init__(self, out: Path, config: Config, step: int):
-        self._every = config.log_every
+    def __init__(
+        self,
+        out: Path,
+        step: int,
+        steps: int,
+        columns: Sequence[str],
+        describe: Callable[[Mapping[str, float]], str],
+    ):
+        self._describe = describe
         self._pending = collections.deque()
         self._writes = jax.process_index() == 0
         if self._writes:
-            self._table = Table(out / "metrics.csv", step)
+            self._table = Table(out / "metrics.csv", step, columns)
             self._board = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
-            self._line = ProgressLine(step, config.steps)
+            self._line = ProgressLine(step, steps)
 
     def __enter__(self) -> "Logs":
         return self
@@ -58,14 +64,18 @@ class Logs:
             self._board.close()
             self._line.close()
 
-    def add(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
+    def add(
+        self, step: int, metrics: Mapping[str, jax.Array], has_row: bool = True
+    ) -> None:
         """Logs the metrics of a step some steps later.
 
         Args:
           step: The number of the step.
           metrics: Scalars on the device, by name.
+          has_row: Whether the CSV file and TensorBoard get them, or the progress line
+            alone.
         """
-        self._pending.append((step, metrics))
+        self._pending.append((step, metrics, has_row))
         if len(self._pending) > LAG:
             self._write(*self._pending.popleft())
 
@@ -77,12 +87,12 @@ class Logs:
             self._table.flush()
             self._board.flush()
 
-    def _write(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
+    def _write(self, step, metrics, has_row) -> None:
         values = {name: x.item() for name, x in jax.device_get(metrics).items()}
         if not self._writes:
             return
-        self._line.show(step, values)
-        if step % self._every == 0 or "perplexity" in values:
+        self._line.show(step, self._describe(values))
+        if has_row:
             self._table.add({"step": step, **values})
             for name, value in values.items():
                 if math.isfinite(value):  # of others TensorBoard only warns
@@ -95,18 +105,20 @@ class Table:
     Args:
       path: The file.
       step: Rows beyond this step, of a process that died, are dropped.
+      columns: The first columns, of which a row may lack some.
     """
 
-    def __init__(self, path: Path, step: int):
+    def __init__(self, path: Path, step: int, columns: Sequence[str]):
         kept = list(_rows_until(path, step))
         write_whole(path, "".join(kept))
         self._file = path.open("a", newline="")
+        self._columns = columns
         self._names = kept[0].strip().split(",") if kept else []
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Adds a row, which everyone who reads the file sees at once."""
         if not self._names:
-            self._names = [*dict.fromkeys((*COLUMNS, *row))]
+            self._names = [*dict.fromkeys((*self._columns, *row))]
             self._writer().writeheader()
         self._writer().writerow(row)
         self._file.flush()
@@ -161,16 +173,8 @@ class ProgressLine:
         self._task = self._progress.add_task("compiling", completed=step, total=steps)
         self._progress.start()
 
-    def show(self, step: int, values: Mapping[str, float]) -> None:
+    def show(self, step: int, text: str) -> None:
         """Shows a step and its metrics."""
-        text = (
-            f"loss {values['loss']:.3f}  scale {values['loss_scale']:g}  "
-            f"skipped {values['skipped_steps']:g}"
-        )
-        if "retries" in values:
-            text += f"  repeated {values['retries']:g}"
-        if "perplexity" in values:
-            text += f"  perplexity {values['perplexity']:.1f}"
         self._progress.update(self._task, completed=step, description=text)
         if not self._console.is_terminal and step % self._every == 0:
             print(f"step {step} of {self._steps}  {text}", flush=True)
@@ -178,6 +182,17 @@ class ProgressLine:
     def close(self) -> None:
         """Leaves the line as it is."""
         self._progress.stop()
+
+
+def describe_scaling(values: Mapping[str, float]) -> str:
+    """Returns the loss, the loss scale and its counters, for the progress line."""
+    text = (
+        f"loss {values['loss']:.3f}  scale {values['loss_scale']:g}  "
+        f"skipped {values['skipped_steps']:g}"
+    )
+    if "retries" in values:
+        text += f"  repeated {values['retries']:g}"
+    return text
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -30,17 +30,19 @@ class Checkpoints:
     def __exit__(self, *_: object) -> None:
         self._manager.close()
 
+    @property
+    def step(self) -> int:
+        """The step of the last state that was saved; 0 without one."""
+        return self._manager.latest_step() or 0
+
     def restore(self, like: Any) -> Any:
-        """Returns the last state that was saved, or None.
+        """Returns the last state that was saved.
 
         Args:
           like: The shapes, dtypes and shardings of the state. The latter may differ
             from those with which it was saved.
         """
-        step = self._manager.latest_step()
-        if step is None:
-            return None
-        return self._manager.restore(step, args=ocp.args.StandardRestore(like))
+        return self._manager.restore(self.step, args=ocp.args.StandardRestore(like))
 
     def save(self, step: int, state: Any) -> None:
         """Copies the state to the host, and saves it while training goes on."""

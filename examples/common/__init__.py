@@ -1,0 +1,1 @@
+"""What the examples share: the command line, settings, logs, checkpoints, signals."""

@@ -1,0 +1,91 @@
+"""The reinforcement learning samples, rewards and learns as it says."""
+
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from grpo_run import main
+from helpers import assert_same_bits
+from runs import column, finish, last_state, read_rows, start
+
+from examples.grpo import task
+from examples.grpo.config import Config
+from examples.grpo.policy import Policy
+from examples.grpo.step import Batch, clipped_loss, compare
+
+pytestmark = pytest.mark.usefixtures("standard_dtype_promotion")
+
+
+def difference(dtype):
+    """Returns how far the log-probabilities of sampler and trainer are apart."""
+    policy = Policy(Config(digits=4, layers=2, width=32).model(dtype))
+    params = jax.tree.map(lambda x: 5 * x, policy.init(jax.random.key(0)))
+    prompts = task.draw(jax.random.key(1), 64, digits=4)
+    answers, sampled = jax.jit(policy.sample)(params, prompts, jax.random.key(2))
+    scored = jax.jit(policy.log_probs)(params, prompts, answers)
+    assert answers.shape == sampled.shape == scored.shape == (64, 4)
+    assert len(jnp.unique(answers)) > 50
+    return jnp.abs(sampled - scored).mean()
+
+
+def test_sampler_and_trainer_differ_by_roundoff():
+    assert difference("float32") < 1e-5
+    in_float16, in_bfloat16 = difference("float16"), difference("bfloat16")
+    assert in_float16 < 0.01
+    assert 5 < in_bfloat16 / in_float16 < 20
+
+
+def test_rewards_and_advantages():
+    prompts = np.array([list(b"312>"), list(b"990>")])
+    rewards = task.reward(prompts, np.array([list(b"123"), list(b"990")]))
+    np.testing.assert_array_equal(rewards, [1, 0])
+    advantages = compare(jnp.float32([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]))
+    np.testing.assert_allclose(advantages[0], np.array([3, -1, -1, -1]) / 3**0.5, 1e-3)
+    np.testing.assert_array_equal(advantages[1:], 0)
+
+
+def test_a_ratio_counts_up_to_the_clip_unless_it_does_harm():
+    ratios = np.float32([[0.5, 1.1, 2.0], [0.5, 1.1, 2.0]])
+    tokens = np.zeros((2, 3), int)
+    batch = Batch(tokens, tokens, np.zeros((2, 3)), np.float32([1, -1]))
+    loss, metrics = clipped_loss(np.log(ratios), batch, clip=0.2)
+    gains = [0.5, 1.1, 1.2], [-0.8, -1.1, -2.0]
+    assert loss == pytest.approx(-np.mean(gains))
+    assert metrics["clipped"] == pytest.approx(4 / 6)
+    assert metrics["mean_difference"] == pytest.approx(np.abs(np.log(ratios)).mean())
+    assert metrics["largest_difference"] == pytest.approx(np.log(2))
+
+
+def test_a_bad_argument_gets_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main("--minibatches=3", "--out", str(tmp_path / "run"))
+    assert capsys.readouterr().err == (
+        "python -m examples.grpo: error: argument --minibatches: must divide the "
+        "number of problems, 16, got 3\n"
+    )
+
+
+@pytest.mark.exhaustive
+def test_rewards_rise_and_no_batch_is_lost(tmp_path, capsys):
+    main("--steps=40", "--learning-rate=2e-3", "--out", str(tmp_path))
+    rewards = np.array(column(tmp_path, "reward"))
+    assert len(rewards) == 40
+    assert rewards[-10:].mean() > rewards[:10].mean() + 0.1
+    last = read_rows(tmp_path)[-1]
+    assert last["skipped_steps"] == "0"
+    assert f"reward {rewards[-1]:.3f} in step 100\n" in capsys.readouterr().out
+
+
+@pytest.mark.exhaustive
+def test_killed_or_stopped_it_comes_to_the_same_end(tmp_path):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    finish(start("grpo", "--out", whole))
+    # While it learns from right answers, and from rewards.
+    finish(start("grpo", "SIGKILL", 40, "--out", stopped), -signal.SIGKILL)
+    text = finish(start("grpo", "SIGINT", 64, "--out", stopped), 128 + signal.SIGINT)
+    assert "stopped after step 65; the same command goes on from there" in text
+    finish(start("grpo", "--out", stopped))
+    assert read_rows(stopped) == read_rows(whole)
+    assert_same_bits(last_state(stopped), last_state(whole))

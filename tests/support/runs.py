@@ -1,0 +1,65 @@
+"""Runs of the examples in processes of their own, and what they leave."""
+
+import csv
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from helpers import ROOT, SUPPORT
+
+# An old Flax uses what the JAX of its time deprecates.
+WARNINGS = ["-W", "error", "-W", "ignore::DeprecationWarning"]
+
+
+def read_rows(out):
+    with (out / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def column(out, name):
+    return [float(row[name]) for row in read_rows(out) if row[name]]
+
+
+def last_state(out):
+    """Returns the arrays of the last checkpoint, in whatever trees."""
+    with ocp.CheckpointManager(out / "checkpoints") as manager:
+        restored = manager.restore(
+            manager.latest_step(), args=ocp.args.StandardRestore()
+        )
+    return jax.tree.map(np.asarray, restored)
+
+
+def start(example, *arguments, devices=1):
+    """Starts the command line of an example in a process of its own."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiling takes most of the time
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    if folder := jax.config.jax_compilation_cache_dir:
+        environment["JAX_COMPILATION_CACHE_DIR"] = folder
+    script = str(SUPPORT / "run_example.py")
+    return subprocess.Popen(
+        [sys.executable, *WARNINGS, script, example, *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process, code=0):
+    """Waits for a process, and returns what it printed."""
+    try:
+        output, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == code, output
+    return output
