@@ -5,7 +5,7 @@
 
 from pathlib import Path
 
-from benchmarks import growth, guards, language_model, need, report, retries
+from benchmarks import growth, grpo, guards, language_model, need, report, retries
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -15,6 +15,7 @@ PAGES = [
         "docs/guide/bad-steps.md",
         "docs/guide/costs.md",
         "docs/guide/do-you-need-it.md",
+        "docs/guide/float16-or-bfloat16.md",
         "docs/guide/no-step-lost.md",
     )
 ]
@@ -36,6 +37,7 @@ def tables() -> list[str]:
         language_model.flushed_table(trained),
         *retries.tables(report.load(retries.RESULTS)),
         guards.table(report.load(guards.RESULTS)),
+        grpo.table(report.load(grpo.RESULTS)),
     ]
 
 

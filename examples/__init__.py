@@ -1,1 +1,1 @@
-"""Examples: `python -m examples.digits` and `python -m examples.language_model`."""
+"""Examples: `python -m examples.digits`, `examples.language_model`, `examples.grpo`."""

@@ -22,12 +22,15 @@ FILES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/results/cpu.md": "benchmarks/cpu.md",
+    "benchmarks/results/grpo.png": "benchmarks/grpo.png",
+    "examples/grpo/README.md": "examples/grpo.md",
     "examples/language_model/README.md": "examples/language_model.md",
 }
 SOURCES = {uri: path for path, uri in FILES.items()}
 PAGES = {
     **FILES,
     "docs/recipes": "recipes/README.md",
+    "examples/grpo": "examples/grpo.md",
     "examples/language_model": "examples/language_model.md",
     "notebooks": "notebooks/index.md",
 }

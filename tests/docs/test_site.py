@@ -14,7 +14,7 @@ DOCS = ROOT / "docs"
 NOTEBOOKS = {f"notebooks/{path.stem}.md" for path in ROOT.glob("notebooks/*.ipynb")}
 MADE = NOTEBOOKS | {"notebooks/index.md", "index.md"}
 MADE |= {"changelog.md", "contributing.md", "benchmarks/cpu.md"}
-MADE |= {"examples/language_model.md"}
+MADE |= {"examples/grpo.md", "examples/language_model.md"}
 PAGES = MADE | {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
 
 
