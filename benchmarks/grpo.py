@@ -66,19 +66,24 @@ def table(found: dict[str, Any]) -> str:
     """Returns a Markdown table of the runs: means, and ranges of the seeds."""
     cells = []
     for way, runs in found["runs"].items():
-        mean = [np.mean(run["mean_difference"]) for run in runs]
+        apart = differences(found, way)
         largest = max(run["largest_difference"] for run in runs)
-        clipped = np.mean([run["clipped"] for run in runs])
-        first, last = ([run["reward"][i] for run in runs] for i in (0, -1))
-        spread = f"{min(last):.2f} to {max(last):.2f}"
-        reward = f"{np.mean(first):.2f}, {np.mean(last):.2f}"
-        differences = [f"{np.mean(mean):.1e}", f"{min(mean):.1e} to {max(mean):.1e}"]
-        cells.append(
-            [way, *differences, f"{largest:.1g}", f"{clipped:.1%}", reward, spread]
+        clipped, repeated = (
+            np.mean([run[name] for run in runs]) for name in ("clipped", "retries")
         )
+        last = [run["reward"][-1] for run in runs]
+        row = [f"{np.mean(apart):.1e}", f"{min(apart):.1e} to {max(apart):.1e}"]
+        row += [f"{largest:.0e}", f"{clipped:.1%}"]
+        row += [f"{np.mean(last):.2f}", f"{min(last):.2f} to {max(last):.2f}"]
+        cells.append([way, *row, f"{repeated:g}"])
     header = ["computed in", "mean difference", f"range of {SEEDS} seeds", "largest"]
-    header += ["clipped", "reward at first, in the end", "range in the end"]
+    header += ["clipped", "reward", f"range of {SEEDS} seeds", "repeated"]
     return report.table(header, cells)
+
+
+def differences(found: dict[str, Any], way: str) -> list[float]:
+    """Returns the mean difference of each seed."""
+    return [float(np.mean(run["mean_difference"])) for run in found["runs"][way]]
 
 
 def plot(found: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from helpers import ROOT
 
-from benchmarks import language_model, need, pages, report
+from benchmarks import grpo, language_model, need, pages, report
 from benchmarks.tasks import detector, perceptron
 
 
@@ -22,6 +22,15 @@ def test_readme_tells_the_perplexities():
     text = " ".join((ROOT / "README.md").read_text().split())
     assert f"{in_float32} in float32, {unscaled} in float16 without" in text
     assert f"[{scaled[0]} with it]" in text
+
+
+def test_page_tells_how_far_sampler_and_trainer_are_apart():
+    found = report.load(grpo.RESULTS)
+    half, *others = (sum(grpo.differences(found, way)) for way in list(grpo.WAYS)[1:])
+    text = (ROOT / "docs/guide/float16-or-bfloat16.md").read_text()
+    default, as_written = (f"{other / half:.0f} times" for other in others)
+    assert f"**In bfloat16 the difference is {default} that in float16**" in text
+    assert f"and {as_written} if XLA has to round" in text
 
 
 @pytest.mark.exhaustive
