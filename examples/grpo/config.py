@@ -50,8 +50,7 @@ class Config:
 
     def __post_init__(self):
         check_ranges(self)
-        if self.width % self.heads:
-            raise SettingError("heads", f"divide the width, {self.width}", self.heads)
+        self.model(self.dtype)  # checks the heads
         if self.problems % self.minibatches:
             rule = f"divide the number of problems, {self.problems}"
             raise SettingError("minibatches", rule, self.minibatches)
