@@ -22,19 +22,11 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="only small workloads, in under 2 minutes"
     )
-    parser.add_argument(
-        "--workload", default="", help="only workloads whose name contains this"
-    )
-    parser.add_argument(
-        "--system", default="", help="only systems whose name contains this"
-    )
+    for kind in ("workload", "system"):
+        text = f"only {kind}s whose name contains this"
+        parser.add_argument(f"--{kind}", default="", help=text)
     parser.add_argument("--seconds", type=float, help="the seconds that each pair runs")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("benchmark_results"),
-        help="the directory to write to",
-    )
+    parser.add_argument("--out", type=Path, default="benchmark_results", help="folder")
     options = parser.parse_args()
     workloads = [
         workload

@@ -5,7 +5,7 @@
 (`pip install 'jax[cuda12]'`). It adds the results to `results/compiled.json`.
 """
 
-import argparse
+import functools
 import importlib.util
 import os
 from collections.abc import Iterable
@@ -14,12 +14,13 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from benchmarks import hlo, report
 from benchmarks.systems import PLAIN, SKIPS, System, lower
 from benchmarks.workloads import Workload, optimizer_step
 
+RESULTS = report.RESULTS / "compiled.json"
 CPU, TPU, H100 = "CPU", "TPU v5e", "H100"
 
 
@@ -60,16 +61,17 @@ def shapes(workload: Workload, system: System) -> tuple:
     return params, jax.eval_shape(system.init, params), *batch
 
 
+def place(x: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    """Returns a shape with a sharding."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
 def compile_step(
     workload: Workload, system: System, device: jax.Device
 ) -> jax.stages.Compiled:
     """Compiles a step for a device, with donated parameters and state."""
-    sharding = SingleDeviceSharding(device)
-
-    def place(x):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    return lower(system, *jax.tree.map(place, shapes(workload, system))).compile()
+    on_device = functools.partial(place, sharding=SingleDeviceSharding(device))
+    return lower(system, *jax.tree.map(on_device, shapes(workload, system))).compile()
 
 
 def describe(compiled: jax.stages.Compiled) -> dict[str, Any]:
@@ -104,9 +106,6 @@ def measure(
 
 def main() -> None:
     """Compiles for all targets whose compiler is installed, and writes the results."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.compiled")
-    parser.add_argument("--out", type=Path, default=report.RESULTS)
-    path = parser.parse_args().out / "compiled.json"
     workload = optimizer_step(20_000_000, 20)._replace(skips=SKIPS)
     for target in (TPU, H100):
         if device(target) is None:
@@ -114,8 +113,8 @@ def main() -> None:
             continue
         rows = measure(target, workload)
         found = {"versions": report.versions(), "rows": rows}
-        report.save(path, {**report.load(path), target: found})
-    print("\n".join(report.compiled_tables(report.load(path))))
+        report.save(RESULTS, {**report.load(RESULTS), target: found})
+    print("\n".join(report.compiled_tables(report.load(RESULTS))))
 
 
 if __name__ == "__main__":

@@ -59,20 +59,17 @@ def bytes_of_a_step(parameters: float) -> list[float]:
 def compile_sharded(workload: Workload, name: str, mesh: Mesh) -> jax.stages.Compiled:
     """Compiles a training step whose parameters and state are sharded over a mesh."""
     system = workload.systems()[name]()
-    params, state, *batch = compiled.shapes(workload, system)
-    shardings = (*shard_state((params, state), mesh), shard_batch(mesh, ndim=2))
+    args = compiled.shapes(workload, system)
+    state = shard_state(args[:2], mesh)
+    batch = [shard_batch(mesh, ndim=2) for _ in args[2:]]
 
-    def step(params, state, *batch):
-        new = system.step(params, state, *batch)
+    def step(*args):
         everywhere = NamedSharding(mesh, P())
-        return jax.lax.with_sharding_constraint(new, (*shardings[:2], everywhere))
+        new = system.step(*args)
+        return jax.lax.with_sharding_constraint(new, (*state, everywhere))
 
-    def place(x, sharding):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    params, state = jax.tree.map(place, (params, state), shardings[:2])
-    batch = [place(x, shardings[2]) for x in batch]
-    return lower(System(system.init, step), params, state, *batch).compile()
+    args = jax.tree.map(compiled.place, args, (*state, *batch))
+    return lower(System(system.init, step), *args).compile()
 
 
 @functools.cache
@@ -121,15 +118,13 @@ def seconds_to_trace(layers: int) -> list[float]:
 
 
 LEAVES, CHIPS, LAYERS = (20, 200, 2000), (4, 64, 256), (1, 4, 8)
+TIMES = {
+    target: (functools.partial(seconds_to_compile, target), LEAVES)
+    for target in (compiled.CPU, compiled.TPU, compiled.H100)
+}
 # What is measured without and with loss scaling, and the sizes at which it is.
 ROWS: dict[str, tuple[Callable[[Any], list], tuple]] = {
-    **{
-        f"time to compile, {target}: {{}} leaves": (
-            functools.partial(seconds_to_compile, target),
-            LEAVES,
-        )
-        for target in (compiled.CPU, compiled.TPU, compiled.H100)
-    },
+    **{f"time to compile, {target}: {{}} leaves": row for target, row in TIMES.items()},
     "bytes, TPU v5e: {} parameters": (bytes_of_a_step, (1e7, 1e8, 1e9)),
     "bytes that a chip moves, TPU v5e: {} chips": (bytes_of_a_chip, CHIPS),
     "collectives, TPU v5e: {} chips": (collectives, CHIPS),

@@ -6,7 +6,6 @@ gets the same `--out`. Writes `results/grpo.json` and its figure.
 """
 
 import argparse
-import csv
 import itertools
 import os
 import subprocess
@@ -33,32 +32,27 @@ WAYS = {
 }
 SEEDS = 3
 EVERY = 5  # Steps in a point of a curve.
-CURVES = ("reward", "mean_difference")
+CURVES = {
+    "mean_difference": "Log-probabilities: sampler - trainer",
+    "reward": "Reward: share of right answers",
+}
 
 
 def run(way: str, seed: int, out: Path) -> dict[str, Any]:
     """Trains once, and returns what its logs say of the reinforcement learning."""
     dtype, flags, _ = WAYS[way]
     command = [sys.executable, "-m", "examples.grpo", "--dtype", dtype]
-    subprocess.run(
-        [*command, "--seed", str(seed), "--out", str(out)],
-        env=os.environ | {"XLA_FLAGS": flags},
-        stdout=subprocess.DEVNULL,
-        check=True,
-    )
-    with (out / "metrics.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["reward"]]
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    curves = {
-        name: np.array(columns[name], float).reshape(-1, EVERY).mean(1)
-        for name in CURVES
-    }
+    command += ["--seed", str(seed), "--out", str(out)]
+    subprocess.check_output(command, env=os.environ | {"XLA_FLAGS": flags})
+    rows = report.read_csv(out / "metrics.csv")
+    rows = rows[np.isfinite(rows["reward"])]
+    curves = {name: rows[name].reshape(-1, EVERY).mean(1) for name in CURVES}
     return {
         **{name: [float(f"{x:.3g}") for x in curve] for name, curve in curves.items()},
-        "largest_difference": max(map(float, columns["largest_difference"])),
-        "clipped": float(np.mean(np.array(columns["clipped"], float))),
-        "skipped": int(columns["skipped_steps"][-1]),
-        "retries": int(columns["retries"][-1] or 0),
+        "largest_difference": rows["largest_difference"].max(),
+        "clipped": rows["clipped"].mean(),
+        "skipped": int(rows["skipped_steps"][-1]),
+        "retries": int(np.nan_to_num(rows["retries"][-1])),
     }
 
 
@@ -91,24 +85,20 @@ def plot(found: dict[str, Any]) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.2), layout="constrained")
-    panels: Any = figure.subplots(1, 2)
-    for way, runs in found["runs"].items():
-        label, color = way.replace("`", ""), WAYS[way][-1]
-        for axes, name in zip(panels, reversed(CURVES), strict=True):
+    panels = figure.subplots(1, 2)
+    for axes, (name, title) in zip(panels, CURVES.items(), strict=True):
+        for way, runs in found["runs"].items():
             curves = np.array([run[name] for run in runs])
             steps = (np.arange(curves.shape[1]) + 0.5) * EVERY
-            axes.plot(steps, curves.mean(0), color=color, label=label)
-            axes.fill_between(
-                steps, curves.min(0), curves.max(0), color=color, alpha=0.2
-            )
-    panels[0].set_title("Log-probabilities: sampler - trainer", fontsize="medium")
-    panels[0].set_yscale("log")
-    panels[1].set_title("Reward: share of right answers", fontsize="medium")
-    panels[1].legend(fontsize="x-small")
-    for axes in panels:
+            color, spread = WAYS[way][-1], (curves.min(0), curves.max(0))
+            axes.plot(steps, curves.mean(0), color=color, label=way.replace("`", ""))
+            axes.fill_between(steps, *spread, color=color, alpha=0.2)
+        axes.set_title(title, fontsize="medium")
         axes.set_xlabel("step of reinforcement learning")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_yscale("log")
+    panels[1].legend(fontsize="x-small")
     figure.savefig(FIGURE, dpi=150)
 
 
@@ -118,9 +108,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the runs")
     out = parser.parse_args().out or Path(tempfile.mkdtemp())
     runs = {way: [] for way in WAYS}
-    for seed, (i, way) in track(
-        list(itertools.product(range(SEEDS), enumerate(WAYS))), "training"
-    ):
+    cases = list(itertools.product(range(SEEDS), enumerate(WAYS)))
+    for seed, (i, way) in track(cases, "training"):
         runs[way].append(run(way, seed, out / f"{i}-{seed}"))
     settings = {"seeds": SEEDS, "steps": Config.steps}
     found = {**report.about(), "settings": settings, "runs": runs}

@@ -8,7 +8,6 @@ these steps. Writes `results/guards.json`. Install the two peers without what th
 pip install --no-deps maxtext==0.2.5 marin-levanter==0.2.227.dev40316220070
 """
 
-import argparse
 import ast
 import dataclasses
 import re
@@ -29,36 +28,34 @@ from optax_lossscale import FixedLossScale, LossScaleOptimizer
 
 RESULTS = report.RESULTS / "guards.json"
 PAGE = report.RESULTS.parents[1] / "docs/guide/bad-steps.md"
-INSTALL = str(__doc__).split("\n\n")[-1]
 STEPS, SEEDS = 400, 5
 
 
-def peer(package: str, file: str, *names: str, **scope: Any) -> list[Any]:
+def peer(package: str, file: str, *names: str, **scope: Any) -> dict[str, Any]:
     """Runs some definitions of an installed file, without its dozens of imports."""
-    try:
-        tree = ast.parse((resources.files(package) / file).read_text())
-    except ModuleNotFoundError as error:
-        raise SystemExit(f"{error}. First: {INSTALL}") from None
+    tree = ast.parse((resources.files(package) / file).read_text())
     code = [ast.unparse(x) for x in tree.body if getattr(x, "name", None) in names]
     scope |= {"jax": jax, "jnp": jnp, "optax": optax}
     exec("\n".join(["from __future__ import annotations", *code]), scope)
-    return [scope[name] for name in names]
+    return scope
 
 
 def maxtext(inner: Any) -> Any:
     """Returns the guard of MaxText, with the numbers of its configuration."""
     names = "skip_step_on_spikes", "_compute_rolling_stats"
-    return peer("maxtext", "optimizers/optimizers.py", *names)[0](inner, 128, 6.0)
+    return peer("maxtext", "optimizers/optimizers.py", *names)[names[0]](
+        inner, 128, 6.0
+    )
 
 
 def levanter(inner: Any) -> Any:
     """Returns the guard of Levanter, with the numbers that it has by default."""
-    flatten = "tree_flatten_one_level_with_keys"
-    (scope,) = peer("levanter", "utils/tree_utils.py", flatten)
-    scope = {flatten: scope, "is_jax_array_like": lambda x: isinstance(x, jax.Array)}
-    scope |= vars(jax.tree_util) | vars(dataclasses) | {"levanter": mock.MagicMock()}
-    names = "SkipStepConfig", "SkipStepState"
-    return peer("levanter", "optim/skipstep.py", *names, **scope)[0]().wrap(inner)
+    names = "SkipStepConfig", "SkipStepState", "tree_flatten_one_level_with_keys"
+    scope = vars(jax.tree_util) | vars(dataclasses) | {"levanter": mock.MagicMock()}
+    scope["is_jax_array_like"] = lambda x: isinstance(x, jax.Array)
+    for file in ("utils/tree_utils.py", "optim/skipstep.py"):
+        scope = peer("levanter", file, *names, **scope)
+    return scope["SkipStepConfig"]().wrap(inner)
 
 
 def skipping(inner: Any) -> LossScaleOptimizer:
@@ -68,8 +65,7 @@ def skipping(inner: Any) -> LossScaleOptimizer:
 
 def page_guard() -> dict[str, Any]:
     """Runs the block of the page that defines the guard, and returns its names."""
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    (code,) = (block for block in blocks if "class Guard" in block)
+    (code,) = re.findall(r"```python\n([^`]*class Guard[^`]*)```", PAGE.read_text())
     exec(code, scope := {"jax": jax, "jnp": jnp})
     return scope
 
@@ -88,8 +84,7 @@ def guarded(inner: Any) -> Any:
         updates, state = optimizer.update(grads, state, params, skip_if=veto)
         return updates, (state, scope["learn"](guard, seen, state.last_step_applied))
 
-    functions: Any = init, update
-    return optax.GradientTransformationExtraArgs(*functions)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 WAYS: dict[str, Callable[[Any], Any]] = {
@@ -141,10 +136,9 @@ def make_training(wrap: Callable[[Any], Any]) -> Callable[..., Any]:
     def train(seed, factors, leave_out):
         first, rest = jax.random.split(jax.random.key(seed))
         params = task.init(first)
+        start = params, optimizer.init(params)
         inputs = jax.random.split(rest, STEPS), factors, leave_out
-        (params, _), found = jax.lax.scan(
-            step, (params, optimizer.init(params)), inputs
-        )
+        (params, _), found = jax.lax.scan(step, start, inputs)
         return ravel_pytree(params)[0], *found
 
     return train
@@ -190,15 +184,11 @@ def table(found: dict[str, Any]) -> str:
 
 def main() -> None:
     """Runs all trainings, and writes their results."""
-    argparse.ArgumentParser("python -m benchmarks.guards", None, __doc__).parse_args()
-    trainings = {way: make_training(wrap) for way, wrap in WAYS.items()}
-    cases = {
-        name: {
-            way: [judge(train, name, seed) for seed in range(SEEDS)]
-            for way, train in trainings.items()
-        }
-        for name in BAD | GOOD
-    }
+    cases = {name: {} for name in BAD | GOOD}
+    for way, wrap in WAYS.items():
+        train = make_training(wrap)
+        for name, found in cases.items():
+            found[way] = [judge(train, name, seed) for seed in range(SEEDS)]
     found = {**report.about(), "cases": cases}
     report.save(RESULTS, found)
     print(table(found))

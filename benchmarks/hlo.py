@@ -1,5 +1,6 @@
 """Parses the text of a compiled XLA program, and counts kernels and bytes."""
 
+import math
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -34,9 +35,7 @@ def type_bytes(text: str) -> int:
     for dtype, dims in _SHAPE.findall(text):
         digits = re.search(r"\d+", dtype)
         bits = _WIDTHS.get(dtype) or int(digits.group() if digits else 0)
-        for dim in dims.split(",") if dims else ():
-            bits *= int(dim)
-        total += bits
+        total += bits * math.prod(map(int, re.findall(r"\d+", dims)))
     return total // 8
 
 

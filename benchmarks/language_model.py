@@ -5,7 +5,6 @@ loss scaling and with three rules, with three seeds. Then traces the first step,
 which operations lose their gradients. Writes `results/language_model.json`.
 """
 
-import csv
 import dataclasses
 import itertools
 import linecache
@@ -23,7 +22,7 @@ from examples.language_model.data import make_corpus
 from examples.language_model.sharding import make_mesh
 from examples.language_model.step import Trainer
 from examples.language_model.train import train
-from optax_lossscale import diagnostics
+from optax_lossscale.diagnostics import trace_numerics
 
 RESULTS = report.RESULTS / "language_model.json"
 
@@ -44,12 +43,11 @@ def run(config: Config) -> dict[str, Any]:
     mesh = make_mesh(config.mesh, jax.devices())
     with tempfile.TemporaryDirectory() as folder:
         train(config, make_corpus(config), mesh, Path(folder))
-        with Path(folder, "metrics.csv").open() as file:
-            rows = list(csv.DictReader(file))
+        last = report.read_csv(Path(folder, "metrics.csv"))[-1]
     return {
-        "perplexity": round(float(rows[-1]["perplexity"]), 1),
-        "skipped": int(float(rows[-1]["skipped_steps"])),
-        "loss_scale": float(rows[-1]["loss_scale"]),
+        "perplexity": round(float(last["perplexity"]), 1),
+        "skipped": int(last["skipped_steps"]),
+        "loss_scale": float(last["loss_scale"]),
     }
 
 
@@ -65,9 +63,7 @@ def flushed(config: Config) -> dict[str, dict[str, float]]:
     batch = make_corpus(config).training_batch(0, config.batch_size)
     found = {}
     for scale in SCALES:
-        trace = diagnostics.trace_numerics(
-            trainer.loss, state.params, batch, scale=scale
-        )
+        trace = trace_numerics(trainer.loss, state.params, batch, scale=scale)
         shares = found[f"{scale:g}"] = {}
         for operation in trace.operations:
             if operation.phase == "backward" and operation.dtype == "float16":
@@ -75,20 +71,6 @@ def flushed(config: Config) -> dict[str, dict[str, float]]:
                 share = float(operation.output.flushed)
                 shares[line] = max(shares.get(line, 0.0), share)
     return found
-
-
-def compare(config: Config, seeds: int) -> dict[str, Any]:
-    """Runs the whole experiment."""
-    runs = {name: [] for name in WAYS}
-    for seed, name in track(list(itertools.product(range(seeds), WAYS)), "training"):
-        changed = dataclasses.replace(config, seed=seed, **WAYS[name])
-        runs[name].append(run(changed))
-    return {
-        **report.about(),
-        "settings": dataclasses.asdict(config),
-        "runs": runs,
-        "flushed": flushed(config),
-    }
 
 
 def table(found: dict[str, Any]) -> str:
@@ -108,14 +90,17 @@ def flushed_table(found: dict[str, Any]) -> str:
     unscaled, scaled = found["flushed"].values()
     worst = sorted(unscaled, key=lambda line: -unscaled[line])[:6]
     cells = [[f"`{x}`", f"{unscaled[x]:.0%}", f"{scaled[x]:.1%}"] for x in worst]
-    return report.table(
-        ["backward pass of", "unscaled", "scaled by 2<sup>15</sup>"], cells
-    )
+    header = ["backward pass of", "unscaled", "scaled by 2<sup>15</sup>"]
+    return report.table(header, cells)
 
 
 def main() -> None:
     """Runs the whole experiment, and writes its results."""
-    found = compare(PRESETS["tiny"], seeds=3)
+    config, runs = PRESETS["tiny"], {name: [] for name in WAYS}
+    for seed, name in track(list(itertools.product(range(3), WAYS)), "training"):
+        runs[name].append(run(dataclasses.replace(config, seed=seed, **WAYS[name])))
+    found = {**report.about(), "settings": dataclasses.asdict(config), "runs": runs}
+    found["flushed"] = flushed(config)
     print(table(found), flushed_table(found), sep="\n")
     report.save(RESULTS, found)
 

@@ -1,38 +1,31 @@
 """Results as JSON and as Markdown tables."""
 
+import contextlib
+import itertools
 import json
 import os
 import platform
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from benchmarks.systems import PLAIN, PLAIN_KERAS
 
 RESULTS = Path(__file__).with_name("results")
-# How the names of this package's systems begin. They come first.
-OURS = ("minimize", "apply_gradients", "update", "with_loss_scale")
-_PACKAGES = (
-    "jax",
-    "jaxlib",
-    "optax",
-    "flax",
-    "jmp",
-    "mixed_precision_for_JAX",
-    "keras",
-)
+_PACKAGES = ["jax", "jaxlib", "optax", "flax", "jmp", "mixed_precision_for_JAX"]
+_PACKAGES += ["keras", "libtpu", "jax-cuda12-plugin"]
 
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python and the packages."""
     found = {"python": platform.python_version()}
-    for package in (*_PACKAGES, "libtpu", "jax-cuda12-plugin"):
-        try:
+    for package in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -64,6 +57,11 @@ def save(path: Path, results: dict[str, Any]) -> None:
     path.write_text(json.dumps(results, indent=1) + "\n")
 
 
+def read_csv(path: Path) -> np.ndarray:
+    """Reads the logs of a training; an empty field is nan."""
+    return np.genfromtxt(path, delimiter=",", names=True)
+
+
 def table(header: list[str], rows: list[list[str]]) -> str:
     """Returns a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
@@ -82,16 +80,11 @@ def _megabytes(number: float) -> str:
     return f"{number / 1e6:,.1f}"
 
 
-def heading(title: str, results: dict[str, Any]) -> str:
-    """Returns the head of a page: title, device and versions."""
-    machine = results["machine"]
-    packages = ", ".join(f"{k} {v}" for k, v in results["versions"].items())
-    return f"# {title} on {machine['device']} ({machine['system']})\n\n{packages}\n"
-
-
 def full_report(results: dict[str, Any]) -> str:
     """Returns a Markdown page with all results, a table per workload."""
-    text = heading("Benchmarks", results)
+    machine = results["machine"]
+    packages = ", ".join(f"{k} {v}" for k, v in results["versions"].items())
+    text = f"# Benchmarks on {machine['device']} ({machine['system']})\n\n{packages}\n"
     header = ["system", "time / plain", "10 % to 90 %", "rounds", "ms"]
     header += ["compile / plain", "temporary MB", "peak MB", "kernels"]
     for workload, systems in by_workload(results).items():
@@ -124,13 +117,13 @@ def _ratios(systems: dict[str, dict[str, Any]], key: str = "ratio") -> dict[str,
     }
 
 
-def _ratio_table(title: str, columns: dict[str, dict[str, float]]) -> str:
-    """Returns a table of ratios: a row for each system, ours first."""
-    names = list(dict.fromkeys(name for ratios in columns.values() for name in ratios))
-    names.sort(key=lambda name: not name.startswith(OURS))
+def _ratio_table(
+    title: str, columns: dict[str, dict[str, float]], names: Iterable[str] = ()
+) -> str:
+    """Returns a table of ratios: a row for each system, or for those in `names`."""
     rows = [
         [name, *(f"{r[name]:.2f}" if name in r else "" for r in columns.values())]
-        for name in names
+        for name in names or dict.fromkeys(itertools.chain(*columns.values()))
     ]
     return table([title, *columns], rows)
 
@@ -138,36 +131,28 @@ def _ratio_table(title: str, columns: dict[str, dict[str, float]]) -> str:
 def timing_tables(results: dict[str, Any]) -> list[str]:
     """Returns a table of optimizer steps, and one of training steps.
 
-    Each has a column per main workload. The last column of the first is the ratio of
-    compile times with 200 leaves, if it was measured.
+    Each has a column per main workload.
     """
-    steps, training, compiling = {}, {}, {}
-    for workload, systems in by_workload(results).items():
-        plain = systems[PLAIN]
-        if plain["column"]:
-            columns = steps if plain["given"] else training
-            columns[plain["column"]] = _ratios(systems)
-        if "200 leaves" in workload:
-            compiling["compile, 200 leaves"] = _ratios(systems, "compile_ratio")
-    tables = {"optimizer step / plain": steps, "training step / plain": training}
-    if steps:
-        steps |= compiling
-    return [_ratio_table(title, found) for title, found in tables.items() if found]
+    tables = {}
+    for systems in by_workload(results).values():
+        column, given = (systems[PLAIN][key] for key in ("column", "given"))
+        key = "compile_ratio" if column.startswith("compile") else "ratio"
+        if column:
+            title = f"{'optimizer' if given else 'training'} step / plain"
+            tables.setdefault(title, {})[column] = _ratios(systems, key)
+    return [_ratio_table(*titled) for titled in tables.items()]
 
 
 def compiled_tables(results: dict[str, Any]) -> list[str]:
     """Returns a table of the compiled steps for each target."""
     tables = []
     for target, found in results.items():
-        rows = [
-            [
-                row["system"].removesuffix(", auto"),
-                f"{row['ratio']:.3f}",
-                *(_megabytes(row[k]) for k in ("temp_bytes", "copied_bytes")),
-            ]
-            for row in found["rows"]
-            if not row["system"].endswith(", where")  # the same as "auto" here
-        ]
+        rows = []
+        for row in found["rows"]:
+            name, ratio = row["system"].removesuffix(", auto"), f"{row['ratio']:.3f}"
+            sizes = [_megabytes(row[key]) for key in ("temp_bytes", "copied_bytes")]
+            if not name.endswith(", where"):  # the same as "auto" here
+                rows.append([name, ratio, *sizes])
         header = [f"compiled for {target}", "bytes / plain", "temporary MB"]
         tables.append(table([*header, "copied MB"], rows))
     return tables
@@ -184,13 +169,9 @@ def summary_table(cpu: dict[str, Any], compiled: dict[str, Any]) -> str:
         row["system"].removesuffix(", auto").removesuffix(" of unscaled"): row["ratio"]
         for row in compiled["H100"]["rows"]
     }
-    systems = ("minimize", "update", "minimize, fixed scale")
-    systems += ("flax DynamicScale", "jmp", "Keras 3")
-    columns = {
-        title: {name: ratios[name] for name in systems}
-        for title, ratios in columns.items()
-    }
-    return _ratio_table("training step / no scaling", columns)
+    names = ["minimize", "update", "minimize, fixed scale"]
+    names += ["flax DynamicScale", "jmp", "Keras 3"]
+    return _ratio_table("training step / no scaling", columns, names)
 
 
 def replace_tables(page: str, tables: list[str]) -> str:

@@ -25,8 +25,7 @@ from optax_lossscale import DynamicLossScale
 RESULTS = report.RESULTS / "retries.json"
 RETRIES = 24
 SECONDS = 30.0  # that each comparison runs
-# Of the trainings; the curves are means over steps between these points.
-STEPS, EVERY, POINTS, INTERVALS = 5000, 20, 50, (50, 2000)
+STEPS, EVERY, INTERVALS = 5000, 20, (50, 2000)  # of the trainings
 # The scale doubles in every step, and falls in the next: one retry in a step.
 ALWAYS = DynamicLossScale(2.0**24, growth_interval=1)
 
@@ -49,7 +48,7 @@ COMPILED = {
 
 def repeating(workload: Workload, retries: int = RETRIES, **options: Any) -> System:
     """Returns the step of `minimize` with retries."""
-    inner = OPTIMIZERS[workload.optimizer]()
+    inner = OPTIMIZERS[workload.optimizer]
     return minimize(inner, workload.loss_fn, retries=retries, **options)
 
 
@@ -59,11 +58,8 @@ def on_cpu() -> list[dict[str, Any]]:
     for name, make in RUNNING.items():
         workload = make()
         params, batches = jax.device_get(workload.init()), workload.batches()
-        systems = [
-            repeating(workload, retries=0),
-            repeating(workload),
-            repeating(workload, loss_scale=ALWAYS),
-        ]
+        options = {"retries": 0}, {}, {"loss_scale": ALWAYS}
+        systems = [repeating(workload, **changed) for changed in options]
         plain, ours, often = (Running(x, params, batches, SECONDS) for x in systems)
         retry = compare(ours, often, SECONDS)["ratio"] - 1
         rows.append({"program": name, "retry": retry} | compare(plain, ours, SECONDS))
@@ -91,19 +87,14 @@ def trainings() -> list[dict[str, Any]]:
         rule = DynamicLossScale(2.0**24, growth_interval=interval)
         keys = jax.random.split(jax.random.key(0), 5)
         found = train(task, rule, keys, EVERY, retries)
-        curves = {
-            "lost": np.cumsum(found["skipped"], 1)[:, EVERY - 1 :: EVERY],
+        row = {
+            "lost": found["skipped"].sum(1),
             # Between the scale of a step and the next that overflows.
             "bits": found["oracle"] + 1 - found["scale"][:, ::EVERY],
             "flushed": found["underflow"],
         }
-        row = {"interval": interval, "retries": retries, "curves": {}}
-        row["lost"] = float(np.mean(curves["lost"][:, -1]))
-        for name, curve in curves.items():
-            # Means over the seeds, and over some of the steps.
-            means = np.mean(curve, 0).reshape(POINTS, -1).mean(1)
-            row["curves"][name] = means.tolist()
-        rows.append(row)
+        means = {name: float(np.mean(values)) for name, values in row.items()}
+        rows.append({"interval": interval, "retries": retries, **means})
     return rows
 
 
@@ -129,9 +120,8 @@ def tables(found: dict[str, Any]) -> list[str]:
             ratios = [_ratio(*pair, key) for key in ("bytes", "flops", "code")]
             costs.append([f"{target}: {row['program']}", memory, *ratios])
     for row in found["training"]["rows"]:
-        means = {name: np.mean(curve) for name, curve in row["curves"].items()}
-        bits, flushed = f"{means['bits']:.1f}", f"{means['flushed']:.2%}"
         label = f"{row['interval']}, {'with' if row['retries'] else 'without'} retries"
+        bits, flushed = f"{row['bits']:.1f}", f"{row['flushed']:.2%}"
         trained.append([label, f"{row['lost']:g}", bits, flushed])
     header = ["time on a CPU", "with retries / without", "10 % to 90 %"]
     interval = ["`growth_interval`", "lost batches", "bits to overflow", "flushed"]

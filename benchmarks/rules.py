@@ -175,17 +175,18 @@ def compare(task: Task, seeds: int, every: int) -> dict[str, Any]:
     found: dict[str, Any] = {"rules": {}, "curves": {}, "sweep": {}}
     keys = jax.vmap(jax.random.key)(jnp.arange(seeds))
     for name, rule in RULES.items():
-        run = train(task, rule, keys, every)
-        run = jax.tree.map(np.asarray, run)
+        run = jax.tree.map(np.asarray, train(task, rule, keys, every))
         found["rules"][name] = summarize(run, every)
         found["curves"][name] = {
             "scale": run["scale"][0, ::every].tolist(),
             "oracle": run["oracle"][0].tolist(),
         }
     run = train(task, RULES["dynamic"], keys[:SWEEP_SEEDS], 1)
-    run = jax.tree.map(np.asarray, run)
+    run = {name: np.array(values) for name, values in run.items()}
     # The largest gradient of a skipped step is unknown: take the previous one.
-    run["largest"] = carry_forward(run["largest"])
+    for row in run["largest"]:
+        for i in np.flatnonzero(~np.isfinite(row)):
+            row[i] = row[i - 1] if i else 0.0
     found["range"] = (run["largest"].max(1) - run["largest"].min(1)).tolist()
     for name, values in SWEEP.items():
         rules = {str(value): HeadroomLossScale(**{name: value}) for value in values}
@@ -193,15 +194,6 @@ def compare(task: Task, seeds: int, every: int) -> dict[str, Any]:
     run["oracle"] = run["oracle"] - UNSEEN
     found["unseen"] = {k: summarize_replay(rule, run) for k, rule in RULES.items()}
     return found
-
-
-def carry_forward(x: np.ndarray) -> np.ndarray:
-    """Replaces each non-finite number by the one before it, or by 0 if it is first."""
-    x = x.copy()
-    for row in x:
-        for i in np.flatnonzero(~np.isfinite(row)):
-            row[i] = row[i - 1] if i else 0.0
-    return x
 
 
 def main() -> None:

@@ -15,10 +15,7 @@ import optax
 from optax_lossscale import LossScaleOptimizer, with_loss_scale
 
 PLAIN, PLAIN_KERAS = "optax, no scaling", "Keras 3, no scaling"
-OPTIMIZERS = {
-    "sgd": lambda: optax.sgd(1e-3),
-    "adam": lambda: optax.adam(1e-3),
-}
+OPTIMIZERS = {"sgd": optax.sgd(1e-3), "adam": optax.adam(1e-3)}
 SKIPS = ("auto", "where", "cond")
 SCALE = 2.0**15
 
@@ -133,8 +130,7 @@ def _flax(inner, loss_fn):
         inner_state, scale = state
         scale, finite, loss, grads = scale.value_and_grad(loss_fn)(params, *batch)
         new = _apply(inner, grads, inner_state, params)
-        select = functools.partial(jnp.where, finite)
-        params, inner_state = jax.tree.map(select, new, (params, inner_state))
+        params, inner_state = optax.tree.where(finite, new, (params, inner_state))
         return params, (inner_state, scale), loss
 
     return System(init, step)
@@ -232,9 +228,8 @@ def _keras(name, loss_fn, *, scaled):
 def make_systems(
     optimizer: str,
     loss_fn: Callable[..., jax.Array],
-    *,
-    given: bool = False,
-    skips: tuple[str, ...] = SKIPS,
+    given: bool,
+    skips: tuple[str, ...],
 ) -> dict[str, Callable[[], System]]:
     """Returns functions that make the systems, by name.
 
@@ -249,7 +244,7 @@ def make_systems(
     Returns:
       A dictionary that starts with the plain step.
     """
-    inner = OPTIMIZERS[optimizer]()
+    inner = OPTIMIZERS[optimizer]
     make = functools.partial
     found = {PLAIN: make(plain, inner, loss_fn)}
     for skip in skips:

@@ -95,9 +95,8 @@ def transformer(steps: int) -> Task:
         starts = jax.random.randint(key, (8,), 0, len(text) - config.context - 1)
         return text[starts[:, None] + jnp.arange(config.context + 1)]
 
-    return Task(
-        "transformer, source text", init, loss_fn, batch, optax.adam(3e-3), steps
-    )
+    name, optimizer = "transformer, source text", optax.adam(3e-3)
+    return Task(name, init, loss_fn, batch, optimizer, steps)
 
 
 def recurrent(steps: int) -> Task:

@@ -40,9 +40,7 @@ class Workload(NamedTuple):
 
     def systems(self) -> dict[str, Callable[[], System]]:
         """Returns functions that make the systems; the first makes the plain step."""
-        return make_systems(
-            self.optimizer, self.loss_fn, given=self.given, skips=self.skips
-        )
+        return make_systems(self.optimizer, self.loss_fn, self.given, self.skips)
 
 
 @jax.custom_vjp
@@ -63,11 +61,6 @@ def _given_forward(params, grads):
 given_gradients.defvjp(_given_forward, _given_backward)
 
 
-def _shape(parameters, leaves):
-    size = parameters // leaves
-    return (size // 1000, 1000) if size % 1000 == 0 and size > 1000 else (size,)
-
-
 def written(parameters: int) -> str:
     """Writes a number of parameters with one digit, 2e7 for example."""
     return f"{parameters:.0e}".replace("e+0", "e")
@@ -77,7 +70,8 @@ def optimizer_step(
     parameters: int, leaves: int, optimizer: str = "adam", *, overflow: bool = False
 ) -> Workload:
     """The step of the optimizer alone, on given gradients."""
-    shape = _shape(parameters, leaves)
+    size = parameters // leaves
+    shape = (size // 1000, 1000) if size % 1000 == 0 and size > 1000 else (size,)
 
     def full(value):
         return [jnp.full(shape, value * (i + 1), jnp.float32) for i in range(leaves)]
@@ -90,14 +84,8 @@ def optimizer_step(
         return [(grads,)] * 9 + [(bad,)]
 
     name = f"{optimizer} step, {written(parameters)} parameters, {leaves} leaves"
-    return Workload(
-        name + ", overflow every 10th step" * overflow,
-        optimizer,
-        lambda: full(0.01),
-        given_gradients,
-        batches,
-        given=True,
-    )
+    name += ", overflow every 10th step" * overflow
+    return Workload(name, optimizer, lambda: full(0.01), given_gradients, batches, True)
 
 
 def mlp(
@@ -108,9 +96,7 @@ def mlp(
     def init():
         keys = jax.random.split(jax.random.key(0), layers)
         scale = (2 / width) ** 0.5
-        return [
-            scale * jax.random.normal(key, (width, width), jnp.float32) for key in keys
-        ]
+        return [scale * jax.random.normal(key, (width, width)) for key in keys]
 
     def loss_fn(params, x, y):
         hidden = x
@@ -168,11 +154,10 @@ def make_workloads(quick: bool, *, accelerator: bool) -> list[Workload]:
             mlp(layers=4, width=128)._replace(column="MLP"),
             transformer(1, 64, context=32, batch=4)._replace(column="transformer"),
         ]
-    every_skip = {"skips": SKIPS}
     workloads = [
         optimizer_step(10**5, 20)._replace(column="1e5"),
         optimizer_step(10**6, 20)._replace(column="1e6"),
-        optimizer_step(2 * 10**7, 20)._replace(column="2e7", **every_skip),
+        optimizer_step(2 * 10**7, 20)._replace(column="2e7", skips=SKIPS),
         optimizer_step(10**8, 20)._replace(column="1e8"),
     ]
     if accelerator:
@@ -180,10 +165,11 @@ def make_workloads(quick: bool, *, accelerator: bool) -> list[Workload]:
         workloads += [optimizer_step(10**9, 20)._replace(column="1e9"), large]
     return [
         *workloads,
-        *(optimizer_step(2 * 10**7, leaves) for leaves in (1, 200)),
+        optimizer_step(2 * 10**7, 1),
         optimizer_step(2 * 10**7, 20, "sgd")._replace(column="2e7, SGD"),
         optimizer_step(2 * 10**7, 20, overflow=True)._replace(column="2e7, overflows"),
-        mlp()._replace(column="MLP", **every_skip),
+        optimizer_step(2 * 10**7, 200)._replace(column="compile, 200 leaves"),
+        mlp()._replace(column="MLP", skips=SKIPS),
         mlp("sgd")._replace(column="MLP, SGD"),
         transformer()._replace(column="transformer"),
     ]
