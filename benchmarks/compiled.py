@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 from jax.sharding import Sharding, SingleDeviceSharding
+from jax.stages import Compiled
 
 from benchmarks import hlo, report
 from benchmarks.systems import PLAIN, SKIPS, System, lower
@@ -66,15 +67,13 @@ def place(x: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def compile_step(
-    workload: Workload, system: System, device: jax.Device
-) -> jax.stages.Compiled:
+def compile_step(workload: Workload, system: System, device: jax.Device) -> Compiled:
     """Compiles a step for a device, with donated parameters and state."""
     on_device = functools.partial(place, sharding=SingleDeviceSharding(device))
     return lower(system, *jax.tree.map(on_device, shapes(workload, system))).compile()
 
 
-def describe(compiled: jax.stages.Compiled) -> dict[str, Any]:
+def describe(compiled: Compiled) -> dict[str, Any]:
     """Returns bytes, flops, the code's size, and numbers of branches and kernels."""
     module = hlo.parse(compiled.as_text())
     # The CUDA compiler reports no costs: count the operands and results of all kernels.

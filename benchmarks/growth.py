@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.stages import Compiled
 from rich.progress import track
 
 from benchmarks import compiled, report
@@ -29,9 +30,7 @@ SIZE = 8  # numbers in a leaf, where the time to compile is measured
 WIDTH, BATCH = 4096, 256  # of the perceptron on chips; the batch is that of a chip
 
 
-def compile_both(
-    workload: Workload, target: str
-) -> list[tuple[float, jax.stages.Compiled]]:
+def compile_both(workload: Workload, target: str) -> list[tuple[float, Compiled]]:
     """Returns the processor time and the program, without and with loss scaling."""
     found = []
     for name in (PLAIN, UPDATE):
@@ -56,7 +55,7 @@ def bytes_of_a_step(parameters: float) -> list[float]:
     return [compiled.describe(program)["bytes"] for _, program in pairs]
 
 
-def compile_sharded(workload: Workload, name: str, mesh: Mesh) -> jax.stages.Compiled:
+def compile_sharded(workload: Workload, name: str, mesh: Mesh) -> Compiled:
     """Compiles a training step whose parameters and state are sharded over a mesh."""
     system = workload.systems()[name]()
     args = compiled.shapes(workload, system)
@@ -73,7 +72,7 @@ def compile_sharded(workload: Workload, name: str, mesh: Mesh) -> jax.stages.Com
 
 
 @functools.cache
-def on_chips(chips: int) -> list[jax.stages.Compiled]:
+def on_chips(chips: int) -> list[Compiled]:
     """Compiles for a slice of TPU v5e, without and with loss scaling."""
     side = int(chips**0.5)
     name = f"v5e:{side}x{side}"
@@ -87,7 +86,7 @@ def bytes_of_a_chip(chips: int) -> list[float]:
     return [compiled.describe(program)["bytes"] for program in on_chips(chips)]
 
 
-def channels(program: jax.stages.Compiled) -> int:
+def channels(program: Compiled) -> int:
     """Returns the number of collectives in a program.
 
     Several instructions may stand for one collective, which runs while others do. They

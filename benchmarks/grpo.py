@@ -62,9 +62,8 @@ def table(found: dict[str, Any]) -> str:
     for way, runs in found["runs"].items():
         apart = differences(found, way)
         largest = max(run["largest_difference"] for run in runs)
-        clipped, repeated = (
-            np.mean([run[name] for run in runs]) for name in ("clipped", "retries")
-        )
+        clipped = np.mean([run["clipped"] for run in runs])
+        repeated = np.mean([run["retries"] for run in runs])
         last = [run["reward"][-1] for run in runs]
         row = [f"{np.mean(apart):.1e}", f"{min(apart):.1e} to {max(apart):.1e}"]
         row += [f"{largest:.0e}", f"{clipped:.1%}"]

@@ -107,8 +107,6 @@ def parse(text: str) -> Module:
             current = head[2]
             computations[current] = []
             entry = current if head[1] else entry
-        elif line.startswith("}"):
-            current = ""
         elif current and (found := _INSTRUCTION.match(line)):
             computations[current].append(_instruction(*found.groups()))
     return Module(computations, entry)
