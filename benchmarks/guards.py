@@ -33,7 +33,10 @@ STEPS, SEEDS = 400, 5
 
 def peer(package: str, file: str, *names: str, **scope: Any) -> dict[str, Any]:
     """Runs some definitions of an installed file, without its dozens of imports."""
-    tree = ast.parse((resources.files(package) / file).read_text())
+    try:
+        tree = ast.parse((resources.files(package) / file).read_text())
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"{error}.\n\n{__doc__}") from None
     code = [ast.unparse(x) for x in tree.body if getattr(x, "name", None) in names]
     scope |= {"jax": jax, "jnp": jnp, "optax": optax}
     exec("\n".join(["from __future__ import annotations", *code]), scope)
