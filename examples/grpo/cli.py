@@ -45,14 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         result = train(config, out)
     except FloatingPointError as error:
         parser.exit(1, f"{PROGRAM}: {error}\n")
-    print(describe(result, out))
+    print(describe(result, config, out))
     if result.stopped_by:
         raise SystemExit(128 + result.stopped_by)
 
 
-def describe(result: Result, out: Path) -> str:
+def describe(result: Result, config: Config, out: Path) -> str:
     """Returns a line that says how the training ended."""
-    if result.stopped_by:
+    if result.step < config.all_steps:
         return f"stopped after step {result.step}; the same command goes on from there"
     with (out / "metrics.csv").open(newline="") as file:
         *_, last = csv.DictReader(file)
