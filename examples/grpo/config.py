@@ -30,7 +30,7 @@ class Config:
     # The precision.
     dtype: str = setting("float16", "of sampler and trainer", choices=DTYPES)
     retries: int = setting(
-        24, "how often an update may repeat its backward pass at a lower scale", least=0
+        24, "how often an update in float16 may repeat its backward pass", least=0
     )
 
     # The training.
