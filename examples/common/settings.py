@@ -111,7 +111,8 @@ def keep(out: Path, config: Any, **facts: str) -> None:
     path = out / "settings.json"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        has_checkpoint = any((out / "checkpoints").glob("[0-9]*"))
+        saved_steps = (x.name for x in (out / "checkpoints").glob("*"))
+        has_checkpoint = any(map(str.isdecimal, saved_steps))  # not a partial one
         if has_checkpoint and path.exists():
             saved = json.loads(path.read_text())
             _check_same_run(out, saved, settings, _changeable(config))
