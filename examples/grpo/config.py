@@ -34,7 +34,9 @@ class Config:
     )
 
     # The training.
-    seed: int = setting(0, "of the parameters, the problems and the samples", least=0)
+    seed: int = setting(
+        0, "of the parameters, the problems and the samples", least=0, most=2**32 - 1
+    )
     supervised_steps: int = setting(150, "steps on right answers, in float32", least=0)
     supervised_batch: int = setting(256, "problems in such a step", least=1)
     supervised_rate: float = setting(2e-3, "peak learning rate of these", least=0)

@@ -1,8 +1,8 @@
 """The policy, computed twice: as a sampler does, and as a trainer does.
 
 Both compute the probabilities of the same model. The sampler has one token at a time,
-and keeps the keys and values of those before; the trainer has whole sequences. So they
-add up in different orders, and round differently.
+and keeps the keys and values of those before; the trainer has whole sequences. They
+round differently: the sampler divides by the sum of the softmax last.
 """
 
 from typing import Any

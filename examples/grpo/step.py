@@ -67,10 +67,13 @@ class Trainer:
 
     def __init__(self, config: Config):
         self._config = config
+        # Of the parameters, and of the problems and answers.
+        self._keys = jax.random.split(jax.random.key(config.seed))
         self._policy = Policy(config.model(config.dtype))
         self._supervised = Policy(config.model("float32"))
         # Adam's first updates are large, and the policy is to change little.
-        warmup = optax.linear_schedule(0.0, config.learning_rate, WARMUP)
+        first = config.learning_rate / WARMUP
+        warmup = optax.linear_schedule(first, config.learning_rate, WARMUP - 1)
         self._optimizer = make_optimizer(config.dtype, warmup, config.retries)
         decay = optax.cosine_decay_schedule(
             config.supervised_rate, max(config.supervised_steps, 1)
@@ -86,7 +89,7 @@ class Trainer:
         Args:
           step: Its optimizer is that after so many steps.
         """
-        params = self._policy.init(jax.random.key(self._config.seed))
+        params = self._policy.init(self._keys[0])
         is_supervised = step < self._config.supervised_steps
         optimizer = self._supervised_optimizer if is_supervised else self._optimizer
         return TrainState(jnp.int32(step), params, optimizer.init(params))
@@ -98,7 +101,7 @@ class Trainer:
           state: The state, which is consumed.
           step: The number of steps before; the same as in the state, on the host.
         """
-        key = jax.random.fold_in(jax.random.key(self._config.seed), step)
+        key = jax.random.fold_in(self._keys[1], step)
         if step < self._config.supervised_steps:
             state, metrics = self._supervise(state, key)
             if step + 1 == self._config.supervised_steps:

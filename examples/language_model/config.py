@@ -40,7 +40,7 @@ class Config:
     )
 
     # The training.
-    seed: int = setting(0, "of the parameters and the batches", least=0)
+    seed: int = setting(0, "of the parameters and the batches", least=0, most=2**32 - 1)
     steps: int = setting(60, "optimizer steps", least=1)
     batch_size: int = setting(256, "sequences in a step, on all devices", least=1)
     accumulate: int = setting(1, "micro-batches in a step", least=1)

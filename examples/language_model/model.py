@@ -45,16 +45,15 @@ class Block(nnx.Module):
         """Maps [batch, time, width] to the same."""
         query, key, value = self._project(x)
         causal = jnp.tri(x.shape[1], dtype=bool)
-        weights = jax.nn.softmax(_scores(query, key, causal))
-        return self._finish(x, _mix(weights, value))
+        return self._finish(x, _mix(_scores(query, key, causal), value))
 
     def decode(
         self, x: jax.Array, cache: Cache, position: jax.Array
     ) -> tuple[jax.Array, Cache]:
         """Maps one position of each sequence, [batch, 1, width], to the same.
 
-        As kernels for decoding do, it divides by the sum of the softmax last: the parts
-        of a long cache are computed at the same time, each without that sum.
+        As kernels for decoding do, it divides by the sum of the softmax last: they
+        compute the parts of a long cache at the same time, each without that sum.
 
         Args:
           x: The activations.
@@ -69,10 +68,7 @@ class Block(nnx.Module):
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
         keys, values = put(cache[0], key, position), put(cache[1], value, position)
         scores = _scores(query, keys, jnp.arange(keys.shape[1]) <= position)
-        weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
-        total = jnp.einsum("bhqk->bqh", weights)[..., None]
-        mixed = (_mix(weights, values) / total).astype(values.dtype)
-        return self._finish(x, mixed), (keys, values)
+        return self._finish(x, _mix_then_divide(scores, values)), (keys, values)
 
     def _project(self, x: jax.Array) -> list[jax.Array]:
         """Returns queries, keys and values: [batch, time, heads, width / heads]."""
@@ -92,8 +88,21 @@ def _scores(query, key, may_see):
     return jnp.where(may_see, scores, -jnp.inf)
 
 
-def _mix(weights, value):
-    return jnp.einsum("bhqk,bkhd->bqhd", weights.astype(value.dtype), value)
+def _mix(scores, value):
+    weights = jax.nn.softmax(scores).astype(value.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+
+
+def _mix_then_divide(scores, value):
+    weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+    mixed = jnp.einsum(
+        "bhqk,bkhd->bqhd",
+        weights.astype(value.dtype),
+        value,
+        preferred_element_type=jnp.float32,
+    )
+    total = jnp.einsum("bhqk->bqh", weights)[..., None]
+    return (mixed / total).astype(value.dtype)
 
 
 class Transformer(nnx.Module):
