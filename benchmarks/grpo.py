@@ -1,8 +1,8 @@
 """Compares dtypes in reinforcement learning: `python -m benchmarks.grpo`.
 
 Runs `examples.grpo` in three dtypes with three seeds, and bfloat16 once more where XLA
-has to round as the program says. Takes an hour on two cores; stopped, it goes on if it
-gets the same `--out`. Writes `results/grpo.json` and its figure.
+has to round as the program says. Takes a quarter of an hour on two cores; stopped, it
+goes on if it gets the same `--out`. Writes `results/grpo.json` and its figure.
 """
 
 import argparse
