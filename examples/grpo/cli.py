@@ -1,6 +1,7 @@
 """The command line: reads the settings, keeps them with the run, and trains."""
 
 import csv
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from examples.grpo import PROGRAM
 from examples.grpo.config import Config
 from examples.grpo.train import Result, train
 
+# The steps whose means are printed in the end.
+LAST = 5
 DESCRIPTION = """
 Teaches a small transformer to sort digits: first by right answers, then by
 reinforcement learning (GRPO) in float16, bfloat16 or float32, in which it samples
@@ -55,5 +58,12 @@ def describe(result: Result, config: Config, out: Path) -> str:
     if result.step < config.all_steps:
         return f"stopped after step {result.step}; the same command goes on from there"
     with (out / "metrics.csv").open(newline="") as file:
-        *_, last = csv.DictReader(file)
-    return f"reward {float(last['reward']):.3f} in step {result.step}"
+        rows = [row for row in csv.DictReader(file) if row["reward"]][-LAST:]
+    reward, difference = (
+        statistics.fmean(float(row[name]) for row in rows)
+        for name in ("reward", "mean_difference")
+    )
+    return (
+        f"reward {reward:.3f}, sampler and trainer {difference:.1e} apart: means of "
+        f"the last {len(rows)} of {result.step} steps"
+    )

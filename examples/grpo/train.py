@@ -64,5 +64,8 @@ def train(config: Config, out: Path) -> Result:
 
 
 def _describe(values: Mapping[str, float]) -> str:
-    reward = f"reward {values['reward']:.2f}  " if "reward" in values else ""
-    return reward + describe_scaling(values)
+    text = describe_scaling(values)
+    if "reward" in values:
+        apart = f"difference {values['mean_difference']:.0e}"
+        text = f"reward {values['reward']:.2f}  {apart}  {text}"
+    return text

@@ -94,7 +94,9 @@ def test_rewards_rise_and_no_batch_is_lost(tmp_path, capsys):
     assert rewards[-10:].mean() > rewards[:10].mean() + 0.1
     last = read_rows(tmp_path)[-1]
     assert last["skipped_steps"] == "0"
-    assert f"reward {rewards[-1]:.3f} in step 100\n" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert f"\nreward {rewards[-5:].mean():.3f}, sampler and trainer " in text
+    assert "apart: means of the last 5 of 100 steps\n" in text
 
 
 @pytest.mark.exhaustive
