@@ -68,7 +68,7 @@ def table(found: dict[str, Any]) -> str:
         row = [f"{np.mean(apart):.1e}", f"{min(apart):.1e} to {max(apart):.1e}"]
         row += [f"{largest:.0e}", f"{clipped:.1%}"]
         row += [f"{np.mean(last):.2f}", f"{min(last):.2f} to {max(last):.2f}"]
-        cells.append([way, *row, f"{repeated:g}"])
+        cells.append([way, *row, f"{repeated:.0f}"])
     header = ["computed in", "mean difference", f"range of {SEEDS} seeds", "largest"]
     header += ["clipped", "reward", f"range of {SEEDS} seeds", "repeated"]
     return report.table(header, cells)

@@ -29,8 +29,8 @@ def test_page_tells_how_far_sampler_and_trainer_are_apart():
     half, *others = (sum(grpo.differences(found, way)) for way in list(grpo.WAYS)[1:])
     text = (ROOT / "docs/guide/float16-or-bfloat16.md").read_text()
     default, as_written = (f"{other / half:.0f} times" for other in others)
-    assert f"**In bfloat16 the difference is {default} that in float16**" in text
-    assert f"and {as_written} if XLA has to round" in text
+    assert f"**bfloat16 differs {as_written} as much as float16**" in text
+    assert f"**XLA's default makes that {default}.**" in text
 
 
 @pytest.mark.exhaustive
