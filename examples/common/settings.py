@@ -64,11 +64,14 @@ def add_options(parser: Any, config: type) -> None:
     """Adds an option for each field of a dataclass; what is not given is left out."""
     for field in dataclasses.fields(config):
         is_flag = field.type is bool
+        text = field.metadata["help"]
+        if choices := field.metadata.get("choices"):
+            text += f": {', '.join(choices)}"
         parser.add_argument(
             "--" + field.name.replace("_", "-"),
             action=argparse.BooleanOptionalAction if is_flag else "store",
             default=argparse.SUPPRESS,
-            help=f"{field.metadata['help']} ({field.default})",
+            help=f"{text} ({field.default})",
         )
 
 
