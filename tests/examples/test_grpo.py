@@ -103,10 +103,11 @@ def test_rewards_rise_and_no_batch_is_lost(tmp_path, capsys):
 def test_killed_or_stopped_it_comes_to_the_same_end(tmp_path):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     finish(start("grpo", "--out", whole))
-    # While it learns from right answers, and from rewards.
-    finish(start("grpo", "SIGKILL", 40, "--out", stopped), -signal.SIGKILL)
-    text = finish(start("grpo", "SIGINT", 64, "--out", stopped), 128 + signal.SIGINT)
-    assert "stopped after step 65; the same command goes on from there" in text
+    # Between the two parts, where the optimizer changes, and in the second one.
+    stop = start("grpo", "SIGINT", 59, "--save-every=59", "--out", stopped)
+    text = finish(stop, 128 + signal.SIGINT)
+    assert "stopped after step 60; the same command goes on from there" in text
+    finish(start("grpo", "SIGKILL", 64, "--out", stopped), -signal.SIGKILL)
     finish(start("grpo", "--out", stopped))
     assert read_rows(stopped) == read_rows(whole)
     assert_same_bits(last_state(stopped), last_state(whole))
