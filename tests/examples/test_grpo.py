@@ -37,12 +37,10 @@ def difference(dtype, as_written=True):
 
 def test_sampler_and_trainer_differ_by_roundoff():
     in_float16, in_bfloat16 = difference("float16"), difference("bfloat16")
-    assert difference("float32") < 1e-5
     assert in_float16 < 0.01
     assert 6 < in_bfloat16 / in_float16 < 12
-    # XLA leaves out roundings of bfloat16 alone.
+    # On a CPU, XLA leaves out roundings of bfloat16 alone.
     assert difference("float16", as_written=False) == in_float16
-    assert difference("bfloat16", as_written=False) > 1.2 * in_bfloat16
     # All of it is the order of the division.
     with mock.patch.object(model, "_mix_then_divide", model._mix):
         assert difference("float16") < 0.05 * in_float16
