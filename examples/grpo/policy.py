@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 
 from examples.language_model.config import Config
-from examples.language_model.model import Transformer
+from examples.language_model.model import make_model
 
 
 class Policy:
@@ -24,14 +24,12 @@ class Policy:
     """
 
     def __init__(self, config: Config):
-        self._config = config
-        model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
-        self._graphdef = nnx.graphdef(model)
+        self._context = config.context
+        self._graphdef, self._init = make_model(config)
 
     def init(self, key: jax.Array) -> Any:
         """Returns parameters, a dictionary of float32 arrays."""
-        model = Transformer(self._config, nnx.Rngs(key))
-        return nnx.to_pure_dict(nnx.state(model))
+        return self._init(key)
 
     def sample(
         self, params: Any, prompts: jax.Array, key: jax.Array
@@ -48,10 +46,9 @@ class Policy:
           each of their tokens, of the same shape in float32.
         """
         batch, length = prompts.shape
-        padding = (0, 0), (0, self._config.context - length)
         # Where a prompt goes on, its tokens are taken, and not what is sampled.
-        given = jnp.pad(prompts, padding, constant_values=-1)[:, 1:]
-        given = jnp.pad(given, ((0, 0), (0, 1)), constant_values=-1)
+        padding = (0, 0), (0, self._context - length + 1)
+        given = jnp.pad(prompts[:, 1:], padding, constant_values=-1)
 
         def step(carry, inputs):
             tokens, cache = carry
@@ -63,7 +60,7 @@ class Policy:
             return (tokens, cache), (tokens, _log_probs(logits, tokens))
 
         cache = nnx.merge(self._graphdef, params).make_cache(batch)
-        inputs = jnp.arange(self._config.context), given.T
+        inputs = jnp.arange(self._context), given.T
         _, outputs = jax.lax.scan(step, (prompts[:, 0], cache), inputs)
         answers, log_probs = (x[length - 1 :].T for x in outputs)
         return answers, log_probs

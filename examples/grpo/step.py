@@ -29,12 +29,10 @@ class TrainState(NamedTuple):
     """All that changes, and all that a checkpoint holds.
 
     Attributes:
-      step: i32[], the number of steps so far, of both kinds.
       params: The parameters, float32.
       opt_state: The state of the optimizer, with the loss scale.
     """
 
-    step: jax.Array
     params: Any
     opt_state: Any
 
@@ -92,14 +90,14 @@ class Trainer:
         params = self._policy.init(self._keys[0])
         is_supervised = step < self._config.supervised_steps
         optimizer = self._supervised_optimizer if is_supervised else self._optimizer
-        return TrainState(jnp.int32(step), params, optimizer.init(params))
+        return TrainState(params, optimizer.init(params))
 
     def step(self, state: TrainState, step: int) -> tuple[TrainState, dict[str, Any]]:
         """Takes a step, and returns the next state and scalars by name.
 
         Args:
           state: The state, which is consumed.
-          step: The number of steps before; the same as in the state, on the host.
+          step: The number of steps before.
         """
         key = jax.random.fold_in(self._keys[1], step)
         if step < self._config.supervised_steps:
@@ -119,11 +117,9 @@ class Trainer:
             answers = task.solve(prompts)
             return -self._supervised.log_probs(params, prompts, answers).mean()
 
-        params, opt_state, loss = self._supervised_optimizer.minimize(
-            loss_fn, state.params, state.opt_state
-        )
+        params, opt_state, loss = self._supervised_optimizer.minimize(loss_fn, *state)
         metrics = {"loss": loss, **scaling(opt_state)}
-        return TrainState(state.step + 1, params, opt_state), metrics
+        return TrainState(params, opt_state), metrics
 
     def _sample_batch(self, params, key):
         problems, group = self._config.problems, self._config.group
@@ -138,25 +134,24 @@ class Trainer:
     def _update_once_each(self, state, batch):
         """Updates the parameters once for each mini-batch."""
 
-        def update(carry, batch):
+        def update(state, batch):
             params, opt_state, (loss, metrics) = self._optimizer.minimize(
-                self._loss, *carry, batch, has_aux=True
+                self._loss, *state, batch, has_aux=True
             )
-            return (params, opt_state), {"loss": loss, **metrics}
+            return TrainState(params, opt_state), {"loss": loss, **metrics}
 
         count = self._config.minibatches
         batches = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
-        carry = state.params, state.opt_state
-        (params, opt_state), metrics = jax.lax.scan(update, carry, batches)
+        state, metrics = jax.lax.scan(update, state, batches)
         metrics = {
             # The sampler had the parameters of the first update alone.
             "mean_difference": metrics["mean_difference"][0],
             "largest_difference": metrics["largest_difference"][0],
             "clipped": metrics["clipped"].mean(),
             "loss": metrics["loss"].mean(),
-            **scaling(opt_state),
+            **scaling(state.opt_state),
         }
-        return TrainState(state.step + 1, params, opt_state), metrics
+        return state, metrics
 
     def _loss(self, params, batch):
         log_probs = self._policy.log_probs(params, batch.prompts, batch.answers)

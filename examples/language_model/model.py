@@ -199,6 +199,27 @@ def _stack_blocks(config: Config, rngs: nnx.Rngs) -> Block:
     return make(rngs)
 
 
+def make_model(
+    config: Config, sharding: NamedSharding | None = None
+) -> tuple[nnx.GraphDef, Callable[[jax.Array], Any]]:
+    """Returns the model without its parameters, and `init` of `make_functions`.
+
+    `nnx.merge` joins it with the parameters.
+
+    Args:
+      config: The settings.
+      sharding: As in `Transformer`.
+    """
+
+    def make(key):
+        return Transformer(config, nnx.Rngs(key), sharding)
+
+    def init(key):
+        return nnx.to_pure_dict(nnx.state(make(key)))
+
+    return nnx.graphdef(nnx.eval_shape(lambda: make(0))), init
+
+
 def make_functions(
     config: Config, sharding: NamedSharding | None = None
 ) -> tuple[Callable[[jax.Array], Any], Callable[[Any, jax.Array], jax.Array]]:
@@ -213,14 +234,7 @@ def make_functions(
       parameters and tokens, int32[batch, time], to the mean cross entropy of predicting
       each next token, f32[].
     """
-
-    def make(key):
-        return Transformer(config, nnx.Rngs(key), sharding)
-
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(0)))
-
-    def init(key):
-        return nnx.to_pure_dict(nnx.state(make(key)))
+    graphdef, init = make_model(config, sharding)
 
     def loss(params, tokens):
         logits = nnx.merge(graphdef, params)(tokens[:, :-1])

@@ -56,11 +56,11 @@ def train(config: Config, corpus: Corpus, mesh: Mesh, out: Path) -> Result:
     )
     validation = put_batch(validation, mesh)
     with Interrupt() as interrupt, Checkpoints(out / "checkpoints") as checkpoints:
-        step, stopped_by, perplexity = checkpoints.step, None, None
-        if step:
+        if checkpoints.step:
             state = checkpoints.restore(trainer.state)
         else:
             state = trainer.init(jax.random.key(config.seed))
+        step, stopped_by, perplexity = int(state.step), None, None
         with Logs(out, step, config.steps, COLUMNS, _describe) as logs:
             while step < config.steps and stopped_by is None:
                 batch = corpus.training_batch(step, config.batch_size)
