@@ -16,10 +16,18 @@ assert Path(optax_lossscale.__file__).is_relative_to(sys.prefix)
 assert (Path(optax_lossscale.__file__).parent / "py.typed").is_file()
 assert not {"chex", "flax"} & set(sys.modules)
 
-# PyPI shows the README, where links into the repository lead nowhere.
-links = re.findall(r"\]\(([^)\s]+)\)", metadata("optax_lossscale")["Description"])
+# PyPI shows the README: its links lead to files that the repository has.
+MAIN = "https://github.com/optax-lossscale/optax_lossscale/{}/main/"
+text = metadata("optax_lossscale")["Description"]
+links = re.findall(r'\]\(([^)\s]+)\)|(?:src|srcset)="([^"]+)"', text)
+links = [link or picture for link, picture in links]
 assert len(links) > 20
-assert all(link.startswith("https://") for link in links), links
+for link in links:
+    assert link.startswith("https://"), link
+    for kind in "blob", "raw":
+        if link.startswith(MAIN.format(kind)):
+            path = link.removeprefix(MAIN.format(kind)).split("#")[0]
+            assert (Path(__file__).parents[1] / path).exists(), link
 
 # A step that overflows is skipped and halves the scale; the next one counts.
 optimizer = optax_lossscale.LossScaleOptimizer(optax.sgd(0.25))

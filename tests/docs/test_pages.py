@@ -1,6 +1,5 @@
 """The code of the README and of the guide runs as pasted, and prints what is shown."""
 
-import re
 import sys
 import types
 
@@ -68,23 +67,6 @@ def test_page(path, loggers):
         assert points == [[step, 2.0**15] for step in range(50, 401, 50)]
         for logger in loggers.values():
             assert list(dict.fromkeys(logger.steps)) == [100, 200, 300, 400]
-
-
-def test_the_diff_in_the_readme():
-    """What it removes is plain Optax, and trains as well."""
-    text = (ROOT / "README.md").read_text()
-    script = page_blocks("README.md")[0][0]
-    (diff,) = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
-    for hunk in diff.split("\n\n"):
-        lines = hunk.splitlines()
-        new, old = (
-            "\n".join(line[1:] for line in lines if line[0] != sign) for sign in "-+"
-        )
-        assert script.count(new) == 1
-        script = script.replace(new, old)
-    scope = {}
-    exec(script[: script.index("print(")], scope)
-    assert scope["loss"] < 0.1
 
 
 def test_many_devices():

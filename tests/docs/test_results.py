@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import ROOT
 
-from benchmarks import grpo, language_model, need, pages, report
+from benchmarks import grpo, need, pages, report
 from benchmarks.tasks import detector, perceptron
 
 
@@ -14,15 +14,6 @@ from benchmarks.tasks import detector, perceptron
 def test_tables_are_those_of_the_results(path):
     text = path.read_text()
     assert report.replace_tables(text, pages.tables()) == text
-
-
-def test_readme_tells_the_perplexities():
-    rows = language_model.table(report.load(language_model.RESULTS)).splitlines()[2:]
-    in_float32, unscaled, *scaled = (row.split(" | ")[1] for row in rows)
-    assert set(scaled) == {scaled[0]}
-    text = " ".join((ROOT / "README.md").read_text().split())
-    assert f"{in_float32} in float32, {unscaled} in float16 without" in text
-    assert f"[{scaled[0]} with it]" in text
 
 
 def test_page_tells_how_far_sampler_and_trainer_are_apart():

@@ -7,7 +7,6 @@ scale and every decision to skip is the same.
 """
 
 import ast
-import dataclasses
 import gzip
 import itertools
 import json
@@ -297,13 +296,3 @@ def test_the_guide_says_the_same(name):
     if name not in ("TensorFlow, fixed", "Optax"):
         # Which are the peer's defaults.
         assert expected == PEERS[name].ours()
-
-
-def test_the_readme_says_the_same_but_for_the_minimum():
-    text = (ROOT / "README.md").read_text()
-    rows = re.findall(r"^\| ([\w ]+?) `.*` \| `(Dynamic.*)` \|$", text, re.M)
-    assert len(rows) == 4
-    for name, code in rows:
-        (expected,) = [peer.ours() for k, peer in PEERS.items() if k.startswith(name)]
-        loss_scale = eval(code, vars(optax_lossscale))
-        assert loss_scale == dataclasses.replace(expected, min_scale=1.0)
