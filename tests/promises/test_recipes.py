@@ -441,10 +441,6 @@ def check_numpyro(page):
         svi.update(result.state, x, forward_mode_differentiation=True)
 
 
-def check_troubleshooting(page):
-    """It trains nothing: what it prints is all that it says."""
-
-
 def check(name):
     globals()[f"check_{name}"](run_page(f"docs/recipes/{name}.md", f"{name}.md"))
 
