@@ -22,9 +22,12 @@ FILES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/results/cpu.md": "benchmarks/cpu.md",
-    "benchmarks/results/grpo.png": "benchmarks/grpo.png",
     "examples/grpo/README.md": "examples/grpo.md",
     "examples/language_model/README.md": "examples/language_model.md",
+}
+FILES |= {
+    f"benchmarks/results/{path.name}": f"benchmarks/{path.name}"
+    for path in ROOT.glob("benchmarks/results/*.png")
 }
 SOURCES = {uri: path for path, uri in FILES.items()}
 PAGES = {
@@ -37,7 +40,31 @@ PAGES = {
 LINK = re.compile(r"\]\((?!\w+:)([^)\s#]*)(#[^)\s]*)?\)")
 # Images on other hosts, from which the site loads nothing.
 BADGE = re.compile(r"^\[!\[.*\n", re.MULTILINE)
-PICTURE = re.compile(r"!\[png\]")
+# How the README shows a picture for each color scheme.
+PICTURE = re.compile(
+    r'<picture>.*?<img src="(.*?)" alt="(.*?)".*?</picture>', re.DOTALL
+)
+IMAGE = re.compile(r"!\[([^\]]*)\]\((?!\w+:)([^)\s]+)\.png\)")
+PICTURE_OF_CELL = re.compile(r"!\[png\]")
+# The home page shows this part of the README side by side with the cards.
+HERO = re.compile(r"^!\[.*?(?=^## )", re.DOTALL | re.MULTILINE)
+CARDS = """
+<div class="grid cards" markdown>
+
+- **[Start](docs/guide/use.md)**
+
+    Wrap your optimizer, and let it take the step.
+
+- **[Diagnose](docs/guide/troubleshooting.md)**
+
+    The loss is nan, or steps are skipped? Find the line.
+
+- **[Come from elsewhere](docs/guide/coming-from-another-loss-scaler.md)**
+
+    What to write for PyTorch's GradScaler, Flax, Keras or jmp.
+
+</div>
+"""
 TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 ROW = re.compile(r"<tr>(.*?)</tr>", re.DOTALL)
 CELL = re.compile(r"<(t[hd])>(.*?)</t[hd]>", re.DOTALL)
@@ -70,18 +97,33 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, config, files):
     """Points links at the site, or else at GitHub, where the page can be edited."""
     uri = page.file.src_uri
+    markdown = PICTURE.sub(r"![\2](\1)", markdown)
     if uri == FILES["README.md"]:
-        markdown = BADGE.sub("", markdown)
+        page.meta["hide"] = ["navigation", "toc"]
+        markdown = HERO.sub(_with_cards, BADGE.sub("", markdown), count=1)
     is_notebook = (ROOT / uri).with_suffix(".ipynb").exists()
     source = SOURCES.get(uri, uri if is_notebook else f"docs/{uri}")
     if (ROOT / source).exists():
         page.edit_url = f"{config.repo_url}/edit/main/{source}"
+    markdown = IMAGE.sub(lambda match: _for_both_schemes(match, source), markdown)
     return _linked(markdown, source, uri, f"{config.repo_url}/blob/main")
 
 
 def on_page_content(html, **_):
     """Aligns the columns of numbers."""
     return TABLE.sub(lambda match: _with_numbers(match[0]), html)
+
+
+def _with_cards(match):
+    return f'<div class="hero" markdown>\n\n{match[0]}{CARDS}\n</div>\n\n'
+
+
+def _for_both_schemes(match, source):
+    """Shows X-dark.png, where there is one, in place of X.png in the dark."""
+    alt, path = match.groups()
+    if not (ROOT / posixpath.dirname(source) / f"{path}-dark.png").exists():
+        return match[0]
+    return f"![{alt}]({path}.png#only-light)\n![{alt}]({path}-dark.png#only-dark)"
 
 
 def _with_numbers(table):
@@ -136,7 +178,7 @@ def _notebook(path, config):
     # Each cell says in words what its pictures show.
     cells = (cell.metadata.get("alt", ()) for cell in notebook.cells)
     alt = itertools.chain.from_iterable(cells)
-    markdown = PICTURE.sub(lambda _: f"![{next(alt)}]", markdown)
+    markdown = PICTURE_OF_CELL.sub(lambda _: f"![{next(alt)}]", markdown)
     link = f"{config.repo_url}/blob/main/notebooks/{path.name}"
     return f"{markdown}\n[This page is a notebook]({link}).\n", resources["outputs"]
 
