@@ -1,0 +1,57 @@
+"""The API reference: a table on top of each page, and links to other libraries."""
+
+import inspect
+import pydoc
+import re
+
+# A class that is shown with all its members is listed with them.
+NAME = re.compile(
+    r"^::: (\S+)(\n    options:\n      inherited_members: true)?", re.MULTILINE
+)
+JAX_OR_OPTAX = re.compile(r"<code>((?:jax|optax)\.[\w.]+)</code>")
+# Where other libraries document the names that ours mention. Their own lists, the
+# `inventories` of mkdocstrings, would be downloaded in each build.
+ELSEWHERE = {
+    "https://docs.jax.dev/en/latest/_autosummary/{}.html": (
+        "jax.Array", "jax.checkpoint", "jax.custom_vjp", "jax.grad", "jax.jit",
+        "jax.lax.scan", "jax.pmap", "jax.shard_map", "jax.value_and_grad", "jax.vmap",
+    ),
+    "https://matplotlib.org/stable/api/_as_gen/{}.html": ("matplotlib.axes.Axes",),
+    "https://optax.readthedocs.io/en/latest/api/optimizer_wrappers.html#{}": (
+        "optax.MultiSteps",
+    ),
+    "https://optax.readthedocs.io/en/latest/api/transformations.html#{}": (
+        "optax.GradientTransformation", "optax.GradientTransformationExtraArgs",
+        "optax.clip",
+    ),
+}  # fmt: skip
+
+
+def on_page_markdown(markdown, page, **_):
+    """Puts a table of its names, each with a line of its docstring, on top of a page."""
+    if not page.file.src_uri.startswith("api/"):
+        return markdown
+    rows = ["| name | what it is or does |", "|---|---|"]
+    for name, has_members in NAME.findall(markdown):
+        members = vars(pydoc.locate(name)) if has_members else ()
+        members = [f"{name}.{member}" for member in members if member[0] != "_"]
+        for path in (name, *members):
+            line = inspect.getdoc(pydoc.locate(path)).splitlines()[0]
+            rows.append(f"| [`{path.rpartition('.')[2]}`][{path}] | {line} |")
+    introduction, names = markdown.split("\n::: ", maxsplit=1)
+    return "\n".join([introduction, *rows, "", f"::: {names}"])
+
+
+def on_page_content(html, page, **_):
+    """Lets code of JAX and Optax link to its documentation, as types do."""
+    if not page.file.src_uri.startswith("api/"):
+        return html
+    link = r'<autoref identifier="\1" optional><code>\1</code></autoref>'
+    return JAX_OR_OPTAX.sub(link, html)
+
+
+def on_env(_, config, **__):
+    """Tells where other libraries document their names."""
+    for url, names in ELSEWHERE.items():
+        for name in names:
+            config.plugins["autorefs"].register_url(name, url.format(name))
