@@ -8,6 +8,7 @@ on GitHub.
 import itertools
 import posixpath
 import re
+from html import escape, unescape
 from pathlib import Path
 
 import nbformat
@@ -38,8 +39,9 @@ PAGES = {
     "notebooks": "notebooks/index.md",
 }
 LINK = re.compile(r"\]\((?!\w+:)([^)\s#]*)(#[^)\s]*)?\)")
-# Images on other hosts, from which the site loads nothing.
-BADGE = re.compile(r"^\[!\[.*\n", re.MULTILINE)
+# Images on other hosts, from which the site loads nothing. Those of the README go.
+BADGES = re.compile(r"^\[!\[.*\n", re.MULTILINE)
+BADGE = re.compile(r"^\[!\[(.*?)\]\(.*?\)\](\(.*?\))", re.MULTILINE)
 # How the README shows a picture for each color scheme.
 PICTURE = re.compile(
     r'<picture>.*?<img src="(.*?)" alt="(.*?)".*?</picture>', re.DOTALL
@@ -68,6 +70,9 @@ CARDS = """
 TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 ROW = re.compile(r"<tr>(.*?)</tr>", re.DOTALL)
 CELL = re.compile(r"<(t[hd])>(.*?)</t[hd]>", re.DOTALL)
+# The first sentence of a page, unless it begins with a link or a picture.
+SENTENCE = re.compile(r"<p>(?!<a|<img)(.*?)(?:(?<=[.?])\s|</p>)", re.DOTALL)
+TAG = re.compile(r"<.*?>", re.DOTALL)
 NUMBER = re.compile(r"\u2013|-?[\d.,]+( to [\d.]+|%)?")
 VERSION = re.compile(r'^__version__ = "(.*)"$', re.MULTILINE)
 
@@ -100,17 +105,21 @@ def on_page_markdown(markdown, page, config, files):
     markdown = PICTURE.sub(r"![\2](\1)", markdown)
     if uri == FILES["README.md"]:
         page.meta["hide"] = ["navigation", "toc"]
-        markdown = HERO.sub(_with_cards, BADGE.sub("", markdown), count=1)
+        markdown = HERO.sub(_with_cards, BADGES.sub("", markdown), count=1)
     is_notebook = (ROOT / uri).with_suffix(".ipynb").exists()
     source = SOURCES.get(uri, uri if is_notebook else f"docs/{uri}")
     if (ROOT / source).exists():
         page.edit_url = f"{config.repo_url}/edit/main/{source}"
+    markdown = BADGE.sub(r"[\1]\2.", markdown)
     markdown = IMAGE.sub(lambda match: _for_both_schemes(match, source), markdown)
     return _linked(markdown, source, uri, f"{config.repo_url}/blob/main")
 
 
-def on_page_content(html, **_):
-    """Aligns the columns of numbers."""
+def on_page_content(html, page, **_):
+    """Aligns the columns of numbers, and describes the page by its first sentence."""
+    if sentence := SENTENCE.search(html):
+        text = unescape(TAG.sub("", sentence[1].replace("<sup>", "^")))
+        page.meta["description"] = escape(" ".join(text.split()))
     return TABLE.sub(lambda match: _with_numbers(match[0]), html)
 
 
@@ -170,6 +179,7 @@ def _quickstart_first(path):
 def _notebook(path, config):
     """Returns a notebook as Markdown, and its pictures by name. Nothing is run."""
     notebook = nbformat.read(path, as_version=4)
+    notebook.cells = [part for cell in notebook.cells for part in _folded(cell)]
     # What a cell prints is saved in pieces.
     exporter = MarkdownExporter(preprocessors=[CoalesceStreamsPreprocessor])
     markdown, resources = exporter.from_notebook_node(
@@ -183,10 +193,24 @@ def _notebook(path, config):
     return f"{markdown}\n[This page is a notebook]({link}).\n", resources["outputs"]
 
 
+def _folded(cell):
+    """Returns a cell, folded under its title if Jupyter and Colab hide its code."""
+    if not cell.metadata.get("jupyter", {}).get("source_hidden"):
+        return [cell]
+    title, _, code = cell.source.partition("\n")
+    cell.source, title = code, title.removeprefix("# @title ")
+    text = f"<details markdown>\n<summary>{title}</summary>", "</details>"
+    before, after = map(nbformat.v4.new_markdown_cell, text)
+    return [before, cell, after]
+
+
 def _list(title, pages):
-    """Returns a page that lists pages, each with its first paragraph."""
-    entries = [f"# {title}\n"]
+    """Returns a page that lists pages, each with its first two paragraphs."""
+    entries = [
+        f"# {title}",
+        "Read them here, or open them in Colab to run and change them.",
+    ]
     for stem, text in pages.items():
-        heading, paragraph, *_ = re.split(r"\n\s*\n", text.strip())
-        entries.append(f"## [{heading.lstrip('# ')}]({stem}.md)\n\n{paragraph}\n")
-    return "\n".join(entries)
+        heading, *paragraphs = re.split(r"\n\s*\n", text.strip())
+        entries += [f"## [{heading.lstrip('# ')}]({stem}.md)", *paragraphs[:2]]
+    return "\n\n".join(entries)

@@ -28,7 +28,7 @@ ELSEWHERE = {
 
 
 def on_page_markdown(markdown, page, **_):
-    """Puts a table of its names, each with a line of its docstring, on top of a page."""
+    """Puts a table of its names, with a line of each docstring, on top of a page."""
     if not page.file.src_uri.startswith("api/"):
         return markdown
     rows = ["| name | what it is or does |", "|---|---|"]
