@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import matplotlib as mpl
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
@@ -11,11 +14,12 @@ from rich.table import Column, Table
 from examples.digits.train import DYNAMIC, FIXED, FLOAT32, POSITIVES, UNSCALED, Run, Way
 from optax_lossscale import diagnostics
 
+GREEN = "#009E73"  # What `plot_exponents` draws after scaling.
 TOLERANCE = 0.03  # Average precisions that differ by at most this much count as equal.
 LEGEND = (
-    "precision: the average precision on new patches. skipped: the number of skipped "
-    "steps. scale: the last loss scale. zeros: the gradients of the hidden activations "
-    "that are exactly zero. seconds: the time of the run, without compilation."
+    "loss: that of the last step. precision: the average precision on new patches. "
+    "skipped: the number of skipped steps. scale: the last loss scale. zeros: the "
+    "gradients of the hidden activations that are exactly zero."
 )
 
 
@@ -26,17 +30,17 @@ def skips(run: Run) -> int:
 
 def print_report(runs: dict[Way, Run]) -> None:
     """Prints a table with a row for every way, then a summary in words."""
-    titles = ("precision, %", "skipped", "scale", "zeros, %", "seconds")
+    titles = ("loss", "precision, %", "skipped", "scale", "zeros, %")
     columns = [Column(title, justify="right") for title in titles]
     table = Table("training", *columns, box=box.SIMPLE_HEAD)
     for way, run in runs.items():
         table.add_row(
             way.name,
+            f"{run.column('loss')[-1]:.4f}",
             f"{100 * run.precision:.1f}",
             f"{skips(run)}",
             f"2^{run.column('log2_loss_scale')[-1]:g}",
             f"{100 * run.column('zeros').mean():.1f}",
-            f"{run.seconds:.1f}",
         )
     console = Console(highlight=False)
     console.print(table)
@@ -74,31 +78,58 @@ def describe(runs: dict[Way, Run]) -> str:
 
 
 def draw_figure(runs: dict[Way, Run], path: Path) -> None:
-    """Draws all losses, and the scale and gradients of the dynamic run."""
-    figure = Figure(figsize=(9, 6.4), dpi=140, layout="constrained")
-    axes = figure.subplot_mosaic("ls;gg", height_ratios=[1, 0.85])
+    """Draws the losses of all runs, and gradients of the dynamic one."""
+    with mpl.rc_context({"font.size": 16, "axes.titlesize": "medium"}):
+        figure = Figure(figsize=(9, 3.4), dpi=200, layout="constrained")
+        left, right = figure.subplots(1, 2)
+        draw_losses(runs, left)
+        draw_gradients(runs[DYNAMIC], right)
+        figure.savefig(path)
 
+
+def draw_losses(runs: dict[Way, Run], axes: Axes) -> None:
+    """Draws the losses; of those that coincide the later ones are thinner."""
     for way, run in runs.items():
-        width, dashes = 5 if way == FLOAT32 else 2, "--" if way == DYNAMIC else "-"
-        style = {"color": way.color, "label": way.name, "linestyle": dashes}
-        axes["l"].semilogy(run.column("loss"), linewidth=width, **style)
-    axes["l"].set(xlabel="step", ylabel="loss")
-    axes["l"].spines[["top", "right"]].set_visible(False)
-    axes["l"].legend(frameon=False)
+        width = {FLOAT32: 9, FIXED: 4.5, DYNAMIC: 1.5}.get(way, 2.5)
+        axes.semilogy(run.column("loss"), linewidth=width, color=way.color)
+    axes.margins(y=0.13)
+    axes.set(xlabel="step", ylabel="loss")
+    axes.set_title("Training loss", loc="left", fontweight="bold")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.spines[["top", "right"]].set_visible(False)
+    # Losses fall, so there is room above them on the right and below on the left.
+    top = {"ha": "right", "va": "top", "transform": axes.transAxes}
+    axes.text(1, 1, UNSCALED.name, color=UNSCALED.color, **top)
+    for line, way in enumerate((DYNAMIC, FIXED, FLOAT32)):
+        place = {"x": 0.03, "y": 0.05 + 0.13 * line, "transform": axes.transAxes}
+        axes.text(**place, s=way.name, color=way.color)
 
-    run = runs[DYNAMIC]
+
+def draw_gradients(run: Run, axes: Axes) -> None:
+    """Draws the gradients of the middle one of the steps that were not skipped."""
     states = [run.start, *run.records]
-    diagnostics.plot_history(states, ax=axes["s"])
-    # Draw the last step that was applied, or the last one if every step was skipped.
-    applied = run.column("last_step_applied")
-    last = len(applied) - 1 - np.argmax(applied[::-1])
+    applied = np.flatnonzero(run.column("last_step_applied"))
+    step = applied[len(applied) // 2] if len(applied) else 0
     # The states start with the initial one. A step that grows the scale has used that
     # before it, and one that was repeated has used that after it.
-    scale = min(state["loss_scale"] for state in states[last : last + 2])
-    diagnostics.plot_exponents(run.histograms[last], scale, ax=axes["g"])
+    scale = min(state["loss_scale"] for state in states[step : step + 2])
+    histogram = run.histograms[step]
+    diagnostics.plot_exponents(histogram, scale, ax=axes)
+    axes.get_legend().remove()
+    before, after = (flushed(histogram, factor) for factor in (1, scale))
+    text = f"not scaled:\n{before:.1%} zero"
+    axes.text(0.02, 0.97, text, va="top", transform=axes.transAxes)
+    text = f"times $2^{{{np.log2(scale):g}}}$:\n{after:.1%} zero"
+    axes.text(0.56, 0.97, text, va="top", color=GREEN, transform=axes.transAxes)
+    axes.set_title("Gradients of the hidden layer", loc="left", fontweight="bold")
+    axes.set(xlabel=f"magnitude, step {step + 1}", ylabel="% of gradients")
+    axes.set_ylim(top=1.3 * axes.get_ylim()[1])
 
-    axes["l"].set_title("Training loss", loc="left", fontweight="bold")
-    axes["s"].set_title("Dynamic loss scale", loc="left", fontweight="bold")
-    title = f"Gradients of the hidden activations, step {last + 1}"
-    axes["g"].set_title(title, loc="left", fontweight="bold")
-    figure.savefig(path)
+
+def flushed(histogram: diagnostics.ExponentHistogram, scale: float) -> float:
+    """Returns the share that float16 rounds to zero after scaling."""
+    exponents, counts, zeros, infs, nans = map(np.asarray, histogram)
+    small = exponents + np.log2(scale) < -25
+    return (zeros + counts[small].sum()) / (zeros + counts.sum() + infs + nans)

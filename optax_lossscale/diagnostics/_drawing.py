@@ -7,6 +7,9 @@ import numpy as np
 
 from optax_lossscale.diagnostics import _bits
 
+# Color-blind readers can tell these apart (Okabe and Ito), on white and on black.
+BLUE, GREEN, ORANGE = "#0072B2", "#009E73", "#D55E00"
+
 
 def shade_ranges(ax: Any, dtype: str, low: float, high: float) -> None:
     """Shades where numbers are zero, subnormal or infinite in `dtype`.
@@ -18,11 +21,12 @@ def shade_ranges(ax: Any, dtype: str, low: float, high: float) -> None:
       high: The right end.
     """
     edges = np.clip([low, *boundaries(dtype), high], low, high)
-    names = ["zero", "subnormal\n", "normal", "overflow"]
-    for i, hatch in ((0, "\\\\"), (1, ".."), (3, "//")):
-        style = {"facecolor": "#FBF0E8", "edgecolor": "#D8C8B8", "hatch": hatch}
-        ax.axvspan(edges[i], edges[i + 1], zorder=0, linewidth=0, **style)
     # The names are above the bars; that of a narrow area is higher than the others.
+    narrow = edges[2] - edges[1] < 0.14 * (high - low)
+    names = ["zero", "subnormal\n" if narrow else "subnormal", "normal", "overflow"]
+    for i, hatch in ((0, "\\\\"), (1, ".."), (3, "//")):
+        style = {"facecolor": (ORANGE, 0.12), "edgecolor": (ORANGE, 0.3)}
+        ax.axvspan(*edges[i : i + 2], zorder=0, linewidth=0, hatch=hatch, **style)
     top = ax.secondary_xaxis("top")
     top.set_xticks((edges[1:] + edges[:-1]) / 2, names, fontsize="small")
     top.tick_params(length=0, pad=2)
@@ -44,6 +48,13 @@ def whole_numbers(axis: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
+
+
+def ink() -> str:
+    """Returns the color of text and outlines: black, or white in a dark style."""
+    import matplotlib as mpl
+
+    return mpl.rcParams["text.color"]
 
 
 def get_axes(ax: Any, *, rows: int = 1, size: tuple[float, float] = (7, 3.6)) -> Any:

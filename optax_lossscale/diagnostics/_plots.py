@@ -14,9 +14,6 @@ from optax_lossscale.diagnostics._underflow import ExponentHistogram, exponent_h
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Color-blind readers can tell these apart (Okabe and Ito).
-BLUE, GREEN = "#0072B2", "#009E73"
-
 
 def plot_exponents(
     histogram: Any, state: Any, *, dtype: Any = "float16", ax: "Axes | None" = None
@@ -75,10 +72,10 @@ def plot_exponents(
         percent = 100 * counts[kept] / total
         edges = exponents[seen[0]] + np.arange(len(percent) + 1)
         scaled = edges + np.log2(scale)
-        style = {"color": "black", "linewidth": 1.5, "zorder": 3}
+        style = {"color": _drawing.ink(), "linewidth": 1.5, "zorder": 3}
         axes.stairs(percent, edges, label="before scaling", **style)
         label = f"after scaling by {power(scale)}"
-        axes.stairs(percent, scaled, fill=True, color=GREEN, label=label)
+        axes.stairs(percent, scaled, fill=True, color=_drawing.GREEN, label=label)
         axes.set_ylim(0, 1.4 * percent.max())
         low = min(low, edges[0] - 2, scaled[0] - 2)
         high = max(high, edges[-1] + 2, scaled[-1] + 2)
@@ -154,7 +151,7 @@ def plot_history(
 
     axes: Any = _drawing.get_axes(ax)
     marker = "o" if len(steps) == 1 else None
-    lines = axes.step(steps, scales, where="post", color=BLUE, marker=marker)
+    lines = axes.step(steps, scales, where="post", color=_drawing.BLUE, marker=marker)
     lines[0].set_label("loss scale")
     for name, (style, flags, counts) in marks.items():
         new = np.array(list(map(_new_by_row, flags, counts))).T

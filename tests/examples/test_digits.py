@@ -34,7 +34,7 @@ def fake_run(precision, *, steps=6, skipped=2, zeros=0.25, loss=1.0, log2_scale=
     )
     counts = int(100 * zeros), int(100 * (1 - zeros))
     histogram = exponent_histogram(np.repeat(np.float32([0, 2**-20]), counts))
-    return train.Run(precision, 1.0, start, records, [histogram] * steps)
+    return train.Run(precision, start, records, [histogram] * steps)
 
 
 def fake_runs(precisions, **options):
@@ -168,9 +168,9 @@ def test_report(precisions, words, width, capsys, monkeypatch):
     # No word is broken at the end of a line.
     text = " ".join(" ".join(lines).split())
     assert text.endswith(f"{report.LEGEND} {words}")
-    assert "training precision, % skipped scale zeros, % seconds" in text
+    assert "training loss precision, % skipped scale zeros, %" in text
     for way, run in runs.items():
-        assert f"{way.name} {run.precision:.1%}"[:-1] + " 2 2^10 25.0 1.0" in text
+        assert f"{way.name} 1.0000 {run.precision:.1%}"[:-1] + " 2 2^10 25.0" in text
 
 
 @pytest.mark.parametrize(
