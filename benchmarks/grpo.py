@@ -2,7 +2,8 @@
 
 Runs `examples.grpo` in three dtypes with three seeds, and bfloat16 once more where XLA
 has to round as the program says. Takes a quarter of an hour on two cores; stopped, it
-goes on if it gets the same `--out`. Writes `results/grpo.json` and its figure.
+goes on if it gets the same `--out`. Writes `results/grpo.json`. To draw it, run
+`python -m docs._mkdocs.figures`.
 """
 
 import argparse
@@ -21,26 +22,22 @@ from benchmarks import report
 from examples.grpo.config import Config
 
 RESULTS = report.RESULTS / "grpo.json"
-FIGURE = RESULTS.with_suffix(".png")
 AS_WRITTEN = "--xla_allow_excess_precision=false"
-# The dtype and XLA's flags of each way, and its color.
+# The dtype and XLA's flags of each way.
 WAYS = {
-    "float32": ("float32", "", "#808080"),
-    "float16": ("float16", "", "#0072B2"),
-    "bfloat16": ("bfloat16", "", "#D55E00"),
-    f"bfloat16, `{AS_WRITTEN}`": ("bfloat16", AS_WRITTEN, "#E69F00"),
+    "float32": ("float32", ""),
+    "float16": ("float16", ""),
+    "bfloat16": ("bfloat16", ""),
+    f"bfloat16, `{AS_WRITTEN}`": ("bfloat16", AS_WRITTEN),
 }
 SEEDS = 3
 EVERY = 5  # Steps in a point of a curve.
-CURVES = {
-    "mean_difference": "Log-probabilities: sampler - trainer",
-    "reward": "Reward: share of right answers",
-}
+CURVES = ("mean_difference", "reward")
 
 
 def run(way: str, seed: int, out: Path) -> dict[str, Any]:
     """Trains once, and returns what its logs say of the reinforcement learning."""
-    dtype, flags, _ = WAYS[way]
+    dtype, flags = WAYS[way]
     command = [sys.executable, "-m", "examples.grpo", "--dtype", dtype]
     command += ["--seed", str(seed), "--out", str(out)]
     subprocess.check_output(command, env=os.environ | {"XLA_FLAGS": flags})
@@ -79,28 +76,6 @@ def differences(found: dict[str, Any], way: str) -> list[float]:
     return [float(np.mean(run["mean_difference"])) for run in found["runs"][way]]
 
 
-def plot(found: dict[str, Any]) -> None:
-    """Draws the differences and the rewards of all seeds."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 3.2), layout="constrained")
-    panels = figure.subplots(1, 2)
-    for axes, (name, title) in zip(panels, CURVES.items(), strict=True):
-        for way, runs in found["runs"].items():
-            curves = np.array([run[name] for run in runs])
-            steps = (np.arange(curves.shape[1]) + 0.5) * EVERY
-            color, spread = WAYS[way][-1], (curves.min(0), curves.max(0))
-            axes.plot(steps, curves.mean(0), color=color, label=way.replace("`", ""))
-            axes.fill_between(steps, *spread, color=color, alpha=0.2)
-        axes.set_title(title, fontsize="medium")
-        axes.set_xlabel("step of reinforcement learning")
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_yscale("log")
-    panels[1].legend(fontsize="x-small")
-    figure.savefig(FIGURE, dpi=150)
-
-
 def main() -> None:
     """Runs the whole experiment, and writes its results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.grpo")
@@ -114,7 +89,6 @@ def main() -> None:
     found = {**report.about(), "settings": settings, "runs": runs}
     print(table(found))
     report.save(RESULTS, found)
-    plot(found)
 
 
 if __name__ == "__main__":

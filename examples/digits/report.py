@@ -108,24 +108,28 @@ def draw_losses(runs: dict[Way, Run], axes: Axes) -> None:
 
 
 def draw_gradients(run: Run, axes: Axes) -> None:
-    """Draws the gradients of the middle one of the steps that were not skipped."""
-    states = [run.start, *run.records]
-    applied = np.flatnonzero(run.column("last_step_applied"))
-    step = applied[len(applied) // 2] if len(applied) else 0
-    # The states start with the initial one. A step that grows the scale has used that
-    # before it, and one that was repeated has used that after it.
-    scale = min(state["loss_scale"] for state in states[step : step + 2])
+    """Draws the gradients of a step, with the shares that float16 has as zero."""
+    step, scale = middle_step(run)
     histogram = run.histograms[step]
     diagnostics.plot_exponents(histogram, scale, ax=axes)
-    axes.get_legend().remove()
-    before, after = (flushed(histogram, factor) for factor in (1, scale))
-    text = f"not scaled:\n{before:.1%} zero"
+    axes.legend([], []).remove()  # Labels in line say more.
+    text = f"not scaled:\n{flushed(histogram, 1):.1%} zero"
     axes.text(0.02, 0.97, text, va="top", transform=axes.transAxes)
-    text = f"times $2^{{{np.log2(scale):g}}}$:\n{after:.1%} zero"
+    text = f"times $2^{{{np.log2(scale):g}}}$:\n{flushed(histogram, scale):.1%} zero"
     axes.text(0.56, 0.97, text, va="top", color=GREEN, transform=axes.transAxes)
     axes.set_title("Gradients of the hidden layer", loc="left", fontweight="bold")
     axes.set(xlabel=f"magnitude, step {step + 1}", ylabel="% of gradients")
     axes.set_ylim(top=1.3 * axes.get_ylim()[1])
+
+
+def middle_step(run: Run) -> tuple[int, float]:
+    """Returns the middle one of the steps that were not skipped, and its scale."""
+    states = [run.start, *run.records]
+    applied = np.flatnonzero(run.column("last_step_applied"))
+    step = int(applied[len(applied) // 2]) if len(applied) else 0
+    # The states start with the initial one. A step that grows the scale has used that
+    # before it, and one that was repeated has used that after it.
+    return step, min(state["loss_scale"] for state in states[step : step + 2])
 
 
 def flushed(histogram: diagnostics.ExponentHistogram, scale: float) -> float:

@@ -7,8 +7,8 @@ import numpy as np
 
 from optax_lossscale.diagnostics import _bits
 
-# Color-blind readers can tell these apart (Okabe and Ito), on white and on black.
-BLUE, GREEN, ORANGE = "#0072B2", "#009E73", "#D55E00"
+# Color-blind readers can tell these apart, on white and on black.
+BLUE, GREEN, ORANGE = "#1F83CC", "#009E73", "#D55E00"
 
 
 def shade_ranges(ax: Any, dtype: str, low: float, high: float) -> None:

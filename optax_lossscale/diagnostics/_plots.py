@@ -94,8 +94,9 @@ def plot_history(
 
     A cross marks a record if its step was skipped, by `last_step_applied`, or if other
     steps were skipped since the record before, by `skipped_steps`. It then stands for
-    all of them. It is drawn at the scale of the record before, which the step used.
-    There a short line marks backward passes that were repeated, by `retries`.
+    all of them: the legend counts the steps, and the crosses if these are fewer. A
+    cross is drawn at the scale of the record before, which the step used. There a
+    short line marks backward passes that were repeated, by `retries`.
 
     Args:
       records: A list of dictionaries, one for each step that was logged: what `metrics`
@@ -146,21 +147,24 @@ def plot_history(
     names = ("last_step_applied", "skipped_steps", "retries")
     columns = (_column(records, prefix + name)[rows] for name in names)
     applied, skips, retries = (np.broadcast_to(x, scales.shape).T for x in columns)
-    marks = {"skipped steps": ("kx", applied, skips)}
-    marks["repeated passes"] = ("k|", np.full_like(applied, np.nan), retries)
+    marks = {"skipped steps": ("x", applied, skips)}
+    marks["repeated passes"] = ("|", np.full_like(applied, np.nan), retries)
 
     axes: Any = _drawing.get_axes(ax)
     marker = "o" if len(steps) == 1 else None
     lines = axes.step(steps, scales, where="post", color=_drawing.BLUE, marker=marker)
     lines[0].set_label("loss scale")
-    for name, (style, flags, counts) in marks.items():
+    for name, (marker, flags, counts) in marks.items():
         new = np.array(list(map(_new_by_row, flags, counts))).T
         if new.any():
             row, member = np.nonzero(new)
             # A record has the scale after its step; that of the one before was used.
             used = scales[np.maximum(row - 1, 0), member]
             label = f"{name}: {new.sum():.0f}"
-            axes.plot(steps[row], used, style, zorder=3, label=label)
+            if row.size < new.sum():
+                label += f" (marks: {row.size})"
+            style = {"color": _drawing.ink(), "marker": marker, "linestyle": ""}
+            axes.plot(steps[row], used, **style, zorder=3, label=label)
     axes.set_yscale("log", base=2)
     lowest, highest = np.nanmin(scales), np.nanmax(scales)
     axes.set_ylim(lowest / 2, highest * 2 * (highest / lowest) ** 0.25)

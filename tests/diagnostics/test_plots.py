@@ -208,16 +208,16 @@ class TestPlotHistory:
         applied = [True, True, True, False, True]
         skipped = {"skipped_steps": [5, 6, 6, 9, 9], "last_step_applied": applied}
         ax = plot_history(records_of([16.0, 8.0, 8.0, 2.0, 4.0], **skipped))
-        assert crosses(ax) == [([[10, 16.0], [30, 8.0]], "skipped steps: 4")]
+        assert crosses(ax) == [([[10, 16.0], [30, 8.0]], "skipped steps: 4 (marks: 2)")]
 
     def test_repeated_passes(self):
         columns = {"last_step_applied": [True, False, True], "retries": [0, 3, 3]}
         ax = plot_history(records_of([16.0, 2.0, 2.0], **columns))
         assert crosses(ax) == [([[10, 16.0]], "skipped steps: 1")]
-        assert crosses(ax, "|") == [([[10, 16.0]], "repeated passes: 3")]
+        assert crosses(ax, "|") == [([[10, 16.0]], "repeated passes: 3 (marks: 1)")]
         columns["retries"] = ["0", "", "3"]
         ax = plot_history(records_of([16.0, 2.0, 2.0], **columns))
-        assert crosses(ax, "|") == [([[20, 2.0]], "repeated passes: 3")]
+        assert crosses(ax, "|") == [([[20, 2.0]], "repeated passes: 3 (marks: 1)")]
 
     def test_flags_alone(self):
         applied = [False, True, False, False]
@@ -228,7 +228,7 @@ class TestPlotHistory:
     def test_counts_that_begin_later_or_anew(self):
         counts = [None, "", 4, None, 6, 0, 1]
         ax = plot_history(records_of([8.0] * 7, skipped_steps=counts))
-        assert crosses(ax) == [([[40, 8.0], [60, 8.0]], "skipped steps: 3")]
+        assert crosses(ax) == [([[40, 8.0], [60, 8.0]], "skipped steps: 3 (marks: 2)")]
 
     def test_missing_names(self):
         records = records_of([4.0, None, "", NAN, 8.0], other=[1, 2, 3, 4, 5])
@@ -247,8 +247,7 @@ class TestPlotHistory:
         assert curves(ax) == [
             [list(point) for point in zip(steps, x, strict=True)] for x in scales.T
         ]
-        assert crosses(ax) == [([[10, 4.0], [20, 16.0]], "skipped steps: 3")]
-        assert labels(ax) == ["loss scale", "skipped steps: 3"]
+        assert crosses(ax) == [([[10, 4.0], [20, 16.0]], "skipped steps: 3 (marks: 2)")]
 
     @pytest.mark.parametrize("exponent", [-126, 0, 126])
     def test_constant_scale_at_the_bounds(self, exponent):
@@ -281,7 +280,7 @@ class TestPlotHistory:
     "draw",
     [
         lambda **kw: plot_exponents(histogram({0: 1}), 8.0, **kw),
-        lambda **kw: plot_history(records_of([8.0]), **kw),
+        lambda **kw: plot_history(records_of([8.0], last_step_applied=[0]), **kw),
     ],
 )
 class TestEveryPlot:
@@ -289,6 +288,14 @@ class TestEveryPlot:
         plt.figure()
         assert draw().get_figure().get_size_inches().tolist() == [7, 3.6]
         assert len(plt.get_fignums()) == 2
+
+    def test_follows_a_dark_style(self, draw):
+        gray = {"figure.facecolor": "gray", "axes.facecolor": "gray"}
+        with plt.style.context(["dark_background", gray]):
+            canvas = draw().get_figure().canvas
+            canvas.draw()
+        # Nothing is black.
+        assert np.asarray(canvas.buffer_rgba())[..., :3].max(axis=-1).min() > 60
 
     def test_draws_on_the_given_axes(self, draw):
         _, (left, right) = plt.subplots(1, 2)

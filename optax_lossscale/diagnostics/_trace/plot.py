@@ -11,7 +11,7 @@ from optax_lossscale.diagnostics._trace.operations import NumericOperation
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-BLUE, GRAY, RED, ORANGE = "#0072B2", "#9A9A9A", "#C4161C", "#D55E00"
+BLUE, ORANGE, GRAY, RED = _drawing.BLUE, _drawing.ORANGE, "#9A9A9A", "#E0383E"
 # Exponents to show beyond the largest and the smallest.
 MARGIN = 6.0
 
@@ -57,7 +57,7 @@ def plot_numerics(
         chosen = [x for x in trace.operations if x.phase == phase]
         _shade(ax, trace.dtype, low, high)
         _draw(ax, chosen, low, high)
-        ax.set(xlim=(-1, max(len(chosen), 1)), ylim=(low, high), ylabel=f"{phase} pass")
+        ax.set(xlim=(-1, len(chosen)), ylim=(low, high), ylabel=f"{phase}, magnitude")
         ax.spines[["top", "right"]].set_visible(False)
     backward.set_xlabel("operation")
     handles = {}
@@ -96,9 +96,9 @@ def _limits(trace: Any) -> tuple[float, float]:
 def _shade(ax: Any, dtype: str, low: float, high: float) -> None:
     flushed, normal, overflow = _drawing.boundaries(dtype)
     areas = (
-        (low, flushed, "#F3D9C9", "zero"),
-        (flushed, normal, "#FBF3D0", "subnormal"),
-        (overflow, high, "#F3D9C9", "overflow"),
+        (low, flushed, (ORANGE, 0.2), "zero"),
+        (flushed, normal, (ORANGE, 0.08), "subnormal"),
+        (overflow, high, (ORANGE, 0.2), "overflow"),
     )
     for start, stop, color, name in areas:
         ax.axhspan(start, stop, facecolor=color, zorder=0, linewidth=0)
@@ -122,7 +122,7 @@ def _draw(ax: Any, chosen: list[NumericOperation], low: float, high: float) -> N
             ax.vlines(index, bottom[index], top[index], color=color, linewidth=width,
                       label=label)  # fmt: skip
     wide = _exponents(chosen, "float32_largest")
-    ax.plot(wide, color="black", linewidth=0.8, label="largest in float32")
+    ax.plot(wide, color=_drawing.ink(), linewidth=0.8, label="largest in float32")
     bad = [i for i, x in enumerate(chosen) if not x.output.is_finite]
     if bad:
         ax.plot(bad, [high - 1] * len(bad), "x", color=RED, label="inf or nan",
