@@ -1,6 +1,6 @@
 """Writes the tables that show the committed results.
 
-`python -m benchmarks.pages` writes those of the README, the guide and `results`.
+`python -m benchmarks.pages` writes those of the guide and of `results`.
 """
 
 from pathlib import Path
@@ -9,7 +9,7 @@ from benchmarks import growth, grpo, guards, language_model, need, report, retri
 
 CPU = report.RESULTS / "cpu.json"
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/guide/*.md"))]
+PAGES = sorted(ROOT.glob("docs/guide/*.md"))
 
 
 def tables() -> list[str]:
