@@ -166,12 +166,10 @@ def summary_table(cpu: dict[str, Any], compiled: dict[str, Any]) -> str:
         if systems[PLAIN]["column"] in ("MLP", "transformer")
     }
     for target, found in compiled.items():
-        columns[f"bytes, {target}"] = {
-            row["system"].removesuffix(", auto").removesuffix(" of unscaled"): row[
-                "ratio"
-            ]
-            for row in found["rows"]
+        steps = {
+            row["system"].replace(" of unscaled", ""): row for row in found["rows"]
         }
+        columns[f"bytes, {target}"] = _ratios(steps)
     names = ["minimize", "update", "with_loss_scale, update", "minimize, fixed scale"]
     return _ratio_table("ratio to plain Optax", columns, names)
 
