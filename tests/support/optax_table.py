@@ -1,6 +1,6 @@
 """What becomes of a non-finite step around and inside the parts of Optax.
 
-`python tests/support/optax_table.py` runs every row, and writes the table anew.
+`python tests/support/optax_table.py` writes the tables of the page anew.
 """
 
 import dataclasses
@@ -19,10 +19,19 @@ import pytest
 from helpers import INF, NAN, RECIPES, arrays
 from optimizers import trained
 
+from benchmarks import report
 from optax_lossscale import LossScaleOptimizer, all_finite
 
 PAGE = RECIPES / "optax.md"
-HEADER = ["", "outermost", "outermost, `minimize`", "inside", "note"]
+# What becomes of a step that should be skipped.
+EXACT = "it is skipped, and leaves no trace"
+COUNTS = "it is skipped, but a count or an average goes on"
+MOVES = "the parameters move"
+STOPS = "the parameters never move again"
+NANS = "parameters become inf or nan"
+STAYS = "; the scale does not fall"
+FALLS = "; the scale falls in finite steps, too"
+REFUSED = "an error"
 PARAMS = {"a": np.array([1.0, 2.0], np.float32), "b": np.float32(3)}
 SCOPE = {
     "overflowing": {"a": False, "b": True},
@@ -140,20 +149,19 @@ def judge(ends, plain):
         agree(arrays(x), arrays(y)) for x, y in zip(ends, wanted, strict=True)
     )
     before, after, *later = (np.hstack(jax.tree.leaves(p)) for p in params[BAD - 1 :])
-    words = []
     if not all_finite(params):
-        words.append("nan")
+        word = NANS
     elif all((p == after).all() for p in later):
-        words.append("stops")
+        word = STOPS
     elif (after != before).any():
-        words.append("moves")
-    elif not is_exact:
-        words.append("counts the step")
+        word = MOVES
+    else:
+        word = EXACT if is_exact else COUNTS
     if scale == 2**15:
-        words.append("scale stays")
+        word += STAYS
     elif scale != 2**14:
-        words.append("scale falls")
-    return ", ".join(words) or "exact"
+        word += FALLS
+    return word
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,13 +170,17 @@ class Row:
 
     Attributes:
       code: What makes it, around `inner` if that occurs in it.
-      note: What else there is to know; a test runs `check` for it.
+      inside: What becomes of the step if ours is in the place of `inner`.
+      note: What to know if ours is outermost. A test runs `check` for it.
+      minimize: What becomes of the step if ours is outermost, by `minimize`.
       make_params: Makes of the parameters what it takes.
     """
 
     code: str
+    inside: str = EXACT
     note: str = ""
     check: Callable[["Row"], None] | None = None
+    minimize: str = EXACT
     make_params: Callable[[Any], Any] = lambda params: params
 
     def make(self, inner=INNER):
@@ -197,16 +209,11 @@ class Row:
             try:
                 ends = {bad: run(batches(bad)) for bad in (INF, NAN)}
             except (TypeError, ValueError):
-                yield "refused"
+                yield REFUSED
                 continue
             found = {bad: judge(end, wanted) for bad, end in ends.items()}
-            same = len(set(found.values())) == 1
-            both = "; ".join(f"{bad}: {text}" for bad, text in found.items())
-            yield found[INF] if same else both
-
-    def line(self):
-        cells = [*self.cells(), "", "", ""][:3]
-        return "| " + " | ".join([f"`{self.code}`", *cells, self.note]) + " |"
+            by_inf, by_nan = found.values()
+            yield by_inf if by_inf == by_nan else f"{by_inf}; by nan: {by_nan}"
 
 
 GRADS = {"a": jnp.ones(2, jnp.float32), "b": jnp.float32(1)}
@@ -240,36 +247,6 @@ def the_rate_is_among_the_hyperparameters(row):
         assert optax.tree.get(state, "hyperparams") == {"learning_rate": rate}
         with pytest.raises(KeyError, match="multiple values for 'learning_rate'"):
             optax.tree.get(state, "learning_rate")
-
-
-def an_inf_becomes_a_one(row):
-    _, inside = both(row)
-    updates, _ = inside.update(OVERFLOW, inside.init(row.params()), row.params())
-    np.testing.assert_allclose(updates["b"], -0.1, rtol=1e-6)
-
-
-def only_ours_outermost_sees_a_frozen_overflow(row):
-    for optimizer, moved in zip(both(row), (False, True), strict=True):
-        params = row.params()
-        updates, _ = optimizer.update(OVERFLOW, optimizer.init(params), params)
-        assert (updates["a"] != 0).all() == moved
-        assert updates["b"] == 0
-
-
-def what_is_masked_out_passes(row):
-    _, inside = both(row)
-    updates, _ = inside.update(OVERFLOW, inside.init(row.params()), row.params())
-    assert updates["b"] == INF
-
-
-def each_has_a_scale(row):
-    scaler, (_, inside) = LossScaleOptimizer(INNER), both(row)
-    state = inside.init(row.params())
-    _, state = inside.update(OVERFLOW, state, row.params())
-    with pytest.raises(ValueError, match=r"exactly one .* got 2"):
-        scaler.value_and_grad(loss_fn, state)
-    scales = [scaler.current_loss_scale(state.inner_states[x]) for x in "xy"]
-    assert scales == [2**15, 2**14]
 
 
 def inside_it_has_nothing_to_do(row):
@@ -346,148 +323,137 @@ def gradients_from_its_state_are_not_scaled(row):
     assert optax.tree.norm(lost) == 0 < optax.tree.norm(grads)
 
 
+NEEDS_VALUE = "`update` needs `value`, which `minimize` passes"
+NEEDS_FUNCTION = (
+    "`update` needs `value`, `grad` and `value_fn`, which `minimize` passes"
+)
+PARTITION = "optax.partition({'x': inner, 'y': %s}, {'a': 'x', 'b': 'y'})"
 ROWS = [
     Row("inner"),
     Row(
         "optax.sgd(schedule, momentum=0.9)",
-        "the schedule counts applied steps",
-        the_schedule_waits,
+        note="the schedule counts applied steps",
+        check=the_schedule_waits,
     ),
-    Row("optax.chain(inner, optax.scale_by_schedule(schedule))"),
+    Row("optax.chain(inner, optax.scale_by_schedule(schedule))", COUNTS),
     Row(
         "optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)",
-        "`optax.tree.get(state, 'hyperparams')` has the rate; the name "
-        "`learning_rate` is also that of the schedule's state",
-        the_rate_is_among_the_hyperparameters,
+        note="read the rate by `optax.tree.get(state, 'hyperparams')`: there are two "
+        "`learning_rate` in the state",
+        check=the_rate_is_among_the_hyperparameters,
     ),
     Row(
         "optax.inject_hyperparams(lambda rate: optax.chain(inner, optax.scale(rate)))"
         "(rate=0.5)",
-        "`optax.tree.get` and `optax.tree.set` reach `rate` either way",
+        COUNTS,
+        "read and set `rate` by `optax.tree.get` and `optax.tree.set`",
         the_rate_is_read_and_set,
     ),
-    Row(
-        "optax.chain(optax.clip(1.0), inner)",
-        "inside, it turns inf into 1, and the step is applied",
-        an_inf_becomes_a_one,
-    ),
+    Row("optax.chain(optax.clip(1.0), inner)", f"{MOVES}{STAYS}; by nan: {EXACT}"),
     Row("optax.chain(inner, optax.clip(1.0))"),
     Row("optax.chain(optax.clip_by_global_norm(1.0), inner)"),
     Row("optax.chain(optax.clip_by_block_rms(1.0), inner)"),
     Row("optax.chain(optax.adaptive_grad_clip(0.1), inner)"),
-    Row("optax.chain(optax.zero_nans(), inner)"),
-    Row("optax.chain(optax.add_noise(0.01, 0.55, jax.random.key(0)), inner)"),
-    Row("optax.chain(inner, optax.add_noise(0.01, 0.55, jax.random.key(0)))"),
+    Row("optax.chain(optax.zero_nans(), inner)", f"{EXACT}; by nan: {MOVES}{STAYS}"),
+    Row("optax.chain(optax.add_noise(0.01, 0.55, jax.random.key(0)), inner)", COUNTS),
+    Row("optax.chain(inner, optax.add_noise(0.01, 0.55, jax.random.key(0)))", MOVES),
     Row("optax.chain(optax.add_decayed_weights(0.1), inner)"),
-    Row("optax.chain(inner, optax.add_decayed_weights(0.1))"),
-    Row("optax.chain(optax.ema(0.9), inner)"),
-    Row("optax.chain(inner, optax.ema(0.9))"),
-    Row("optax.masked(inner, overflowing)"),
-    Row(
-        "optax.masked(inner, {'a': True, 'b': False})",
-        "inside, what the mask leaves out is not looked at",
-        what_is_masked_out_passes,
-    ),
-    Row(
-        "optax.chain(optax.freeze(overflowing), inner)",
-        "inside, an overflow in what is frozen is rightly ignored",
-        only_ours_outermost_sees_a_frozen_overflow,
-    ),
+    Row("optax.chain(inner, optax.add_decayed_weights(0.1))", MOVES),
+    Row("optax.chain(optax.ema(0.9), inner)", STOPS + FALLS),
+    Row("optax.chain(inner, optax.ema(0.9))", MOVES),
+    Row("optax.masked(inner, overflowing)", MOVES),
+    Row("optax.masked(inner, {'a': True, 'b': False})", NANS + STAYS),
+    Row("optax.chain(optax.freeze(overflowing), inner)", MOVES + STAYS),
     Row("optax.chain(inner, optax.freeze(overflowing))"),
-    Row(
-        "optax.selective_transform(inner, freeze_mask=overflowing)",
-        "inside, an overflow in what is frozen is rightly ignored",
-        only_ours_outermost_sees_a_frozen_overflow,
-    ),
-    Row(
-        "optax.partition({'x': inner, 'y': optax.sgd(0.1)}, {'a': 'x', 'b': 'y'})",
-    ),
-    Row(
-        "optax.partition({'x': inner, 'y': inner}, {'a': 'x', 'b': 'y'})",
-        "inside, each has a scale, and one loss cannot have two",
-        each_has_a_scale,
-    ),
+    Row("optax.selective_transform(inner, freeze_mask=overflowing)", MOVES + STAYS),
+    Row(PARTITION % "optax.sgd(0.1)", NANS + STAYS),
+    Row(PARTITION % "inner", REFUSED),
     Row("optax.named_chain(('first', optax.identity()), ('then', inner))"),
     Row("optax.flatten(inner)"),
     Row(
         "optax.apply_if_finite(inner, 5)",
-        "outermost, it never meets what is not finite: leave it out",
+        COUNTS + STAYS,
+        "leave it out: it never sees inf or nan",
         inside_it_has_nothing_to_do,
     ),
     Row(
         "optax.MultiSteps(inner, 2).gradient_transformation()",
+        STOPS + FALLS,
         "see [Accumulating gradients](accumulation.md)",
     ),
-    Row("optax.conditionally_transform(inner, lambda step: step % 2 == 0)"),
-    Row("optax.conditionally_mask(inner, lambda step: step % 2 == 0)"),
+    Row("optax.conditionally_transform(inner, lambda step: step % 2 == 0)", COUNTS),
+    Row("optax.conditionally_mask(inner, lambda step: step % 2 == 0)", COUNTS),
     Row(
         "optax.lookahead(inner, sync_period=2, slow_step_size=0.5)",
-        "`value_and_grad` of the fast half, then `update`",
+        COUNTS,
+        "`minimize` raises an error: call `value_and_grad` on the fast parameters, "
+        "then `update`",
         gradients_are_of_the_fast_half,
+        minimize=REFUSED,
         make_params=optax.LookaheadParams.init_synced,
     ),
     Row(
         "optax.contrib.schedule_free(inner, 0.1)",
-        "`schedule_free_eval_params(state.inner_state, params)`",
+        MOVES,
+        "evaluate with `schedule_free_eval_params(state.inner_state, params)`",
         eval_params_want_the_inner_state,
     ),
-    Row("optax.contrib.sam(inner, optax.sgd(0.05))"),
+    Row("optax.contrib.sam(inner, optax.sgd(0.05))", NANS + FALLS),
     Row(
         "optax.chain(optax.contrib.sam(inner, optax.sgd(0.05)))",
-        "the chain hides from `minimize` that it refuses extra arguments",
+        NANS + FALLS,
+        "`minimize` raises an error: leave out the chain, which hides that SAM "
+        "takes no extra arguments",
         refuses_extra_arguments,
+        minimize=REFUSED,
     ),
     Row(
         "optax.contrib.sam(inner, optax.sgd(0.05), opaque_mode=True)",
-        "nothing checks the gradients of its own `grad_fn`: see "
-        "[below](#sharpness-aware-minimization)",
-        its_own_gradients_may_overflow,
+        note="`minimize` raises an error, and nothing checks the gradients of "
+        "`grad_fn`: see [below](#sharpness-aware-minimization)",
+        check=its_own_gradients_may_overflow,
+        minimize=REFUSED,
     ),
-    Row("optax.contrib.mechanize(inner)"),
+    Row("optax.contrib.mechanize(inner)", NANS + FALLS),
     Row(
         "optax.chain(inner, optax.contrib.reduce_on_plateau(patience=1))",
-        "wants `value`, which `minimize` passes",
+        COUNTS,
+        NEEDS_VALUE,
         wants_the_loss,
     ),
     Row("optax.contrib.split_real_and_imaginary(inner)"),
-    Row(
-        "optax.polyak_sgd(max_learning_rate=0.1)",
-        "wants `value`, which `minimize` passes",
-        wants_the_loss,
-    ),
-    Row(
-        "optax.contrib.momo(0.1)",
-        "wants `value`, which `minimize` passes",
-        wants_the_loss,
-    ),
+    Row("optax.polyak_sgd(0.1)", note=NEEDS_VALUE, check=wants_the_loss),
+    Row("optax.contrib.momo(0.1)", note=NEEDS_VALUE, check=wants_the_loss),
     Row(
         "optax.chain(inner, optax.scale_by_backtracking_linesearch(5))",
-        "wants `value`, `grad` and `value_fn`, which `minimize` passes",
+        STOPS,
+        NEEDS_FUNCTION,
         wants_the_loss,
     ),
     Row(
         "optax.lbfgs()",
-        "wants `value`, `grad` and `value_fn`, which `minimize` passes; the gradients "
-        "of `optax.value_and_grad_from_state`, and those in the line search, are not "
-        "scaled",
-        gradients_from_its_state_are_not_scaled,
+        note=f"{NEEDS_FUNCTION}; the gradients of `optax.value_and_grad_from_state` "
+        "and of the line search are not scaled",
+        check=gradients_from_its_state_are_not_scaled,
     ),
 ]
 
 
-def heading():
-    """Returns the first two lines of the table."""
-    return [f"| {' | '.join(cells)} |" for cells in (HEADER, ["---"] * 5)]
-
-
-def table(text):
-    """Returns where the table of the page begins and ends."""
-    start = text.index(heading()[0])
-    return start, text.index("\n\n", start)
+def page(text):
+    """Returns a page with the tables of the rows, one line for parts that agree."""
+    noted = {row.code: row.note for row in ROWS if row.note}
+    inside = {row.code: row.inside for row in ROWS if "inner" in row.code}
+    for header, words in (
+        (["part", "what to know"], noted),
+        (["inside of", "what becomes of the step"], inside),
+    ):
+        parts = {}
+        for code, cell in words.items():
+            parts.setdefault(cell, []).append(f"`{code}`")
+        lines = [[", ".join(codes), cell] for cell, codes in parts.items()]
+        text = report.replace_tables(text, [report.table(header, lines)])
+    return text
 
 
 if __name__ == "__main__":
-    text = PAGE.read_text()
-    start, end = table(text)
-    rows = [*heading(), *(row.line() for row in ROWS)]
-    PAGE.write_text(text[:start] + "\n".join(rows) + text[end:])
+    PAGE.write_text(page(PAGE.read_text()))
