@@ -43,7 +43,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
       loss_scale: A `LossScale`, a number (fixed), or a name that `get_loss_scale`
         knows. The default is made from the next three arguments.
       dynamic: Whether the scale adapts by itself.
-      initial_scale: The first scale, 2**15 by default; the fixed one if not `dynamic`.
+      initial_scale: The first scale, 2**15 by default; the fixed scale if not
+        `dynamic`.
       dynamic_growth_steps: Finite steps before the scale doubles, 2000 by default.
       axis_name: A name, or tuple of names, of mapped axes (`jax.pmap`,
         `jax.shard_map`). All devices of these axes skip together. Gradients are
@@ -64,12 +65,12 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         up, the loss is not finite, or the rule keeps the scale (at its minimum, or with
         hysteresis or tolerance). `state.retries` counts the repeated passes. `loss_fn`
         is traced then, as under `jax.jit`. On GPU, XLA reads on the host whether to
-        repeat, and waits for it. `update` and `apply_gradients` repeat nothing: they
-        get no more than gradients.
+        repeat, and waits for it. `update` and `apply_gradients` repeat nothing, because
+        they get only gradients.
       scale_parameter: The name of the scale among the parameters, "loss_scale" for
         example, for a trainer that computes the gradients: see `with_loss_scale`. The
-        inner optimizer and the rule do not get that leaf, and `update` sets it: its
-        update is the new scale minus the old one. The parameters hold one such
+        inner optimizer and the rule do not see this leaf, and `update` sets it: its
+        update is the new scale minus the old one. The parameters must hold one such
         leaf, f32[]. `value_and_grad`, `minimize`, `get_scaled_loss` and
         `get_unscaled_gradients` raise ValueError then.
 
@@ -262,12 +263,12 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             functions in an Equinox model, are left out.
 
         Returns:
-          The state. Its arrays are strongly typed; those that the inner optimizer makes
-          like float16 and bfloat16 parameters are float32.
+          The state. Its arrays are strongly typed. For float16 and bfloat16 parameters
+          the inner optimizer's arrays are float32.
 
         Raises:
           TypeError: If the inner optimizer scales losses itself.
-          ValueError: With `scale_parameter`, if the parameters do not hold one float32
+          ValueError: With `scale_parameter`, unless the parameters hold one float32
             scalar of this name.
 
         Warns:
@@ -311,10 +312,10 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     ) -> Callable[..., Any]:
         """Makes a function that returns the value and unscaled gradients of `fun`.
 
-        Call this inside the training step, with the current state: a function made
-        once before the loop keeps the first scale, and a lower one never reaches the
-        gradients. (A state that changes in place, such as that of `nnx.Optimizer`, is
-        read at each call.)
+        Call this inside the training step, with the current state. A function that you
+        make once before the loop keeps the first scale, even after the scale has
+        fallen. (A state that changes in place, as in `nnx.Optimizer`, is read at each
+        call.)
 
         Args:
           fun: Returns a real scalar loss, or the loss and auxiliary data if `has_aux`.
@@ -327,8 +328,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
         Returns:
           A function with the arguments of `fun` and the results of
-          `jax.value_and_grad(fun)`. The value is what `fun` returned, exact even if
-          the scaled loss overflows. float16 and bfloat16 gradients become float32.
+          `jax.value_and_grad(fun)`. The value is not scaled, and exact even if the
+          scaled loss overflows. float16 and bfloat16 gradients become float32.
 
         Raises:
           ValueError: If `state` holds no `LossScaleOptimizerState` or several, or the
@@ -369,10 +370,12 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
         You need it only to compute gradients by hand, together with
         `get_unscaled_gradients`. Call both inside the training step, with the same,
-        current state: a function made once before the loop keeps the first scale.
+        current state. A function that you make once before the loop keeps the first
+        scale.
 
         Args:
-          loss: An array or Python number, or a function that returns only that.
+          loss: An array or Python number, or a function that returns one and nothing
+            else.
           state: A pytree that holds one `LossScaleOptimizerState`.
 
         Returns:
@@ -472,11 +475,12 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           **extra_args: For the inner optimizer. `check_loss` needs `value`, the loss.
 
         Returns:
-          The updates and the new state. Updates have the dtypes of the gradients, which
-          are float32 from `value_and_grad`, and are None where a gradient is None. If
-          the step is skipped, they are -0.0, which leaves a parameter as it is when
-          added, and `inner_state` is bitwise unchanged. (On CPU, XLA flushes subnormal
-          numbers to zero in any addition; `apply_gradients` and `minimize` keep them.)
+          The updates and the new state. Updates have the dtypes of the gradients
+          (`value_and_grad` returns float32), and are None where a gradient is None. If
+          the step is skipped, the updates are -0.0, because adding -0.0 changes no
+          parameter, and `inner_state` is bitwise unchanged. (On CPU, XLA flushes
+          subnormal numbers to zero in any addition; `apply_gradients` and `minimize`
+          keep them.)
 
         Raises:
           ValueError: If `state` is not a `LossScaleOptimizerState`.
@@ -535,7 +539,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     ) -> tuple[Any, LossScaleOptimizerState, Any]:
         """Takes one whole training step: loss, gradients, update.
 
-        You cannot reduce gradients over devices in between: under `jax.pmap` use
+        You cannot reduce gradients over devices in between. So under `jax.pmap`, use
         `value_and_grad` and `apply_gradients`.
 
         The inner optimizer gets the extra arguments `value` (the loss), `grad` and
@@ -551,14 +555,13 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           has_aux: Whether `loss_fn` returns auxiliary data as well.
           transform: The function that differentiates, as in `value_and_grad`:
             `eqx.filter_value_and_grad` for an Equinox model.
-          skip_if: A function that tells whether to skip the step, as the flag in
-            `update` does (which you may pass, too). It is called once, as
-            `skip_if(out, grads)`, with what `loss_fn` returned and the unscaled
-            gradients, and returns bool[].
+          skip_if: A function that decides whether to skip the step, or a flag as in
+            `update`. The function is called once, as `skip_if(out, grads)`, with the
+            result of `loss_fn` and the unscaled gradients, and returns bool[].
           **kwargs: Passed to `loss_fn`.
 
         Returns:
-          The new parameters, the new state, and what `loss_fn` returned.
+          The new parameters, the new state, and the result of `loss_fn`.
 
         Raises:
           ValueError: If `state` is not a `LossScaleOptimizerState`, or is one from

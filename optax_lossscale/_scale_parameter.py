@@ -29,8 +29,8 @@ _HINTS = {
     "params": "Add it to the parameters before init, jnp.float32("
     "optimizer.initial_scale), of a type that the trainer differentiates (Flax nnx). "
     "Leave it float32 where the trainer casts parameters. update needs params.",
-    "grads": "It tells of overflows: differentiate the result of with_loss_scale with "
-    "respect to all parameters.",
+    "grads": "The gradient of the scale tells of overflows: differentiate the result "
+    "of with_loss_scale with respect to all parameters.",
 }
 
 
@@ -41,15 +41,15 @@ def scale_gradient(tree: Any, scale: jax.Array | float) -> Any:
     another: in between they are larger, and do not underflow in float16.
 
     Args:
-      tree: Any pytree. Leaves that are no floating-point or complex arrays pass
-        through.
+      tree: Any pytree. Only floating-point and complex arrays have gradients; other
+        leaves pass through.
       scale: f32[], or a Python number. It has no derivative. Scaled float16 gradients
         must stay below 65520: above they are inf.
 
     Returns:
       The same tree. In the backward pass the gradients of its arrays are multiplied by
       `scale` in at least float32, and keep their dtypes. In forward mode the
-      tangents are.
+      tangents are multiplied.
 
     Raises:
       TypeError: If `scale` is of another dtype or shape.
@@ -123,9 +123,9 @@ def with_loss_scale(
     optimizer skips the step and lowers the scale.
 
     Args:
-      loss_fn: A function whose first argument are the parameters: a pytree, or a
-        Flax nnx module. It gets zero in the place of the scale. It returns a loss, or
-        a loss and auxiliary data if `has_aux`.
+      loss_fn: A function that takes the parameters first: a pytree, or a Flax nnx
+        module. It gets zero in the place of the scale. It returns a loss, or a loss and
+        auxiliary data if `has_aux`.
       scale_parameter: The name of the scale: the last key of one leaf, f32[].
       has_aux: Whether `loss_fn` returns auxiliary data as well.
 
@@ -133,15 +133,15 @@ def with_loss_scale(
       A function with the arguments and results of `loss_fn`. Differentiate it in
       reverse mode, with respect to all parameters. Gradients have the dtypes of the
       parameters: keep these in float32, and cast them in `loss_fn`. Gradients with
-      respect to other arguments are true, too, but may hold inf or nan. Those with
-      respect to arrays that `loss_fn` closes over stay scaled, and so do those with
-      respect to single variables of Flax nnx.
+      respect to other arguments are true, too, but may hold inf or nan. Gradients with
+      respect to arrays that `loss_fn` closes over, or to single variables of Flax nnx,
+      stay scaled.
 
     Raises:
       TypeError: If an argument is of the wrong type, or, when called, if the loss is
         no floating-point number.
-      ValueError: When called, if the parameters hold no such leaf, or several, or one
-        of another dtype or shape.
+      ValueError: When called, unless the parameters hold one leaf of this name, a
+        float32 scalar.
 
     Warns:
       UserWarning: If the loss is float16, or if gradients of float16 parameters are
@@ -161,7 +161,7 @@ def with_loss_scale(
       >>> params = {"w": jnp.float32(2), "loss_scale": jnp.float32(2**10)}
       >>> state = optimizer.init(params)
 
-      What a trainer does:
+      The trainer does this:
 
       >>> grad_fn = jax.value_and_grad(with_loss_scale(loss_fn))
       >>> loss, grads = grad_fn(params, jnp.float16(0.5))

@@ -267,13 +267,13 @@ def select_applied(state: Any, new: Any, old: Any) -> Any:
     Args:
       state: The state after the step; a pytree that holds one
         `LossScaleOptimizerState`.
-      new: Any pytree, as the step computed it.
-      old: The same before the step.
+      new: The values that the step computed, any pytree.
+      old: The values before the step.
 
     Returns:
       `new` if the last step was applied, `old` if it was skipped, in the dtypes of
       `old`. (If a leaf of `old` is a Python number, in the promoted dtype.) Leaves
-      that are not numbers are those of `old`.
+      that are not numbers always come from `old`.
 
     Raises:
       TypeError: If a dtype of `old` cannot hold `new`, as an integer cannot hold a

@@ -89,7 +89,7 @@ class LossScale(abc.ABC):
         Args:
           grads: Unscaled gradients, any pytree. None and integer leaves are
             ignored; a tree without leaves counts as finite.
-          state: What `init` or `update` returned.
+          state: The state from `init`, or from the last `update`.
           axis_name: A name, or tuple of names, of mapped axes. The finiteness
             flag is reduced over them, so that all devices decide the same.
 
@@ -102,8 +102,8 @@ class LossScale(abc.ABC):
         """Returns the current loss scale. `update` starts from it too.
 
         Args:
-          state: What `init` or `update` returned. A restored or hand-set scale may be
-            out of bounds.
+          state: The state from `init` or `update`. A scale that you restored or set by
+            hand may be out of bounds.
 
         Returns:
           f32[], the number that multiplies the loss: at least `min_scale` and at most
@@ -149,10 +149,10 @@ class LossScale(abc.ABC):
         """Makes a rule from its configuration.
 
         Args:
-          config: What `get_config` returned.
+          config: The dictionary from `get_config`.
 
         Returns:
-          A rule equal to the one that `config` came from.
+          A rule that equals the original one.
 
         Raises:
           TypeError: If `config` has a key that is not a hyperparameter.

@@ -36,9 +36,9 @@ class HeadroomLossScale(AdaptiveLossScale):
 
     `DynamicLossScale` adapts the scale; this rule adapts a margin: the bits between
     the largest gradient and the overflow of the dtype. The scale then follows the
-    gradients at once, up and down, mostly before they overflow. The margin is for
-    what the gradients do not show: the next batch, and the gradients of activations.
-    An overflow proves that the margin was too small. Per step:
+    gradients at once, up and down, mostly before they overflow. The rule does not see
+    the next batch, nor the gradients of activations, and the margin leaves room for
+    them. An overflow proves that the margin was too small. Per step:
 
         finite:     x = log2(largest gradient)
                     peak = max(x, peak - (peak - x) / release_steps)
@@ -52,16 +52,17 @@ class HeadroomLossScale(AdaptiveLossScale):
         non-finite: loss_scale = loss_scale / 2
 
     where `limit` is the exponent at which `dtype` overflows. After overflows the rule
-    keeps the first scale that does not overflow, and the margin becomes the room that
-    it leaves. If the gradients have grown, the peak shows it, and the margin remains.
-    All-zero gradients have no logarithm: the peak then falls as the margin does.
+    keeps the first scale that does not overflow, and widens the margin to the room
+    that this scale leaves. If the gradients have grown, the peak has risen with them,
+    and the margin stays. All-zero gradients have no logarithm: then the peak falls as
+    the margin does.
 
     Args:
       initial_scale: The first scale.
-      dtype: What gradients are computed in: "float16", or "float8_e5m2".
+      dtype: The dtype of the gradients: "float16", or "float8_e5m2".
       min_margin: The initial and smallest margin, in bits. If rare batches have
-        gradients that are up to 2**n times as large as usual, n + 1 saves the skipped
-        steps in which the rule would learn that.
+        gradients that are up to 2**n times as large as usual, the rule skips a few
+        steps until it has learned that; with n + 1 it skips none.
       growth_interval: Finite steps in which the margin shrinks by one bit.
       release_steps: The time constant, in steps, with which the peak falls to smaller
         gradients. It rises to larger ones at once.

@@ -12,14 +12,14 @@ from optax_lossscale.diagnostics._common import check_host, named_leaves
 
 
 def nonfinite_leaves(grads: Any) -> dict[str, jax.Array]:
-    """Tells of each gradient whether it holds inf or nan, also inside a compiled step.
+    """Says which gradients hold inf or nan, also inside a compiled step.
 
     It needs no optimizer and no state. Return the result from the step, or put it into
     the record of the step. On the host, `describe_nonfinite` tells more.
 
     Several names at once do not tell the cause. An inf in the forward pass can reach
-    every parameter, and one in the backward pass every parameter whose gradient is
-    computed after it, in the layers nearer to the input. `trace_numerics` names the
+    every parameter, and an inf in the backward pass reaches all layers nearer to the
+    input. `trace_numerics` names the
     operation where it began, and its line.
 
     Args:

@@ -38,7 +38,7 @@ ANY_NUMBER = "It counts as skipped, and check_health allows any number of vetoes
 
 
 class Report(NamedTuple):
-    """What `report` and `check_health` found. Print it.
+    """The result of `report` and `check_health`. Print it.
 
     For a state of many members or devices, the numbers are those of the worst one.
 
@@ -47,10 +47,10 @@ class Report(NamedTuple):
       diagnosis: How things stand, or what is wrong.
       advice: What to do, one step after the other. Empty if there is nothing to do.
       loss_scale: The loss scale that the state holds.
-      skipped_steps: Steps skipped so far, those that `skip_if` vetoed among them.
+      skipped_steps: Steps skipped so far, including vetoes by `skip_if`.
       consecutive_skipped_steps: Steps skipped since one was applied, without vetoes.
-      stuck_steps: Those of them that were skipped although the scale could not have
-        been lower.
+      stuck_steps: How many of these consecutive steps were skipped although the scale
+        could not have been lower.
       nonfinite_loss_steps: Steps skipped so far because of the loss; None without
         `check_loss`.
       retries: Backward passes that were repeated so far; None without `retries`.
@@ -110,11 +110,12 @@ def report(state: Any, params: Any = None) -> Report:
     `skip_if`; if the loss scale is nan, or not between 2**-126 and 2**126; or if
     `params` are given and not finite. `check_health` raises an error then.
 
-    Call it on the host, between steps: it waits for the state. It sees the state alone,
-    not the rule. So it cannot tell whether a fixed scale skips steps at all, nor, at a
-    fixed scale, a veto (`skip_if`) right after an overflow from another overflow. It
-    shows the scale as the state holds it: `optimizer.current_loss_scale(state)` also
-    clips a scale that was restored or set by hand and lies outside the rule's bounds.
+    Call it on the host, between steps: it waits for the state. It sees the state, but
+    not the rule. So it does not know whether a fixed scale skips steps at all, and
+    takes a veto (`skip_if`) right after an overflow at a fixed scale for another
+    overflow. It shows the scale in the state as it is. If you restored that scale or
+    set it by hand, it may be out of the rule's bounds;
+    `optimizer.current_loss_scale(state)` clips it.
 
     Args:
       state: The state after a step; a pytree that holds one
@@ -183,8 +184,8 @@ def check_health(state: Any, params: Any = None) -> Report:
     Call this on the host from time to time, for example when you log losses. It waits
     for the state and copies a few numbers to the host.
 
-    The verdict is that of `diagnostics.report`, which describes it and does not raise.
-    For limits of your own, compare the numbers of that report.
+    `diagnostics.report` gives the same verdict and raises no error. For limits of your
+    own, compare the numbers of that report.
 
     Args:
       state: The state after a step; a pytree that holds one
@@ -270,7 +271,7 @@ def _judge(state: Any, read: dict[str, Any], has_finite_params: bool) -> list[st
     skipped, retries = read["skipped_steps"], read.get("retries")
     if (skipped or retries) and read["loss_scale"] <= 1 and not read["is_fixed"]:
         return [
-            "The last step was applied, but so low a loss scale does not help.",
+            "The last step was applied, but the loss scale is too low to help.",
             "Unless you chose it, run diagnostics.trace_numerics(loss_fn, params, "
             "batch, scale=2.0**15). It names the line that overflows at that scale.",
         ]

@@ -23,8 +23,8 @@ def suggest_loss_scale(
 
     It is the largest power of two from 2**-126 to 2**126 for which `largest * scale` is
     at most `largest number of dtype / 2**margin`, computed exactly. The margin leaves
-    room for larger gradients that `grads` does not show: those of the next batch and of
-    activations.
+    room for larger gradients that are not in `grads`: in the next batch, and among the
+    gradients of activations.
 
     You may call it inside `jax.jit`, `jax.lax.scan` and `jax.vmap`, and on sharded
     arrays. On the host, with the loss function at hand, use

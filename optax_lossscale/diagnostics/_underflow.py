@@ -21,8 +21,8 @@ SHOWN = 12
 class Underflow(NamedTuple):
     """What becomes of gradients in a dtype, with the loss scale and without.
 
-    The gradients are those of one leaf or of all leaves. A share is relative to all
-    their numbers, including zeros; it is 0 if there are none.
+    It describes one leaf, or all leaves together. A share is relative to all numbers,
+    including zeros; it is 0 if there are none.
 
     Attributes:
       size: f32[], how many numbers there are. A complex number counts as two.
@@ -62,7 +62,7 @@ class Underflow(NamedTuple):
 
 
 class UnderflowStats(NamedTuple):
-    """What `underflow_stats` returns. Print it.
+    """The result of `underflow_stats`. Print it.
 
     The table has a row for each leaf, at most 12, the worst first: by the shares that
     are not finite, flushed and subnormal.
@@ -117,12 +117,12 @@ def _table(stats: UnderflowStats) -> str:
 def underflow_stats(grads: Any, state: Any, dtype: Any = "float16") -> UnderflowStats:
     """Computes what share of the gradients a dtype loses, with scaling and without.
 
-    A number counts as what a conversion to `dtype` makes of it, rounding to nearest
-    even. Numbers are compared by their bits, so float32 subnormals count correctly,
-    also on hardware that treats them as zero. With a scale that is a power of two
-    everything is exact; otherwise the thresholds are rounded to float32. bfloat16 is
-    subnormal where float32 is: such numbers count as subnormal, although such hardware
-    would have flushed them during the computation.
+    Each number is judged as if it were converted to `dtype`, rounding to nearest even.
+    Numbers are compared by their bits, so float32 subnormals count correctly, also on
+    hardware that treats them as zero. With a scale that is a power of two everything is
+    exact; otherwise the thresholds are rounded to float32. Subnormal bfloat16 numbers
+    are subnormal in float32, too: they count as subnormal, although such hardware would
+    have flushed them during the computation.
 
     You may call it inside `jax.jit`, `jax.lax.scan` and `jax.vmap`, and on sharded
     arrays. It reads each gradient once. It warns, once a program is traced, if

@@ -157,7 +157,7 @@ class TestDiagnosis:
 
     def test_a_scale_that_has_fallen_to_one(self):
         found = report(run(INF, INF, 1.0, loss_scale=DynamicLossScale(2.0)))
-        assert "so low a loss scale does not help" in found.diagnosis
+        assert "loss scale is too low to help" in found.diagnosis
         assert "scale=2.0**15" in found.advice[0]
         assert found.healthy
 
@@ -298,7 +298,7 @@ class TestRetries:
     def test_a_scale_that_has_fallen_to_one_without_a_skip(self):
         found = report(self.run(2.0**15, 1.0, loss_scale=DynamicLossScale(2.0**20)))
         assert (found.loss_scale, found.skipped_steps, found.retries) == (1, 0, 20)
-        assert "so low a loss scale does not help" in found.diagnosis
+        assert "loss scale is too low to help" in found.diagnosis
 
 
 class TestVetoes:

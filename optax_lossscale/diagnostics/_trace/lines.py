@@ -59,7 +59,7 @@ class Float32Line(NamedTuple):
 
 
 class Float32Lines(NamedTuple):
-    """What `float32_lines` found. Print it.
+    """The result of `float32_lines`. Print it.
 
     Attributes:
       lines: The lines to compute in float32, in order of execution, each with `file`,
@@ -69,9 +69,9 @@ class Float32Lines(NamedTuple):
       loss_error: The difference of the loss from float32 with these lines in float32,
         relative to float32; inf if it is not finite.
       gradient_error: The norm of the difference of all gradients, relative to the norm
-        of all.
+        of all gradients.
       verified: Whether the loss and the gradients agree with float32 then.
-      message: The same in words.
+      message: The result in words.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -107,16 +107,16 @@ def float32_lines(
 ) -> Float32Lines:
     """Proposes the smallest set of lines to keep in float32.
 
-    It suspects lines that are out of range, flushed to zero, not finite or imprecise in
-    half precision. It computes them in float32, and runs the step to verify that the
-    loss and the gradients agree with float32 then. At last it drops lines until none
-    can be dropped.
+    It suspects lines with results that are out of range, flushed to zero, not finite or
+    imprecise in half precision. It computes these lines in float32, and runs the step
+    to verify that the loss and the gradients then agree with float32. At last it drops
+    lines until none can be dropped.
 
-    A line in float32 converts its inputs, and computes the result and its derivative in
-    float32. The next line gets float32, if it is in the set; if not, convert the result
-    back. Lines in loops, branches, `jax.checkpoint`, `jax.shard_map` and rules of
-    derivatives count, too; kernels that JAX cannot look into stay as they are. The set
-    belongs to these parameters and this batch: ask again later.
+    A line in float32 casts its inputs, and computes the result and its derivative in
+    float32. If the next line is in the set, too, pass it the float32 result. If not,
+    cast the result back. Lines in loops, branches, `jax.checkpoint`, `jax.shard_map`
+    and rules of derivatives count, too; kernels that JAX cannot look into stay as they
+    are. The set belongs to these parameters and this batch: ask again later.
 
     Call it on the host with the arguments of a step, as `trace_numerics`. It compiles
     two programs and runs the second a few dozen times, and says on stderr how far it
@@ -388,7 +388,7 @@ def _describe(search: Search, sources: set[Key], key: Key) -> Float32Line:
         reason = (
             f"the inputs reach 2^{log2_of(run, beyond[0]):.1f}, too much for {half}."
         )
-    fix = "compute in float32: x.astype(jnp.float32) of all that goes in"
+    fix = "cast all inputs with x.astype(jnp.float32)"
     on_line = (x for x in run.program.sites.values() if x.source == site.source)
     if not site.source.line:
         fix = "return the loss in float32"
@@ -398,7 +398,7 @@ def _describe(search: Search, sources: set[Key], key: Key) -> Float32Line:
         what = ", ".join(dict.fromkeys(names)) or "it"
         fix = f"keep {what} in float32: without the cast to {half}"
     elif site.scope:
-        fix += "; if it calls a layer, dtype=jnp.float32"
+        fix += "; for a layer, dtype=jnp.float32"
     return Float32Line(*site.source.own, reason, fix)
 
 

@@ -24,7 +24,7 @@ CALLERS = 3
 
 
 class NumericRange(NamedTuple):
-    """The numbers of an array. If it is in a loop, those of all iterations.
+    """The range of an array's numbers; for an array in a loop, of all iterations.
 
     Attributes:
       dtype: The name of its dtype.

@@ -25,21 +25,21 @@ def not_followed(sites: Iterable[Any]) -> list[str]:
 
 
 class NumericsTrace(NamedTuple):
-    """What `trace_numerics` found. Print it.
+    """The result of `trace_numerics`. Print it.
 
     Attributes:
       findings: What breaks and what to do, the most urgent first.
-      first_nonfinite: The first operation whose inputs are finite and whose result is
-        not, or which turns inf into nan, even if later operations discard it. None if
-        there is none.
+      first_nonfinite: The first operation that makes an inf or nan from finite inputs,
+        or a nan from an inf, even if later operations discard it. None if there is
+        none.
       largest_scale: The largest power of two with which nothing in the backward pass
         overflows, from 2**-126 to 2**126; None if there is none.
       scale: The loss scale of this trace.
       loss: The loss.
       float32_loss: The loss if every operation in half precision were in float32.
       dtype: The dtype in question.
-      computes_in_dtype: Whether the program computes in `dtype`. If it does not, the
-        findings say what would overflow or underflow.
+      computes_in_dtype: Whether the program computes in `dtype`. If not, the findings
+        say what would overflow or underflow if it did.
       operations: All floating-point results, in order of execution.
 
     Examples:
@@ -110,16 +110,16 @@ def trace_numerics(
     searches the largest loss scale with which nothing in the backward pass overflows,
     exactly, by trying.
 
-    The verdict rests on the effect. All is "fine" if the loss agrees with float32
-    within 1 %, all gradients within 1 % of their norm, and the gradient of each
-    parameter that matters within 10 %; in bfloat16 it is 8 times as much. If more than
-    1 % of the gradient of a parameter is flushed to zero, that is never fine, however
-    small it is, since Adam would train this parameter, too. Gradients that are roundoff
-    in float32 do not count. If something is not fine, the first finding names the line
-    where the error begins.
+    The verdict judges the effect on the loss and the gradients. All is "fine" if the
+    loss agrees with float32 within 1 %, all gradients within 1 % of their norm, and the
+    gradient of each parameter that matters within 10 %; in bfloat16 these limits are 8
+    times as wide. A parameter is never fine if more than 1 % of its gradient is flushed
+    to zero. That holds for small gradients, too, because Adam would train this
+    parameter as well. Gradients that are roundoff in float32 do not count. If something
+    is not fine, the first finding names the line where the error begins.
 
-    Comparisons, as in ReLU and maximum, are those of the program in both runs. So a
-    sign that flips near zero is no error.
+    Both runs use the comparisons of the program, as in ReLU and maximum. So a sign that
+    flips near zero is no error.
 
     Call it on the host with the arguments of a step that went wrong. It compiles one
     program, which returns a few numbers for each operation, so it needs little memory;

@@ -203,7 +203,7 @@ def trouble_of(search: Search, run: Run, key: Key) -> tuple[str, str, str, str]:
     places = dict.fromkeys(x.place for x in operations if x.line)
     places.pop(run.operation(key).place, None)
     if places:
-        fix += f", and what goes into it: {'; '.join(places)}"
+        fix += f", and the lines that feed it: {'; '.join(places)}"
     return "precision", what, _loss_of_precision(run, key), fix
 
 
