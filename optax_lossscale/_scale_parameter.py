@@ -116,7 +116,7 @@ def with_loss_scale(
     parameters carry the scale from one to the other: add
     `jnp.float32(optimizer.initial_scale)` to them, named "loss_scale".
 
-    The loss and the gradients are those of `loss_fn`; only the backward pass computes
+    Loss and gradients are the true ones of `loss_fn`; only the backward pass computes
     with scaled numbers. So the trainer may log, clip, accumulate and average
     gradients. If one of them is not finite, **all gradients of the parameters are zero,
     and the gradient of the scale is 1**: the trainer sees no inf or nan, and the
@@ -302,7 +302,7 @@ def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
 def update(
     options: Options, grads: Any, state: Any, params: Any, extra: dict[str, Any]
 ) -> tuple[Any, _state.LossScaleOptimizerState]:
-    """Returns the updates of a step, that of the scale too, and the new state."""
+    """Returns the updates of a step, including the scale's, and the new state."""
     place, old, grads, state, params = _take_apart(options, grads, state, params)
     updates, state = _step.update(options, grads, state, params, extra)
     new = options.loss_scale.loss_scale(state.loss_scale_state)

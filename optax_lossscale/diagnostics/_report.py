@@ -40,7 +40,7 @@ ANY_NUMBER = "It counts as skipped, and check_health allows any number of vetoes
 class Report(NamedTuple):
     """The result of `report` and `check_health`. Print it.
 
-    For a state of many members or devices, the numbers are those of the worst one.
+    A report about many members or devices has the numbers of the worst one.
 
     Attributes:
       healthy: Whether training makes progress, as far as the state tells.

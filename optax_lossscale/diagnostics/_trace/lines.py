@@ -312,7 +312,7 @@ class _Minimizer:
         if found is None:
             text = (
                 "No lines help: with all of them in float32, the loss or the gradients "
-                f"are not finite, or not those of float32. {first.message}"
+                f"are not finite, or differ from float32. {first.message}"
             )
         elif not kept:
             text = f"No line needs float32 {text})."

@@ -17,7 +17,7 @@ from optax_lossscale.diagnostics._trace.values import Key, Site
 
 # An operation makes an error of its own if its inputs have so many times smaller ones.
 INHERITED = 4
-# A small error of what they choose by is a large one of the result.
+# A small error in an index or a condition is a large error in the result.
 CHOICES = ("gather", "dynamic_slice", "select_n")
 # How many lines to name that led to an operation.
 CALLERS = 3
