@@ -51,7 +51,7 @@ PICTURE_OF_CELL = re.compile(r"!\[png\]")
 # The home page shows this part of the README side by side with the cards.
 HERO = re.compile(r"^!\[.*?(?=^## )", re.DOTALL | re.MULTILINE)
 CARDS = """
-<div class="grid cards" markdown>
+<div class="grid cards" markdown data-search-exclude>
 
 - **[Start](docs/guide/use.md)**
 
@@ -103,6 +103,8 @@ def on_page_markdown(markdown, page, config, files):
     """Points links at the site, or else at GitHub, where the page can be edited."""
     uri = page.file.src_uri
     markdown = PICTURE.sub(r"![\2](\1)", markdown)
+    if uri == "guide/troubleshooting.md":
+        page.meta["search"] = {"boost": 2}
     if uri == FILES["README.md"]:
         page.meta["hide"] = ["navigation", "toc"]
         markdown = HERO.sub(_with_cards, BADGES.sub("", markdown), count=1)
@@ -207,6 +209,8 @@ def _folded(cell):
 def _list(title, pages):
     """Returns a page that lists pages, each with its first two paragraphs."""
     entries = [
+        # The search finds the pages themselves.
+        "---\nsearch: {exclude: true}\n---",
         f"# {title}",
         "Read them here, or open them in Colab to run and change them.",
     ]
