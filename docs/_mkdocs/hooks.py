@@ -38,6 +38,13 @@ PAGES = {
     "examples/language_model": "examples/language_model.md",
     "notebooks": "notebooks/index.md",
 }
+# What the search shows before other pages that have the same words.
+BOOSTS = {
+    "guide/questions.md": 1.3,
+    "guide/troubleshooting.md": 2,
+    "recipes/accumulation.md": 2,
+    "recipes/per_example_clipping.md": 0.5,
+}
 LINK = re.compile(r"\]\((?!\w+:)([^)\s#]*)(#[^)\s]*)?\)")
 # Images on other hosts, from which the site loads nothing. Those of the README go.
 BADGES = re.compile(r"^\[!\[.*\n", re.MULTILINE)
@@ -103,8 +110,8 @@ def on_page_markdown(markdown, page, config, files):
     """Points links at the site, or else at GitHub, where the page can be edited."""
     uri = page.file.src_uri
     markdown = PICTURE.sub(r"![\2](\1)", markdown)
-    if uri == "guide/troubleshooting.md":
-        page.meta["search"] = {"boost": 2}
+    if uri in BOOSTS:
+        page.meta["search"] = {"boost": BOOSTS[uri]}
     if uri == FILES["README.md"]:
         page.meta["hide"] = ["navigation", "toc"]
         markdown = HERO.sub(_with_cards, BADGES.sub("", markdown), count=1)
