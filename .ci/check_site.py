@@ -1,12 +1,14 @@
-"""Checks the built site: it documents every name and loads nothing from elsewhere.
+"""Checks the built site: each name is there once, and nothing comes from elsewhere.
 
 Run by `.ci/run docs`, as `python .ci/check_site.py SITE`. `mkdocs build --strict` has
 checked links, anchors and the navigation.
 """
 
 import inspect
+import json
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 from mkdocstrings import Inventory
@@ -43,6 +45,11 @@ def errors(site):
         documented = Inventory.parse_sphinx(file)
     for name in sorted(set(public_names()) - set(documented)):
         yield f"{name} is not documented"
+    entries = json.loads((site / "search/search_index.json").read_text())["docs"]
+    titles = Counter(x["title"] for x in entries if "#" not in x["location"])
+    for title, count in titles.items():
+        if count > 1:
+            yield f"{count} pages are called {title}"
     for path in [*site.rglob("*.html"), *site.rglob("*.css")]:
         for match in LOADED.finditer(path.read_text()):
             yield f"{path.relative_to(site)} loads {match[0]}"
