@@ -1,8 +1,8 @@
-"""Pages whose text lives elsewhere in the repository, and the links to them.
+"""What the site adds to the pages: texts from elsewhere, links, pictures, descriptions.
 
 The README, the changelog and the notebooks are written once, and their links are those
 of the repository. Here they become links of the site; what is not on the site is linked
-on GitHub.
+on GitHub. `reference.py` has the rest, for the API reference.
 """
 
 import itertools
