@@ -81,13 +81,13 @@ CELL = re.compile(r"<(t[hd])>(.*?)</t[hd]>", re.DOTALL)
 SENTENCE = re.compile(r"<p>(?!<a|<img)(.*?)(?:(?<=[.?])\s|</p>)", re.DOTALL)
 TAG = re.compile(r"<.*?>", re.DOTALL)
 NUMBER = re.compile(r"\u2013|-?[\d.,]+( to [\d.]+|%)?")
-VERSION = re.compile(r'^__version__ = "(.*)"$', re.MULTILINE)
+VERSION = re.compile(r"^## \[(.*)\] - (.*)$", re.MULTILINE)
 
 
 def on_config(config):
-    """Shows the version of the package, not the one that happens to be installed."""
-    package = (ROOT / "optax_lossscale/__init__.py").read_text()
-    config.extra["version_of_package"] = VERSION.search(package)[1]
+    """Shows the version that the pages describe, and whether it is released."""
+    number, date = VERSION.search((ROOT / "CHANGELOG.md").read_text()).groups()
+    config.extra["version_of_package"] = f"{number}, {date}"
 
 
 def on_files(files, config):

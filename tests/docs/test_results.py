@@ -1,5 +1,7 @@
 """The pages show the committed results of the benchmarks."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,16 @@ from benchmarks.tasks import detector, perceptron
 def test_tables_are_those_of_the_results(path):
     text = path.read_text()
     assert report.replace_tables(text, pages.tables()) == text
+
+
+def test_readme_tells_the_costs():
+    text = (ROOT / "docs/guide/costs.md").read_text()
+    (row,) = re.findall(r"^\| ratio to .*\n.*\n\| minimize \| (.*) \|$", text, re.M)
+    mlp, transformer, tpu, gpu = row.split(" | ")
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"{transformer} times for a transformer, {mlp} for an MLP" in readme
+    more = (round(100 * (float(ratio) - 1)) for ratio in (tpu, gpu))
+    assert "Adam moves {} to {} % more bytes".format(*more) in readme
 
 
 def test_page_tells_how_far_sampler_and_trainer_are_apart():
