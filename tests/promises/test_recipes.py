@@ -192,7 +192,8 @@ def check_batch_norm(page, images, labels):
         state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
         state = optax.tree.set(state, loss_scale=jnp.float32(2))
         transform = eqx.filter_value_and_grad
-        return optimizer.value_and_grad(loss_fn, state, transform=transform)(model)[1]
+        gradients = optimizer.value_and_grad(loss_fn, state, transform=transform)
+        return eqx.filter_jit(gradients)(model)[1]
 
     assert np.all(np.isnan(gradients(Naive, ()).first.weight[3]))
     with pytest.raises(TypeError, match="float32, float16"):
@@ -315,7 +316,7 @@ def check_per_example_clipping(page):
     for x, y in zip(page["params"], page["bare"], strict=True):
         np.testing.assert_allclose(x, y, atol=2e-3)
     params, high, x, y = (page[name] for name in ("params", "high", "x", "y"))
-    _, state, _ = page["train_step"](params, high, x, y)
+    _, state, _ = jax.jit(page["train_step"])(params, high, x, y)
     assert_same_bits(state.inner_state, high.inner_state)
     assert state.skipped_steps == high.skipped_steps + 1
     # The clip never sees an overflow, but true gradients of the examples, or 2**-20.
@@ -330,13 +331,14 @@ def check_per_example_clipping(page):
     for retries in (0, 24):
         optimizer = LossScaleOptimizer(watched, skip="where", retries=retries)
         state = optax.tree.set(optimizer.init(params), loss_scale=jnp.float32(2**46))
-        _, state, _ = optimizer.minimize(
-            page["loss_fn"], params, state, x, y, transform=per_example
+        minimize = functools.partial(
+            optimizer.minimize, page["loss_fn"], transform=per_example
         )
+        _, state, _ = jax.jit(minimize)(params, state, x, y)
         jax.effects_barrier()
         assert state.skipped_steps == (retries == 0)
     wide = functools.partial(page["loss_fn"], dtype=jnp.float32)
-    _, wanted = per_example(wide)(params, x, y)
+    _, wanted = jax.jit(per_example(wide))(params, x, y)
     skipped, repeated = seen
     for x, y, z in zip(skipped, repeated, wanted, strict=True):
         np.testing.assert_array_equal(x, 2.0**-20)
