@@ -439,20 +439,23 @@ ROWS = [
 ]
 
 
+def grouped(words):
+    """Returns pairs of words and all parts that have them."""
+    parts = {}
+    for code, cell in words.items():
+        parts.setdefault(cell, []).append(f"`{code}`")
+    return [[cell, "<br>".join(codes)] for cell, codes in parts.items()]
+
+
 def page(text):
-    """Returns a page with the tables of the rows, one line for parts that agree."""
-    noted = {row.code: row.note for row in ROWS if row.note}
-    inside = {row.code: row.inside for row in ROWS if "inner" in row.code}
-    for header, words in (
-        (["part", "what to know"], noted),
-        (["inside of", "what becomes of the step"], inside),
-    ):
-        parts = {}
-        for code, cell in words.items():
-            parts.setdefault(cell, []).append(f"`{code}`")
-        lines = [[", ".join(codes), cell] for cell, codes in parts.items()]
-        text = report.replace_tables(text, [report.table(header, lines)])
-    return text
+    """Returns a page with the tables of the rows."""
+    notes = grouped({row.code: row.note for row in ROWS if row.note})
+    inside = grouped({row.code: row.inside for row in ROWS if "inner" in row.code})
+    tables = [
+        report.table(["part", "what to know"], [line[::-1] for line in notes]),
+        report.table(["what becomes of the step", "inside of"], inside),
+    ]
+    return report.replace_tables(text, tables)
 
 
 if __name__ == "__main__":
