@@ -64,7 +64,7 @@ def plot_numerics(
     for ax in (backward, forward):
         handles |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
     forward.legend(
-        handles.values(), handles.keys(), fontsize="small", loc="lower left", ncols=4,
+        handles.values(), handles.keys(), fontsize="small", loc="lower left", ncols=3,
         bbox_to_anchor=(0, 1.02), borderaxespad=0, frameon=False,
     )  # fmt: skip
     return forward, backward
