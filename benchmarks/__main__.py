@@ -4,7 +4,6 @@ Each system runs in turns with a plain Optax step. The result is the median of t
 ratios of their times. Writes JSON, and a Markdown table per workload.
 """
 
-import argparse
 from pathlib import Path
 
 import jax
@@ -18,15 +17,17 @@ from benchmarks.workloads import make_workloads
 def main() -> None:
     """Runs the benchmarks."""
     platform = jax.default_backend()
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument(
-        "--quick", action="store_true", help="only small workloads, in under 2 minutes"
-    )
+    parser = report.parser("benchmarks", __doc__)
+    text = "Measure small workloads alone, in under 2 minutes."
+    parser.add_argument("--quick", action="store_true", help=text)
     for kind in ("workload", "system"):
-        text = f"only {kind}s whose name contains this"
-        parser.add_argument(f"--{kind}", default="", help=text)
-    parser.add_argument("--seconds", type=float, help="the seconds that each pair runs")
-    parser.add_argument("--out", type=Path, default="benchmark_results", help="folder")
+        text = f"Measure only {kind}s whose name contains this."
+        parser.add_argument(f"--{kind}", default="", metavar="NAME", help=text)
+    text = "Run each pair for X seconds."
+    parser.add_argument("--seconds", type=float, metavar="X", help=text)
+    out = Path("benchmark_results")
+    text = f"Write the results to this folder (default: {out})."
+    parser.add_argument("--out", type=Path, default=out, metavar="FOLDER", help=text)
     options = parser.parse_args()
     workloads = [
         workload

@@ -105,6 +105,7 @@ def measure(
 
 def main() -> None:
     """Compiles for all targets whose compiler is installed, and writes the results."""
+    report.parser("benchmarks.compiled", __doc__).parse_args()
     workload = optimizer_step(20_000_000, 20)._replace(skips=SKIPS)
     for target in (TPU, H100):
         if device(target) is None:

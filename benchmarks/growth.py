@@ -143,6 +143,7 @@ def table(found: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measures, and writes the results."""
+    report.parser("benchmarks.growth", __doc__).parse_args()
     found = report.load(RESULTS) | report.about()
     for title, (function, sizes) in track(ROWS.items(), "measuring"):
         pairs = [function(size) for size in sizes]

@@ -6,7 +6,6 @@ goes on if it gets the same `--out`. Writes `results/grpo.json`. To draw it, run
 `python -m docs._mkdocs.figures`.
 """
 
-import argparse
 import itertools
 import os
 import subprocess
@@ -78,8 +77,9 @@ def differences(found: dict[str, Any], way: str) -> list[float]:
 
 def main() -> None:
     """Runs the whole experiment, and writes its results."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.grpo")
-    parser.add_argument("--out", type=Path, help="folder of the runs")
+    parser = report.parser("benchmarks.grpo", __doc__)
+    text = "Keep the runs in this folder."
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
     out = parser.parse_args().out or Path(tempfile.mkdtemp())
     runs = {way: [] for way in WAYS}
     cases = list(itertools.product(range(SEEDS), enumerate(WAYS)))

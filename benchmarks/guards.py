@@ -187,6 +187,7 @@ def table(found: dict[str, Any]) -> str:
 
 def main() -> None:
     """Runs all trainings, and writes their results."""
+    report.parser("benchmarks.guards", __doc__).parse_args()
     cases = {name: {} for name in BAD | GOOD}
     for way, wrap in WAYS.items():
         train = make_training(wrap)

@@ -96,6 +96,7 @@ def flushed_table(found: dict[str, Any]) -> str:
 
 def main() -> None:
     """Runs the whole experiment, and writes its results."""
+    report.parser("benchmarks.language_model", __doc__).parse_args()
     config, runs = PRESETS["tiny"], {name: [] for name in WAYS}
     for seed, name in track(list(itertools.product(range(3), WAYS)), "training"):
         runs[name].append(run(dataclasses.replace(config, seed=seed, **WAYS[name])))

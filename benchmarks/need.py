@@ -62,6 +62,7 @@ def table(found: dict[str, Any]) -> str:
 
 def main() -> None:
     """Runs the whole experiment, and writes its results."""
+    report.parser("benchmarks.need", __doc__).parse_args()
     tasks = [make(2 * STEPS) for make in TASKS]
     tasks += [detector(STEPS, size) for size in SIZES]
     losses = {task.name: {way: [] for way in WAYS} for task in tasks}

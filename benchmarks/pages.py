@@ -28,6 +28,7 @@ def tables() -> list[str]:
 
 def main() -> None:
     """Writes all of them."""
+    report.parser("benchmarks.pages", __doc__).parse_args()
     CPU.with_suffix(".md").write_text(report.full_report(report.load(CPU)))
     for path in PAGES:
         path.write_text(report.replace_tables(path.read_text(), tables()))

@@ -1,5 +1,6 @@
 """Results as JSON and as Markdown tables."""
 
+import argparse
 import contextlib
 import itertools
 import json
@@ -14,10 +15,16 @@ import jax
 import numpy as np
 
 from benchmarks.systems import PLAIN, PLAIN_KERAS
+from examples.common.command_line import OneLineParser
 
 RESULTS = Path(__file__).with_name("results")
 _PACKAGES = ["jax", "jaxlib", "optax", "flax", "jmp", "mixed_precision_for_JAX"]
 _PACKAGES += ["keras", "libtpu", "jax-cuda12-plugin"]
+
+
+def parser(name: str, text: str | None) -> argparse.ArgumentParser:
+    """Returns the parser of a script, whose help is the docstring of the script."""
+    return OneLineParser(f"python -m {name}", description=text)
 
 
 def versions() -> dict[str, str]:

@@ -5,7 +5,6 @@ H100 as `benchmarks.compiled` does, and trains a network at several growth inter
 adds to `results/retries.json`. Arguments name some of these parts: `CPU training`.
 """
 
-import argparse
 import functools
 import itertools
 from collections.abc import Callable
@@ -138,8 +137,8 @@ def _ratio(old: dict[str, Any], new: dict[str, Any], key: str) -> str:
 
 def main() -> None:
     """Measures all parts, or those that are named, and writes the results."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.retries")
-    parser.add_argument("parts", nargs="*", choices=PARTS)
+    parser = report.parser("benchmarks.retries", __doc__)
+    parser.add_argument("parts", nargs="*", choices=PARTS, help="Measure these parts.")
     for part in parser.parse_args().parts or PARTS:
         rows = PARTS[part]()
         if rows is None:

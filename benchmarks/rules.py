@@ -198,6 +198,7 @@ def compare(task: Task, seeds: int, every: int) -> dict[str, Any]:
 
 def main() -> None:
     """Runs the whole experiment, and writes its results."""
+    report.parser("benchmarks.rules", __doc__).parse_args()
     steps, seeds = 1000, 5
     tasks = [make(steps) for make in TASKS]
     found = {task.name: compare(task, seeds, 10) for task in track(tasks, "training")}

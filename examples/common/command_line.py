@@ -9,7 +9,18 @@ from typing import Any, NoReturn
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser that prints errors on one line, without the usage."""
+    """An argument parser that prints errors on one line, and a usage of one line.
+
+    Args:
+      prog: The command.
+      required: The arguments that it must have.
+      **options: Those of `argparse.ArgumentParser`.
+    """
+
+    def __init__(self, prog: str, required: str = "", **options: Any):
+        usage = " ".join(filter(None, (prog, required, "[options]")))
+        super().__init__(prog, usage, add_help=False, **options)
+        self.add_argument("-h", "--help", action="help", help="Show this help.")
 
     def error(self, message: str) -> NoReturn:
         """Prints the message and exits with status 2."""

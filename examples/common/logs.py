@@ -11,7 +11,6 @@ from typing import Any
 import jax
 from rich.console import Console
 from rich.progress import (
-    BarColumn,
     MofNCompleteColumn,
     Progress,
     TextColumn,
@@ -161,11 +160,11 @@ class ProgressLine:
         self._console = Console()
         self._every = max(steps // LINES, 1)
         self._steps = steps
+        # Without a bar, for which a terminal of 80 columns has no place.
         columns = (
-            BarColumn(bar_width=10),
             MofNCompleteColumn(),
             TextColumn("{task.description}"),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(compact=True),
         )
         self._progress = Progress(
             *columns, console=self._console, disable=not self._console.is_terminal
@@ -185,11 +184,8 @@ class ProgressLine:
 
 
 def describe_scaling(values: Mapping[str, float]) -> str:
-    """Returns the loss, the loss scale and its counters, for the progress line."""
-    text = (
-        f"loss {values['loss']:.3f}  scale {values['loss_scale']:g}  "
-        f"skipped {values['skipped_steps']:g}"
-    )
+    """Returns the loss scale and its counters, for the progress line."""
+    text = f"scale {values['loss_scale']:g}  skipped {values['skipped_steps']:g}"
     if "retries" in values:
         text += f"  repeated {values['retries']:g}"
     return text

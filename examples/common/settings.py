@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import json
+import shutil
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -11,6 +13,7 @@ import jax
 
 from examples.common.logs import write_whole
 
+METAVARS: dict[Any, str] = {int: "N", float: "X"}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -37,7 +40,7 @@ class SettingError(ValueError):
 
 
 def setting(default: Any, text: str, **checks: Any) -> Any:
-    """Returns a field: its default, what it is, and `least`, `most` or `choices`."""
+    """Returns a field: its default, what it does, and `least`, `most` or `choices`."""
     return dataclasses.field(default=default, metadata={"help": text, **checks})
 
 
@@ -63,15 +66,17 @@ def check_ranges(config: Any) -> None:
 def add_options(parser: Any, config: type) -> None:
     """Adds an option for each field of a dataclass; what is not given is left out."""
     for field in dataclasses.fields(config):
-        is_flag = field.type is bool
         text = field.metadata["help"]
         if choices := field.metadata.get("choices"):
             text += f": {', '.join(choices)}"
+        kind: dict[str, Any] = {"metavar": METAVARS.get(field.type, "NAME")}
+        if field.type is bool:
+            kind = {"action": argparse.BooleanOptionalAction}
         parser.add_argument(
             "--" + field.name.replace("_", "-"),
-            action=argparse.BooleanOptionalAction if is_flag else "store",
             default=argparse.SUPPRESS,
-            help=f"{text} ({field.default})",
+            help=f"{text} (default: {field.default}).",
+            **kind,
         )
 
 
@@ -146,7 +151,11 @@ def _check_same_run(
         raise SettingError("out", rule + "; ".join(pairs), str(out))
 
 
-def say(line: str) -> None:
-    """Prints a line, once for all processes."""
+def say(text: str) -> None:
+    """Prints a text, once for all processes; breaks long lines between words."""
     if jax.process_index() == 0:
-        print(line, flush=True)
+        columns = shutil.get_terminal_size().columns
+        wrapped = textwrap.wrap(
+            text, columns, break_long_words=False, break_on_hyphens=False
+        )
+        print("\n".join(wrapped), flush=True)

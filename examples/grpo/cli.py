@@ -17,7 +17,7 @@ DESCRIPTION = """
 Teaches a small transformer to sort digits: first by right answers, then by
 reinforcement learning (GRPO) in float16, bfloat16 or float32, in which it samples
 answers and is rewarded for right ones. Run it again with the same folder, and it goes
-on where it stopped.
+on where it stopped. It takes one to two minutes on two CPU cores.
 """
 
 
@@ -33,9 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         signal, if that ended the training early.
     """
     parser = command_line.OneLineParser(
-        prog=PROGRAM, description=DESCRIPTION, allow_abbrev=False
+        PROGRAM, "--out FOLDER", description=DESCRIPTION, allow_abbrev=False
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
+    text = "Keep the run in this folder."
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help=text)
     settings.add_options(parser, Config)
     options = vars(parser.parse_args(arguments))
     out = options.pop("out")
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         result = train(config, out)
     except FloatingPointError as error:
         parser.exit(1, f"{PROGRAM}: {error}\n")
-    print(describe(result, config, out))
+    settings.say(describe(result, config, out))
     if result.stopped_by:
         raise SystemExit(128 + result.stopped_by)
 

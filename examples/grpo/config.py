@@ -22,33 +22,56 @@ class Config:
     """
 
     # The task and the model.
-    digits: int = setting(10, "digits to sort", least=2)
-    layers: int = setting(2, "transformer blocks", least=1)
-    width: int = setting(64, "channels", least=1)
-    heads: int = setting(4, "attention heads, a divisor of the width", least=1)
+    digits: int = setting(10, "Sort N digits", least=2)
+    layers: int = setting(2, "Use N transformer blocks", least=1)
+    width: int = setting(64, "Use N channels", least=1)
+    heads: int = setting(4, "Use N attention heads; N must divide the width", least=1)
 
     # The precision.
-    dtype: str = setting("float16", "of sampler and trainer", choices=DTYPES)
+    dtype: str = setting(
+        "float16",
+        "Compute in this dtype, in the sampler and in the trainer",
+        choices=DTYPES,
+    )
     retries: int = setting(
-        24, "how often an update in float16 may repeat its backward pass", least=0
+        24, "Repeat the backward pass of an overflow up to N times, in float16", least=0
     )
 
     # The training.
     seed: int = setting(
-        0, "of the parameters, the problems and the samples", least=0, most=2**32 - 1
+        0,
+        "Draw the parameters, the problems and the samples with this seed",
+        least=0,
+        most=2**32 - 1,
     )
-    supervised_steps: int = setting(150, "steps on right answers, in float32", least=0)
-    supervised_batch: int = setting(256, "problems in such a step", least=1)
-    supervised_rate: float = setting(2e-3, "peak learning rate of these", least=0)
-    steps: int = setting(100, "steps of reinforcement learning after these", least=1)
-    problems: int = setting(64, "problems in a step", least=1)
-    group: int = setting(8, "answers to each problem", least=2)
-    minibatches: int = setting(4, "updates in a step, a divisor of problems", least=1)
-    learning_rate: float = setting(3e-4, "of these updates", least=0)
-    clip: float = setting(0.2, "how far from 1 a ratio counts", least=0)
+    supervised_steps: int = setting(
+        150, "First train for N steps on right answers, in float32", least=0
+    )
+    supervised_batch: int = setting(
+        256, "Pose N problems in each of these steps", least=1
+    )
+    supervised_rate: float = setting(
+        2e-3, "Let the learning rate of these steps rise to X", least=0
+    )
+    steps: int = setting(
+        100, "Then train for N steps by reinforcement learning", least=1
+    )
+    problems: int = setting(
+        64, "Pose N problems in each step of reinforcement learning", least=1
+    )
+    group: int = setting(8, "Sample N answers to each problem", least=2)
+    minibatches: int = setting(
+        4, "Make N updates in each step; N must divide the problems", least=1
+    )
+    learning_rate: float = setting(
+        3e-4, "Use the learning rate X in these updates", least=0
+    )
+    clip: float = setting(
+        0.2, "Clip ratios of probabilities that differ from 1 by more than X", least=0
+    )
 
     # How it runs.
-    save_every: int = may_change(50, "steps between checkpoints", least=1)
+    save_every: int = may_change(50, "Save a checkpoint every N steps", least=1)
 
     def __post_init__(self):
         check_ranges(self)

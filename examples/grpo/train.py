@@ -64,8 +64,8 @@ def train(config: Config, out: Path) -> Result:
 
 
 def _describe(values: Mapping[str, float]) -> str:
-    text = describe_scaling(values)
+    text = f"loss {values['loss']:.3f}"
     if "reward" in values:
-        apart = f"difference {values['mean_difference']:.0e}"
-        text = f"reward {values['reward']:.2f}  {apart}  {text}"
-    return text
+        apart = f"apart {values['mean_difference']:.0e}"
+        text = f"reward {values['reward']:.2f}  {apart}"
+    return f"{text}  {describe_scaling(values)}"

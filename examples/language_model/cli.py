@@ -17,7 +17,8 @@ from examples.language_model.train import Result, train
 
 DESCRIPTION = """
 Trains a language model on the sources of Python's standard library, in float16 with
-loss scaling. Run it again with the same folder, and it goes on where it stopped.
+loss scaling. Run it again with the same folder, and it goes on where it stopped. The
+preset tiny takes one to two minutes on two CPU cores.
 """
 
 
@@ -58,22 +59,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def make_parser() -> command_line.OneLineParser:
     """Returns the command-line parser: an option for each setting, and a few more."""
     parser = command_line.OneLineParser(
-        prog=PROGRAM, description=DESCRIPTION, allow_abbrev=False
+        PROGRAM, "--out FOLDER", description=DESCRIPTION, allow_abbrev=False
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
+    text = "Keep the run in this folder."
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help=text)
+    text = f"Begin with these settings: {', '.join(PRESETS)} (default: tiny)."
     parser.add_argument(
-        "--preset", choices=PRESETS, default="tiny", help="gives all other settings"
+        "--preset", choices=PRESETS, default="tiny", metavar="NAME", help=text
     )
-    group = parser.add_argument_group("settings, and what they are in tiny")
+    group = parser.add_argument_group("settings, with the defaults of tiny")
     settings.add_options(group, Config)
     several = parser.add_argument_group("several processes")
     several.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
-        help="address of the first process, or auto: ask the cluster for all of it",
+        help="Meet at this address of the first process, or auto: ask the cluster.",
     )
-    several.add_argument("--processes", type=int, help="how many there are")
-    several.add_argument("--process", type=int, help="which one this is, from 0")
+    text = "Train with N processes."
+    several.add_argument("--processes", type=int, metavar="N", help=text)
+    text = "Be process N, counted from 0."
+    several.add_argument("--process", type=int, metavar="N", help=text)
     return parser
 
 

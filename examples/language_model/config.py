@@ -23,43 +23,60 @@ class Config:
     """
 
     # The text and the model.
-    corpus: str = setting("*.py", "files of the standard library, a glob pattern")
-    vocabulary: int = setting(
-        8192, "tokens: 256 bytes, and words", least=257, most=65536
+    corpus: str = setting(
+        "*.py",
+        "Train on the files of the standard library that match this glob pattern",
     )
-    context: int = setting(64, "sequence length, in tokens", least=1)
-    layers: int = setting(2, "transformer blocks", least=1)
-    width: int = setting(64, "channels", least=1)
-    heads: int = setting(4, "attention heads, a divisor of the width", least=1)
+    vocabulary: int = setting(
+        8192, "Use N tokens: 256 bytes, and words", least=257, most=65536
+    )
+    context: int = setting(64, "Train on sequences of N tokens", least=1)
+    layers: int = setting(2, "Use N transformer blocks", least=1)
+    width: int = setting(64, "Use N channels", least=1)
+    heads: int = setting(4, "Use N attention heads; N must divide the width", least=1)
 
     # The precision.
-    dtype: str = setting("float16", "dtype of the computation", choices=DTYPES)
-    loss_scale: str = setting("dynamic", "how the loss scales", choices=LOSS_SCALES)
+    dtype: str = setting("float16", "Compute in this dtype", choices=DTYPES)
+    loss_scale: str = setting(
+        "dynamic", "Change the loss scale by this rule", choices=LOSS_SCALES
+    )
     retries: int = setting(
-        0, "how often a step may repeat its backward pass at a lower scale", least=0
+        0,
+        "Repeat the backward pass of an overflow up to N times, at lower scales",
+        least=0,
     )
 
     # The training.
-    seed: int = setting(0, "of the parameters and the batches", least=0, most=2**32 - 1)
-    steps: int = setting(60, "optimizer steps", least=1)
-    batch_size: int = setting(256, "sequences in a step, on all devices", least=1)
-    accumulate: int = setting(1, "micro-batches in a step", least=1)
-    learning_rate: float = setting(3e-3, "peak learning rate", least=0)
-    warmup_steps: int = setting(10, "steps until the peak", least=0)
-    weight_decay: float = setting(0.1, "of kernels and embeddings", least=0)
-    clip_norm: float = setting(1.0, "largest norm of the gradients", least=0)
-    average_decay: float = setting(0.99, "of the averaged parameters", least=0, most=1)
+    seed: int = setting(
+        0, "Draw the parameters and the batches with this seed", least=0, most=2**32 - 1
+    )
+    steps: int = setting(60, "Train for N optimizer steps", least=1)
+    batch_size: int = setting(
+        256, "Use N sequences in each step, on all devices together", least=1
+    )
+    accumulate: int = setting(1, "Split each step into N micro-batches", least=1)
+    learning_rate: float = setting(3e-3, "Let the learning rate rise to X", least=0)
+    warmup_steps: int = setting(10, "Let the learning rate rise for N steps", least=0)
+    weight_decay: float = setting(0.1, "Decay kernels and embeddings by X", least=0)
+    clip_norm: float = setting(1.0, "Clip the norm of the gradients to X", least=0)
+    average_decay: float = setting(
+        0.99, "Average the parameters with decay X", least=0, most=1
+    )
 
     # How it runs.
-    eval_every: int = setting(20, "steps between evaluations", least=1)
-    eval_batches: int = setting(4, "batches in an evaluation", least=1)
-    log_every: int = setting(1, "steps between rows of the logs", least=1)
-    save_every: int = may_change(20, "steps between checkpoints", least=1)
+    eval_every: int = setting(20, "Evaluate every N steps", least=1)
+    eval_batches: int = setting(4, "Evaluate on N batches", least=1)
+    log_every: int = setting(1, "Log every N steps", least=1)
+    save_every: int = may_change(20, "Save a checkpoint every N steps", least=1)
     mesh: str = may_change(
-        "data", "devices by axis: data=8, data=2,fsdp=4; no number: all that are left"
+        "data",
+        "Arrange the devices, as data=8 or data=2,fsdp=4; an axis without a number "
+        "gets all that are left",
     )
-    remat: bool = may_change(False, "recompute each block to save memory")
-    scan_layers: bool = may_change(False, "compile one block, not each")
+    remat: bool = may_change(
+        False, "Recompute each block in the backward pass, to save memory"
+    )
+    scan_layers: bool = may_change(False, "Compile one block instead of all")
 
     def __post_init__(self):
         check_ranges(self)

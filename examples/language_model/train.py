@@ -86,7 +86,7 @@ def train(config: Config, corpus: Corpus, mesh: Mesh, out: Path) -> Result:
 
 
 def _describe(values: Mapping[str, float]) -> str:
-    text = describe_scaling(values)
+    text = f"loss {values['loss']:.3f}  {describe_scaling(values)}"
     if "perplexity" in values:
         text += f"  perplexity {values['perplexity']:.1f}"
     return text

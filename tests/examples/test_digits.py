@@ -216,9 +216,9 @@ main(sys.argv[1:])
     }
     assert found["--version"].split()[1] == optax_lossscale.__version__
     text = " ".join(found["--help"].split())
-    assert "training steps per run, 1 to 10000 (default: 80)" in text
-    assert "patches in a batch, 256 to 1048576 (default: 131072)" in text
-    assert "--plot FILE.png also draw" in text
+    assert "Train for N steps in each way; 1 to 10000 (default: 80)." in text
+    assert "Use N patches in each batch; 256 to 1048576 (default: 131072)." in text
+    assert "--plot FILE.png Write a figure" in text
 
 
 def test_options_reach_the_experiment(monkeypatch, capsys):
@@ -230,10 +230,10 @@ def test_options_reach_the_experiment(monkeypatch, capsys):
 
     monkeypatch.setattr(train, "train_all_ways", train_all_ways)
     digits.main([])
-    assert "This takes about a minute on two cores." in capsys.readouterr().out
+    assert "This takes about 40 seconds on two CPU cores." in capsys.readouterr().out
     numbers = ["--steps=700", "--seed=3", "--batch-size=65536", "--retries=5"]
     digits.main([*numbers, "--optimizer=sgd"])
-    assert "This takes about 4 minutes on two" in capsys.readouterr().out
+    assert "This takes about 2 minutes on two" in capsys.readouterr().out
     shared = {"seed": 0, "retries": 0, "optimizer": "adam"}
     others = {"seed": 3, "retries": 5, "optimizer": "sgd"}
     assert seen == [
