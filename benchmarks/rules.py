@@ -34,7 +34,6 @@ RULES: dict[str, LossScale] = {
     "dynamic, 200": DynamicLossScale(growth_interval=200),
     "headroom": HeadroomLossScale(),
 }
-COLORS = dict(zip(RULES, ["#56B4E9", "#0072B2", "#009E73"], strict=True))
 
 # Arguments of the headroom rule, varied one at a time around their defaults.
 SWEEP = {
