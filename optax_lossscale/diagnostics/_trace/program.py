@@ -202,10 +202,7 @@ def compile_function(
     Returns:
       A function that returns the results on the host; inf and nan raise no errors.
     """
-    text = (
-        f"Compiling {count} operations, please wait. It takes 4 to 8 times as long as "
-        "compiling the step."
-    )
+    text = f"Compiling {count} operations takes 4 to 8 times as long as the step does."
     options = {"file": sys.stderr, "flush": True}
     delay = PATIENCE if count < MANY else 0
     timer = threading.Timer(delay, print, [text], options)
