@@ -115,7 +115,7 @@ def on_page_markdown(markdown, page, config, files):
     if uri == FILES["README.md"]:
         page.meta["hide"] = ["navigation", "toc"]
         markdown = HERO.sub(_with_cards, BADGES.sub("", markdown), count=1)
-    is_notebook = (ROOT / uri).with_suffix(".ipynb").exists()
+    is_notebook = uri.startswith("notebooks/")
     source = SOURCES.get(uri, uri if is_notebook else f"docs/{uri}")
     if (ROOT / source).exists():
         page.edit_url = f"{config.repo_url}/edit/main/{source}"
