@@ -78,8 +78,8 @@ CARDS = """
 TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 ROW = re.compile(r"<tr>(.*?)</tr>", re.DOTALL)
 CELL = re.compile(r"<(t[hd])>(.*?)</t[hd]>", re.DOTALL)
-# The first sentence of a page, unless it begins with a link or a picture.
-SENTENCE = re.compile(r"<p>(?!<a|<img)(.*?)(?:(?<=[.?])\s|</p>)", re.DOTALL)
+# The first paragraph of a page, unless it begins with a link or a picture.
+PARAGRAPH = re.compile(r"<p>(?!<a|<img)(.*?)</p>", re.DOTALL)
 TAG = re.compile(r"<.*?>", re.DOTALL)
 NUMBER = re.compile(r"\u2013|-?[\d.,]+( to [\d.]+|%)?")
 VERSION = re.compile(r"^## \[(.*)\] - (.*)$", re.MULTILINE)
@@ -126,9 +126,9 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(html, page, **_):
-    """Aligns the columns of numbers, and describes the page by its first sentence."""
-    if sentence := SENTENCE.search(html):
-        text = unescape(TAG.sub("", sentence[1].replace("<sup>", "^")))
+    """Aligns the columns of numbers, and describes the page by its first paragraph."""
+    if paragraph := PARAGRAPH.search(html):
+        text = unescape(TAG.sub("", paragraph[1].replace("<sup>", "^")))
         page.meta["description"] = escape(" ".join(text.split()))
     return TABLE.sub(lambda match: _with_numbers(match[0]), html)
 
