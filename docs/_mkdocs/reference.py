@@ -17,6 +17,12 @@ ELSEWHERE = {
         "jax.lax.scan", "jax.pmap", "jax.shard_map", "jax.value_and_grad", "jax.vmap",
     ),
     "https://matplotlib.org/stable/api/_as_gen/{}.html": ("matplotlib.axes.Axes",),
+    "https://optax.readthedocs.io/en/latest/api/apply_updates.html#{}": (
+        "optax.apply_updates",
+    ),
+    "https://optax.readthedocs.io/en/latest/api/utilities.html#{}": (
+        "optax.scale_gradient",
+    ),
     "https://optax.readthedocs.io/en/latest/api/optimizer_wrappers.html#{}": (
         "optax.MultiSteps",
     ),
