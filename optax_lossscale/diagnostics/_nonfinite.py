@@ -18,9 +18,8 @@ def nonfinite_leaves(grads: Any) -> dict[str, jax.Array]:
     the record of the step. On the host, `describe_nonfinite` tells more.
 
     Several names at once do not tell the cause. An inf in the forward pass can reach
-    every parameter, and an inf in the backward pass reaches all layers nearer to the
-    input. `trace_numerics` names the
-    operation where it began, and its line.
+    every parameter, and an inf in the backward pass can reach all layers nearer to the
+    input. `trace_numerics` names the operation where it began, and its line.
 
     Args:
       grads: Gradients, scaled or not; any pytree. Leaves that are not floating-point

@@ -213,7 +213,7 @@ class Row:
                 continue
             found = {bad: judge(end, wanted) for bad, end in ends.items()}
             by_inf, by_nan = found.values()
-            yield by_inf if by_inf == by_nan else f"{by_inf}; by nan: {by_nan}"
+            yield by_inf if by_inf == by_nan else f"inf: {by_inf}<br>nan: {by_nan}"
 
 
 GRADS = {"a": jnp.ones(2, jnp.float32), "b": jnp.float32(1)}
@@ -349,12 +349,12 @@ ROWS = [
         "read and set `rate` by `optax.tree.get` and `optax.tree.set`",
         the_rate_is_read_and_set,
     ),
-    Row("optax.chain(optax.clip(1.0), inner)", f"{MOVES}{STAYS}; by nan: {EXACT}"),
+    Row("optax.chain(optax.clip(1.0), inner)", f"inf: {MOVES}{STAYS}<br>nan: {EXACT}"),
     Row("optax.chain(inner, optax.clip(1.0))"),
     Row("optax.chain(optax.clip_by_global_norm(1.0), inner)"),
     Row("optax.chain(optax.clip_by_block_rms(1.0), inner)"),
     Row("optax.chain(optax.adaptive_grad_clip(0.1), inner)"),
-    Row("optax.chain(optax.zero_nans(), inner)", f"{EXACT}; by nan: {MOVES}{STAYS}"),
+    Row("optax.chain(optax.zero_nans(), inner)", f"inf: {EXACT}<br>nan: {MOVES}{STAYS}"),
     Row("optax.chain(optax.add_noise(0.01, 0.55, jax.random.key(0)), inner)", COUNTS),
     Row("optax.chain(inner, optax.add_noise(0.01, 0.55, jax.random.key(0)))", MOVES),
     Row("optax.chain(optax.add_decayed_weights(0.1), inner)"),

@@ -118,7 +118,7 @@ def norms(real: Any, shadow: Any, judged: Any = None) -> Any:
       judged: The dtype that all numbers should fit into; None for their own.
 
     Returns:
-      f32[4]. Lost numbers are, or would be, zero, and are not in float32.
+      f32[4]. A number is lost if it is (or would be) zero, but not zero in float32.
     """
     wide, narrow = (_as_real(x).astype(jnp.float32) for x in (shadow, real))
     *_, limit = codes_of(wide.dtype, judged or wide.dtype)
