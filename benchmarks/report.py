@@ -94,7 +94,7 @@ def full_report(results: dict[str, Any]) -> str:
     text = f"# Benchmarks on {machine['device']} ({machine['system']})\n\n"
     text += "Steps of plain Optax, of this package and of its peers, timed in turns.\n"
     text += f"\n{packages}\n"
-    header = ["system", "time / plain", "10 % to 90 %", "rounds", "ms"]
+    header = ["system", "time / plain", "10% to 90%", "rounds", "ms"]
     header += ["compile / plain", "temporary MB", "peak MB", "kernels"]
     for workload, systems in by_workload(results).items():
         plain = systems[PLAIN]["plain_s"]

@@ -122,7 +122,7 @@ def tables(found: dict[str, Any]) -> list[str]:
         label = f"{row['interval']}, {'with' if row['retries'] else 'without'} retries"
         bits, flushed = f"{row['bits']:.1f}", f"{row['flushed']:.2%}"
         trained.append([label, f"{row['lost']:g}", bits, flushed])
-    header = ["time on a CPU", "with retries / without", "10 % to 90 %"]
+    header = ["time on a CPU", "with retries / without", "10% to 90%"]
     interval = ["`growth_interval`", "lost batches", "bits to overflow", "flushed"]
     return [
         report.table([*header, "a retry / a step"], times),

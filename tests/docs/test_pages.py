@@ -1,5 +1,6 @@
 """The code of the README and of the guide runs as pasted, and prints what is shown."""
 
+import re
 import sys
 import types
 
@@ -67,6 +68,11 @@ def test_page(path, loggers):
     if path.endswith("see-what-happens.md"):
         points = blocks[-1][2]["axes"].lines[0].get_xydata().tolist()
         assert points == [[step, 2.0**15] for step in range(50, 401, 50)]
+        # Not pasted with the rest, because not everybody has these packages.
+        for code in re.findall(
+            r"```py\n(.*?)```", (ROOT / path).read_text(), re.DOTALL
+        ):
+            exec(code, blocks[-1][2])
         for logger in loggers.values():
             assert list(dict.fromkeys(logger.steps)) == [100, 200, 300, 400]
 

@@ -354,7 +354,9 @@ ROWS = [
     Row("optax.chain(optax.clip_by_global_norm(1.0), inner)"),
     Row("optax.chain(optax.clip_by_block_rms(1.0), inner)"),
     Row("optax.chain(optax.adaptive_grad_clip(0.1), inner)"),
-    Row("optax.chain(optax.zero_nans(), inner)", f"inf: {EXACT}<br>nan: {MOVES}{STAYS}"),
+    Row(
+        "optax.chain(optax.zero_nans(), inner)", f"inf: {EXACT}<br>nan: {MOVES}{STAYS}"
+    ),
     Row("optax.chain(optax.add_noise(0.01, 0.55, jax.random.key(0)), inner)", COUNTS),
     Row("optax.chain(inner, optax.add_noise(0.01, 0.55, jax.random.key(0)))", MOVES),
     Row("optax.chain(optax.add_decayed_weights(0.1), inner)"),

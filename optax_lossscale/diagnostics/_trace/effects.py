@@ -48,7 +48,7 @@ class Effect(NamedTuple):
 def _percent(x: float) -> str:
     if not math.isfinite(x):
         return str(x)
-    return f"{100 * x:.0f} %" if x >= 1 else f"{100 * x:.2g} %"
+    return f"{100 * x:.0f}%" if x >= 1 else f"{100 * x:.2g}%"
 
 
 def closeness(dtype: str) -> float:

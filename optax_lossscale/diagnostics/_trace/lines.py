@@ -79,8 +79,7 @@ class Float32Lines(NamedTuple):
       >>> def loss_fn(w):
       ...     return jnp.sum(jnp.square(w.astype(jnp.float16))).astype(jnp.float32)
       >>> print(diagnostics.float32_lines(loss_fn, jnp.array([1.0, 2.0])))
-      No line needs float32 at the loss scale 2^13 within 1 % (loss 0 %, gradients 0
-        %).
+      No line needs float32 at the loss scale 2^13 within 1% (loss 0%, gradients 0%).
     """
 
     lines: list[Float32Line]
@@ -109,14 +108,15 @@ def float32_lines(
 
     It suspects lines with results that are out of range, flushed to zero, not finite or
     imprecise in half precision. It computes these lines in float32, and runs the step
-    to verify that the loss and the gradients then agree with float32. At last it drops
+    to verify that the loss and the gradients then agree with float32. Finally it drops
     lines until none can be dropped.
 
     A line in float32 casts its inputs, and computes the result and its derivative in
     float32. If the next line is in the set, too, pass it the float32 result. If not,
-    cast the result back. Lines in loops, branches, `jax.checkpoint`, `jax.shard_map`
-    and rules of derivatives count, too; kernels that JAX cannot look into stay as they
-    are. The set belongs to these parameters and this batch: ask again later.
+    cast the result back. Otherwise JAX computes everything after it in float32, too.
+    Lines in loops, branches, `jax.checkpoint`, `jax.shard_map` and rules of derivatives
+    count, too; kernels that JAX cannot look into stay as they are. The set belongs to
+    these parameters and this batch: ask again later.
 
     Call it on the host with the arguments of a step, as `trace_numerics`. It compiles
     two programs and runs the second a few dozen times, and says on stderr how far it
@@ -307,7 +307,8 @@ class _Minimizer:
         (first, *_), found = verdict.find_all(self._search), self._minimal()
         kept = self._move(found) if found and may_move else found or []
         effect, before = (self.effect(frozenset(x), self._scale) for x in (kept, ()))
-        tolerance = f"{100 * self._search.close:g} %"
+        followed = self._search.run.program
+        tolerance = f"{100 * self._search.close:g}%"
         text = f"at the loss scale {power(self._scale)} within {tolerance} ({effect}"
         if found is None:
             text = (
@@ -320,11 +321,11 @@ class _Minimizer:
             text = (
                 f"Compute {len(kept)} of the {len(self._lines)} lines that use half "
                 f"precision in float32. Then loss and gradients agree with float32 "
-                f"{text}; before: {before})."
+                f"{text}; before: {before}). Where half precision goes on, "
+                f"cast back with .astype(jnp.{followed.dtype})."
             )
             text = f"{first.message} {text}" if first.kind == "no_scale" else text
-        sites = self._search.run.program.sites
-        text = " ".join([text, *trace.not_followed(sites.values())])
+        text = " ".join([text, *trace.not_followed(followed.sites.values())])
         keys = [key for line, (_, key) in self._suspects.items() if line in kept]
         lines = [_describe(self._search, self._sources, key) for key in keys]
         errors = effect.loss, effect.gradients
@@ -388,7 +389,7 @@ def _describe(search: Search, sources: set[Key], key: Key) -> Float32Line:
         reason = (
             f"the inputs reach 2^{log2_of(run, beyond[0]):.1f}, too much for {half}."
         )
-    fix = "cast all inputs with x.astype(jnp.float32)"
+    fix = "cast each input with .astype(jnp.float32)"
     on_line = (x for x in run.program.sites.values() if x.source == site.source)
     if not site.source.line:
         fix = "return the loss in float32"

@@ -111,9 +111,9 @@ def trace_numerics(
     exactly, by trying.
 
     The verdict judges the effect on the loss and the gradients. All is "fine" if the
-    loss agrees with float32 within 1 %, all gradients within 1 % of their norm, and the
-    gradient of each parameter that matters within 10 %; in bfloat16 these limits are 8
-    times as wide. A parameter is never fine if more than 1 % of its gradient is flushed
+    loss agrees with float32 within 1%, all gradients within 1% of their norm, and the
+    gradient of each parameter that matters within 10%; in bfloat16 these limits are 8
+    times as wide. A parameter is never fine if more than 1% of its gradient is flushed
     to zero. That holds for small gradients, too, because Adam would train this
     parameter as well. Gradients that are roundoff in float32 do not count. If something
     is not fine, the first finding names the line where the error begins.
