@@ -37,9 +37,11 @@ def test_page_tells_how_far_sampler_and_trainer_are_apart():
     found = report.load(grpo.RESULTS)
     _, half, *others = (np.mean(grpo.differences(found, way)) for way in grpo.WAYS)
     text = (ROOT / "docs/guide/float16-or-bfloat16.md").read_text()
-    first = f"{others[0]:.0e} in bfloat16 and {half:.0e} in float16"
-    assert f"it is {first.replace('e-0', 'e-')}, and the rewards are the same" in text
+    text = " ".join(text.split())
     default, as_written = (f"{other / half:.0f} times" for other in others)
+    first = f"{others[0]:.0e} in bfloat16 and {half:.0e} in float16"
+    first = f"{first} ({default}; {as_written} if XLA leaves out no rounding)"
+    assert f"it is {first.replace('e-0', 'e-')}, and the rewards are the same" in text
     assert f"**bfloat16 differs {as_written} as much as float16**" in text
     assert f"**XLA's default makes that {default}.**" in text
 
