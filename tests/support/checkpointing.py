@@ -1,6 +1,7 @@
 """Runs the page on checkpoints, in a process of its own that may kill itself."""
 
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from flax import serialization
+from helpers import ROOT
 from pages import page_blocks
 from sklearn import datasets
 
@@ -33,7 +35,14 @@ def main(line: str = "", count: str = "0"):
     digits.data[0, 20] = np.inf
     datasets.load_digits = lambda: digits
     page = {"__name__": "checkpoints", "print": killing_print}
-    exec("".join(code for code, _ in page_blocks("docs/recipes/checkpoints.md")), page)
+    path = "docs/recipes/checkpoints.md"
+    (many_devices,) = re.findall(
+        r"```py\n(.*?)```", (ROOT / path).read_text(), re.DOTALL
+    )
+    for code, _ in page_blocks(path):
+        exec(code, page)
+        if code.startswith("like ="):
+            exec(many_devices, page)
     for name in ("state", "restored"):
         assert {x.sharding.num_devices for x in jax.tree.leaves(page[name])} == {
             jax.device_count()
