@@ -202,7 +202,7 @@ def compile_function(
     Returns:
       A function that returns the results on the host; inf and nan raise no errors.
     """
-    text = f"Compiling {count} operations takes 4 to 8 times as long as the step does."
+    text = f"Compiling {count} operations: 4 to 8 times as long as for the step."
     options = {"file": sys.stderr, "flush": True}
     delay = PATIENCE if count < MANY else 0
     timer = threading.Timer(delay, print, [text], options)
