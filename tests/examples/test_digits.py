@@ -230,10 +230,10 @@ def test_options_reach_the_experiment(monkeypatch, capsys):
 
     monkeypatch.setattr(train, "train_all_ways", train_all_ways)
     digits.main([])
-    assert "This takes about 40 seconds on two CPU cores." in capsys.readouterr().out
+    assert "This takes about a minute on two CPU cores." in capsys.readouterr().out
     numbers = ["--steps=700", "--seed=3", "--batch-size=65536", "--retries=5"]
     digits.main([*numbers, "--optimizer=sgd"])
-    assert "This takes about 2 minutes on two" in capsys.readouterr().out
+    assert "This takes about 3 minutes on two" in capsys.readouterr().out
     shared = {"seed": 0, "retries": 0, "optimizer": "adam"}
     others = {"seed": 3, "retries": 5, "optimizer": "sgd"}
     assert seen == [
