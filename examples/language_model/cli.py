@@ -30,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Raises:
       SystemExit: With status 2, after one line on stderr, if an argument is wrong; with
-        1 if the loss scale makes no progress any more; with 128 and the number of a
-        signal, if that ended the training early.
+        1 if the loss scale makes no progress any more, or the perplexity is not
+        finite; with 128 and the number of a signal, if that ended the training early.
     """
     parser = make_parser()
     options = vars(parser.parse_args(arguments))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from examples.common.checkpoint import Checkpoints
@@ -47,7 +48,8 @@ def train(config: Config, corpus: Corpus, mesh: Mesh, out: Path) -> Result:
       out: The folder of checkpoints and logs.
 
     Raises:
-      FloatingPointError: If the loss scale makes no progress any more, with advice.
+      FloatingPointError: If the loss scale makes no progress any more, or the
+        perplexity is not finite, with advice.
     """
     trainer = Trainer(config, mesh)
     # As in a step, no more than a micro-batch at a time has to fit into the memory.
@@ -82,6 +84,9 @@ def train(config: Config, corpus: Corpus, mesh: Mesh, out: Path) -> Result:
             return Result(step, None, stopped_by)
         if perplexity is None:  # nothing was left to do
             perplexity = trainer.evaluate(state, validation)
+        if not jnp.isfinite(perplexity):
+            text = f"the perplexity is {perplexity:.2f}; try a lower learning rate"
+            raise FloatingPointError(text)
         return Result(step, float(perplexity), stopped_by)
 
 
