@@ -22,9 +22,9 @@ _PACKAGES = ["jax", "jaxlib", "optax", "flax", "jmp", "mixed_precision_for_JAX"]
 _PACKAGES += ["keras", "libtpu", "jax-cuda12-plugin"]
 
 
-def parser(name: str, text: str | None) -> argparse.ArgumentParser:
+def parser(name: str, text: str | None, arguments: str = "") -> argparse.ArgumentParser:
     """Returns the parser of a script, whose help is the docstring of the script."""
-    return OneLineParser(f"python -m {name}", description=text)
+    return OneLineParser(f"python -m {name}", arguments, description=text)
 
 
 def versions() -> dict[str, str]:

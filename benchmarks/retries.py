@@ -1,4 +1,4 @@
-"""What it costs to repeat the backward pass of an overflow, and what it makes possible.
+"""Measures what it costs to repeat the backward pass of an overflow, and its benefit.
 
 `python -m benchmarks.retries` measures time on the CPU, compiles for a TPU v5e and an
 H100 as `benchmarks.compiled` does, and trains a network at several growth intervals. It
@@ -137,8 +137,9 @@ def _ratio(old: dict[str, Any], new: dict[str, Any], key: str) -> str:
 
 def main() -> None:
     """Measures all parts, or those that are named, and writes the results."""
-    parser = report.parser("benchmarks.retries", __doc__)
-    parser.add_argument("parts", nargs="*", choices=PARTS, help="Measure these parts.")
+    parser = report.parser("benchmarks.retries", __doc__, "[PART ...]")
+    text = f"Measure these parts: {', '.join(PARTS)} (default: all)."
+    parser.add_argument("parts", nargs="*", choices=PARTS, metavar="PART", help=text)
     for part in parser.parse_args().parts or PARTS:
         rows = PARTS[part]()
         if rows is None:

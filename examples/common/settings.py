@@ -40,7 +40,7 @@ class SettingError(ValueError):
 
 
 def setting(default: Any, text: str, **checks: Any) -> Any:
-    """Returns a field: its default, what it does, and `least`, `most` or `choices`."""
+    """Returns a field: default, help, and `least`, `most`, `choices` or `metavar`."""
     return dataclasses.field(default=default, metadata={"help": text, **checks})
 
 
@@ -69,7 +69,8 @@ def add_options(parser: Any, config: type) -> None:
         text = field.metadata["help"]
         if choices := field.metadata.get("choices"):
             text += f": {', '.join(choices)}"
-        kind: dict[str, Any] = {"metavar": METAVARS.get(field.type, "NAME")}
+        metavar = field.metadata.get("metavar") or METAVARS.get(field.type, "NAME")
+        kind: dict[str, Any] = {"metavar": metavar}
         if field.type is bool:
             kind = {"action": argparse.BooleanOptionalAction}
         parser.add_argument(

@@ -17,7 +17,7 @@ from optax_lossscale import diagnostics
 GREEN = "#009E73"  # What `plot_exponents` draws after scaling.
 TOLERANCE = 0.03  # Average precisions that differ by at most this much count as equal.
 LEGEND = (
-    "loss: that of the last step. precision: the average precision on new patches. "
+    "loss: in the last step. precision: the average precision on new patches. "
     "skipped: the number of skipped steps. scale: the last loss scale. zeros: the "
     "gradients of the hidden activations that are exactly zero."
 )

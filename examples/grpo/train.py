@@ -66,6 +66,6 @@ def train(config: Config, out: Path) -> Result:
 def _describe(values: Mapping[str, float]) -> str:
     text = f"loss {values['loss']:.3f}"
     if "reward" in values:
-        apart = f"apart {values['mean_difference']:.0e}"
-        text = f"reward {values['reward']:.2f}  {apart}"
+        difference = f"diff {values['mean_difference']:.0e}"
+        text = f"reward {values['reward']:.2f}  {difference}"
     return f"{text}  {describe_scaling(values)}"

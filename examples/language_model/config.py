@@ -26,6 +26,7 @@ class Config:
     corpus: str = setting(
         "*.py",
         "Train on the files of the standard library that match this glob pattern",
+        metavar="PATTERN",
     )
     vocabulary: int = setting(
         8192, "Use N tokens: 256 bytes, and words", least=257, most=65536
@@ -72,6 +73,7 @@ class Config:
         "data",
         "Arrange the devices, as data=8 or data=2,fsdp=4; an axis without a number "
         "gets all that are left",
+        metavar="AXES",
     )
     remat: bool = may_change(
         False, "Recompute each block in the backward pass, to save memory"
