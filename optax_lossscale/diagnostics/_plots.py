@@ -8,7 +8,7 @@ import numpy as np
 
 from optax_lossscale import _check as check
 from optax_lossscale.diagnostics import _drawing
-from optax_lossscale.diagnostics._common import check_host, power, scale_of
+from optax_lossscale.diagnostics._common import check_host, scale_of
 from optax_lossscale.diagnostics._underflow import ExponentHistogram, exponent_histogram
 
 if TYPE_CHECKING:
@@ -74,14 +74,14 @@ def plot_exponents(
         scaled = edges + np.log2(scale)
         style = {"color": _drawing.ink(), "linewidth": 1.5, "zorder": 3}
         axes.stairs(percent, edges, label="before scaling", **style)
-        label = f"after scaling by {power(scale)}"
+        label = f"after scaling by $2^{{{np.log2(scale):.4g}}}$"
         axes.stairs(percent, scaled, fill=True, color=_drawing.GREEN, label=label)
         axes.set_ylim(0, 1.4 * percent.max())
         low = min(low, edges[0] - 2, scaled[0] - 2)
         high = max(high, edges[-1] + 2, scaled[-1] + 2)
     _drawing.shade_ranges(axes, dtype, low, high)
     shares = zip(("exactly zero", "inf", "nan"), others, strict=True)
-    text = ", ".join(f"{name} {100 * n / total:.3g} %" for name, n in shares if n)
+    text = ", ".join(f"{name}: {_percent(n / total)}" for name, n in shares if n)
     axes.set(xlabel=f"magnitude, and the range of {dtype}", ylabel="% of gradients")
     _drawing.add_legend(axes, text)
     return axes
@@ -94,9 +94,11 @@ def plot_history(
 
     A cross marks a record if its step was skipped, by `last_step_applied`, or if other
     steps were skipped since the record before, by `skipped_steps`. It then stands for
-    all of them: the legend counts the steps, and the crosses if these are fewer. A
-    cross is drawn at the scale of the record before, which the step used. There a
-    short line marks backward passes that were repeated, by `retries`.
+    all of them: the legend counts the steps, and the crosses if these are fewer. The
+    cross of the first record stands for all skipped steps until then, since training
+    began; the legend says how many, if several. A cross is drawn at the scale of the
+    record before, which the step used. There a short line marks backward passes that
+    were repeated, by `retries`.
 
     Args:
       records: A list of dictionaries, one for each step that was logged: what `metrics`
@@ -163,6 +165,8 @@ def plot_history(
             label = f"{name}: {new.sum():.0f}"
             if row.size < new.sum():
                 label += f" (marks: {row.size})"
+            if (first := new[0].sum()) > 1:
+                label += f", {first:.0f} by step {steps[0]:.10g}"
             style = {"color": _drawing.ink(), "marker": marker, "linestyle": ""}
             axes.plot(steps[row], used, **style, zorder=3, label=label)
     axes.set_yscale("log", base=2)
@@ -172,6 +176,11 @@ def plot_history(
     _drawing.whole_numbers(axes.xaxis)
     _drawing.add_legend(axes)
     return axes
+
+
+def _percent(share: float) -> str:
+    """Writes a share with two digits, but never as 1e-05."""
+    return np.format_float_positional(100 * share, 2, fractional=False, trim="-") + "%"
 
 
 def _column(records: list[Mapping[str, Any]], name: str) -> np.ndarray:
@@ -198,5 +207,5 @@ def _new_by_row(applied: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Returns how many were counted since the row before; nan means unknown."""
     new = np.where(applied == 0, 1.0, 0.0)
     known = np.flatnonzero(np.isfinite(counts))
-    new[known[1:]] = np.maximum(new[known[1:]], np.diff(counts[known]))
+    new[known] = np.maximum(new[known], np.diff(counts[known], prepend=0.0))
     return new

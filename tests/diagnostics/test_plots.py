@@ -69,7 +69,7 @@ class TestExponents:
 
     def test_before_and_after(self):
         ax = plot_exponents(histogram(self.COUNTS, zeros=2), 2.0**15)
-        assert labels(ax) == ["before scaling", "after scaling by 2^15"]
+        assert labels(ax) == ["before scaling", "after scaling by $2^{15}$"]
         (before, edges, _), (after, scaled, filled) = stairs(ax).values()
         assert filled
         assert edges.tolist() == list(range(-30, 5))
@@ -82,7 +82,7 @@ class TestExponents:
             -19: 40,
             3: 10,
         }
-        assert ax.get_legend().get_title().get_text() == "exactly zero 20 %"
+        assert ax.get_legend().get_title().get_text() == "exactly zero: 20%"
         low, high = ax.get_xlim()
         assert low <= -30
         assert high >= 19
@@ -113,6 +113,12 @@ class TestExponents:
         ]
         assert edges[[0, -1]].tolist() == [-30, 1]
         assert percent[[0, -1]].tolist() == [50, 25]
+
+    def test_small_shares_have_two_digits(self):
+        ax = plot_exponents(histogram({0: 4e5}, zeros=2.4, infs=0.004), 1.5)
+        title = ax.get_legend().get_title().get_text()
+        assert title == "exactly zero: 0.0006%, inf: 0.000001%"
+        assert labels(ax)[1] == "after scaling by $2^{0.585}$"
 
     @pytest.mark.parametrize("grads", [None, jnp.zeros(2), jnp.array([INF, NAN])])
     def test_nothing_to_draw(self, grads):
@@ -208,7 +214,9 @@ class TestPlotHistory:
         applied = [True, True, True, False, True]
         skipped = {"skipped_steps": [5, 6, 6, 9, 9], "last_step_applied": applied}
         ax = plot_history(records_of([16.0, 8.0, 8.0, 2.0, 4.0], **skipped))
-        assert crosses(ax) == [([[10, 16.0], [30, 8.0]], "skipped steps: 4 (marks: 2)")]
+        points = [[0, 16.0], [10, 16.0], [30, 8.0]]
+        label = "skipped steps: 9 (marks: 3), 5 by step 0"
+        assert crosses(ax) == [(points, label)]
 
     def test_repeated_passes(self):
         columns = {"last_step_applied": [True, False, True], "retries": [0, 3, 3]}
@@ -228,7 +236,8 @@ class TestPlotHistory:
     def test_counts_that_begin_later_or_anew(self):
         counts = [None, "", 4, None, 6, 0, 1]
         ax = plot_history(records_of([8.0] * 7, skipped_steps=counts))
-        assert crosses(ax) == [([[40, 8.0], [60, 8.0]], "skipped steps: 3 (marks: 2)")]
+        points = [[20, 8.0], [40, 8.0], [60, 8.0]]
+        assert crosses(ax) == [(points, "skipped steps: 7 (marks: 3)")]
 
     def test_missing_names(self):
         records = records_of([4.0, None, "", NAN, 8.0], other=[1, 2, 3, 4, 5])
