@@ -16,12 +16,13 @@ from optax_lossscale import diagnostics
 DOCS = Path(__file__).parents[1]
 # For telephones, letters are large. Dark figures show the background of the page.
 SHARED = {"font.size": 13, "figure.figsize": (7, 3.6), "savefig.dpi": 200}
+SHARED |= {"figure.constrained_layout.w_pad": 0.08}
 FACES = dict.fromkeys((f"{x}.facecolor" for x in ("figure", "axes", "savefig")), "none")
 STYLES = {
     "": [SHARED],
     "-dark": ["dark_background", SHARED | FACES | {"legend.facecolor": "#1E2129"}],
 }
-COLORS = ("#8C8C8C", "#1F83CC", "#D55E00", "#E69F00")
+COLORED = (train.FLOAT32, train.DYNAMIC, train.UNSCALED)
 
 
 def draw_all(runs: dict[train.Way, train.Run], suffix: str) -> None:
@@ -42,8 +43,9 @@ def draw_grpo(path: Path) -> None:
     """Draws what float16 and bfloat16 do in reinforcement learning."""
     runs = json.loads(grpo.RESULTS.read_text())["runs"]
     figure, panels = plt.subplots(1, 2, figsize=(7, 3.6), layout="constrained")
+    colors = [*map(report.color_of, COLORED), report.GREEN]
     for axes, name in zip(panels, grpo.CURVES, strict=True):
-        for color, (way, seeds) in zip(COLORS, runs.items(), strict=True):
+        for color, (way, seeds) in zip(colors, runs.items(), strict=True):
             curves = np.array([run[name] for run in seeds])
             steps = (np.arange(curves.shape[1]) + 0.5) * grpo.EVERY
             axes.plot(steps, curves.mean(0), color=color, linewidth=2)
@@ -51,11 +53,11 @@ def draw_grpo(path: Path) -> None:
             axes.fill_between(steps, *spread, color=color, alpha=0.2, linewidth=0)
             if name == "mean_difference":
                 is_above = way in ("float32", "bfloat16")
-                label = "bfloat16 as written" if grpo.AS_WRITTEN in way else way
+                label = "without excess precision" if grpo.AS_WRITTEN in way else way
                 place = (2, curves[:, 0].mean() * (1.3 if is_above else 0.7))
                 style = {"color": color, "va": "bottom" if is_above else "top"}
                 axes.text(*place, label, **style)
-        axes.set_xlabel("step (band: 3 seeds)")
+        axes.set_xlabel(f"step (band: {grpo.SEEDS} seeds)")
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set(yscale="log", ylim=(3e-8, 3e-2), ylabel="mean difference")
     panels[0].set_title("Log-probabilities of\nsampler and trainer", loc="left")

@@ -15,6 +15,10 @@ from examples.digits.train import DYNAMIC, FIXED, FLOAT32, POSITIVES, UNSCALED, 
 from optax_lossscale import diagnostics
 
 GREEN = "#009E73"  # What `plot_exponents` draws after scaling.
+LIGHT_BLUE = "#56B4E9"  # What can be read on dark backgrounds.
+# Letters are large for telephones, and do not touch the edge.
+STYLE = {"font.size": 16, "axes.titlesize": "medium"}
+STYLE |= {"figure.constrained_layout.w_pad": 0.08}
 TOLERANCE = 0.03  # Average precisions that differ by at most this much count as equal.
 LEGEND = (
     "loss: in the last step. precision: the average precision on new patches. "
@@ -79,7 +83,7 @@ def describe(runs: dict[Way, Run]) -> str:
 
 def draw_figure(runs: dict[Way, Run], path: Path) -> None:
     """Draws the losses of all runs, and gradients of the dynamic one."""
-    with mpl.rc_context({"font.size": 16, "axes.titlesize": "medium"}):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9, 3.4), dpi=200, layout="constrained")
         left, right = figure.subplots(1, 2)
         draw_losses(runs, left)
@@ -87,11 +91,17 @@ def draw_figure(runs: dict[Way, Run], path: Path) -> None:
         figure.savefig(path)
 
 
+def color_of(way: Way) -> str:
+    """Returns the color of a way in the style that is set, light or dark."""
+    is_dark = mpl.rcParams["text.color"] == "white"
+    return LIGHT_BLUE if is_dark and way == DYNAMIC else way.color
+
+
 def draw_losses(runs: dict[Way, Run], axes: Axes) -> None:
     """Draws the losses; of those that coincide the later ones are thinner."""
     for way, run in runs.items():
         width = {FLOAT32: 9, FIXED: 4.5, DYNAMIC: 1.5}.get(way, 2.5)
-        axes.semilogy(run.column("loss"), linewidth=width, color=way.color)
+        axes.semilogy(run.column("loss"), linewidth=width, color=color_of(way))
     axes.margins(y=0.13)
     axes.set(xlabel="step", ylabel="loss")
     axes.set_title("Training loss", loc="left", fontweight="bold")
@@ -101,10 +111,10 @@ def draw_losses(runs: dict[Way, Run], axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     # Losses fall, so there is room above them on the right and below on the left.
     top = {"ha": "right", "va": "top", "transform": axes.transAxes}
-    axes.text(1, 1, UNSCALED.name, color=UNSCALED.color, **top)
+    axes.text(1, 1, UNSCALED.name, color=color_of(UNSCALED), **top)
     for line, way in enumerate((DYNAMIC, FIXED, FLOAT32)):
         place = {"x": 0.03, "y": 0.05 + 0.13 * line, "transform": axes.transAxes}
-        axes.text(**place, s=way.name, color=way.color)
+        axes.text(**place, s=way.name, color=color_of(way))
 
 
 def draw_gradients(run: Run, axes: Axes) -> None:
@@ -116,9 +126,9 @@ def draw_gradients(run: Run, axes: Axes) -> None:
     text = f"not scaled:\n{flushed(histogram, 1):.1%} zero"
     axes.text(0.02, 0.97, text, va="top", transform=axes.transAxes)
     text = f"times $2^{{{np.log2(scale):g}}}$:\n{flushed(histogram, scale):.1%} zero"
-    axes.text(0.56, 0.97, text, va="top", color=GREEN, transform=axes.transAxes)
-    axes.set_title("Gradients of the hidden layer", loc="left", fontweight="bold")
-    axes.set(xlabel=f"magnitude, step {step + 1}", ylabel="% of gradients")
+    axes.text(0.54, 0.97, text, va="top", color=GREEN, transform=axes.transAxes)
+    axes.set_title(f"Gradients in step {step + 1}", loc="left", fontweight="bold")
+    axes.set(xlabel="magnitude", ylabel="% of gradients")
     axes.set_ylim(top=1.3 * axes.get_ylim()[1])
 
 

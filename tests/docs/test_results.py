@@ -4,12 +4,14 @@ import re
 
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from helpers import ROOT
 
 from benchmarks import grpo, need, pages, report
 from benchmarks.tasks import detector, perceptron
+from docs._mkdocs import figures
 
 
 @pytest.mark.parametrize("path", pages.PAGES, ids=lambda path: path.name)
@@ -44,6 +46,18 @@ def test_page_tells_how_far_sampler_and_trainer_are_apart():
     assert f"it is {first.replace('e-0', 'e-')}, and the rewards are the same" in text
     assert f"**bfloat16 differs {as_written} as much as float16**" in text
     assert f"**XLA's default makes that {default}.**" in text
+
+
+def test_figure_shows_the_results(tmp_path):
+    figures.draw_grpo(tmp_path / "grpo.png")
+    panels = plt.gcf().axes
+    plt.close("all")
+    ways = report.load(grpo.RESULTS)["runs"].values()
+    for name, axes in zip(grpo.CURVES, panels, strict=True):
+        for line, runs in zip(axes.lines, ways, strict=True):
+            means = np.mean([run[name] for run in runs], axis=0)
+            np.testing.assert_array_equal(line.get_ydata(), means)
+    assert (tmp_path / "grpo.png").stat().st_size > 10_000
 
 
 @pytest.mark.exhaustive
