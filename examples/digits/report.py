@@ -1,6 +1,7 @@
 """A table of the runs, a summary in words, and a figure."""
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -17,7 +18,7 @@ from optax_lossscale import diagnostics
 GREEN = "#009E73"  # What `plot_exponents` draws after scaling.
 LIGHT_BLUE = "#56B4E9"  # What can be read on dark backgrounds.
 # Letters are large for telephones, and do not touch the edge.
-STYLE = {"font.size": 16, "axes.titlesize": "medium"}
+STYLE: dict[Any, Any] = {"font.size": 16, "axes.titlesize": "medium"}
 STYLE |= {"figure.constrained_layout.w_pad": 0.08}
 TOLERANCE = 0.03  # Average precisions that differ by at most this much count as equal.
 LEGEND = (
