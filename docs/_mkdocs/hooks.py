@@ -33,7 +33,6 @@ FILES |= {
 SOURCES = {uri: path for path, uri in FILES.items()}
 PAGES = {
     **FILES,
-    "docs/guide": "guide/do-you-need-it.md",
     "docs/recipes": "recipes/README.md",
     "examples/grpo": "examples/grpo.md",
     "examples/language_model": "examples/language_model.md",

@@ -28,8 +28,8 @@ def test_readme_tells_the_costs():
     compiling = max(row[2] for row in rows)
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"`minimize` takes {transformer} to {mlp} times as long" in readme
-    assert f"your own loop up to {max(update)} times" in readme
-    assert f"a trainer up to {max(trainer)}. On GPU" in readme
+    assert f"`update` up to {max(update)}, in a trainer" in readme
+    assert f"in a trainer up to {max(trainer)}. On GPU" in readme
     more = [round(100 * float(ratio) - 100) for row in rows[:3] for ratio in row[-2:]]
     assert f"for a transformer up to {compiling} times" in readme
     assert f"moves {min(more)} to {max(more)}% more bytes" in readme
