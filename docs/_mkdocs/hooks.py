@@ -40,9 +40,11 @@ PAGES = {
 }
 # What the search shows before other pages that have the same words.
 BOOSTS = {
+    "guide/coming-from-another-loss-scaler.md": 3,
     "guide/questions.md": 1.3,
     "guide/troubleshooting.md": 2,
     "recipes/accumulation.md": 2,
+    "recipes/checkpoints.md": 2,
     "recipes/per_example_clipping.md": 0.5,
 }
 LINK = re.compile(r"\]\((?!\w+:)([^)\s#]*)(#[^)\s]*)?\)")
