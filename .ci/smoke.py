@@ -17,17 +17,15 @@ assert (Path(optax_lossscale.__file__).parent / "py.typed").is_file()
 assert not {"chex", "flax"} & set(sys.modules)
 
 # PyPI shows the README: its links lead to files that the repository has.
-MAIN = "https://github.com/optax-lossscale/optax_lossscale/{}/main/"
+OURS = r"https://github\.com/optax-lossscale/optax_lossscale/(?:blob|raw)/main/([^#]*)"
 text = metadata("optax_lossscale")["Description"]
 links = re.findall(r'\]\(([^)\s]+)\)|(?:src|srcset)="([^"]+)"', text)
 links = [link or picture for link, picture in links]
 assert len(links) > 20
 for link in links:
     assert link.startswith("https://"), link
-    for kind in "blob", "raw":
-        if link.startswith(MAIN.format(kind)):
-            path = link.removeprefix(MAIN.format(kind)).split("#")[0]
-            assert (Path(__file__).parents[1] / path).exists(), link
+    if match := re.match(OURS, link):
+        assert (Path(__file__).parents[1] / match[1]).exists(), link
 
 # A step that overflows is skipped and halves the scale; the next one counts.
 optimizer = optax_lossscale.LossScaleOptimizer(optax.sgd(0.25))

@@ -171,8 +171,7 @@ def summary_table(cpu: dict[str, Any], compiled: dict[str, Any]) -> str:
     """Returns the main ratios: times of training, and bytes of Adam's step."""
     workloads = {x[PLAIN]["column"]: x for x in by_workload(cpu).values()}
     columns = {f"time, {x}": _ratios(workloads[x]) for x in ("MLP", "transformer")}
-    compiling = _ratios(workloads["transformer"], "compile_ratio")
-    columns["compile, transformer"] = compiling
+    columns["compile, transformer"] = _ratios(workloads["transformer"], "compile_ratio")
     for target, found in compiled.items():
         steps = {
             row["system"].replace(" of unscaled", ""): row for row in found["rows"]

@@ -3,19 +3,19 @@
 It runs the demonstration, which takes a minute, and reads `benchmarks/results`.
 """
 
-import json
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
 
 from benchmarks import grpo
+from benchmarks.report import load
 from examples.digits import __main__ as digits, report, train
 from optax_lossscale import diagnostics
 
 DOCS = Path(__file__).parents[1]
 # For telephones, letters are large. Dark figures show the background of the page.
-SHARED = {"font.size": 13, "figure.figsize": (7, 3.6), "savefig.dpi": 200}
+SHARED = {"font.size": 13, "savefig.dpi": 200}
 SHARED |= {"figure.constrained_layout.w_pad": 0.08}
 FACES = dict.fromkeys((f"{x}.facecolor" for x in ("figure", "axes", "savefig")), "none")
 STYLES = {
@@ -41,7 +41,7 @@ def draw_all(runs: dict[train.Way, train.Run], suffix: str) -> None:
 
 def draw_grpo(path: Path) -> None:
     """Draws what float16 and bfloat16 do in reinforcement learning."""
-    runs = json.loads(grpo.RESULTS.read_text())["runs"]
+    runs = load(grpo.RESULTS)["runs"]
     figure, panels = plt.subplots(1, 2, figsize=(7, 3.6), layout="constrained")
     colors = [*map(report.color_of, COLORED), report.GREEN]
     for axes, name in zip(panels, grpo.CURVES, strict=True):

@@ -3,8 +3,11 @@
 import argparse
 import importlib
 import os
+import shutil
 import signal
 import sys
+import textwrap
+from pathlib import Path
 from typing import Any, NoReturn
 
 
@@ -25,6 +28,22 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Prints the message and exits with status 2."""
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+def make_parser(program: str, description: str) -> OneLineParser:
+    """Returns the parser of a command that keeps its run in the folder `--out`."""
+    parser = OneLineParser(
+        program, "--out FOLDER", description=description, allow_abbrev=False
+    )
+    text = "Keep the run in this folder."
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help=text)
+    return parser
+
+
+def wrap(text: str) -> str:
+    """Breaks a text between words, for the width of the terminal."""
+    columns = shutil.get_terminal_size().columns
+    return textwrap.fill(text, columns, break_long_words=False, break_on_hyphens=False)
 
 
 def load(module: str, program: str) -> Any:

@@ -3,14 +3,13 @@
 import argparse
 import dataclasses
 import json
-import shutil
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import jax
 
+from examples.common.command_line import wrap
 from examples.common.logs import write_whole
 
 METAVARS: dict[Any, str] = {int: "N", float: "X"}
@@ -155,8 +154,4 @@ def _check_same_run(
 def say(text: str) -> None:
     """Prints a text, once for all processes; breaks long lines between words."""
     if jax.process_index() == 0:
-        columns = shutil.get_terminal_size().columns
-        wrapped = textwrap.wrap(
-            text, columns, break_long_words=False, break_on_hyphens=False
-        )
-        print("\n".join(wrapped), flush=True)
+        print(wrap(text), flush=True)

@@ -2,8 +2,6 @@
 
 import argparse
 import contextlib
-import shutil
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -44,8 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"Finding digits in photographs: {settings}. This takes "
         f"{takes} on two CPU cores."
     )
-    columns = shutil.get_terminal_size().columns
-    print(textwrap.fill(start, columns, break_on_hyphens=False), flush=True)
+    print(command_line.wrap(start), flush=True)
     runs = train.train_all_ways(**options)
     report.print_report(runs)
     if figure:

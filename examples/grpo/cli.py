@@ -32,11 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         1 if the loss scale makes no progress any more; with 128 and the number of a
         signal, if that ended the training early.
     """
-    parser = command_line.OneLineParser(
-        PROGRAM, "--out FOLDER", description=DESCRIPTION, allow_abbrev=False
-    )
-    text = "Keep the run in this folder."
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help=text)
+    parser = command_line.make_parser(PROGRAM, DESCRIPTION)
     settings.add_options(parser, Config)
     options = vars(parser.parse_args(arguments))
     out = options.pop("out")

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -58,11 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def make_parser() -> command_line.OneLineParser:
     """Returns the command-line parser: an option for each setting, and a few more."""
-    parser = command_line.OneLineParser(
-        PROGRAM, "--out FOLDER", description=DESCRIPTION, allow_abbrev=False
-    )
-    text = "Keep the run in this folder."
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help=text)
+    parser = command_line.make_parser(PROGRAM, DESCRIPTION)
     text = f"Begin with these settings: {', '.join(PRESETS)} (default: tiny)."
     parser.add_argument(
         "--preset", choices=PRESETS, default="tiny", metavar="NAME", help=text

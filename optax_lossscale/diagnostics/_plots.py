@@ -156,7 +156,7 @@ def plot_history(
     marker = "o" if len(steps) == 1 else None
     lines = axes.step(steps, scales, where="post", color=_drawing.BLUE, marker=marker)
     lines[0].set_label("loss scale")
-    for name, (marker, flags, counts) in marks.items():
+    for name, (sign, flags, counts) in marks.items():
         new = np.array(list(map(_new_by_row, flags, counts))).T
         if new.any():
             row, member = np.nonzero(new)
@@ -167,7 +167,7 @@ def plot_history(
                 label += f" (marks: {row.size})"
             if (first := new[0].sum()) > 1:
                 label += f", {first:.0f} by step {steps[0]:.10g}"
-            style = {"color": _drawing.ink(), "marker": marker, "linestyle": ""}
+            style = {"color": _drawing.ink(), "marker": sign, "linestyle": ""}
             axes.plot(steps[row], used, **style, zorder=3, label=label)
     axes.set_yscale("log", base=2)
     lowest, highest = np.nanmin(scales), np.nanmax(scales)

@@ -1,6 +1,5 @@
 """The code of the README and of the guide runs as pasted, and prints what is shown."""
 
-import re
 import sys
 import types
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import ROOT, assert_same_bits
-from pages import page_blocks, run_blocks
+from pages import page_blocks, page_fragments, run_blocks
 
 DEVICES = "docs/guide/many-devices.md"
 GUIDE = {f"docs/guide/{path.name}" for path in ROOT.glob("docs/guide/*.md")}
@@ -70,9 +69,7 @@ def test_page(path, loggers):
         points = blocks[-1][2]["axes"].lines[0].get_xydata().tolist()
         assert points == [[step, 2.0**15] for step in range(50, 401, 50)]
         # Not pasted with the rest, because not everybody has these packages.
-        for code in re.findall(
-            r"```py\n(.*?)```", (ROOT / path).read_text(), re.DOTALL
-        ):
+        for code in page_fragments(path):
             exec(code, blocks[-1][2])
         for logger in loggers.values():
             assert list(dict.fromkeys(logger.steps)) == [100, 200, 300, 400]

@@ -196,7 +196,7 @@ def test_eight_devices_train_alike_and_skip_together(whole, tmp_path):
     assert SEQUENCE // (16 // 8) == 2
     options = "--no-scan-layers", "--remat", "--accumulate=2", "--save-every=12"
     main("--out", str(tmp_path), "--mesh=data=2,fsdp=4", *options)
-    assert column(tmp_path, "step")[-1] == STEPS
+    assert column(tmp_path, "step") == column(whole[0], "step")
     assert_begins_alike(tmp_path, whole[0])
 
 
@@ -206,6 +206,7 @@ def assert_begins_alike(out, wanted):
     for name in ("step", "loss_scale", "skipped_steps", "loss", "perplexity"):
         pair = column(out, name), column(wanted, name)
         n = min(map(len, pair))
+        assert n
         tolerance = 2e-3 if name in ("loss", "perplexity") else 0
         np.testing.assert_allclose(pair[0][:n], pair[1][:n], rtol=tolerance)
 

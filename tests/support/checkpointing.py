@@ -1,7 +1,6 @@
 """Runs the page on checkpoints, in a process of its own that may kill itself."""
 
 import os
-import re
 import signal
 import sys
 from pathlib import Path
@@ -9,8 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from flax import serialization
-from helpers import ROOT
-from pages import page_blocks
+from pages import page_blocks, page_fragments
 from sklearn import datasets
 
 
@@ -36,9 +34,7 @@ def main(line: str = "", count: str = "0"):
     datasets.load_digits = lambda: digits
     page = {"__name__": "checkpoints", "print": killing_print}
     path = "docs/recipes/checkpoints.md"
-    (many_devices,) = re.findall(
-        r"```py\n(.*?)```", (ROOT / path).read_text(), re.DOTALL
-    )
+    (many_devices,) = page_fragments(path)
     for code, _ in page_blocks(path):
         exec(code, page)
         if code.startswith("like ="):

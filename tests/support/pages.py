@@ -10,12 +10,18 @@ import jax
 from helpers import ROOT
 
 BLOCK = re.compile(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", re.DOTALL)
+FRAGMENT = re.compile(r"```py\n(.*?)```", re.DOTALL)
 CHECKER = doctest.OutputChecker()
 
 
 def page_blocks(path):
     """Returns the blocks of Python of a page, each with the output shown below it."""
     return BLOCK.findall((ROOT / path).read_text())
+
+
+def page_fragments(path):
+    """Returns the code of a page that is not pasted with its blocks."""
+    return FRAGMENT.findall((ROOT / path).read_text())
 
 
 def run_blocks(path, filename="train.py"):
