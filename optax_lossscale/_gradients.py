@@ -153,10 +153,10 @@ def library_of(transform: Callable[..., Any]) -> str:
 
 def varying_axes(x: Any) -> frozenset[Any]:
     """Returns the axes of `jax.shard_map` along which an array is known to vary."""
-    kind = jax.typeof(x)
+    kind = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     # The name of this attribute depends on the version of JAX.
     kind = getattr(kind, "manual_axis_type", kind)
-    return getattr(kind, "varying", getattr(kind, "vma", frozenset()))
+    return getattr(kind, "varying", getattr(kind, "vma", None)) or frozenset()
 
 
 def warn_of_float16(loss: Any, largest: float = math.inf) -> None:

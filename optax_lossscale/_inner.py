@@ -26,13 +26,20 @@ def as_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
             "inner_optimizer must be an optax.GradientTransformation, or an object "
             f"with methods init and update, got {inner!r}.{hint}"
         )
-    names, takes_any = parameters_of(inner.update)
 
     def update(updates, state, params=None, **extra_args):
-        taken = {k: v for k, v in extra_args.items() if takes_any or k in names}
+        taken = taken_by(inner.update, extra_args)
         return inner.update(updates, state, params, **taken)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def taken_by(
+    function: Callable[..., Any], extra_args: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns those of the arguments that a function takes."""
+    names, takes_any = parameters_of(function)
+    return {k: v for k, v in extra_args.items() if takes_any or k in names}
 
 
 def parameters_of(function: Callable[..., Any]) -> tuple[set[str], bool]:
@@ -160,6 +167,7 @@ def narrow_like(updates: Any, grads: Any) -> Any:
     Optimizers return updates in the dtypes of the gradients, but here the inner one
     ran in float32. Updates of another structure (`optax.lookahead`) stay unchanged.
     """
+    updates = strongly_typed(updates)
     if jax.tree.structure(updates) != jax.tree.structure(grads):
         return updates
 
@@ -182,7 +190,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
         with jax.numpy_dtype_promotion("standard"):
             return (widen(param) + update).astype(param.dtype)
 
-    return map_with_none(add, updates, params)
+    return map_with_none(add, strongly_typed(updates), params)
 
 
 def as_parameters(proposed: Any, params: Any) -> Any:

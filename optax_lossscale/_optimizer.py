@@ -11,12 +11,12 @@ import optax
 from optax_lossscale import (
     _check as check,
     _gradients,
+    _inner,
     _retries,
     _scale_parameter,
     _step,
 )
 from optax_lossscale._commit import Skip
-from optax_lossscale._inner import as_parameters
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._rules.identifiers import get_loss_scale, keras_loss_scale
@@ -190,6 +190,14 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         new = copy.copy(self)
         vars(new).update(functions)
         return new
+
+    def _is_overridden(self, *names: str) -> bool:
+        """Tells whether a subclass, or `_replace`, has methods of these names."""
+        return any(
+            name in vars(self)
+            or getattr(type(self), name) is not getattr(LossScaleOptimizer, name)
+            for name in names
+        )
 
     @property
     def inner_optimizer(self) -> Any:
@@ -501,7 +509,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     ) -> tuple[Any, LossScaleOptimizerState]:
         """Updates parameters with unscaled gradients, or skips the step.
 
-        Like `update` with `optax.apply_updates`, but a skipped step adds nothing.
+        Like `update` with `optax.apply_updates`, but a skipped step adds nothing. If a
+        subclass or `_replace` brings an `update` of its own, this calls it.
 
         Args:
           grads: Unscaled gradients, as `value_and_grad` and
@@ -520,6 +529,11 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           TypeError: If `skip_if` is not a bool; with `check_loss`, if `value` is
             missing or not a real scalar.
         """
+        if self._is_overridden("update"):
+            extra_args = _inner.taken_by(self.update, extra_args)
+            veto = {} if skip_if is None else {"skip_if": skip_if}
+            updates, state = self.update(grads, state, params, **extra_args, **veto)
+            return _inner.apply_updates(params, updates), state
         extra_args["skip_if"] = skip_if
         return self._steps.apply_gradients(
             self._options, grads, params, state, extra_args
@@ -568,8 +582,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             before `retries` was switched on; with `retries`, if devices communicate
             in the backward pass along an axis that `axis_name` does not name.
           TypeError: If the loss is not a real scalar; if `transform` returns no value,
-            or, with `retries`, changes the model in place or is compiled by `jax.jit`;
-            if `skip_if` does not return a bool. A reverse-mode derivative of a step
+            or, with `retries`, changes the model in place, is compiled by `jax.jit` or
+            uses a `jax.Ref` in the backward pass; if `skip_if` does not return a bool. A reverse-mode derivative of a step
             with `retries` raises TypeError, too.
 
         Warns:
@@ -610,26 +624,25 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             scaled = _gradients.scaled_grad(
                 self.loss_scale, loss_fn, has_aux, transform
             )
-            value, grads, state = _retries.value_and_grad(
+            value, grads, state, look = _retries.value_and_grad(
                 self._options,
                 lambda scale: scaled(scale, params, *args, **kwargs),
                 has_aux,
                 state,
             )
-            if type(self).apply_gradients is not LossScaleOptimizer.apply_gradients:
-                # It may change the gradients: let it check them again.
-                before = state.loss_scale_state.before
-                state = state._replace(loss_scale_state=before)
         else:
             value, grads = self.value_and_grad(
                 loss_fn, state, has_aux=has_aux, transform=transform
             )(params, *args, **kwargs)
+            look = None
 
         def loss_of(value):
             return value[0] if has_aux else value
 
         def loss_of_params(proposed):
-            return loss_of(loss_fn(as_parameters(proposed, params), *args, **kwargs))
+            return loss_of(
+                loss_fn(_inner.as_parameters(proposed, params), *args, **kwargs)
+            )
 
         # A pytree, as some inner optimizers pass it through jax.jit or jax.lax.cond.
         value_fn = jax.tree_util.Partial(loss_of_params)
@@ -637,7 +650,14 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         if skip_if is not None:
             skip_if = skip_if(value, grads) if callable(skip_if) else skip_if
             extra["skip_if"] = _step.flag(skip_if)
-        return *self.apply_gradients(grads, params, state, **extra), value
+        if look is None:
+            return *self.apply_gradients(grads, params, state, **extra), value
+        if self._is_overridden("apply_gradients", "update"):
+            # It may change the gradients: the rule looks at them again.
+            state = state._replace(loss_scale_state=look.before)
+            return *self.apply_gradients(grads, params, state, **extra), value
+        step = _step.apply_gradients(self._options, grads, params, state, extra, look)
+        return *step, value
 
 
 def _without_attributes(cls: type[LossScaleOptimizer]) -> LossScaleOptimizer:

@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 
-from optax_lossscale._tree import split_arrays, strongly_typed
+from optax_lossscale._tree import is_key, split_arrays, strongly_typed
 
 # Operations on single elements: XLA fuses them with their readers.
 CHEAP = {
@@ -26,12 +27,14 @@ class Passes(NamedTuple):
       backward: Maps a scale, f32[], to the scaled gradients as they are born: without
         casts to wider dtypes at their end.
       finish: Makes the tree of scaled gradients from the result of `backward`.
+      log: Runs the callbacks that read these gradients, given the result of `backward`.
       axes: The names of the axes along which devices communicate in `backward`.
     """
 
     value: Any
     backward: Callable[[jax.Array], list[jax.Array]]
     finish: Callable[[list[jax.Array]], Any]
+    log: Callable[[list[jax.Array]], Any]
     axes: set[Any]
 
 
@@ -45,7 +48,8 @@ def run_forward(
       scale: f32[].
 
     Raises:
-      TypeError: If the value depends on the scale.
+      TypeError: If the value depends on the scale, or the backward pass uses a
+        `jax.Ref` of the forward pass.
     """
     joins = []
 
@@ -66,33 +70,43 @@ def run_forward(
             "example, and compile the training step around minimize."
         )
     end, born = _end_of(backward, grads)
+    logs = _logs_of(backward, [*born, *_variables(grads)], depend)
+    backward = [x for x in backward if x not in logs]
     fixed = [x for x in born if x not in depend]
+    logged = [x for x in _read_by(logs) if x not in depend]
     born = [x for x in born if x in depend]
     cheap = _cheap_part(forward, set(_read_by(backward)))
     made = depend.union(*(equation.outvars for equation in cheap))
     residuals = [x for x in _read_by([*cheap, *backward]) if x not in made]
     sources = _read_by(cheap)
 
-    parts = value, fixed, residuals
+    parts = value, fixed, logged, residuals
     outputs = [x for part in parts for x in part]
     results = _function(jaxpr, jaxpr.constvars, forward, outputs)(*program.consts)
-    found = iter(results)
-    value, constants, stored = ([next(found) for _ in part] for part in parts)
+    # Outside of jax.jit, a constant of the program is no jax.Array yet.
+    found = iter(x if isinstance(x, jax.Array) else jnp.asarray(x) for x in results)
+    value, constants, seen, stored = ([next(found) for _ in part] for part in parts)
     inputs = [*jaxpr.invars, *residuals]
     run_backward = _function(jaxpr, inputs, [*cheap, *backward], born)
     run_end = _function(jaxpr, [*born, *fixed], end, grads)
+    run_logs = _function(jaxpr, [*born, *fixed, *logged], [*end, *logs], [])
 
     def backward_pass(scale):
-        pairs = zip(residuals, stored, strict=True)
+        # jax_debug_key_reuse would count a key as used up by the first pass.
+        inputs = [jax.random.clone(x) if is_key(x) else x for x in stored]
+        pairs = zip(residuals, inputs, strict=True)
         inputs = [_pin(x, scale) if name in sources else x for name, x in pairs]
         return strongly_typed(run_backward(scale, *inputs))
 
     def finish(grads):
         return join_grads(run_end(*grads, *constants))
 
+    def log(grads):
+        run_logs(*grads, *constants, *seen)
+
     effects: set[Any] = {x for equation in backward for x in equation.effects}
     axes = {x.name for x in effects if type(x).__name__ == "NamedAxisEffect"}
-    return Passes(join_value(value), backward_pass, finish, axes)
+    return Passes(join_value(value), backward_pass, finish, log, axes)
 
 
 def _variables(atoms: Iterable[Any]) -> list[Var]:
@@ -116,13 +130,21 @@ def _split(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[JaxprEqn], set[Var]]:
     """Returns the forward and the backward pass, and what depends on the scale."""
     forward, backward, depend = [], [], set(jaxpr.invars)
     for equation in jaxpr.eqns:
+        inputs = _variables(equation.invars)
+        refs = [x for x in inputs if type(x.aval).__name__ == "AbstractRef"]
         # A callback without operands runs in the pass in which it is written.
-        is_callback = bool(backward) and not equation.outvars
-        if depend.isdisjoint(_variables(equation.invars)) and not is_callback:
+        is_callback = bool(backward) and not equation.outvars and not refs
+        if depend.isdisjoint(inputs) and not is_callback:
             forward.append(equation)
-        else:
+        elif depend.issuperset(refs):
             backward.append(equation)
             depend.update(equation.outvars)
+        else:
+            raise TypeError(
+                "minimize with retries repeats the backward pass, and each repetition "
+                "would read or write again the jax.Ref that this backward pass uses. "
+                "Use an optimizer without retries, or no jax.Ref there."
+            )
     return forward, backward, depend
 
 
@@ -142,6 +164,28 @@ def _end_of(
                 end.insert(0, equation)
                 born[old] = born.pop(new)
     return end, born
+
+
+def _logs_of(
+    backward: list[JaxprEqn], grads: list[Var], depend: set[Var]
+) -> list[JaxprEqn]:
+    """Returns the equations that follow from gradients and on which none depends.
+
+    They log gradients: once in a step, and not in each pass.
+    """
+    needed, rest = set(grads), []
+    for equation in reversed(backward):
+        if needed.isdisjoint(equation.outvars):
+            rest.insert(0, equation)
+        else:
+            needed.update(_variables(equation.invars))
+    known, logs = set(grads), []
+    for equation in rest:
+        inputs = depend.intersection(_variables(equation.invars))
+        if inputs and inputs <= known:
+            logs.append(equation)
+            known.update(equation.outvars)
+    return logs
 
 
 def _bytes(x: Any) -> int:

@@ -15,7 +15,7 @@ from optax_lossscale._commit import is_recording
 from optax_lossscale._passes import run_forward
 from optax_lossscale._scaling import all_finite
 from optax_lossscale._step import Look, Options, look
-from optax_lossscale._tree import cast_like, is_inexact
+from optax_lossscale._tree import cast_like, is_inexact, select
 
 
 def check_transform(transform: Callable[..., Any], kind: type, own: type) -> None:
@@ -47,7 +47,7 @@ def value_and_grad(
     scaled: Callable[[jax.Array], tuple[Any, Any]],
     has_aux: bool,
     state: _state.LossScaleOptimizerState,
-) -> tuple[Any, Any, _state.LossScaleOptimizerState]:
+) -> tuple[Any, Any, _state.LossScaleOptimizerState, Look]:
     """Computes gradients at the scale of the state, or at the next that is low enough.
 
     Args:
@@ -57,8 +57,9 @@ def value_and_grad(
       state: The state before the step.
 
     Returns:
-      The value, the unscaled gradients, and the state with a `Look` in the place of the
-      rule's state.
+      The value, the unscaled gradients, the state with the number of retries, and the
+      look at the gradients. If no retry saved the step, it is the first look: the rule
+      then goes on as without retries.
     """
     rule, axis_name = options.loss_scale, options.axis_name
     _state.check_state(state, rule, options.retries)
@@ -69,7 +70,8 @@ def value_and_grad(
     loss_is_finite = all_finite(loss, axis_name=axis_name)
 
     def attempt(last):
-        retries, old = last[0], last[1].after
+        retries, first, looked, _, _ = last
+        old = looked.after
         scale = lax.stop_gradient(rule.loss_scale(old))
         grads = passes.backward(scale)
         seen = passes.finish([_as_stored(x) for x in grads])
@@ -77,27 +79,34 @@ def value_and_grad(
         # In jax.shard_map it varies over the devices if the scale does.
         finite = looked.finite | lax.full_like(scale, False, bool)
         looked = looked._replace(finite=finite, after=cast_like(looked.after, old))
+        first = select(retries == 0, looked.after, first)
         again = ~finite & loss_is_finite & (rule.loss_scale(looked.after) < scale)
         again &= retries < options.retries
-        return retries + again.astype(jnp.int32), looked, grads, again
+        return retries + again.astype(jnp.int32), first, looked, grads, again
 
     # The first pass is inside the loop, too: one program, and the same bits.
     like = _state.first_rule_state(rule)
     old = _state.restored(rule, state.loss_scale_state, like)
     no = lax.full_like(scale, False, bool)
     none_yet = lax.full_like(scale, 0, jnp.int32)
-    # Not all alike: XLA would make one of them, and copies.
+    # Different numbers: XLA would make one array of equal ones, and copies of it.
     shapes = jax.eval_shape(passes.backward, scale)
-    unused = [lax.full_like(x, i) for i, x in enumerate(shapes)]
-    first = none_yet, Look(old, old, no), unused, ~no
-    retries, looked, grads, _ = _repeat(attempt, first)
+    unused = [_filled(x, i) for i, x in enumerate(shapes)]
+    start = none_yet, old, Look(old, old, no), unused, ~no
+    retries, first, looked, grads, _ = _repeat(attempt, start)
 
-    grads = passes.finish([_forward_only.bind(x) for x in grads])
-    grads = _gradients.unscale_by(grads, rule.loss_scale(looked.before))
+    scale = rule.loss_scale(looked.before)
+    grads = [_forward_only.bind(x) for x in grads]
+    passes.log(grads)
+    grads = _gradients.unscale_by(passes.finish(grads), scale)
     retries += jnp.asarray(state.retries, jnp.int32)
     retries = jnp.where(retries < 0, 2**31 - 1, retries)
-    state = state._replace(loss_scale_state=looked, retries=retries)
-    return passes.value, grads, state
+    looked = Look(
+        select(looked.finite, looked.before, old),
+        select(looked.finite, looked.after, first),
+        looked.finite,
+    )
+    return passes.value, grads, state._replace(retries=retries), looked
 
 
 def _check_axes(axes: set[Any], options: Options) -> None:
@@ -112,15 +121,27 @@ def _check_axes(axes: set[Any], options: Options) -> None:
         )
 
 
-def _as_stored(x: jax.Array) -> jax.Array:
-    """Returns `x`; keeps XLA from checking it before its last rounding.
+def _filled(like: jax.ShapeDtypeStruct, value: int) -> jax.Array:
+    """As `lax.full_like`, which fails on shapes that vary over Manual axes alone."""
+    axes = tuple(_gradients.varying_axes(like))
+    if like.sharding is not None or not axes:
+        return lax.full_like(like, value)
+    zero = 0 * lax.axis_index(axes)
+    return jnp.full(like.shape, value, like.dtype) + zero.astype(like.dtype)
 
-    On GPU, XLA removes casts to float16 and back, and an overflow there with them.
+
+def _as_stored(x: jax.Array) -> jax.Array:
+    """Returns `x`; XLA can neither drop nor undo its last rounding in a check of it.
+
+    XLA drops casts to float16 and back (GPU), and makes one product of `y * scale` and
+    the unscaling, `1 / scale`. Either would hide an overflow of `x`.
     """
-    if not is_inexact(x) or x.dtype.itemsize != 2:
+    if not is_inexact(x):
         return x
-    kind = jnp.finfo(x.dtype)
-    return lax.reduce_precision(x, kind.nexp, kind.nmant)
+    if x.dtype.itemsize == 2:
+        kind = jnp.finfo(x.dtype)
+        x = lax.reduce_precision(x, kind.nexp, kind.nmant)
+    return jnp.where(jnp.isfinite(x), x, x * jnp.inf)
 
 
 def _repeat(attempt: Callable[[Any], Any], first: Any) -> Any:

@@ -303,8 +303,8 @@ def update(
     options: Options, grads: Any, state: Any, params: Any, extra: dict[str, Any]
 ) -> tuple[Any, _state.LossScaleOptimizerState]:
     """Returns the updates of a step, including the scale's, and the new state."""
-    place, old, grads, state, params = _take_apart(options, grads, state, params)
-    updates, state = _step.update(options, grads, state, params, extra)
+    place, old, grads, params, look = _take_apart(options, grads, state, params)
+    updates, state = _step.update(options, grads, state, params, extra, look)
     new = options.loss_scale.loss_scale(state.loss_scale_state)
     # Not all the way down where the difference rounds to minus the old scale.
     return place(updates, jnp.maximum(new, old * 2.0**-23) - old), state
@@ -314,19 +314,19 @@ def apply_gradients(
     options: Options, grads: Any, params: Any, state: Any, extra: dict[str, Any]
 ) -> tuple[Any, _state.LossScaleOptimizerState]:
     """Returns the parameters after a step, the scale among them, and the new state."""
-    place, _, grads, state, params = _take_apart(options, grads, state, params)
-    params, state = _step.apply_gradients(options, grads, params, state, extra)
+    place, _, grads, params, look = _take_apart(options, grads, state, params)
+    params, state = _step.apply_gradients(options, grads, params, state, extra, look)
     return place(params, options.loss_scale.loss_scale(state.loss_scale_state)), state
 
 
 def _take_apart(
     options: Options, grads: Any, state: Any, params: Any
-) -> tuple[Callable[[Any, Any], Any], jax.Array, Any, Any, Any]:
+) -> tuple[Callable[[Any, Any], Any], jax.Array, Any, Any, _step.Look]:
     """Takes the scale out of the arguments of a step.
 
     Returns:
       A function that puts a scale in its place among the parameters; the scale there;
-      the other gradients; the state with a `Look`; and the other parameters.
+      the other gradients and parameters; and the look at the gradients.
     """
     rule, name = options.loss_scale, options.scale_parameter
     place, old, params = _take_out(name, params, "params")
@@ -341,7 +341,7 @@ def _take_apart(
     if not rule.skip_nonfinite:  # It would apply the zeros.
         finite = on_all_devices(~overflow, options.axis_name)
         look = look._replace(finite=finite)
-    return place, old, grads, state._replace(loss_scale_state=look), params
+    return place, old, grads, params, look
 
 
 def _take_out(

@@ -296,10 +296,12 @@ def select_applied(state: Any, new: Any, old: Any) -> Any:
     """
     applied = unbox(find_state(state).last_step_applied)
     check_scalar("last_step_applied", applied)
+    if place := difference(new, old):
+        raise ValueError(
+            f"new and old must have the same structure and shapes. In new, {place}"
+        )
     old = jax.tree.map(_promote, old, new)
     new = cast_like(new, old)
-    if place := difference(new, old):
-        raise ValueError(f"new and old must have the same shapes. In new, {place}")
     return select(applied, new, old)
 
 

@@ -39,10 +39,12 @@ class Options(NamedTuple):
             raise ValueError(
                 f'skip must be "auto", "where" or "cond", got {self.skip!r}.'
             )
-        if not isinstance(self.axis_name, Hashable):
+        try:
+            hash(self.axis_name)
+        except TypeError:  # A list, or a tuple that holds one.
             raise TypeError(
                 f"axis_name must be a name or a tuple of names, got {self.axis_name!r}."
-            )
+            ) from None
         check.boolean("check_loss", self.check_loss)
         if self.scale_parameter is not None:
             check.key("scale_parameter", self.scale_parameter)
@@ -73,21 +75,31 @@ def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
 
 
 def update(
-    options: Options, grads: Any, state: Any, params: Any, extra: dict[str, Any]
+    options: Options,
+    grads: Any,
+    state: Any,
+    params: Any,
+    extra: dict[str, Any],
+    looked: "Look | None" = None,
 ) -> tuple[Any, _state.LossScaleOptimizerState]:
     """Returns the updates of a step, or -0.0 if it is skipped, and the new state."""
 
     def finish(updates, params):
-        return strongly_typed(_inner.narrow_like(updates, grads))
+        return _inner.narrow_like(updates, grads)
 
     def keep(like, params):
         return jax.tree.map(zero_update, like)
 
-    return _take_step(options, grads, state, params, extra, finish, keep)
+    return _take_step(options, grads, state, params, extra, looked, finish, keep)
 
 
 def apply_gradients(
-    options: Options, grads: Any, params: Any, state: Any, extra: dict[str, Any]
+    options: Options,
+    grads: Any,
+    params: Any,
+    state: Any,
+    extra: dict[str, Any],
+    looked: "Look | None" = None,
 ) -> tuple[Any, _state.LossScaleOptimizerState]:
     """Returns the parameters after a step, or the old ones, and the new state."""
 
@@ -97,7 +109,7 @@ def apply_gradients(
     def keep(like, params):
         return params
 
-    return _take_step(options, grads, state, params, extra, finish, keep)
+    return _take_step(options, grads, state, params, extra, looked, finish, keep)
 
 
 def _take_step(
@@ -106,6 +118,7 @@ def _take_step(
     state: Any,
     params: Any,
     extra: dict[str, Any],
+    looked: "Look | None",
     finish: Callable[[Any, Any], Any],
     keep: Callable[[Any, Any], Any],
 ) -> tuple[Any, _state.LossScaleOptimizerState]:
@@ -117,6 +130,7 @@ def _take_step(
       state: The state.
       params: The parameters; None if the inner optimizer needs none.
       extra: Extra arguments of the inner optimizer, and `skip_if`.
+      looked: What the rule saw of the gradients; None if it has not looked yet.
       finish: Makes the result of an applied step, from the updates and parameters.
       keep: Makes the result of a skipped step, from the result of an applied step (or
         its shapes and dtypes) and the parameters.
@@ -127,10 +141,9 @@ def _take_step(
     inner = _inner.wrap(options.inner_optimizer)
 
     # Look: at the gradients, and at the loss if it is checked.
-    looked = getattr(state, "loss_scale_state", None)
-    if not isinstance(looked, Look):  # As `minimize` passes it, with retries.
-        _state.check_state(state, rule, options.retries)
-        looked = look(rule, grads, looked, axis_name)
+    _state.check_state(state, rule, options.retries)
+    if looked is None:
+        looked = look(rule, grads, state.loss_scale_state, axis_name)
     old, new, finite = looked.before, looked.after, looked.finite
     should_apply = finite
     at_minimum = rule._is_at_minimum(rule.loss_scale(old), rule.loss_scale(new))
@@ -178,8 +191,6 @@ def _take_step(
 
 class Look(NamedTuple):
     """What the rule saw of the gradients of a step.
-
-    In place of the rule's state, it tells the step not to ask the rule again.
 
     Attributes:
       before: The state of the rule before these gradients.

@@ -33,7 +33,7 @@ def unbox(value: Any) -> jax.Array:
 
 
 def has_gradient(leaf: Any) -> bool:
-    """Whether JAX can differentiate with respect to `leaf`, which NumPy's are not."""
+    """Whether JAX differentiates with respect to `leaf`; NumPy's arrays are constants."""
     return isinstance(leaf, jax.Array) and is_inexact(leaf)
 
 
@@ -108,6 +108,8 @@ def difference(got: Any, wanted: Any) -> str:
 
     try:
         jax.tree.map_with_path(leaf, got, wanted)
+        # A leaf of `got` has matched any subtree of `wanted`.
+        jax.tree.map(lambda *_: None, wanted, got)
     except ValueError as error:
         return str(error)
     return ""

@@ -53,6 +53,47 @@ def test_minimize_calls_what_is_overridden():
     assert params.tolist() == [0, 0]
 
 
+class Doubling(LossScaleOptimizer):
+    """Doubles its updates."""
+
+    def update(self, updates, state, params=None, **extra_args):
+        updates, state = super().update(updates, state, params, **extra_args)
+        return jax.tree.map(lambda u: 2 * u, updates), state
+
+
+def doubling_function(optimizer):
+    """Returns a copy whose function `update` doubles the updates."""
+
+    def update(updates, state, params=None):
+        updates, state = optimizer.update(updates, state, params)
+        return jax.tree.map(lambda u: 2 * u, updates), state
+
+    return optimizer._replace(update=update)
+
+
+@pytest.mark.parametrize("retries", [0, 3])
+@pytest.mark.parametrize(
+    "make",
+    [Doubling, lambda *args, **kw: doubling_function(LossScaleOptimizer(*args, **kw))],
+)
+def test_an_update_of_ones_own_takes_the_step(make, retries):
+    optimizer = make(INNER, DynamicLossScale(8.0), retries=retries)
+    state = optimizer.init(ONES)
+    assert one_step(optimizer).tolist() == [0, 0]
+    params, state, _ = optimizer.minimize(jnp.sum, ONES, state)
+    assert params.tolist() == [0, 0]
+    nan = lambda x: jnp.sum(x) * jnp.nan  # noqa: E731
+    params, state, _ = optimizer.minimize(nan, ONES, state)
+    assert params.tolist() == [1, 1]
+    assert (state.skipped_steps, optimizer.current_loss_scale(state)) == (1, 4)
+
+
+def test_a_veto_is_not_lost_on_an_update_that_takes_none():
+    optimizer = doubling_function(BASE)
+    with pytest.raises(TypeError, match="skip_if"):
+        optimizer.apply_gradients(ONES, ONES, optimizer.init(ONES), skip_if=True)
+
+
 def test_attributes_are_part_of_equality():
     assert Weighted(1.0, INNER) == WEIGHTED
     assert hash(Weighted(1.0, INNER)) == hash(WEIGHTED)

@@ -24,7 +24,7 @@ from helpers import (
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from pages import page_blocks
 
-from optax_lossscale import LossScaleOptimizer, all_finite
+from optax_lossscale import DynamicLossScale, LossScaleOptimizer, all_finite
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
 # With a scale among the parameters, the gradients are computed as by a trainer.
@@ -168,6 +168,33 @@ class TestRetries:
         # No scale helps if the loss of one device is not finite.
         param, state, _ = distributed.one_overflow(*way, bad=np.nan)
         assert (param, state.skipped_steps, state.retries) == (1, 1, 0)
+
+    def test_gradients_that_vary_over_one_of_two_axes(self):
+        optimizer = LossScaleOptimizer(
+            optax.sgd(0.5), DynamicLossScale(2.0**20), axis_name="p", retries=24
+        )
+        mesh = jax.make_mesh((4, 2), ("p", "d"), axis_types=(AxisType.Auto,) * 2)
+        params = jnp.arange(8, dtype=jnp.float32).reshape(4, 2)
+
+        def loss_fn(params):
+            half = params.astype(jnp.float16).astype(jnp.float32)
+            return jnp.sum(half**2)
+
+        def step(params, state):
+            params, state, _ = optimizer.minimize(loss_fn, params, state)
+            return params, state
+
+        step = jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(P("p"), P()),
+            out_specs=(P("p"), P()),
+            axis_names={"p"},
+        )
+        params, state = jax.jit(step)(params, optimizer.init(params))
+        # The largest gradient is 14.
+        assert (state.retries, state.skipped_steps) == (8, 0)
+        np.testing.assert_array_equal(params, 0)
 
     def test_devices_that_would_repeat_apart_are_refused(self):
         message = r"retries=24, axis_name must contain 'i', got axis_name=None"

@@ -164,30 +164,33 @@ GRADS = [1.0, 1.0, 2.0**6, NAN, 1.0, 2.0**-12, INF, 2.0**8, 2.0**8, 2.0**8, 1.0]
 # Rules, and how often the backward pass is repeated (at most five times in a step) and
 # steps are skipped in all.
 RULES = [
-    (RULE, 13, 4),
+    (RULE, 35, 7),
     (DynamicLossScale(2.0**24, 2, 4.0, 0.25, min_scale=2.0**12), 7, 6),
-    (DynamicLossScale(2.0**18, 3, hysteresis=2), 8, 4),
-    (DynamicLossScale(2.0**18, 3, hysteresis=2, consecutive_hysteresis=True), 9, 5),
-    (TolerantLossScale(0.0, 2.0**24), 13, 4),
-    (TolerantLossScale(0.5, 2.0**16, 3), 7, 4),
-    (HeadroomLossScale(2.0**24, min_margin=4), 11, 3),
+    (DynamicLossScale(2.0**18, 3, hysteresis=2), 13, 4),
+    (DynamicLossScale(2.0**18, 3, hysteresis=2, consecutive_hysteresis=True), 18, 6),
+    (TolerantLossScale(0.0, 2.0**24), 35, 7),
+    (TolerantLossScale(0.5, 2.0**16, 3), 16, 5),
+    (HeadroomLossScale(2.0**24, min_margin=4), 24, 5),
     (FixedLossScale(2.0**12, True), 0, 6),
     (FixedLossScale(2.0**12), 0, 0),
-    (BackoffOnly(2.0**24), 13, 4),
+    (BackoffOnly(2.0**24), 35, 7),
 ]
 
 
 def by_hand(rule, state, x, retries):
     """Returns the rule's state and its decision, the retries, and the gradient."""
-    count = 0
+    count, first = 0, None
     while True:
         scale = np.float32(rule.loss_scale(state))
         with np.errstate(over="ignore", invalid="ignore"):
             grad = np.float16(np.float32(x) * scale).astype(np.float32) / scale
         new, finite = rule.update(grad, state)
         is_mended = np.isfinite(x) and rule.loss_scale(new) < scale
-        if finite or not is_mended or count == retries:
+        first = new if first is None else first
+        if finite:
             return new, finite, count, grad
+        if not is_mended or count == retries:  # As without retries.
+            return first, finite, count, grad
         state, count = new, count + 1
 
 
@@ -233,9 +236,47 @@ def test_members_repeat_as_often_as_each_must(wrap):
     assert state.retries.tolist() == [9, 0, 1, 0, 12]
     assert state.skipped_steps.tolist() == [0, 1, 0, 0, 1]
     scales = np.log2(optimizer.current_loss_scale(state))
-    assert scales.tolist() == [15, 23, 23, 24, 11]
+    assert scales.tolist() == [15, 23, 23, 24, 23]
     assert params.tolist() == [0.5, 1.0, 1 - 2.0**-9, 1 - 2.0**-10, 1.0]
     assert state.inner_state[0].trace.tolist() == [1, 0, 2.0**-8, 2.0**-9, 0]
+
+
+@every_wrap
+def test_what_is_checked_is_what_is_applied(wrap):
+    """XLA makes one product of the last multiplication and the unscaling."""
+    optimizer = LossScaleOptimizer(
+        optax.sgd(0.125), DynamicLossScale(2.0**126), retries=4
+    )
+    param, state = ONE, optimizer.init(ONE)
+    step = wrap(scaled_step(lambda w: jnp.sum((2 * w) ** 2), optimizer))
+    param, state, _ = step(param, state)
+    # The gradient is 8. Scaled, it is inf at 2**126 and at 2**125.
+    assert (param, state.retries, state.skipped_steps) == (0, 2, 0)
+
+
+def root(params, x):
+    """Has a gradient that is nan at every scale where `x` is zero."""
+    return jnp.sum(jnp.sqrt(params * x))
+
+
+@quickly
+@pytest.mark.parametrize("rule", [rule for rule, *_ in RULES])
+def test_a_step_that_no_retry_saves_is_as_without_retries(rule):
+    identity, passes = counting()
+    x = jnp.array([0.0, 1.0], jnp.float32)
+    after = {}
+    for retries in (0, 24):
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), rule, retries=retries)
+        step = jax.jit(scaled_step(lambda w, x: root(identity(w), x), optimizer))
+        param, state, count = ONE, optimizer.init(ONE), 0
+        for _ in range(2):
+            param, state, _ = step(param, state, x)
+            count += take(passes)[1]
+        after[retries] = param, state._replace(retries=None)
+        if retries:
+            # Each pass beside the two first ones is counted.
+            assert state.retries == count - 2
+    assert_same_bits(after[0], after[24])
 
 
 @quickly
@@ -376,6 +417,102 @@ class TestDerivatives:
             wrap(jax.grad(lambda x: self.step(0.25, x)[0]))(ONE)
         # The loss itself does not depend on the backward pass.
         assert wrap(jax.grad(lambda x: self.step(0.25, x)[2]))(ONE) == 1
+
+
+@every_wrap
+def test_gradients_are_logged_once(wrap):
+    logged = []
+
+    def transform(fun, **options):
+        def value_and_grad(*args):
+            value, grad = jax.value_and_grad(fun, **options)(*args)
+            jax.debug.callback(lambda *x: logged.append(x), jnp.abs(grad), args[0])
+            return value, grad
+
+        return value_and_grad
+
+    optimizer = LossScaleOptimizer(optax.sgd(0.5), RULE, retries=24)
+    step = functools.partial(optimizer.minimize, told, transform=transform)
+    state = wrap(step)(ONE, optimizer.init(ONE), ONE)[1]
+    jax.effects_barrier()
+    assert state.retries == 9
+    # That of the pass that is applied, still scaled.
+    assert logged == [(2.0**15, 1.0)]
+
+
+@every_wrap
+def test_auxiliary_data_are_arrays_of_jax(wrap):
+    optimizer = LossScaleOptimizer(optax.sgd(0.5), RULE, retries=24)
+    aux = {"constant": jnp.float32(3), "zeros": jnp.zeros(()), "some": jnp.arange(2)}
+    step = wrap(
+        lambda x, state: optimizer.minimize(
+            lambda x: (told(x, ONE), aux), x, state, has_aux=True
+        )
+    )
+    found = step(ONE, optimizer.init(ONE))[2][1]
+    assert all(isinstance(x, jax.Array) for x in found.values())
+    assert_same_bits(found, aux)
+
+
+def test_dropout_in_a_checkpoint_reuses_no_key():
+    @jax.checkpoint
+    def layer(w, x, key):
+        keys = jax.random.split(key)
+        kept = [jax.random.bernoulli(k, 0.5, x.shape) for k in keys]
+        return jnp.where(kept[0] & kept[1], jnp.tanh(x * w), 0)
+
+    def loss_fn(w, x, key):
+        return told(jnp.sum(layer(w, x, key)), ONE)
+
+    optimizer = LossScaleOptimizer(optax.sgd(0.5), RULE, retries=24)
+    step = jax.jit(scaled_step(loss_fn, optimizer))
+    with jax.debug_key_reuse(True):
+        step(ONE, optimizer.init(ONE), jnp.ones(8), jax.random.key(0))
+
+
+class TestRefs:
+    """A `jax.Ref` works as always, unless its value depends on the loss scale: each
+    repetition would write it again."""
+
+    optimizer = LossScaleOptimizer(optax.sgd(0.5), RULE, retries=24)
+
+    def step(self, param, state, *, summand=jnp.zeros_like):
+        ref = jax.new_ref(jnp.float32(1))
+        identity = jax.custom_vjp(lambda x: x)
+
+        def backward(_, x):
+            ref[...] += summand(x).astype(jnp.float32)
+            return (x,)
+
+        def forward(x):
+            ref[...] *= 3
+            return x, None
+
+        def transform(fun, **options):
+            def value_and_grad(param):
+                value, grad = jax.value_and_grad(fun, **options)(param)
+                return value, grad * ref[...]
+
+            return value_and_grad
+
+        identity.defvjp(forward, backward)
+        new, state, _ = self.optimizer.minimize(
+            lambda x: told(x, ONE, identity), param, state, transform=transform
+        )
+        return new, state.retries, ref[...]
+
+    @every_wrap
+    def test_that_does_not_depend_on_the_scale(self, wrap):
+        for summand, value in ((jnp.zeros_like, 3), (jnp.ones_like, 4)):
+            step = wrap(functools.partial(self.step, summand=summand))
+            found = step(ONE, self.optimizer.init(ONE))
+            assert found == (1 - value / 2, 9, value)
+
+    @every_wrap
+    def test_that_depends_on_the_scale(self, wrap):
+        step = wrap(functools.partial(self.step, summand=jnp.sign))
+        with pytest.raises(TypeError, match=r"jax\.Ref that this backward pass uses"):
+            step(ONE, self.optimizer.init(ONE))
 
 
 def test_a_subclass_that_changes_gradients_checks_them_again():

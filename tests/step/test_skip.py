@@ -274,3 +274,25 @@ class TestUpdate:
         optimizer, step = self.step_of(inner)
         with pytest.raises(ValueError, match="structure"):
             jax.jit(step)(self.params, optimizer.init(self.params), self.good)
+
+    def test_a_scalar_is_no_subtree(self):
+        inner = optax.GradientTransformation(
+            lambda params: {"a": jnp.int32(0)},
+            lambda updates, state, params=None: (updates, jnp.int32(0)),
+        )
+        optimizer, step = self.step_of(inner)
+        with pytest.raises(ValueError, match="inner_optimizer must return"):
+            step(self.params, optimizer.init(self.params), self.good * jnp.nan)
+
+    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+    def test_updates_may_be_python_numbers(self, wrap):
+        inner = optax.stateless(lambda g, p=None: jax.tree.map(lambda _: -0.5, g))
+        params = {"a": jnp.float32(1), "b": jnp.ones(2, jnp.float16)}
+        optimizer = LossScaleOptimizer(inner)
+        state, good = optimizer.init(params), jax.tree.map(jnp.ones_like, params)
+        wanted = {"a": jnp.float32(0.5), "b": jnp.full(2, 0.5, jnp.float16)}
+        assert_same_bits(
+            wrap(optimizer.apply_gradients)(good, params, state)[0], wanted
+        )
+        updates = wrap(optimizer.update)(good, state, params)[0]
+        assert_same_bits(optax.apply_updates(params, updates), wanted)

@@ -42,6 +42,10 @@ class TestSelectApplied:
         with pytest.raises(ValueError, match="key"):
             select_applied(self.state, {"a": 1.0}, {"b": 1.0})
 
+        for new, old in [(1.0, {"a": 1.0}), ({"a": 1.0}, 1.0)]:
+            with pytest.raises(ValueError, match="same structure"):
+                select_applied(self.state, new, old)
+
     def test_refuses_other_shapes(self):
-        with pytest.raises(ValueError, match=r"same shapes. .*\(2,\)"):
+        with pytest.raises(ValueError, match=r"structure and shapes. .*\(2,\)"):
             select_applied(self.state, jnp.ones(2), jnp.ones(3))
