@@ -151,7 +151,7 @@ def replay(rule: LossScale, largest: jax.Array, oracle: jax.Array) -> Any:
 
     def step(state, recorded):
         largest, oracle = recorded
-        scale = jnp.log2(rule.loss_scale(state))
+        scale = jnp.log2(rule(state))
         grads = jnp.where(scale > oracle, jnp.inf, jnp.exp2(largest))
         state, applied = rule.update(grads, state)
         return state, (scale, ~applied)

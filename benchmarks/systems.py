@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lossscale import LossScaleOptimizer, with_loss_scale
+from optax_lossscale import LossScaleOptimizer, scale_as_parameter, with_loss_scale
 
 PLAIN, PLAIN_KERAS = "optax, no scaling", "Keras 3, no scaling"
 OPTIMIZERS = {"sgd": optax.sgd(1e-3), "adam": optax.adam(1e-3)}
@@ -103,11 +103,12 @@ def _in_two(inner, loss_fn, *, call, given, **options):
 
 
 def _in_a_trainer(inner, loss_fn):
-    optimizer = LossScaleOptimizer(inner, scale_parameter="loss_scale")
+    inside = LossScaleOptimizer(inner)
+    optimizer = scale_as_parameter(inside)
     grad_fn = jax.value_and_grad(with_loss_scale(lambda x, *b: loss_fn(x["all"], *b)))
 
     def init(params):
-        scale = jnp.float32(optimizer.initial_scale)
+        scale = jnp.float32(inside.initial_scale)
         return scale, optimizer.init({"all": params, "loss_scale": scale})
 
     def step(params, state, *batch):

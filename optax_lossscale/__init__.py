@@ -5,7 +5,7 @@ from optax_lossscale._optimizer import LossScaleOptimizer as LossScaleOptimizer
 from optax_lossscale._rules.base import LossScale as LossScale
 from optax_lossscale._rules.dynamic import (
     DynamicLossScale as DynamicLossScale,
-    LossScaleState as LossScaleState,
+    DynamicLossScaleState as DynamicLossScaleState,
 )
 from optax_lossscale._rules.fixed import (
     FixedLossScale as FixedLossScale,
@@ -21,6 +21,7 @@ from optax_lossscale._rules.tolerant import (
     TolerantLossScaleState as TolerantLossScaleState,
 )
 from optax_lossscale._scale_parameter import (
+    scale_as_parameter as scale_as_parameter,
     scale_gradient as scale_gradient,
     with_loss_scale as with_loss_scale,
 )
@@ -29,6 +30,5 @@ from optax_lossscale._state import (
     LossScaleOptimizerState as LossScaleOptimizerState,
     select_applied as select_applied,
 )
-from optax_lossscale.diagnostics._report import check_health as check_health
 
 __version__ = "0.1.0"

@@ -22,14 +22,14 @@ from optax_lossscale._warn import is_called_by_jit, warn
 
 def current_scale(rule: LossScale, state: Any) -> jax.Array:
     """Returns the scale in a tree with one state: f32[], or one for each member."""
-    return rule.loss_scale(find_rule_state(state, rule))
+    return rule(find_rule_state(state, rule))
 
 
 def scale_of_step(rule: LossScale, state: Any) -> jax.Array:
     """Returns the scale to compute with, a scalar without a derivative."""
     warn_if_in_multi_steps(state)
     found = find_rule_state(state, rule)
-    scale = rule.loss_scale(found)
+    scale = rule(found)
     check_scalar("loss_scale_state.loss_scale", scale)
     is_constant = is_recording() and not isinstance(unbox(found.loss_scale), Tracer)
     if is_constant and not isinstance(rule, FixedLossScale) and is_called_by_jit():

@@ -13,7 +13,6 @@ from optax_lossscale import (
     _gradients,
     _inner,
     _retries,
-    _scale_parameter,
     _step,
 )
 from optax_lossscale._commit import Skip
@@ -67,18 +66,11 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         is traced then, as under `jax.jit`. On GPU, XLA reads on the host whether to
         repeat, and waits for it. `update` and `apply_gradients` repeat nothing, because
         they get only gradients.
-      scale_parameter: The name of the scale among the parameters, "loss_scale" for
-        example, for a trainer that computes the gradients: see `with_loss_scale`. The
-        inner optimizer and the rule do not see this leaf, and `update` sets it: its
-        update is the new scale minus the old one. The parameters must hold one such
-        leaf, f32[]. `value_and_grad`, `minimize`, `get_scaled_loss` and
-        `get_unscaled_gradients` raise ValueError then.
 
     Raises:
       ValueError: If `loss_scale` comes with `dynamic`, `initial_scale` or
         `dynamic_growth_steps`, or `dynamic=False` without `initial_scale` or with
-        `dynamic_growth_steps`; if `retries` comes with `scale_parameter`; if an
-        argument is out of its range.
+        `dynamic_growth_steps`; if an argument is out of its range.
       TypeError: If an argument is of the wrong type, or `inner_optimizer` is a
         `LossScaleOptimizer`.
 
@@ -129,7 +121,6 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         skip: Skip = "auto",
         check_loss: bool = False,
         retries: int | None = None,
-        scale_parameter: str | None = None,
     ):
         if isinstance(inner_optimizer, LossScaleOptimizer):
             raise TypeError(
@@ -147,9 +138,14 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
                 f"dynamic_growth_steps), not both, got {loss_scale!r} and {keras!r}."
             )
         self = _without_attributes(cls)
-        retries = 0 if retries is None else check.count("retries", retries, least=0)
-        options = (inner_optimizer, chosen, axis_name, skip, check_loss, retries)
-        self._options = Options(*options, scale_parameter)
+        self._options = Options(
+            inner_optimizer=inner_optimizer,
+            loss_scale=chosen,
+            axis_name=axis_name,
+            skip=skip,
+            check_loss=check_loss,
+            retries=0 if retries is None else check.count("retries", retries, least=0),
+        )
         self._options.check()
         return self
 
@@ -248,21 +244,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         good_steps = getattr(find_state(state).loss_scale_state, "good_steps", None)
         return None if good_steps is None else unbox(good_steps)
 
-    @property
-    def _steps(self) -> Any:
-        return _step if self._options.scale_parameter is None else _scale_parameter
-
-    def _check_that_it_scales(self) -> None:
-        name = self._options.scale_parameter
-        if name is not None:
-            raise ValueError(
-                f"An optimizer with scale_parameter={name!r} does not scale the loss: "
-                "with_loss_scale(loss_fn) does. Differentiate that, and call update or "
-                "apply_gradients."
-            )
-
     def init(  # pyright: ignore[reportIncompatibleVariableOverride]
-        self, params: Any
+        self, params: optax.Params
     ) -> LossScaleOptimizerState:
         """Initializes the inner optimizer and the loss scale.
 
@@ -276,16 +259,12 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
         Raises:
           TypeError: If the inner optimizer scales losses itself.
-          ValueError: With `scale_parameter`, unless the parameters hold one float32
-            scalar of this name.
 
         Warns:
-          UserWarning: If the parameters hold a float32 scalar named "loss_scale", and
-            the optimizer has no `scale_parameter`.
+          UserWarning: If the parameters hold a float32 scalar named "loss_scale", as
+            for `scale_as_parameter`.
         """
-        if self._options.scale_parameter is None:
-            _scale_parameter.warn_if_forgotten(params)
-        return self._steps.init(self._options, params)
+        return _step.init(self._options, params)
 
     def current_loss_scale(self, state: Any) -> jax.Array:
         """Returns the current loss scale.
@@ -364,7 +343,6 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> print(f"{grad:.2g}")
           1e-08
         """
-        self._check_that_it_scales()
         # eqx.filter_value_and_grad has no argnums: it uses the first argument.
         options = {} if argnums == 0 else {"argnums": argnums}
         transform = functools.partial(transform, **options)
@@ -417,10 +395,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> print(scaled, optimizer.get_unscaled_gradients(scaled, state))
           32768.0 1.0
         """
-        self._check_that_it_scales()
         return _gradients.scale_loss(self.loss_scale, loss, state)
 
-    def get_unscaled_gradients(self, grads: Any, state: Any) -> Any:
+    def get_unscaled_gradients(self, grads: optax.Updates, state: Any) -> optax.Updates:
         """Divides gradients by the current scale.
 
         Args:
@@ -451,20 +428,19 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> optimizer.get_unscaled_gradients(grads, state)
           [Array(2., dtype=float32), None, Array(-4., dtype=float32)]
         """
-        self._check_that_it_scales()
         return _gradients.unscale(
             self.loss_scale, self._options.choose_skip(), grads, state
         )
 
     def update(  # pyright: ignore[reportIncompatibleVariableOverride]
         self,
-        updates: Any,
+        updates: optax.Updates,
         state: LossScaleOptimizerState,
-        params: Any = None,
+        params: optax.Params | None = None,
         *,
-        skip_if: jax.Array | bool | None = None,
+        skip_if: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
-    ) -> tuple[Any, LossScaleOptimizerState]:
+    ) -> tuple[optax.Updates, LossScaleOptimizerState]:
         """Transforms gradients and advances the loss scale, or skips the step.
 
         The inner optimizer computes in at least float32, even if parameters or
@@ -496,17 +472,17 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             missing or not a real scalar.
         """
         extra_args["skip_if"] = skip_if
-        return self._steps.update(self._options, updates, state, params, extra_args)
+        return _step.update(self._options, updates, state, params, extra_args)
 
     def apply_gradients(
         self,
-        grads: Any,
-        params: Any,
+        grads: optax.Updates,
+        params: optax.Params,
         state: LossScaleOptimizerState,
         *,
-        skip_if: jax.Array | bool | None = None,
+        skip_if: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
-    ) -> tuple[Any, LossScaleOptimizerState]:
+    ) -> tuple[optax.Params, LossScaleOptimizerState]:
         """Updates parameters with unscaled gradients, or skips the step.
 
         Like `update` with `optax.apply_updates`, but a skipped step adds nothing. If a
@@ -535,14 +511,12 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             updates, state = self.update(grads, state, params, **extra_args, **veto)
             return _inner.apply_updates(params, updates), state
         extra_args["skip_if"] = skip_if
-        return self._steps.apply_gradients(
-            self._options, grads, params, state, extra_args
-        )
+        return _step.apply_gradients(self._options, grads, params, state, extra_args)
 
     def minimize(
         self,
         loss_fn: Callable[..., Any],
-        params: Any,
+        params: optax.Params,
         state: LossScaleOptimizerState,
         /,
         *args: Any,
@@ -550,7 +524,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         transform: Callable[..., Any] = jax.value_and_grad,
         skip_if: Callable[[Any, Any], Any] | jax.Array | bool | None = None,
         **kwargs: Any,
-    ) -> tuple[Any, LossScaleOptimizerState, Any]:
+    ) -> tuple[optax.Params, LossScaleOptimizerState, Any]:
         """Takes one whole training step: loss, gradients, update.
 
         You cannot reduce gradients over devices in between. So under `jax.pmap`, use
@@ -583,8 +557,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             in the backward pass along an axis that `axis_name` does not name.
           TypeError: If the loss is not a real scalar; if `transform` returns no value,
             or, with `retries`, changes the model in place, is compiled by `jax.jit` or
-            uses a `jax.Ref` in the backward pass; if `skip_if` does not return a bool. A reverse-mode derivative of a step
-            with `retries` raises TypeError, too.
+            uses a `jax.Ref` in the backward pass; if `skip_if` does not return a bool.
+            A reverse-mode derivative of a step with `retries` raises TypeError, too.
 
         Warns:
           UserWarning: If the scale of `state` is a constant in a function that JAX

@@ -72,7 +72,7 @@ def value_and_grad(
     def attempt(last):
         retries, first, looked, _, _ = last
         old = looked.after
-        scale = lax.stop_gradient(rule.loss_scale(old))
+        scale = lax.stop_gradient(rule(old))
         grads = passes.backward(scale)
         seen = passes.finish([_as_stored(x) for x in grads])
         looked = look(rule, _gradients.unscale_by(seen, scale), old, axis_name)
@@ -80,7 +80,7 @@ def value_and_grad(
         finite = looked.finite | lax.full_like(scale, False, bool)
         looked = looked._replace(finite=finite, after=cast_like(looked.after, old))
         first = select(retries == 0, looked.after, first)
-        again = ~finite & loss_is_finite & (rule.loss_scale(looked.after) < scale)
+        again = ~finite & loss_is_finite & (rule(looked.after) < scale)
         again &= retries < options.retries
         return retries + again.astype(jnp.int32), first, looked, grads, again
 
@@ -95,7 +95,7 @@ def value_and_grad(
     start = none_yet, old, Look(old, old, no), unused, ~no
     retries, first, looked, grads, _ = _repeat(attempt, start)
 
-    scale = rule.loss_scale(looked.before)
+    scale = rule(looked.before)
     grads = [_forward_only.bind(x) for x in grads]
     passes.log(grads)
     grads = _gradients.unscale_by(passes.finish(grads), scale)

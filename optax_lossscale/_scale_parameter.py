@@ -3,12 +3,13 @@
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
@@ -20,9 +21,18 @@ from optax_lossscale._gradients import (
     varying_axes,
     warn_of_float16,
 )
+from optax_lossscale._optimizer import LossScaleOptimizer
 from optax_lossscale._scaling import all_finite, on_all_devices, scale_up
 from optax_lossscale._step import Options
-from optax_lossscale._tree import cast_like, has_gradient, is_inexact, split_arrays
+from optax_lossscale._tree import (
+    cast_like,
+    has_gradient,
+    is_array,
+    is_float32_scalar,
+    is_inexact,
+    map_named,
+    split_arrays,
+)
 from optax_lossscale._warn import warn
 
 _HINTS = {
@@ -34,7 +44,7 @@ _HINTS = {
 }
 
 
-def scale_gradient(tree: Any, scale: jax.Array | float) -> Any:
+def scale_gradient(tree: Any, scale: jax.typing.ArrayLike) -> Any:
     """Returns its argument, whose gradients are multiplied by a scale.
 
     The value stays as it is. Multiply the gradients at one point, and divide them at
@@ -106,15 +116,15 @@ def _(primals, tangents):
 
 def with_loss_scale(
     loss_fn: Callable[..., Any],
-    scale_parameter: str = "loss_scale",
+    name: str = "loss_scale",
     has_aux: bool = False,
 ) -> Callable[..., Any]:
     """Makes a loss function with true gradients, for a trainer that computes them.
 
-    Pass the result to the trainer in place of `loss_fn`, and
-    `LossScaleOptimizer(inner, scale_parameter="loss_scale")` in place of `inner`. The
-    parameters carry the scale from one to the other: add
-    `jnp.float32(optimizer.initial_scale)` to them, named "loss_scale".
+    Pass the result to the trainer in place of `loss_fn`, and `scale_as_parameter(
+    LossScaleOptimizer(inner))` in place of `inner`. The parameters carry the scale from
+    one to the other: add `jnp.float32(optimizer.initial_scale)` to them, named
+    "loss_scale".
 
     Loss and gradients are the true ones of `loss_fn`; only the backward pass computes
     with scaled numbers. So the trainer may log, clip, accumulate and average
@@ -126,7 +136,7 @@ def with_loss_scale(
       loss_fn: A function that takes the parameters first: a pytree, or a Flax nnx
         module. It gets zero in the place of the scale. It returns a loss, or a loss and
         auxiliary data if `has_aux`.
-      scale_parameter: The name of the scale: the last key of one leaf, f32[].
+      name: The name of the scale: the last key of one leaf, f32[].
       has_aux: Whether `loss_fn` returns auxiliary data as well.
 
     Returns:
@@ -151,9 +161,13 @@ def with_loss_scale(
       >>> import jax
       >>> import jax.numpy as jnp
       >>> import optax
-      >>> from optax_lossscale import LossScaleOptimizer, with_loss_scale
-      >>> optimizer = LossScaleOptimizer(
-      ...     optax.sgd(0.25), initial_scale=2.0**10, scale_parameter="loss_scale"
+      >>> from optax_lossscale import (
+      ...     LossScaleOptimizer,
+      ...     scale_as_parameter,
+      ...     with_loss_scale,
+      ... )
+      >>> optimizer = scale_as_parameter(
+      ...     LossScaleOptimizer(optax.sgd(0.25), initial_scale=2.0**10)
       ... )
       >>> def loss_fn(params, x):
       ...     y = params["w"].astype(jnp.float16) * x
@@ -179,39 +193,41 @@ def with_loss_scale(
       30625.0 0.0 1.75 512.0
     """
     check.function("loss_fn", loss_fn)
-    check.key("scale_parameter", scale_parameter)
+    check.key("name", name)
     check.boolean("has_aux", has_aux)
-
-    @functools.wraps(loss_fn)
-    def scaled_loss(params, /, *args, **kwargs):
-        nnx = sys.modules["flax.nnx"] if _is_of_nnx(params) else None
-        tree = nnx.state(params) if nnx else params
-        place, leaf, rest = _take_out(scale_parameter, tree, "params")
-        scale = jnp.clip(leaf, check.SMALLEST_SCALE, check.LARGEST_SCALE)
-        # Zero, as another with_loss_scale around this one leaves it: no scale.
-        scale = lax.stop_gradient(jnp.where(leaf <= 0, 1, scale))
-        arrays, join = split_arrays(rest, has_gradient)
-        arrays = [*map(_as_wanted, _enter(arrays, scale, leaf), arrays)]
-        # A penalty on all parameters must not see the scale.
-        inside = place(join(arrays), jnp.zeros_like(leaf))
-        args, kwargs = jax.tree.map(
-            lambda x: _unscaled(x, scale), (args, kwargs), is_leaf=_is_of_nnx
-        )
-        if nnx is None:
-            out = loss_fn(inside, *args, **kwargs)
-        else:
-            nnx.update(params, inside)
-            try:
-                out = loss_fn(params, *args, **kwargs)
-            finally:
-                nnx.update(params, place(nnx.state(params), leaf))
-        loss = loss_of(out, has_aux)
-        warn_of_float16(loss)
-        loss = scale_gradient(loss, scale)
-        return (loss, out[1]) if has_aux else loss
-
+    # No function of its own: cloudpickle would copy the rules of derivatives with it.
+    scaled_loss = functools.partial(_scaled_loss, loss_fn, name, has_aux)
+    functools.update_wrapper(scaled_loss, loss_fn)
     vars(scaled_loss)["without_scale"] = loss_fn  # For diagnostics.
     return scaled_loss
+
+
+def _scaled_loss(loss_fn, name, has_aux, params, /, *args, **kwargs):
+    nnx = sys.modules["flax.nnx"] if _is_of_nnx(params) else None
+    tree = nnx.state(params) if nnx else params
+    place, leaf, rest = _take_out(name, tree, "params")
+    scale = jnp.clip(leaf, check.SMALLEST_SCALE, check.LARGEST_SCALE)
+    # Zero, as another with_loss_scale around this one leaves it: no scale.
+    scale = lax.stop_gradient(jnp.where(leaf <= 0, 1, scale))
+    arrays, join = split_arrays(rest, has_gradient)
+    arrays = [*map(_as_wanted, _enter(arrays, scale, leaf), arrays)]
+    # A penalty on all parameters must not see the scale.
+    inside = place(join(arrays), jnp.zeros_like(leaf))
+    args, kwargs = jax.tree.map(
+        lambda x: _unscaled(x, scale), (args, kwargs), is_leaf=_is_of_nnx
+    )
+    if nnx is None:
+        out = loss_fn(inside, *args, **kwargs)
+    else:
+        nnx.update(params, inside)
+        try:
+            out = loss_fn(params, *args, **kwargs)
+        finally:
+            nnx.update(params, place(nnx.state(params), leaf))
+    loss = loss_of(out, has_aux)
+    warn_of_float16(loss)
+    loss = scale_gradient(loss, scale)
+    return (loss, out[1]) if has_aux else loss
 
 
 def _unscaled(x: Any, scale: jax.Array) -> Any:
@@ -276,81 +292,121 @@ def _is_of_nnx(x: Any) -> bool:
     return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
 
 
-def warn_if_forgotten(params: Any) -> None:
-    """Warns of a scale among the parameters, and no `scale_parameter`."""
+def scale_as_parameter(
+    optimizer: LossScaleOptimizer, name: str = "loss_scale"
+) -> optax.GradientTransformationExtraArgs:
+    """Makes an optimizer that finds and keeps its loss scale among the parameters.
 
-    def look(path, box):
-        if _is_scalar(jax.tree.leaves(box), jnp.float32):
-            warn(
-                f"params{jax.tree_util.keystr(path)} is a float32 scalar, and the "
-                "optimizer has no scale_parameter, so it takes it for any parameter. "
-                "If with_loss_scale reads the scale there, pass "
-                'scale_parameter="loss_scale" to LossScaleOptimizer.'
-            )
-        return box
+    For a trainer that computes the gradients: pass it this optimizer, and a loss
+    function from `with_loss_scale`, which see.
 
-    _map_named(look, "loss_scale", params)
-
-
-def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
-    """Returns the state before the first step."""
-    if jax.tree.leaves(params):  # optax.tree.map_params has a placeholder.
-        _, _, params = _take_out(options.scale_parameter, params, "params")
-    return _step.init(options, params)
-
-
-def update(
-    options: Options, grads: Any, state: Any, params: Any, extra: dict[str, Any]
-) -> tuple[Any, _state.LossScaleOptimizerState]:
-    """Returns the updates of a step, including the scale's, and the new state."""
-    place, old, grads, params, look = _take_apart(options, grads, state, params)
-    updates, state = _step.update(options, grads, state, params, extra, look)
-    new = options.loss_scale.loss_scale(state.loss_scale_state)
-    # Not all the way down where the difference rounds to minus the old scale.
-    return place(updates, jnp.maximum(new, old * 2.0**-23) - old), state
-
-
-def apply_gradients(
-    options: Options, grads: Any, params: Any, state: Any, extra: dict[str, Any]
-) -> tuple[Any, _state.LossScaleOptimizerState]:
-    """Returns the parameters after a step, the scale among them, and the new state."""
-    place, _, grads, params, look = _take_apart(options, grads, state, params)
-    params, state = _step.apply_gradients(options, grads, params, state, extra, look)
-    return place(params, options.loss_scale.loss_scale(state.loss_scale_state)), state
-
-
-def _take_apart(
-    options: Options, grads: Any, state: Any, params: Any
-) -> tuple[Callable[[Any, Any], Any], jax.Array, Any, Any, _step.Look]:
-    """Takes the scale out of the arguments of a step.
+    Args:
+      optimizer: The optimizer. Its inner optimizer and its rule do not see the scale.
+        Read the state with it as always: `optimizer.current_loss_scale(state)`.
+      name: The name of the scale: the last key of one leaf of the parameters, f32[].
 
     Returns:
-      A function that puts a scale in its place among the parameters; the scale there;
-      the other gradients and parameters; and the look at the gradients.
+      An optimizer whose `init` and `update` take all parameters, and whose state is a
+      `LossScaleOptimizerState`. The update of the scale is the new scale minus the old
+      one. `update` takes `skip_if`, and `value` if the loss is checked.
+
+    Raises:
+      TypeError: If an argument is of the wrong type; if a subclass, or `_replace`,
+        brings an `update` of its own.
+      ValueError: When called, unless the parameters, and their gradients, hold one
+        leaf of this name, a float32 scalar.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from optax_lossscale import LossScaleOptimizer, scale_as_parameter
+      >>> optimizer = scale_as_parameter(LossScaleOptimizer(optax.sgd(0.25)))
+      >>> params = {"w": jnp.float32(2), "loss_scale": jnp.float32(2**15)}
+      >>> state = optimizer.init(params)
+
+      A gradient of 1 tells of an overflow, as `with_loss_scale` returns it:
+
+      >>> grads = {"w": jnp.float32(0), "loss_scale": jnp.float32(1)}
+      >>> updates, state = optimizer.update(grads, state, params)
+      >>> params = optax.apply_updates(params, updates)
+      >>> print(params["w"], params["loss_scale"])
+      2.0 16384.0
     """
-    rule, name = options.loss_scale, options.scale_parameter
-    place, old, params = _take_out(name, params, "params")
+    if not isinstance(optimizer, LossScaleOptimizer):
+        raise TypeError(
+            f"optimizer must be a LossScaleOptimizer, got {optimizer!r}. Write "
+            "scale_as_parameter(LossScaleOptimizer(inner))."
+        )
+    if optimizer._is_overridden("update"):
+        raise TypeError(
+            f"scale_as_parameter does not call an update of one's own, which "
+            f"{optimizer!r} has. Put it into the inner optimizer."
+        )
+    check.key("name", name)
+    options = optimizer._options
+
+    def init(params: optax.Params) -> Any:
+        if jax.tree.leaves(params):  # optax.tree.map_params has a placeholder.
+            _, _, params = _take_out(name, params, "params")
+        with _explained(name):
+            return optimizer.init(params)
+
+    def update(updates, state, params=None, **extra_args) -> tuple[Any, Any]:
+        place, old, params = _take_out(name, params, "params")
+        _, flags, grads = _take_out(name, updates, "grads")
+        # One flag, or one for each example.
+        look = _look(options, grads, state, jnp.any(flags != 0))
+        if "grad" in extra_args:
+            _, _, extra_args["grad"] = _take_out(name, extra_args["grad"], "grads")
+        if (of_all := extra_args.get("value_fn")) is not None:
+            of_rest = jax.tree_util.Partial(lambda params: of_all(place(params, old)))
+            extra_args["value_fn"] = of_rest
+        with _explained(name):
+            new = _step.update(options, grads, state, params, extra_args, look)
+        updates, state = new
+        new_scale = options.loss_scale(state.loss_scale_state)
+        # Not all the way down where the difference rounds to minus the old scale.
+        return place(updates, jnp.maximum(new_scale, old * 2.0**-23) - old), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _look(options: Options, grads: Any, state: Any, overflow: jax.Array) -> _step.Look:
+    """Shows an overflow, of which the gradient of the scale tells, to the rule."""
+    rule = options.loss_scale
     _state.check_state(state, rule, options.retries)
-    _, overflows, grads = _take_out(name, grads, "grads")
-    # Show an overflow, of which the gradient of the scale tells, to the rule.
-    overflow = overflows != 0
     seen = jax.tree.map(
         lambda x: jnp.where(overflow, jnp.nan, x) if is_inexact(x) else x, grads
     )
     look = _step.look(rule, seen, state.loss_scale_state, options.axis_name)
-    if not rule.skip_nonfinite:  # It would apply the zeros.
-        finite = on_all_devices(~overflow, options.axis_name)
-        look = look._replace(finite=finite)
-    return place, old, grads, params, look
+    if rule.skip_nonfinite:
+        return look
+    # The rule would apply the zeros.
+    return look._replace(finite=on_all_devices(~overflow, options.axis_name))
+
+
+@contextlib.contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Adds to an error what the inner optimizer sees."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        error.add_note(
+            "The inner optimizer of scale_as_parameter sees None in the place of "
+            f"{name!r}. Masks and labels need an entry there. The state must come from "
+            "init of scale_as_parameter, not of the LossScaleOptimizer in it. A line "
+            "search needs value, grad and value_fn, which few trainers pass."
+        )
+        raise
 
 
 def _take_out(
-    name: str | None, tree: Any, what: str
+    name: str, tree: Any, what: str
 ) -> tuple[Callable[[Any, Any], Any], jax.Array, Any]:
     """Takes the scale, or its gradient, out of a tree.
 
     Args:
-      name: The argument `scale_parameter`.
+      name: The name of the scale.
       tree: The parameters, or their gradients.
       what: "params" or "grads".
 
@@ -363,10 +419,14 @@ def _take_out(
     def cut(path, box):
         found.append((jax.tree_util.keystr(path), box))
 
-    rest = _map_named(cut, name, tree)
+    def fits(leaf):
+        if what == "params":
+            return is_float32_scalar(leaf)
+        return is_array(leaf) and is_inexact(leaf)
+
+    rest = map_named(cut, name, tree)
     arrays = jax.tree.leaves([box for _, box in found])
-    dtype = jnp.float32 if what == "params" else jnp.floating
-    if len(found) != 1 or not _is_scalar(arrays, dtype):
+    if len(found) != 1 or len(arrays) != 1 or not fits(arrays[0]):
         got = ", ".join(f"{path}: {types_of(box)}" for path, box in found)
         raise ValueError(
             f"{what} must hold one float32 scalar named {name!r}, got "
@@ -375,27 +435,6 @@ def _take_out(
 
     def place(tree, leaf):
         box = jax.tree.map(lambda _: leaf, found[0][1])
-        return _map_named(lambda *_: box, name, tree)
+        return map_named(lambda *_: box, name, tree)
 
     return place, arrays[0], rest
-
-
-def _is_scalar(leaves: list[Any], dtype: Any) -> bool:
-    """Tells whether there is one leaf, a scalar array of this dtype or kind."""
-    if len(leaves) != 1 or not hasattr(leaves[0], "dtype"):
-        return False
-    return leaves[0].shape == () and jnp.issubdtype(leaves[0].dtype, dtype)
-
-
-def _map_named(function: Callable[[Any, Any], Any], name: str | None, tree: Any) -> Any:
-    """Maps what has this name in a tree, given its path; the rest stays."""
-
-    def is_named(path, _):
-        return bool(path) and jax.tree_util.keystr(path[-1:], simple=True) == name
-
-    return jax.tree.map_with_path(
-        lambda path, x: function(path, x) if is_named(path, x) else x,
-        tree,
-        is_leaf=is_named,
-        is_leaf_takes_path=True,
-    )

@@ -195,7 +195,7 @@ def healed(rule: LossScale, state: Any) -> Any:
     """Returns the state of a rule with the scale within the bounds of the rule."""
     if not hasattr(state, "_replace"):
         return state
-    return state._replace(loss_scale=rule.loss_scale(state))
+    return state._replace(loss_scale=rule(state))
 
 
 def first_rule_state(rule: LossScale) -> Any:

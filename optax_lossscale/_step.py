@@ -14,11 +14,14 @@ from optax_lossscale._rules.base import LossScale
 from optax_lossscale._scaling import all_finite, on_all_devices
 from optax_lossscale._tree import (
     is_array,
+    is_float32_scalar,
     is_inexact,
+    map_named,
     select,
     strongly_typed,
     zero_update,
 )
+from optax_lossscale._warn import warn
 
 
 class Options(NamedTuple):
@@ -30,7 +33,6 @@ class Options(NamedTuple):
     skip: Skip
     check_loss: bool
     retries: int
-    scale_parameter: str | None
 
     def check(self) -> None:
         """Raises if an argument is of the wrong type or out of its range."""
@@ -46,18 +48,14 @@ class Options(NamedTuple):
                 f"axis_name must be a name or a tuple of names, got {self.axis_name!r}."
             ) from None
         check.boolean("check_loss", self.check_loss)
-        if self.scale_parameter is not None:
-            check.key("scale_parameter", self.scale_parameter)
-            if self.retries:
-                raise ValueError(
-                    "Pass either retries or scale_parameter: with the latter, the "
-                    "trainer runs the backward pass, and minimize repeats none."
-                )
 
-    def choose_skip(self, has_veto: bool = False) -> Skip | None:
-        """Returns how the step that is being traced is skipped; None if it never is."""
-        may_skip = self.loss_scale.skip_nonfinite or self.check_loss or has_veto
-        if not may_skip and self.scale_parameter is None:
+    def choose_skip(self, is_told: bool = False) -> Skip | None:
+        """Returns how the step that is being traced is skipped; None if it never is.
+
+        Args:
+          is_told: Whether the caller may ask to skip it.
+        """
+        if not (self.loss_scale.skip_nonfinite or self.check_loss or is_told):
             return None
         # Devices need not agree: if one branched alone, it would not join the
         # collectives of the others.
@@ -67,6 +65,7 @@ class Options(NamedTuple):
 
 def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
     """Returns the state before the first step."""
+    _warn_of_scale_among(params)
     inner_state = strongly_typed(_inner.wrap(options.inner_optimizer).init(params))
     _state.check_inner_state(inner_state)
     return _state.initial_state(
@@ -138,15 +137,17 @@ def _take_step(
     rule, axis_name = options.loss_scale, options.axis_name
     skip_if = extra.pop("skip_if", None)
     _check_gradients(grads)
+    _warn_of_scale_among(params)
     inner = _inner.wrap(options.inner_optimizer)
 
     # Look: at the gradients, and at the loss if it is checked.
     _state.check_state(state, rule, options.retries)
+    skip = options.choose_skip(skip_if is not None or looked is not None)
     if looked is None:
         looked = look(rule, grads, state.loss_scale_state, axis_name)
     old, new, finite = looked.before, looked.after, looked.finite
     should_apply = finite
-    at_minimum = rule._is_at_minimum(rule.loss_scale(old), rule.loss_scale(new))
+    at_minimum = rule._is_at_minimum(rule(old), rule(new))
     loss_is_finite = is_vetoed = None
     if options.check_loss:
         loss_is_finite = all_finite(_loss(extra), axis_name=axis_name)
@@ -169,7 +170,6 @@ def _take_step(
         # Python integers among the parameters stay Python integers.
         return finish(updates, params), strongly_typed(inner_state)
 
-    skip = options.choose_skip(skip_if is not None)
     result, inner_state = commit(
         skip,
         should_apply,
@@ -209,6 +209,21 @@ def look(rule: LossScale, grads: Any, old: Any, axis_name: Hashable | None) -> L
     finite = jnp.asarray(finite, bool)
     new = jax.tree.map(_without_derivative, strongly_typed(_state.healed(rule, new)))
     return Look(old, new, finite)
+
+
+def _warn_of_scale_among(params: Any) -> None:
+    """Warns of a scale among the parameters, and no `scale_as_parameter`."""
+
+    def look_at(path, box):
+        if [*map(is_float32_scalar, jax.tree.leaves(box))] == [True]:
+            warn(
+                f"params{jax.tree_util.keystr(path)} is a float32 scalar, which this "
+                "optimizer takes for any parameter. If with_loss_scale reads the scale "
+                "there, use scale_as_parameter(optimizer), and the state of its init."
+            )
+        return box
+
+    map_named(look_at, "loss_scale", params)
 
 
 def _check_gradients(grads: Any) -> None:

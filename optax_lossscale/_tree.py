@@ -33,7 +33,7 @@ def unbox(value: Any) -> jax.Array:
 
 
 def has_gradient(leaf: Any) -> bool:
-    """Whether JAX differentiates with respect to `leaf`; NumPy's arrays are constants."""
+    """Whether `leaf` is a float or complex array of JAX; NumPy's are constants."""
     return isinstance(leaf, jax.Array) and is_inexact(leaf)
 
 
@@ -59,6 +59,25 @@ def is_inexact(leaf: Any) -> bool:
     if dtype is None:
         return isinstance(leaf, float | complex)
     return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def is_float32_scalar(leaf: Any) -> bool:
+    """Whether `leaf` is an array f32[]."""
+    return (np.shape(leaf), getattr(leaf, "dtype", None)) == ((), jnp.float32)
+
+
+def map_named(function: Callable[[Any, Any], Any], name: str, tree: Any) -> Any:
+    """Maps what has this name in a tree, given its path; the rest stays."""
+
+    def is_named(path, _):
+        return bool(path) and jax.tree_util.keystr(path[-1:], simple=True) == name
+
+    return jax.tree.map_with_path(
+        lambda path, x: function(path, x) if is_named(path, x) else x,
+        tree,
+        is_leaf=is_named,
+        is_leaf_takes_path=True,
+    )
 
 
 def inexact_leaves(tree: Any) -> list[jax.Array]:

@@ -9,7 +9,7 @@ from examples.common.interrupt import Interrupt
 from examples.common.logs import Logs, describe_scaling
 from examples.grpo.config import Config
 from examples.grpo.step import Trainer
-from optax_lossscale import check_health
+from optax_lossscale.diagnostics import check_health
 
 # The first columns of the logs. Supervised steps have neither rewards nor differences.
 COLUMNS = (

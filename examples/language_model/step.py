@@ -12,7 +12,7 @@ from examples.language_model.config import Config
 from examples.language_model.model import make_functions
 from examples.language_model.optimizer import averaged_parameters, make_optimizer
 from examples.language_model.sharding import shard_batch, shard_state
-from optax_lossscale import LossScaleOptimizer, check_health, diagnostics
+from optax_lossscale import LossScaleOptimizer, diagnostics
 
 
 class TrainState(NamedTuple):
@@ -73,7 +73,7 @@ class Trainer:
         It waits for the device: call it where you save.
         """
         if isinstance(self._optimizer, LossScaleOptimizer):
-            check_health(state.opt_state)
+            diagnostics.check_health(state.opt_state)
 
     def _init(self, key):
         params = self._init_params(key)

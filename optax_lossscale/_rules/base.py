@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_lossscale import _check as check
 from optax_lossscale._scaling import all_finite, largest_magnitude
@@ -30,9 +31,8 @@ class LossScale(abc.ABC):
     A subclass is a frozen dataclass whose fields are its hyperparameters. It
     defines `init` and `update`; `get_config`, `from_config`, equality and hash
     follow from the fields. Everything that changes during training is in the
-    state, a named tuple with at least the field `loss_scale: f32[]`. (No hyperparameter
-    may be named `loss_scale`, which is the method that reads the state.)
-    Hyperparameters named `min_scale` and `max_scale` bound the scale.
+    state, a named tuple with at least the field `loss_scale: f32[]`. Hyperparameters
+    named `min_scale` and `max_scale` bound the scale.
 
     Attributes:
       skip_nonfinite: False promises that `update` never asks to skip a step. Then
@@ -82,7 +82,11 @@ class LossScale(abc.ABC):
 
     @abc.abstractmethod
     def update(
-        self, grads: Any, state: Any, *, axis_name: Hashable | None = None
+        self,
+        grads: optax.Updates,
+        state: Any,
+        *,
+        axis_name: Hashable | None = None,
     ) -> tuple[Any, jax.Array]:
         """Advances the loss scale by one step.
 
@@ -98,7 +102,7 @@ class LossScale(abc.ABC):
           `should_apply_gradients: bool[]`, False if this step must be skipped.
         """
 
-    def loss_scale(self, state: Any) -> jax.Array:
+    def __call__(self, state: Any) -> jax.Array:
         """Returns the current loss scale. `update` starts from it too.
 
         Args:
@@ -122,10 +126,6 @@ class LossScale(abc.ABC):
         """Tells whether the scale of a skipped step could not have been lower."""
         min_scale = getattr(self, "min_scale", None)
         return new_scale >= scale if min_scale is None else _at_most(scale, min_scale)
-
-    def __call__(self, state: Any) -> jax.Array:
-        """Returns the current loss scale: the same as `loss_scale(state)`."""
-        return self.loss_scale(state)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the hyperparameters as a dictionary of plain Python values.
@@ -207,7 +207,11 @@ class AdaptiveLossScale(LossScale):
         """
 
     def update(
-        self, grads: Any, state: Any, *, axis_name: Hashable | None = None
+        self,
+        grads: optax.Updates,
+        state: Any,
+        *,
+        axis_name: Hashable | None = None,
     ) -> tuple[Any, jax.Array]:
         """Advances the loss scale by one step; see the base class."""
         finite = all_finite(grads, axis_name=axis_name)

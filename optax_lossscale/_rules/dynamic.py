@@ -10,7 +10,7 @@ from optax_lossscale import _check as check
 from optax_lossscale._rules.base import AdaptiveLossScale, restored_count
 
 
-class LossScaleState(NamedTuple):
+class DynamicLossScaleState(NamedTuple):
     """The state of a dynamic loss scale.
 
     Attributes:
@@ -101,10 +101,10 @@ class DynamicLossScale(AdaptiveLossScale):
         "consecutive_hysteresis": check.boolean,
     }
 
-    def init(self) -> LossScaleState:
+    def init(self) -> DynamicLossScaleState:
         """Returns the initial state; see the base class."""
         counts = self.hysteresis > 1
-        return LossScaleState(
+        return DynamicLossScaleState(
             loss_scale=jnp.asarray(self.initial_scale, jnp.float32),
             good_steps=jnp.zeros((), jnp.int32),
             hysteresis_left=jnp.asarray(self.hysteresis, jnp.int32) if counts else None,
@@ -116,7 +116,7 @@ class DynamicLossScale(AdaptiveLossScale):
         grow = good_steps >= self.growth_interval
         left, back_off = self._count_down(state.hysteresis_left, finite, grow)
         grown, lower = scale * self.growth_factor, scale * self.backoff_factor
-        return LossScaleState(
+        return DynamicLossScaleState(
             loss_scale=jnp.where(grow, grown, jnp.where(back_off, lower, scale)),
             good_steps=jnp.where(grow, 0, good_steps),
             hysteresis_left=left,

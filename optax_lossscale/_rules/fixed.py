@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_lossscale import _check as check
 from optax_lossscale._rules.base import LossScale
@@ -67,10 +68,14 @@ class FixedLossScale(LossScale):
         return FixedLossScaleState(jnp.asarray(self.loss_scale_value, jnp.float32))
 
     def update(
-        self, grads: Any, state: Any, *, axis_name: Hashable | None = None
+        self,
+        grads: optax.Updates,
+        state: Any,
+        *,
+        axis_name: Hashable | None = None,
     ) -> tuple[FixedLossScaleState, jax.Array]:
         """Returns the initial state, a scale for each member; see the base class."""
-        state = FixedLossScaleState(self.loss_scale(state))
+        state = FixedLossScaleState(self(state))
         if not self.skip_nonfinite:
             return state, all_finite(None)
         return state, all_finite(grads, axis_name=axis_name)

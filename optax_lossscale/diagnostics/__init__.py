@@ -14,7 +14,11 @@ from optax_lossscale.diagnostics._plots import (
     plot_exponents as plot_exponents,
     plot_history as plot_history,
 )
-from optax_lossscale.diagnostics._report import Report as Report, report as report
+from optax_lossscale.diagnostics._report import (
+    Report as Report,
+    check_health as check_health,
+    report as report,
+)
 from optax_lossscale.diagnostics._suggest import (
     suggest_loss_scale as suggest_loss_scale,
 )

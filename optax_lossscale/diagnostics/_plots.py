@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 
 def plot_exponents(
-    histogram: Any, state: Any, *, dtype: Any = "float16", ax: "Axes | None" = None
+    histogram: Any,
+    state: Any,
+    *,
+    dtype: Any = "float16",
+    ax: "Axes | None" = None,
 ) -> "Axes":
     """Draws a histogram of the gradients' magnitudes, before and after scaling.
 

@@ -101,7 +101,7 @@ class Report(NamedTuple):
         return "\n".join(lines)
 
 
-def report(state: Any, params: Any = None) -> Report:
+def report(state: Any, params: optax.Params | None = None) -> Report:
     """Says how loss scaling is doing, and what to do next.
 
     Training is not healthy if 100 steps in a row were skipped although the scale was at
@@ -177,7 +177,7 @@ def report(state: Any, params: Any = None) -> Report:
     return Report(is_healthy, diagnosis + where, tuple(advice), **numbers)
 
 
-def check_health(state: Any, params: Any = None) -> Report:
+def check_health(state: Any, params: optax.Params | None = None) -> Report:
     """Raises an error if training makes no progress, and says what to do.
 
     A compiled step cannot raise an error, so training may skip every step unnoticed.
@@ -205,7 +205,8 @@ def check_health(state: Any, params: Any = None) -> Report:
     Examples:
       >>> import jax.numpy as jnp
       >>> import optax
-      >>> from optax_lossscale import LossScaleOptimizer, check_health
+      >>> from optax_lossscale import LossScaleOptimizer
+      >>> from optax_lossscale.diagnostics import check_health
       >>> optimizer = LossScaleOptimizer(optax.sgd(0.1), initial_scale=2.0)
       >>> params = jnp.ones(3)
       >>> state = optimizer.init(params)

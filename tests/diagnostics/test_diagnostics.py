@@ -18,10 +18,10 @@ from optax_lossscale import (
     LossScale,
     LossScaleOptimizer,
     all_finite,
-    check_health,
 )
 from optax_lossscale.diagnostics import (
     NonfiniteGradient,
+    check_health,
     describe_nonfinite,
     metrics,
     nonfinite_leaves,

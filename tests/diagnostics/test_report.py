@@ -14,9 +14,8 @@ from optax_lossscale import (
     HeadroomLossScale,
     LossScaleOptimizer,
     TolerantLossScale,
-    check_health,
 )
-from optax_lossscale.diagnostics import Report, metrics, report
+from optax_lossscale.diagnostics import Report, check_health, metrics, report
 
 PARAMS = {"b": jnp.zeros(2), "w": jnp.ones(3)}
 # A step is a gradient, or a gradient and a loss.

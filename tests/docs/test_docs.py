@@ -42,18 +42,18 @@ def test_public_names():
     names = """
         DynamicLossScale FixedLossScale FixedLossScaleState HeadroomLossScale
         HeadroomLossScaleState LossScale LossScaleOptimizer LossScaleOptimizerState
-        LossScaleState TolerantLossScale TolerantLossScaleState all_finite check_health
-        get_loss_scale scale_gradient select_applied with_loss_scale
+        DynamicLossScaleState TolerantLossScale TolerantLossScaleState all_finite
+        get_loss_scale scale_as_parameter scale_gradient select_applied with_loss_scale
     """
     assert PUBLIC.keys() - DIAGNOSTICS.keys() == set(names.split())
     names = """
         ExponentHistogram Float32Lines NonfiniteGradient NumericFinding
         NumericOperation NumericsTrace Report Underflow UnderflowStats
-        describe_nonfinite exponent_histogram float32_lines metrics nonfinite_leaves
-        plot_exponents plot_history plot_numerics report suggest_loss_scale
-        trace_numerics underflow_stats
+        check_health describe_nonfinite exponent_histogram float32_lines metrics
+        nonfinite_leaves plot_exponents plot_history plot_numerics report
+        suggest_loss_scale trace_numerics underflow_stats
     """
-    assert DIAGNOSTICS.keys() - {"check_health"} == set(names.split())
+    assert DIAGNOSTICS.keys() == set(names.split())
 
 
 @pytest.mark.parametrize("name", CALLABLES)

@@ -18,7 +18,12 @@ import pytest
 from flax import serialization
 from helpers import INF, ROOT, SUPPORT, assert_same_bits, signature
 
-from optax_lossscale import DynamicLossScale, FixedLossScale, LossScaleOptimizer
+from optax_lossscale import (
+    DynamicLossScale,
+    FixedLossScale,
+    LossScaleOptimizer,
+    scale_as_parameter,
+)
 
 pytestmark = pytest.mark.usefixtures("standard_dtype_promotion")
 PARAMS = {"w": jnp.arange(16.0).reshape(8, 2), "b": jnp.zeros(2)}
@@ -152,11 +157,12 @@ def test_restores_in_the_middle_of_an_interval(library, tmp_path):
 
 @LIBRARIES
 def test_the_scale_among_the_parameters(library, tmp_path):
-    optimizer = LossScaleOptimizer(optax.adam(0.1), scale_parameter="loss_scale")
+    optimizer = scale_as_parameter(LossScaleOptimizer(optax.adam(0.1)))
     start = PARAMS | {"loss_scale": jnp.float32(2**15)}
     state = optimizer.init(start)
     told, quiet = (GOOD | {"loss_scale": jnp.float32(x)} for x in (0.25, 0))
-    saved = optimizer.apply_gradients(told, start, state)
+    updates, state = optimizer.update(told, state, start)
+    saved = optax.apply_updates(start, updates), state
     restored = library(saved, (start, state), tmp_path)
     assert_same_bits(restored, saved)
     # With parameters of another time, their scale is that of the state after a step.
@@ -255,7 +261,11 @@ class TestOtherStates:
             getattr(optimizer, call)(*trees)
 
         for optimizer, state, wanted in [
-            (self.DYNAMIC, fixed, r"LossScaleState\(.*good.* a FixedLossScaleState\("),
+            (
+                self.DYNAMIC,
+                fixed,
+                r"DynamicLossScaleState\(.*good.* a FixedLossScaleState\(",
+            ),
             (self.FIXED, dynamic, r"FixedLossScaleState\(loss_scale\).* good_steps"),
             (self.DYNAMIC, as_dict, "hysteresis_left.* got a dict"),
             (self.DYNAMIC, several, r"loss_scale must be of shape \(\), got \(3,\)"),

@@ -10,7 +10,7 @@ import optax
 import pytest
 from helpers import NAN, assert_same_bits
 
-from optax_lossscale import LossScaleOptimizer, select_applied
+from optax_lossscale import LossScaleOptimizer, scale_as_parameter, select_applied
 
 pytestmark = pytest.mark.usefixtures("standard_dtype_promotion")
 PARAMS = {"a": jnp.array([1.0, 2.0], jnp.float32), "b": jnp.float32(3)}
@@ -70,11 +70,11 @@ def test_every_position(make):
     assert update._cache_size() == 1
 
 
-@pytest.mark.parametrize("scale_parameter", [None, "loss_scale"])
-def test_map_params_sees_the_parameters_in_the_state(scale_parameter):
-    optimizer = LossScaleOptimizer(optax.adam(0.1), scale_parameter=scale_parameter)
-    scale = {scale_parameter: jnp.float32(2**15)} if scale_parameter else {}
+@pytest.mark.parametrize("scale", [{}, {"loss_scale": jnp.float32(2**15)}])
+def test_map_params_sees_the_parameters_in_the_state(scale):
+    reader = LossScaleOptimizer(optax.adam(0.1))
+    optimizer = scale_as_parameter(reader) if scale else reader
     state = optimizer.init(PARAMS | scale)
     state = optax.tree.map_params(optimizer, lambda x: x + 1, state)
     assert state.inner_state[0].mu["b"] == 1
-    assert optimizer.current_loss_scale(state) == 2**15
+    assert reader.current_loss_scale(state) == 2**15

@@ -14,8 +14,8 @@ from optax_lossscale import (
     DynamicLossScale,
     LossScaleOptimizer,
     all_finite,
-    check_health,
 )
+from optax_lossscale.diagnostics import check_health
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "standard_dtype_promotion")
 PARAMS = {"w": jnp.array([[0.5, -1.0]] * 2, jnp.float32), "b": jnp.float32(-3)}

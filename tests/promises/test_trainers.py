@@ -12,7 +12,7 @@ from flax import linen, nnx
 from helpers import NAN, assert_same_bits
 from jax.flatten_util import ravel_pytree
 
-from optax_lossscale import LossScaleOptimizer, with_loss_scale
+from optax_lossscale import LossScaleOptimizer, scale_as_parameter, with_loss_scale
 
 pytestmark = pytest.mark.usefixtures("standard_dtype_promotion")
 # Parameters, the scale among them, and a function of them and of a batch.
@@ -110,8 +110,8 @@ TRAINERS = {
 
 @pytest.mark.parametrize(("make", "train"), TRAINERS.values(), ids=TRAINERS)
 def test_a_trainer_that_nobody_edited(make, train):
-    bare, options = optax.sgd(1e7), {"scale_parameter": "loss_scale"}
-    ours = LossScaleOptimizer(bare, initial_scale=2.0**20, **options)
+    bare = optax.sgd(1e7)
+    ours = scale_as_parameter(LossScaleOptimizer(bare, initial_scale=2.0**20))
 
     def numbers(params):
         if isinstance(params, nnx.Module):

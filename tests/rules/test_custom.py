@@ -164,3 +164,24 @@ def test_a_subclass_of_a_public_rule_has_a_state_of_its_own():
     assert scales == [2.0**15, 2.0**14, 2.0**14, 2.0**15]
     assert state.loss_scale_state.ema["a"] == 4
     assert params.tolist() == [-0.5, -0.5]
+
+
+@dataclasses.dataclass(frozen=True)
+class Named(LossScale):
+    """A rule with a hyperparameter of the same name as the field of its state."""
+
+    loss_scale: float = 8.0
+
+    def init(self):
+        return FixedLossScaleState(jnp.float32(self.loss_scale))
+
+    def update(self, grads, state, *, axis_name=None):
+        return state, all_finite(grads, axis_name=axis_name)
+
+
+def test_a_hyperparameter_may_be_named_loss_scale():
+    optimizer = LossScaleOptimizer(optax.sgd(0.5), Named(16.0))
+    state = optimizer.init(jnp.float32(1))
+    param, state, _ = optimizer.minimize(jnp.square, jnp.float32(1), state)
+    assert (param, optimizer.current_loss_scale(state)) == (0, 16)
+    assert Named.from_config(Named(16.0).get_config()) == Named(16.0)

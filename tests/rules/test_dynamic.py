@@ -9,7 +9,7 @@ import optax
 import pytest
 from helpers import OUT_OF_BOUNDS, assert_same_bits, replay
 
-from optax_lossscale import DynamicLossScale, LossScaleOptimizer, LossScaleState
+from optax_lossscale import DynamicLossScale, DynamicLossScaleState, LossScaleOptimizer
 
 
 @pytest.mark.parametrize(("finite", "end"), [(False, 2.0**-126), (True, 2.0**126)])
@@ -49,11 +49,15 @@ class TestHysteresisLeft:
     """The state holds it if there is a hysteresis."""
 
     def test_the_state_has_the_documented_fields(self):
-        assert LossScaleState._fields == ("loss_scale", "good_steps", "hysteresis_left")
+        assert DynamicLossScaleState._fields == (
+            "loss_scale",
+            "good_steps",
+            "hysteresis_left",
+        )
         state = DynamicLossScale(hysteresis=3).init()
         assert [x.dtype.name for x in state] == ["float32", "int32", "int32"]
-        assert state == LossScaleState(2.0**15, 0, 3)
-        assert DynamicLossScale().init() == LossScaleState(2.0**15, 0)
+        assert state == DynamicLossScaleState(2.0**15, 0, 3)
+        assert DynamicLossScale().init() == DynamicLossScaleState(2.0**15, 0)
         assert len(jax.tree.leaves(DynamicLossScale().init())) == 2
 
     @pytest.mark.parametrize("saved", [1, 2])

@@ -24,8 +24,8 @@ from optax_lossscale import (
     FixedLossScale,
     LossScaleOptimizer,
     TolerantLossScale,
-    check_health,
 )
+from optax_lossscale.diagnostics import check_health
 
 # Of each step: the loss, the gradient, and what is to be seen after it: the scale, and
 # the steps that were skipped, in a row, for their loss, and at the minimum of 4.

@@ -181,11 +181,11 @@ def by_hand(rule, state, x, retries):
     """Returns the rule's state and its decision, the retries, and the gradient."""
     count, first = 0, None
     while True:
-        scale = np.float32(rule.loss_scale(state))
+        scale = np.float32(rule(state))
         with np.errstate(over="ignore", invalid="ignore"):
             grad = np.float16(np.float32(x) * scale).astype(np.float32) / scale
         new, finite = rule.update(grad, state)
-        is_mended = np.isfinite(x) and rule.loss_scale(new) < scale
+        is_mended = np.isfinite(x) and rule(new) < scale
         first = new if first is None else first
         if finite:
             return new, finite, count, grad

@@ -1,7 +1,9 @@
 """The scale among the parameters, for trainers that compute the gradients."""
 
 import functools
+import pickle
 
+import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,7 @@ from optax_lossscale import (
     LossScaleOptimizer,
     TolerantLossScale,
     diagnostics,
+    scale_as_parameter,
     with_loss_scale,
 )
 
@@ -45,7 +48,13 @@ def without_leaf(tree):
 
 def scaler(inner=None, rule=RULE, **options):
     inner = relaxed(inner or optax.sgd(0.5, momentum=0.9))
-    return LossScaleOptimizer(inner, rule, scale_parameter="loss_scale", **options)
+    return scale_as_parameter(LossScaleOptimizer(inner, rule, **options))
+
+
+def one_step(optimizer, grads, params, state, **extra_args):
+    updates, state = optimizer.update(grads, state, params, **extra_args)
+    with jax.numpy_dtype_promotion("standard"):
+        return optax.apply_updates(params, updates), state
 
 
 def make_trainer(optimizer, loss_fn, params):
@@ -92,7 +101,7 @@ def test_trains_as_the_bare_optimizer(inner):
     for bad in (0, 0, 0, 1, 0, 1, 0, 0):
         before = kept()
         trainer, logged = step(trainer, X * INF if bad else X)
-        scale = scaler().current_loss_scale(trainer.opt_state)
+        scale = LossScaleOptimizer(inner, RULE).current_loss_scale(trainer.opt_state)
         assert trainer.params["loss_scale"] == scale
         if bad:
             assert not jnp.isfinite(logged[0])
@@ -134,9 +143,7 @@ def test_every_rule_learns_of_an_overflow(rule):
     # The gradient of the leaf: averaged, cast, or poisoned by what a trainer does.
     for told in (0.0, 1.0, jnp.bfloat16(1 / 64), 0.0, -1e-30, NAN):
         before, grads = (params, state), with_leaf(good, told)
-        updates, state = optimizer.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        assert_same_bits((params, state), optimizer.apply_gradients(grads, *before))
+        params, state = one_step(optimizer, grads, *before)
         # As if the gradients themselves were not finite.
         shown = good if told == 0 else optax.tree.scale(INF, good)
         rule_state, _ = rule.update(shown, rule_state)
@@ -167,7 +174,7 @@ def test_an_overflow_in_one_micro_batch(habit):
         total = functools.reduce(optax.tree.add, grads)
         assert jnp.isfinite(optax.tree.norm(total))
         before = params
-        params, state = optimizer.apply_gradients(total, params, state)
+        params, state = one_step(optimizer, total, params, state)
         assert params["loss_scale"] == 32
         assert (params["a"] == before["a"]).all() == (batch is not X)
 
@@ -184,8 +191,7 @@ def test_a_leaf_and_a_state_that_disagree(exponents):
         grads = jax.grad(with_loss_scale(loss_fn))(params, X)
         wanted = jax.grad(loss_fn)(without_leaf(params), X)
         assert_same_bits(grads, with_leaf(wanted, 0.0))
-        updates, state = optimizer.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = one_step(optimizer, grads, params, state)
         assert params["loss_scale"] == expected
 
 
@@ -248,18 +254,109 @@ def test_a_scale_that_is_missing_or_of_another_kind(found, tree):
 
 def test_what_is_refused():
     optimizer, params = scaler(), with_leaf(WEIGHTS)
-    state, loss = optimizer.init(params), functools.partial(loss_fn, x=X)
+    state = optimizer.init(params)
     for call, message in [
         (lambda: optimizer.update(params, state), "^params must hold .* NoneType"),
         (lambda: optimizer.update(WEIGHTS, state, params), "^grads must .* all param"),
-        (lambda: optimizer.value_and_grad(loss, state), "with_loss_scale"),
-        (lambda: optimizer.minimize(loss, params, state), "with_loss_scale"),
-        (lambda: optimizer.get_scaled_loss(loss, state), "with_loss_scale"),
-        (lambda: optimizer.get_unscaled_gradients(params, state), "with_loss_scale"),
-        (lambda: scaler(retries=3), "either retries or scale_parameter"),
     ]:
         with pytest.raises(ValueError, match=message):
             call()
+    plain = LossScaleOptimizer(optax.sgd(0.5))
+    for call, message in [
+        (
+            lambda: scale_as_parameter(optax.sgd(0.5)),
+            r"^optimizer must .*imizer\(inner",
+        ),
+        (lambda: scale_as_parameter(plain, 1), "^name must be a name"),
+        (
+            lambda: scale_as_parameter(plain._replace(update=None)),
+            "update of one's own",
+        ),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            call()
+
+
+def noted(error, call):
+    """Returns what an error that `call` raises says of `scale_as_parameter`."""
+    with pytest.raises(error) as found:
+        call()
+    return found.value.__notes__[0]
+
+
+def test_errors_of_the_inner_optimizer_are_explained():
+    params = with_leaf(WEIGHTS)
+    inner = relaxed(optax.adam(0.1))
+    plain, ours = LossScaleOptimizer(inner, RULE), scaler(inner)
+    with pytest.warns(UserWarning, match=r"use scale_as_parameter\(optimizer\)"):
+        other = plain.init(params)
+    call = functools.partial(ours.update, params, other, params)
+    assert "state must come from init of scale_as" in noted(ValueError, call)
+    with (
+        pytest.warns(UserWarning, match="and the state of its init"),
+        pytest.raises(TypeError),
+    ):
+        plain.update(params, ours.init(params), params)
+    mask = {"a": True, "b": False}
+    for masked, fits in ((mask, False), (with_leaf(mask), True)):
+        optimizer = scaler(optax.masked(optax.sgd(0.5), masked))
+        if fits:
+            one_step(optimizer, params, params, optimizer.init(params))
+        else:
+            call = functools.partial(optimizer.init, params)
+            assert "Masks and labels need an entry" in noted(ValueError, call)
+    search = scaler(optax.lbfgs())
+    call = functools.partial(search.update, params, search.init(params), params)
+    assert "needs value, grad and value_fn" in noted(TypeError, call)
+
+
+def test_a_line_search_of_all_parameters():
+    loss, params = functools.partial(loss_fn, x=X), with_leaf(WEIGHTS)
+    optimizer, bare = scaler(optax.lbfgs(1.0)), relaxed(optax.lbfgs(1.0))
+    state, bare_state = optimizer.init(params), bare.init(WEIGHTS)
+
+    def arguments(function, params):
+        value, grad = jax.value_and_grad(function)(params)
+        return grad, {"value": value, "grad": grad, "value_fn": function}
+
+    grads, extra = arguments(with_loss_scale(loss), params)
+    new, _ = one_step(optimizer, grads, params, state, **extra)
+    grads, extra = arguments(loss, WEIGHTS)
+    wanted, _ = bare.update(grads, bare_state, WEIGHTS, **extra)
+    assert_close(without_leaf(new), optax.apply_updates(WEIGHTS, wanted))
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_gradients_of_each_example(bad):
+    private = optax.chain(
+        optax.contrib.differentially_private_aggregate(1.0, 0.0, jax.random.key(0)),
+        optax.sgd(0.5),
+    )
+    private = relaxed(private)
+    optimizer, params = scaler(private), with_leaf(WEIGHTS)
+    batch = jnp.stack([X, X.at[0, 0].set(INF) if bad else 2 * X])
+
+    def grads(loss_fn, params):
+        return jax.vmap(jax.grad(loss_fn), (None, 0))(params, batch)
+
+    found = grads(with_loss_scale(loss_fn), params)
+    assert found["loss_scale"].tolist() == [0, bad]
+    new, state = one_step(optimizer, found, params, optimizer.init(params))
+    assert (state.skipped_steps, new["loss_scale"]) == (bad, 32 if bad else 64)
+    wanted = grads(loss_fn, WEIGHTS)
+    updates, _ = private.update(wanted, private.init(WEIGHTS), WEIGHTS)
+    wanted = WEIGHTS if bad else optax.apply_updates(WEIGHTS, updates)
+    assert_close(without_leaf(new), wanted)
+
+
+def test_the_loss_function_travels():
+    for pickler in (pickle, cloudpickle):
+        loss = with_loss_scale(loss_fn)
+        again = pickle.loads(pickler.dumps(loss))
+        params = with_leaf(WEIGHTS)
+        assert_same_bits(jax.grad(again)(params, X), jax.grad(loss)(params, X))
+        assert again.without_scale(WEIGHTS, X) == loss(params, X)
+    assert loss.__name__ == "loss_fn"
 
 
 def test_with_a_veto_and_a_checked_loss():
@@ -274,7 +371,7 @@ def test_with_a_veto_and_a_checked_loss():
     ]:
         optimizer, grads = scaler(rule=rule, check_loss=True), with_leaf(zeros, told)
         state = optimizer.init(params)
-        new, state = optimizer.apply_gradients(grads, params, state, **options)
+        new, state = one_step(optimizer, grads, params, state, **options)
         assert new["loss_scale"] == scale
         assert list(state[3:7]) == counts
 
@@ -316,7 +413,7 @@ def test_another_module_of_nnx():
 
 
 def test_a_forgotten_name_warns():
-    with pytest.warns(UserWarning, match=r"params\['loss_scale'\] .* scale_parameter="):
+    with pytest.warns(UserWarning, match=r"params\['loss_scale'\] .* scale_as_par"):
         LossScaleOptimizer(optax.sgd(0.1)).init(with_leaf(WEIGHTS))
     LossScaleOptimizer(optax.sgd(0.1)).init({"loss_scale": WEIGHTS["b"]})
 

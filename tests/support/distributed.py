@@ -14,7 +14,12 @@ import optax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from optax_lossscale import DynamicLossScale, LossScaleOptimizer, with_loss_scale
+from optax_lossscale import (
+    DynamicLossScale,
+    LossScaleOptimizer,
+    scale_as_parameter,
+    with_loss_scale,
+)
 
 STEPS, BATCH = 50, 32
 # Steps at which one example of the batch overflows, and which example.
@@ -47,6 +52,21 @@ def make_optimizer(**options):
     return LossScaleOptimizer(optax.sgd(0.5, momentum=0.9), SCALE, **options)
 
 
+def init(optimizer, params):
+    if "loss_scale" in params:
+        optimizer = scale_as_parameter(optimizer)
+    return optimizer.init(params)
+
+
+def apply_gradients(optimizer, grads, params, state, **extra_args):
+    """Takes the step of a trainer if the scale is a parameter."""
+    if "loss_scale" not in params:
+        return optimizer.apply_gradients(grads, params, state, **extra_args)
+    optimizer = scale_as_parameter(optimizer)
+    updates, state = optimizer.update(grads, state, params, **extra_args)
+    return optax.apply_updates(params, updates), state
+
+
 def gradients(optimizer, loss_fn, params, state, *batch):
     """Returns the gradients, as a trainer computes them if the scale is a parameter."""
     if "loss_scale" in params:
@@ -58,7 +78,7 @@ def minimize(optimizer, loss_fn, params, state, *batch):
     if "loss_scale" not in params:
         return optimizer.minimize(loss_fn, params, state, *batch)[:2]
     loss, grads = jax.value_and_grad(with_loss_scale(loss_fn))(params, *batch)
-    return optimizer.apply_gradients(grads, params, state, value=loss)
+    return apply_gradients(optimizer, grads, params, state, value=loss)
 
 
 def record(optimizer, state):
@@ -96,25 +116,24 @@ def one_device(skip="auto"):
 def pmap(skip="auto", leaf=None):
     # A trainer that averages the gradients needs no axis_name.
     axis_name = None if leaf else "batch"
-    optimizer = make_optimizer(axis_name=axis_name, skip=skip, scale_parameter=leaf)
+    optimizer = make_optimizer(axis_name=axis_name, skip=skip)
     replicate = functools.partial(jax.tree.map, lambda x: jnp.stack([x] * 8))
 
     @functools.partial(jax.pmap, axis_name="batch")
     def step(params, state, x, y):
         grads = gradients(optimizer, loss_fn, params, state, x, y)
         grads = lax.pmean(grads, "batch")
-        params, state = optimizer.apply_gradients(grads, params, state)
+        params, state = apply_gradients(optimizer, grads, params, state)
         return params, state, record(optimizer, state)
 
     params = init_params(leaf)
-    state = replicate(optimizer.init(params))
+    state = replicate(init(optimizer, params))
     batches = [b.reshape(STEPS, 8, BATCH // 8, 16) for b in make_batches()]
     return train(step, replicate(params), state, batches)
 
 
 def shard_map(skip="auto", check_vma=True, leaf=None):
-    options = {"check_loss": check_vma, "scale_parameter": leaf}
-    optimizer = make_optimizer(axis_name="batch", skip=skip, **options)
+    optimizer = make_optimizer(axis_name="batch", skip=skip, check_loss=check_vma)
     mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
 
     def global_loss_fn(params, x, y):
@@ -127,7 +146,7 @@ def shard_map(skip="auto", check_vma=True, leaf=None):
         else:
             grads = gradients(optimizer, loss_fn, params, state, x, y)
             grads = lax.pmean(grads, "batch")
-            params, state = optimizer.apply_gradients(grads, params, state)
+            params, state = apply_gradients(optimizer, grads, params, state)
         return params, state, record(optimizer, state)
 
     data = P("batch")
@@ -141,11 +160,11 @@ def shard_map(skip="auto", check_vma=True, leaf=None):
         )
     )
     params = init_params(leaf)
-    return train(step, params, optimizer.init(params), make_batches())
+    return train(step, params, init(optimizer, params), make_batches())
 
 
 def sharded_jit(skip="auto", kind=AxisType.Auto, leaf=None):
-    optimizer = make_optimizer(skip=skip, check_loss=True, scale_parameter=leaf)
+    optimizer = make_optimizer(skip=skip, check_loss=True)
     mesh = jax.make_mesh((8,), ("batch",), axis_types=(kind,))
     by_batch = NamedSharding(mesh, P(None, "batch"))
     batches = [
@@ -172,7 +191,7 @@ def sharded_jit(skip="auto", kind=AxisType.Auto, leaf=None):
             lambda x: jax.make_array_from_callback(x.shape, replicated, x.__getitem__),
             init_params(leaf),
         )
-        state = jax.jit(optimizer.init)(params)
+        state = jax.jit(functools.partial(init, optimizer))(params)
         (params, state), rows = all_steps(params, state, batches)
     params, state, rows = jax.device_get((params, state, rows))
     return params, state, list(zip(*rows, strict=True))

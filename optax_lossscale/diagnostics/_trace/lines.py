@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+import optax
+from jax.typing import ArrayLike
 
 from optax_lossscale import _check as check
 from optax_lossscale.diagnostics._trace import equations, program, trace, verdict
@@ -95,10 +97,11 @@ class Float32Lines(NamedTuple):
 
 def float32_lines(
     loss_fn: Callable[..., Any],
-    params: Any,
+    params: optax.Params,
+    /,
     *args: Any,
     state: Any = None,
-    scale: Any = None,
+    scale: ArrayLike | None = None,
     dtype: Any = "float16",
     tolerance: float = 0.01,
     has_aux: bool = False,

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
+import optax
+from jax.typing import ArrayLike
 
 from optax_lossscale import _check as check
 from optax_lossscale.diagnostics._common import check_host, scale_of
@@ -93,10 +95,11 @@ def wrapped(text: str) -> str:
 
 def trace_numerics(
     loss_fn: Callable[..., Any],
-    params: Any,
+    params: optax.Params,
+    /,
     *args: Any,
     state: Any = None,
-    scale: Any = None,
+    scale: ArrayLike | None = None,
     dtype: Any = "float16",
     has_aux: bool = False,
     **kwargs: Any,
