@@ -20,9 +20,9 @@ from optax_lossscale._tree import (
 
 Skip = Literal["auto", "where", "cond"]
 
-# Replaces inf and nan in a skipped step. Not 0, where a norm has no derivative. Not 1:
-# if the step sums over devices, that would change the result on devices that do not
-# skip.
+# Replaces inf and nan in a skipped step. Not 0, where a norm has no derivative. Small,
+# because an inner optimizer may add up gradients over devices: those that do not skip
+# would add this number.
 SMALL = 2.0**-20
 # A select copies the state, a branch stores the updates: the branch is better unless
 # the updates are this much larger.

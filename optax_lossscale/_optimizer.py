@@ -48,24 +48,23 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
       axis_name: A name, or tuple of names, of mapped axes (`jax.pmap`,
         `jax.shard_map`). All devices of these axes skip together. Gradients are
         not reduced: reduce them before the update, as without loss scaling.
-      skip: How a step is skipped. "where" computes it and selects the old values;
-        "cond" branches; "auto" is "where" on GPU and TPU, and "cond" in programs
-        compiled for CPU, unless `update` returns much more than the state of the inner
-        optimizer, as with SGD. If nothing is traced, and inside `jax.pmap` and
-        `jax.shard_map`, all three select.
+      skip: How a step is skipped. "where" computes the step and selects the old values.
+        "cond" branches around it. "auto" takes the faster one: "where" on GPU and TPU,
+        "cond" on CPU. (All three select outside `jax.jit`, where there is no branch to
+        compile, and inside `jax.pmap` and `jax.shard_map`. "auto" also selects in
+        `update` on CPU if the updates are much larger than the state, as with SGD.)
       check_loss: Whether to skip a step also if its loss is not finite. A lower scale
         does not help then, so the scale stays as it is, whatever the gradients are,
         and `nonfinite_loss_steps` counts the step. `update` and `apply_gradients`
         need the loss as `value=`; `minimize` has it.
       retries: How often `minimize` may repeat the backward pass of one step, 0 by
         default. After an overflow the rule lowers the scale, and the backward pass runs
-        again on the same forward pass, so that the batch is not lost. 24 is enough
-        for a scale to fall from 2**24 to 1. The step is skipped if all retries are used
-        up, the loss is not finite, or the rule keeps the scale (at its minimum, or with
-        hysteresis or tolerance). `state.retries` counts the repeated passes. `loss_fn`
-        is traced then, as under `jax.jit`. On GPU, XLA reads on the host whether to
-        repeat, and waits for it. `update` and `apply_gradients` repeat nothing, because
-        they get only gradients.
+        again on the same forward pass, so that the batch is not lost: 24 retries bring
+        a scale from 2**24 to 1. `state.retries` counts them. If they do not help, the
+        step is skipped as without retries. That is so if they are used up, if the loss
+        is not finite, or if the rule keeps the scale (at its minimum, with hysteresis
+        or tolerance). `update` and `apply_gradients` get no backward pass to repeat.
+        JAX traces `loss_fn` then, even outside `jax.jit`.
 
     Raises:
       ValueError: If `loss_scale` comes with `dynamic`, `initial_scale` or

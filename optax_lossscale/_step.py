@@ -137,11 +137,11 @@ def _take_step(
     rule, axis_name = options.loss_scale, options.axis_name
     skip_if = extra.pop("skip_if", None)
     _check_gradients(grads)
-    _warn_of_scale_among(params)
     inner = _inner.wrap(options.inner_optimizer)
 
     # Look: at the gradients, and at the loss if it is checked.
     _state.check_state(state, rule, options.retries)
+    _warn_of_scale_among(params)
     skip = options.choose_skip(skip_if is not None or looked is not None)
     if looked is None:
         looked = look(rule, grads, state.loss_scale_state, axis_name)

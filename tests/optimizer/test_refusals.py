@@ -182,7 +182,7 @@ def test_a_state_without_a_scale_is_refused_where_it_is_first_read(damaged):
         lambda: optimizer.current_loss_scale(broken),
         lambda: optimizer.update(GRADS, broken),
     ):
-        with pytest.raises(ValueError, match="loss_scale_state must be a LossScaleSt"):
+        with pytest.raises(ValueError, match="loss_scale_state must be a DynamicLoss"):
             call()
 
 
