@@ -1,11 +1,17 @@
 """Set-up of the tests: eight devices, strict dtypes, reproducible examples."""
 
+import doctest
 import os
+from importlib.metadata import version
 
 # Before JAX is imported: the devices are made when it first runs.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
+# These emitters take most of the time of compiling small programs. Newer JAX has no
+# others and refuses the flag: there the tests marked `optimized` compile as users do.
+if [int(part) for part in version("jaxlib").split(".")[:2]] <= [0, 10]:
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 import hypothesis
 import jax
@@ -30,30 +36,58 @@ def pytest_configure(config):
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+# What the extra `test-all` adds to `test`. Tests skip what of it is not installed.
+OPTIONAL = {"cloudpickle", "haiku", "jmp", "keras", "matplotlib", "mpx", "numpyro"}
+OPTIONAL |= {"sklearn", "tensorboardX"}
+
+
+def missing(error):
+    """Returns the optional package that an error is about, or None."""
+    if isinstance(error, doctest.UnexpectedException):
+        error = error.exc_info[1]
+    while error and not isinstance(error, ModuleNotFoundError):
+        error = error.__cause__
+    name = error and (error.name or "").partition(".")[0]
+    return name if name in OPTIONAL else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    report = yield
+    if report.failed and (name := missing(report.call.excinfo.value)):
+        report.outcome = "skipped"
+        report.longrepr = str(collector.path), 0, f"Skipped: needs {name}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    try:
+        return (yield)
+    except Exception as error:
+        if name := missing(error):
+            pytest.skip(f"needs {name}")
+        raise
+
+
 def pytest_report_header():
     return f"jax {jax.__version__}, optax {optax.__version__}"
 
 
-@pytest.fixture
-def quick_compilation():
-    """Compiles without LLVM's optimizations, which take long in large programs."""
+@pytest.fixture(autouse=True)
+def quick_compilation(request):
+    """Compiles without LLVM's optimizations, which take most of the time.
+
+    A test that asks what the compiler makes of a step is marked `optimized`, and
+    compiles as users do; not its exhaustive repetitions.
+    """
+    marked = request.node.get_closest_marker
     option = "jax_disable_most_optimizations"
     before = jax.config.read(option)
-    jax.config.update(option, True)
+    quick = marked("exhaustive") or not marked("optimized")
+    jax.config.update(option, bool(quick))
     yield
     jax.config.update(option, before)
-
-
-# Where a test asks what a program computes, not what the compiler makes of a step.
-QUICK_FOLDERS = {"diagnostics", "docs", "examples", "peers", "rules"}
-
-
-@pytest.fixture(autouse=True)
-def quick_compilation_where_it_does_not_matter(request):
-    """Steps are compiled as users compile them, but not all repetitions."""
-    is_exhaustive = request.node.get_closest_marker("exhaustive")
-    if is_exhaustive or request.path.parent.name in QUICK_FOLDERS:
-        request.getfixturevalue("quick_compilation")
 
 
 @pytest.fixture(autouse=True)

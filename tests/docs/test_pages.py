@@ -7,15 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ROOT, assert_same_bits
+from helpers import ROOT, assert_same_bits, exhaustive_but
 from pages import page_blocks, page_fragments, run_blocks
 
 DEVICES = "docs/guide/many-devices.md"
+BY_DEFAULT = ["README.md", "docs/guide/use.md"]
 GUIDE = {f"docs/guide/{path.name}" for path in ROOT.glob("docs/guide/*.md")}
-TROUBLESHOOTING = "docs/guide/troubleshooting.md"
-PAGES = ["README.md", *sorted(GUIDE - {DEVICES, TROUBLESHOOTING})]
-PAGES = [path for path in PAGES if page_blocks(path)]
-LONG = pytest.param(TROUBLESHOOTING, marks=pytest.mark.exhaustive)
+PAGES = ["README.md", *sorted(path for path in GUIDE - {DEVICES} if page_blocks(path))]
 
 
 class Logger(types.ModuleType):
@@ -61,7 +59,7 @@ def reader(tmp_path, monkeypatch):
         yield
 
 
-@pytest.mark.parametrize("path", [*PAGES, LONG])
+@pytest.mark.parametrize("path", exhaustive_but(PAGES, BY_DEFAULT))
 def test_page(path, loggers):
     blocks = list(run_blocks(path))
     assert not any(printed for _, printed, _ in blocks)
@@ -75,6 +73,7 @@ def test_page(path, loggers):
             assert list(dict.fromkeys(logger.steps)) == [100, 200, 300, 400]
 
 
+@pytest.mark.exhaustive
 def test_many_devices():
     """All devices skip a batch that overflows on one of them."""
     checked = 0

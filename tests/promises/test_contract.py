@@ -31,6 +31,7 @@ from optimizers import (
 
 from optax_lossscale import LossScaleOptimizer
 
+pytestmark = pytest.mark.optimized
 # One of each structure: moments, loops and extra arguments, other parameters inside,
 # random keys. All others are exhaustive.
 TYPICAL = {"adam", "lbfgs", "lookahead", "noisy_sgd"}

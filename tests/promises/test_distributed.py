@@ -30,10 +30,7 @@ KINDS = [AxisType.Auto, AxisType.Explicit]
 # With a scale among the parameters, the gradients are computed as by a trainer.
 every_leaf = pytest.mark.parametrize("leaf", [None, "loss_scale"])
 
-pytestmark = [
-    pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices"),
-    pytest.mark.usefixtures("quick_compilation"),
-]
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
 
 @functools.cache

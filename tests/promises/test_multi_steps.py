@@ -17,7 +17,7 @@ from optax_lossscale import (
 )
 from optax_lossscale.diagnostics import check_health
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "standard_dtype_promotion")
+pytestmark = pytest.mark.usefixtures("standard_dtype_promotion")
 PARAMS = {"w": jnp.array([[0.5, -1.0]] * 2, jnp.float32), "b": jnp.float32(-3)}
 INNER = optax.adam(0.1)
 

@@ -19,6 +19,7 @@ from optax_lossscale._scaling import (
 )
 from optax_lossscale._tree import cast_like, select, strongly_typed
 
+pytestmark = pytest.mark.optimized
 FLOATS = ["float8_e5m2", "float8_e4m3fn", "float16", "bfloat16", "float32", "complex64"]
 # The arrays of 6 bits are in jax.numpy, but XLA has none.
 NARROW = [name for name in dir(jnp) if name.startswith(("float8", "float4"))]

@@ -33,7 +33,6 @@ from optax_lossscale.diagnostics import metrics
 
 RULE = DynamicLossScale(2.0**24)
 ONE = jnp.float32(1)
-quickly = pytest.mark.usefixtures("quick_compilation")
 every_wrap = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 
 
@@ -136,7 +135,6 @@ class TestModel:
         state = state._replace(loss_scale_state=start.loss_scale_state)
         check_step(step, params, state, *args)
 
-    @quickly
     def test_no_batch_is_lost(self):
         @functools.partial(jax.jit, static_argnums=0)
         def train(optimizer):
@@ -194,7 +192,6 @@ def by_hand(rule, state, x, retries):
         state, count = new, count + 1
 
 
-@quickly
 @pytest.mark.parametrize(("rule", "retries", "skipped"), RULES)
 def test_the_rule_sees_the_overflows_and_then_the_gradients(rule, retries, skipped):
     identity, passes = counting()
@@ -259,7 +256,6 @@ def root(params, x):
     return jnp.sum(jnp.sqrt(params * x))
 
 
-@quickly
 @pytest.mark.parametrize("rule", [rule for rule, *_ in RULES])
 def test_a_step_that_no_retry_saves_is_as_without_retries(rule):
     identity, passes = counting()
@@ -279,7 +275,6 @@ def test_a_step_that_no_retry_saves_is_as_without_retries(rule):
     assert_same_bits(after[0], after[24])
 
 
-@quickly
 def test_members_of_one_axis_repeat_together():
     optimizer = LossScaleOptimizer(optax.sgd(0.5), RULE, axis_name="i", retries=24)
     step = jax.vmap(scaled_step(told, optimizer), (0, None, 0), axis_name="i")
@@ -289,7 +284,6 @@ def test_members_of_one_axis_repeat_together():
         assert state.skipped_steps.tolist() == [skipped] * 2
 
 
-@quickly
 def test_is_compiled_once_and_takes_donated_and_restored_states():
     optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9), RULE, retries=24)
     traces = []
@@ -355,7 +349,6 @@ CASES = {
 }
 
 
-@quickly
 @pytest.mark.parametrize(("loss_fn", "params", "inner"), CASES.values(), ids=CASES)
 def test_every_model_and_optimizer(loss_fn, params, inner):
     transform = functools.partial(jax.value_and_grad, allow_int=True)
@@ -372,7 +365,6 @@ def test_every_model_and_optimizer(loss_fn, params, inner):
     assert_close(new, step(params, state, x)[0])
 
 
-@quickly
 def test_equinox():
     optimizer = LossScaleOptimizer(relaxed(optax.adam(0.1)), RULE, retries=24)
     model = eqx.nn.MLP(4, 2, 8, 1, dtype=jnp.float16, key=jax.random.key(0))

@@ -24,7 +24,6 @@ from optax_lossscale import (
     with_loss_scale,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 WEIGHTS = {"a": jnp.array([[0.5, -1.0], [2.0, 0.25]]), "b": jnp.array([1.0, -0.0])}
 X = jnp.array([[0.5, 1.0], [-1.0, 2.0]], jnp.float32)
 RULE = DynamicLossScale(64.0, growth_interval=2)

@@ -23,6 +23,7 @@ from helpers import (
 
 from optax_lossscale import DynamicLossScale, FixedLossScale, LossScaleOptimizer
 
+pytestmark = pytest.mark.optimized
 fuses_the_check = pytest.mark.skipif(
     jax.__version_info__ < (0, 10), reason="XLA did not fuse the check on CPU"
 )

@@ -12,7 +12,6 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 from optax_lossscale import DynamicLossScale, LossScaleOptimizer, all_finite
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 every_wrap = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 PARAMS = {"w": jnp.array([0.5, -0.0], jnp.float32), "b": jnp.float32(-3)}
 ONE = jnp.float32(1)
