@@ -171,7 +171,7 @@ def block_of_haiku(x):
 
 
 SCOPES = {
-    Block(): {"Block/a", "Block/b"},
+    Block(): {"Block/a", "Block/b"},  # pyright: ignore[reportUnhashable]
     hk.without_apply_rng(hk.transform(block_of_haiku)): {"Block/a"},
 }
 

@@ -122,7 +122,7 @@ class TestSubclass:
             pass
 
         with pytest.raises(TypeError, match="abstract"):
-            Nothing()
+            Nothing()  # pyright: ignore[reportAbstractUsage]
 
     def test_config_of_a_plain_class_says_what_is_missing(self):
         class Plain(Halving):
@@ -142,7 +142,7 @@ class CountingState(NamedTuple):
 class Counting(DynamicLossScale):
     """A public rule with a state of its own around that of its base class."""
 
-    def init(self):
+    def init(self):  # pyright: ignore[reportIncompatibleMethodOverride]
         inner = super().init()
         return CountingState(jnp.array(inner.loss_scale), inner, {"a": jnp.float32(0)})
 

@@ -111,7 +111,7 @@ def replay(scale, run):
 
 def to_numpy(x):
     """Copies an array, or the data of a PRNG key, to NumPy."""
-    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     return np.array(x)
 
