@@ -15,7 +15,9 @@ from optax_lossscale._scaling import all_finite, on_all_devices
 from optax_lossscale._tree import (
     is_array,
     is_inexact,
+    reduced_like,
     select,
+    settled,
     strongly_typed,
     zero_update,
 )
@@ -65,7 +67,8 @@ class Options(NamedTuple):
 
 def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
     """Returns the state before the first step."""
-    inner_state = strongly_typed(_inner.wrap(options.inner_optimizer).init(params))
+    inner = _inner.wrap(options.inner_optimizer)
+    inner_state = strongly_typed(inner.init(settled(params)))
     _state.check_inner_state(inner_state)
     return _state.initial_state(
         inner_state, options.loss_scale, options.check_loss, options.retries
@@ -97,7 +100,8 @@ def apply_gradients(
     def keep(like, params):
         return params
 
-    return _take_step(options, grads, state, params, extra, finish, keep)
+    new, state = _take_step(options, grads, state, params, extra, finish, keep)
+    return reduced_like(new, params), state
 
 
 def _take_step(
@@ -124,6 +128,7 @@ def _take_step(
     rule, axis_name = options.loss_scale, options.axis_name
     skip_if = extra.pop("skip_if", None)
     _check_gradients(grads)
+    grads, params = settled((grads, params))
     inner = _inner.wrap(options.inner_optimizer)
 
     # Look: at the gradients, and at the loss if it is checked.
