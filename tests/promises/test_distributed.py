@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import distributed
 import jax
@@ -427,6 +428,79 @@ class TestMinimizeWithoutAveraging:
         params, state = self.step(per_device, optimizer)
         np.testing.assert_array_equal(params, 1 - 0.5 * (1 - self.x))
         assert state.last_step_applied.all()
+
+
+class TestLocalLoss:
+    """`jax.shard_map` sums the gradients of devices that share their parameters."""
+
+    x = np.arange(8, dtype=np.float32)
+
+    def minimize(self, loss_fn, spec, transform=jax.value_and_grad, **options):
+        """Takes a step from ones; returns the parameters, and raises what it warns."""
+        mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
+        optimizer = LossScaleOptimizer(optax.sgd(1.0), **options)
+
+        @jax.jit
+        @functools.partial(
+            jax.shard_map, mesh=mesh, in_specs=(spec, P("batch")), out_specs=spec
+        )
+        def step(params, x):
+            state = optimizer.init(params)
+            return optimizer.minimize(loss_fn, params, state, x, transform=transform)[0]
+
+        return step(jax.tree.map(lambda _: jnp.ones(8), spec), self.x)
+
+    @staticmethod
+    def local(params, x):
+        return jnp.sum(params * x) / 8
+
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"axis_name": "batch"}, {"axis_name": "batch", "retries": 2}],
+        ids=str,
+    )
+    def test_of_shared_parameters_warns(self, options):
+        warning = r"differs along 'batch'.*pmean\(loss, 'batch'\) in loss_fn"
+        with pytest.warns(UserWarning, match=warning) as caught:
+            params = self.minimize(self.local, P(), **options)
+        assert [Path(x.filename).name for x in caught] == [Path(__file__).name]
+        np.testing.assert_array_equal(params, np.full(8, 1 - 28 / 8))
+        # What the warning recommends.
+        params = self.minimize(
+            lambda params, x: jax.lax.pmean(self.local(params, x), "batch"),
+            P(),
+            **options,
+        )
+        np.testing.assert_array_equal(params, np.full(8, 1 - 28 / 64))
+
+    def test_of_all_devices_is_quiet(self):
+        # Parts of one loss: a sum is right.
+        params = self.minimize(
+            lambda params, x: jax.lax.psum(self.local(params, x), "batch"), P()
+        )
+        np.testing.assert_array_equal(params, np.full(8, 1 - 28 / 8))
+
+    def test_of_sharded_parameters_is_quiet(self):
+        params = self.minimize(self.local, P("batch"), axis_name="batch")
+        np.testing.assert_array_equal(params, 1 - self.x / 8)
+        # As of a stage, with an embedding that all stages share.
+        params = self.minimize(
+            lambda params, x: self.local(params["own"] * params["shared"][0], x),
+            {"own": P("batch"), "shared": P()},
+            axis_name="batch",
+        )
+        np.testing.assert_array_equal(params["own"], 1 - self.x / 8)
+
+    def test_of_a_transform_that_averages_is_quiet(self):
+        def averaging(fun, **options):
+            def value_and_grad(*args, **kwargs):
+                value, grads = jax.value_and_grad(fun, **options)(*args, **kwargs)
+                return value, grads / 8
+
+            return value_and_grad
+
+        params = self.minimize(self.local, P(), transform=averaging)
+        np.testing.assert_array_equal(params, np.full(8, 1 - 28 / 64))
 
 
 class TestAxisName:
