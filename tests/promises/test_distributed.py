@@ -1,5 +1,6 @@
 """Many devices: all skip together, and train as one device does."""
 
+import contextlib
 import functools
 import os
 import re
@@ -367,6 +368,105 @@ class TestShardedJit:
         scalars = (state.loss_scale_state, state[2:])
         assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(scalars))
         assert optimizer.current_loss_scale(state) == 2**14
+
+
+@pytest.mark.parametrize("in_mesh", [False, True])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_init_places_the_moments_with_the_parameters(kind, in_mesh):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    shardings = {"w": NamedSharding(mesh, P(None, "model"))}
+    shardings["b"] = NamedSharding(mesh, P())
+    params = {"w": jnp.ones((8, 16), jnp.float16), "b": jnp.ones(16, jnp.float32)}
+    params = jax.device_put(params, shardings)
+    optimizer = LossScaleOptimizer(optax.sgd(0.1, 0.9))
+
+    def are_placed(state):
+        trace = state.inner_state[0].trace
+        assert trace["w"].dtype == jnp.float32
+        return [
+            trace[name].sharding.is_equivalent_to(wanted, trace[name].ndim)
+            for name, wanted in shardings.items()
+        ]
+
+    with jax.set_mesh(mesh) if in_mesh else contextlib.nullcontext():
+        state = optimizer.init(params)
+        assert all(are_placed(state))
+        step = jax.jit(optimizer.apply_gradients)
+        params, state = step(params, params, state)
+        assert all(are_placed(state))
+        # What the guide advises against.
+        if kind is AxisType.Auto or in_mesh:
+            made = are_placed(jax.jit(optimizer.init)(params))
+            assert all(made) == (kind is AxisType.Explicit)
+
+
+class TestFloat32Sums:
+    """In which dtype XLA sums the gradients of parameters that are cast to float16."""
+
+    def sums(self, kind, make_loss_fn):
+        """Returns the dtypes that devices sum gradients in, and the gradients."""
+        mesh = jax.make_mesh((8,), ("batch",), axis_types=(kind,))
+        loss_fn = make_loss_fn(mesh)
+        rng = np.random.default_rng(0)
+        params = {"w": rng.normal(size=(16, 16)), "b": rng.normal(size=16)}
+        batch = rng.normal(size=(2, 64, 16))
+        params = jax.device_put(params, NamedSharding(mesh, P()))
+        params, batch = optax.tree.cast((params, batch), jnp.float32)
+        batch = jax.device_put(tuple(batch), NamedSharding(mesh, P("batch")))
+        optimizer = LossScaleOptimizer(optax.sgd(1.0), 2.0**10)
+        state = optimizer.init(params)
+
+        def gradients(params, state, *batch):
+            return optimizer.value_and_grad(loss_fn, state)(params, *batch)[1]
+
+        with jax.set_mesh(mesh):
+            text = jax.jit(optimizer.minimize, static_argnums=0).lower(
+                loss_fn, params, state, *batch
+            )
+            lines = re.findall(r" = (.*) all-reduce\(", text.compile().as_text())
+            grads = jax.jit(gradients)(params, state, *batch)
+        return set(re.findall(r"(f\d+)\[\d", " ".join(lines))), grads
+
+    @staticmethod
+    def plain(params, x, y):
+        params, x = optax.tree.cast((params, x), jnp.float16)
+        predictions = x @ params["w"] + params.get("b", jnp.float16(0))
+        return jnp.mean((predictions.astype(jnp.float32) - y) ** 2)
+
+    def of_the_guide(self, mesh):
+        @functools.partial(
+            jax.shard_map,
+            mesh=mesh,
+            in_specs=(P(), P("batch"), P("batch")),
+            out_specs=P(),
+        )
+        def mean_loss_fn(params, x, y):
+            if hasattr(jax.lax, "pcast"):
+                params = jax.lax.pcast(params, "batch", to="varying")
+            else:  # Before JAX 0.8.2.
+                params = jax.lax.pvary(params, "batch")
+            return jax.lax.pmean(self.plain(params, x, y), "batch")
+
+        return mean_loss_fn
+
+    def reduced_matrix(self, mesh):
+        def loss_fn(params, x, y):
+            w = jax.sharding.reshard(params["w"], P(reduced={"batch"}))
+            return self.plain({"w": w}, x, y)
+
+        return loss_fn
+
+    @pytest.mark.parametrize("kind", KINDS, ids=str)
+    def test_jit_sums_in_float16_and_the_guide_in_float32(self, kind):
+        rounded, half = self.sums(kind, lambda mesh: self.plain)
+        exact, full = self.sums(kind, self.of_the_guide)
+        assert (rounded, exact) == ({"f16"}, {"f32"})
+        for name, x in half.items():
+            np.testing.assert_allclose(x, full[name], atol=0.01)
+            assert not np.array_equal(x, full[name])
+
+    def test_a_reduced_matrix_sums_in_float32(self):
+        assert self.sums(AxisType.Explicit, self.reduced_matrix)[0] == {"f32"}
 
 
 PER_DEVICE = {
