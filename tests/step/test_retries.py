@@ -463,8 +463,8 @@ def test_dropout_in_a_checkpoint_reuses_no_key():
         return jnp.where(kept[0] & kept[1], jnp.tanh(x * w), 0)
 
     def loss_fn(w, x, key):
-        for key in jax.random.split(key):
-            x = layer(w, x, key)
+        for each in jax.random.split(key):
+            x = layer(w, x, each)
         return told(jnp.sum(x), ONE)
 
     optimizer = LossScaleOptimizer(optax.sgd(0.5), RULE, retries=24)
