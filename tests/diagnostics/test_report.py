@@ -16,6 +16,7 @@ from optax_lossscale import (
     HeadroomLossScale,
     LossScaleOptimizer,
     TolerantLossScale,
+    scale_as_parameter,
 )
 from optax_lossscale.diagnostics import (
     Report,
@@ -154,9 +155,10 @@ class TestWhatNoStateTells:
 
     def test_a_trainer_that_does_not_scale(self):
         params = self.params | {"loss_scale": jnp.float32(2.0**15)}
-        optimizer = LossScaleOptimizer(optax.sgd(0.1), scale_parameter="loss_scale")
+        optimizer = scale_as_parameter(LossScaleOptimizer(optax.sgd(0.1)))
         grads = jax.grad(self.in_float32)(params, self.x)
-        params, state = optimizer.apply_gradients(grads, params, optimizer.init(params))
+        updates, state = optimizer.update(grads, optimizer.init(params), params)
+        params = optax.apply_updates(params, updates)
         assert str(report(state, params)).endswith(NOTHING)
 
 
