@@ -23,8 +23,6 @@ def main() -> None:
     for kind in ("workload", "system"):
         text = f"Measure only {kind}s whose name contains this."
         parser.add_argument(f"--{kind}", default="", metavar="NAME", help=text)
-    text = "Run each pair for X seconds."
-    parser.add_argument("--seconds", type=float, metavar="X", help=text)
     out = Path("benchmark_results")
     text = f"Write the results to this folder (default: {out})."
     parser.add_argument("--out", type=Path, default=out, metavar="FOLDER", help=text)
@@ -36,7 +34,7 @@ def main() -> None:
     ]
     if not workloads:
         parser.error(f"no workload has a name that contains {options.workload!r}")
-    seconds = options.seconds or (0.1 if options.quick else 1.0)
+    seconds = 0.1 if options.quick else 1.0
     results = {**report.about(), "rows": []}
     path = options.out / f"{platform}.json"
     for workload in workloads:

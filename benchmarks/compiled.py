@@ -92,29 +92,27 @@ def describe(compiled: Compiled) -> dict[str, Any]:
 
 def measure(
     target: str, workload: Workload, names: Iterable[str] | None = None
-) -> list[dict[str, Any]]:
+) -> list[dict[str, Any]] | None:
     """Returns a row per system, or per system in `names`; the plain one comes first."""
+    if (on := device(target)) is None:
+        return None
     rows = []
     for name, make in workload.systems().items():
         if names is None or name == PLAIN or name in names:
-            found = describe(compile_step(workload, make(), device(target)))
+            found = describe(compile_step(workload, make(), on))
             rows.append({"workload": workload.name, "system": name, **found})
             rows[-1]["ratio"] = found["bytes"] / rows[0]["bytes"]
     return rows
 
 
+STEP = optimizer_step(20_000_000, 20)._replace(skips=SKIPS)
+PARTS = {target: functools.partial(measure, target, STEP) for target in (TPU, H100)}
+
+
 def main() -> None:
-    """Compiles for all targets whose compiler is installed, and writes the results."""
-    report.parser("benchmarks.compiled", __doc__).parse_args()
-    workload = optimizer_step(20_000_000, 20)._replace(skips=SKIPS)
-    for target in (TPU, H100):
-        if device(target) is None:
-            print(f"{target}: skipped, as its compiler is not installed")
-            continue
-        rows = measure(target, workload)
-        found = {"versions": report.versions(), "rows": rows}
-        report.save(RESULTS, {**report.load(RESULTS), target: found})
-    print("\n".join(report.compiled_tables(report.load(RESULTS))))
+    """Compiles for all targets, or those that are named, and writes the results."""
+    found = report.measure_parts("benchmarks.compiled", __doc__, PARTS, RESULTS)
+    print("\n".join(report.compiled_tables(found)))
 
 
 if __name__ == "__main__":

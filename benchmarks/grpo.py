@@ -18,7 +18,6 @@ import numpy as np
 from rich.progress import track
 
 from benchmarks import report
-from examples.grpo.config import Config
 
 RESULTS = report.RESULTS / "grpo.json"
 AS_WRITTEN = "--xla_allow_excess_precision=false"
@@ -85,8 +84,7 @@ def main() -> None:
     cases = list(itertools.product(range(SEEDS), enumerate(WAYS)))
     for seed, (i, way) in track(cases, "training"):
         runs[way].append(run(way, seed, out / f"{i}-{seed}"))
-    settings = {"seeds": SEEDS, "steps": Config.steps}
-    found = {**report.about(), "settings": settings, "runs": runs}
+    found = {**report.about(), "runs": runs}
     print(table(found))
     report.save(RESULTS, found)
 

@@ -1,9 +1,9 @@
 """What guards against bad steps do. `python -m benchmarks.guards`.
 
 Trains a network in bfloat16 with bad steps, under the guards of MaxText and Levanter,
-`optax.apply_if_finite` and this package, and compares each with a run that never had
-these steps. Writes `results/guards.json`. Install the two peers without what they need
-(on Python 3.12 or later):
+`optax.apply_if_finite`, gradient clipping and this package, and compares each with a
+run that never had these steps. Writes `results/guards.json`. Install the two peers
+without what they need (on Python 3.12 or later):
 
 pip install --no-deps maxtext==0.2.5 marin-levanter==0.2.227.dev40316220070
 """
@@ -29,6 +29,7 @@ from optax_lossscale import FixedLossScale, LossScaleOptimizer
 RESULTS = report.RESULTS / "guards.json"
 PAGE = report.RESULTS.parents[1] / "docs/guide/bad-steps.md"
 STEPS, SEEDS = 400, 5
+CLIP = optax.clip_by_global_norm(1.0)  # as in most trainers
 
 
 def peer(package: str, file: str, *names: str, **scope: Any) -> dict[str, Any]:
@@ -92,10 +93,12 @@ def guarded(inner: Any) -> Any:
 
 WAYS: dict[str, Callable[[Any], Any]] = {
     "no guard": lambda inner: inner,
+    "clipping": lambda inner: optax.chain(CLIP, inner),
     "`apply_if_finite`": lambda inner: optax.apply_if_finite(inner, 5),
     "MaxText": maxtext,
     "Levanter": levanter,
     "ours, skip": skipping,
+    "ours, skip and clipping": lambda inner: skipping(optax.chain(CLIP, inner)),
     "ours, skip and guard": guarded,
 }
 # Factors of the loss and of the gradients in bad steps, and in steps that all are good.

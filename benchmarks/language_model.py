@@ -1,14 +1,16 @@
 """Compares ways to train the language model: `python -m benchmarks.language_model`.
 
 Trains the preset `tiny` of `examples.language_model` in float32, and in float16 without
-loss scaling and with three rules, with three seeds. Then traces the first step, to see
-which operations lose their gradients. Writes `results/language_model.json`.
+loss scaling and with three rules, with three seeds, and two of these for longer. Then
+traces the first step, to see which operations lose their gradients. Adds to
+`results/language_model.json`. Arguments name some of these parts: `flushed`.
 """
 
 import dataclasses
-import itertools
+import functools
 import linecache
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +29,14 @@ from optax_lossscale.diagnostics import trace_numerics
 RESULTS = report.RESULTS / "language_model.json"
 
 # The settings of each way.
-WAYS: dict[str, dict[str, str]] = {
+WAYS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32", "loss_scale": "none"},
     "float16, unscaled": {"loss_scale": "none"},
     "float16, fixed": {"loss_scale": "fixed"},
     "float16, dynamic": {"loss_scale": "dynamic"},
     "float16, headroom": {"loss_scale": "headroom"},
+    "float16, unscaled, 150 steps": {"loss_scale": "none", "steps": 150},
+    "float16, dynamic, 150 steps": {"loss_scale": "dynamic", "steps": 150},
 }
 # The loss scales at which the first step is traced: none, and the default.
 SCALES = (1.0, 2.0**15)
@@ -51,13 +55,14 @@ def run(config: Config) -> dict[str, Any]:
     }
 
 
-def flushed(config: Config) -> dict[str, dict[str, float]]:
+def flushed() -> dict[str, dict[str, float]]:
     """Traces the first step, and returns the largest share of flushed gradients.
 
     Returns:
       By loss scale, then by line of the model: of the operations of the line's backward
       pass, the largest share of results that are zero in float16 and not in float32.
     """
+    config = PRESETS["tiny"]
     trainer = Trainer(config, make_mesh("data", jax.devices()))
     state = trainer.init(jax.random.key(config.seed))
     batch = make_corpus(config).training_batch(0, config.batch_size)
@@ -76,34 +81,38 @@ def flushed(config: Config) -> dict[str, dict[str, float]]:
 def table(found: dict[str, Any]) -> str:
     """Returns a Markdown table of the runs."""
     cells = []
-    for name, runs in found["runs"].items():
-        last = [run["perplexity"] for run in runs]
-        skipped = np.mean([run["skipped"] for run in runs])
+    for name in WAYS:
+        last = [run["perplexity"] for run in found[name]["rows"]]
+        skipped = np.mean([run["skipped"] for run in found[name]["rows"]])
         spread = f"{min(last):.0f} to {max(last):.0f}"
-        cells.append([name, f"{np.mean(last):.0f}", spread, f"{skipped:g}"])
+        cells.append([name, f"{np.mean(last):.0f}", spread, f"{skipped:.2g}"])
     header = ["training", "perplexity", "range of 3 seeds", "skipped steps"]
     return report.table(header, cells)
 
 
 def flushed_table(found: dict[str, Any]) -> str:
     """Returns a Markdown table of the lines that lose most."""
-    unscaled, scaled = found["flushed"].values()
+    unscaled, scaled = found["flushed"]["rows"].values()
     worst = sorted(unscaled, key=lambda line: -unscaled[line])[:6]
     cells = [[f"`{x}`", f"{unscaled[x]:.0%}", f"{scaled[x]:.1%}"] for x in worst]
     header = ["backward pass of", "unscaled", "scaled by 2<sup>15</sup>"]
     return report.table(header, cells)
 
 
+def trainings(way: str) -> list[dict[str, Any]]:
+    """Trains in one way, with three seeds."""
+    changed = functools.partial(dataclasses.replace, PRESETS["tiny"], **WAYS[way])
+    return [run(changed(seed=seed)) for seed in track(range(3), way)]
+
+
+PARTS: dict[str, Callable[[], Any]] = {"flushed": flushed}
+PARTS |= {way: functools.partial(trainings, way) for way in WAYS}
+
+
 def main() -> None:
-    """Runs the whole experiment, and writes its results."""
-    report.parser("benchmarks.language_model", __doc__).parse_args()
-    config, runs = PRESETS["tiny"], {name: [] for name in WAYS}
-    for seed, name in track(list(itertools.product(range(3), WAYS)), "training"):
-        runs[name].append(run(dataclasses.replace(config, seed=seed, **WAYS[name])))
-    found = {**report.about(), "settings": dataclasses.asdict(config), "runs": runs}
-    found["flushed"] = flushed(config)
+    """Measures all parts, or those that are named, and writes the results."""
+    found = report.measure_parts("benchmarks.language_model", __doc__, PARTS, RESULTS)
     print(table(found), flushed_table(found), sep="\n")
-    report.save(RESULTS, found)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,13 @@ PAGES = sorted(ROOT.glob("docs/guide/*.md"))
 
 def tables() -> list[str]:
     """Returns all tables of the committed results."""
-    cpu, compiled = report.load(CPU), report.load(report.RESULTS / "compiled.json")
+    files = CPU, report.RESULTS / "compiled.json", report.RESULTS / "compiling.json"
+    cpu, compiled, compiling = map(report.load, files)
     experiments = growth, need, language_model, guards, grpo
     return [
         *report.timing_tables(cpu),
         *report.compiled_tables(compiled),
+        report.compiling_table(compiling),
         report.summary_table(cpu, compiled),
         *(module.table(report.load(module.RESULTS)) for module in experiments),
         language_model.flushed_table(report.load(language_model.RESULTS)),

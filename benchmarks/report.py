@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,29 @@ def save(path: Path, results: dict[str, Any]) -> None:
     path.write_text(json.dumps(results, indent=1) + "\n")
 
 
+def measure_parts(
+    name: str, text: str | None, parts: dict[str, Callable[[], Any]], path: Path
+) -> dict[str, Any]:
+    """Measures the parts that the command line names, and returns all results.
+
+    Args:
+      name: The name of the script.
+      text: The docstring of the script.
+      parts: Functions that return rows, or None if a compiler is not installed.
+      path: The results: by part, the machine, the versions and the rows.
+    """
+    options = parser(name, text, "[PART ...]")
+    text = f"Measure these parts: {', '.join(parts)} (default: all)."
+    options.add_argument("parts", nargs="*", choices=parts, metavar="PART", help=text)
+    for part in options.parse_args().parts or parts:
+        rows = parts[part]()
+        if rows is None:
+            print(f"{part}: skipped, as its compiler is not installed")
+        else:
+            save(path, load(path) | {part: {**about(), "rows": rows}})
+    return load(path)
+
+
 def read_csv(path: Path) -> np.ndarray:
     """Reads the logs of a training; an empty field is nan."""
     return np.genfromtxt(path, delimiter=",", names=True)
@@ -94,8 +117,8 @@ def full_report(results: dict[str, Any]) -> str:
     text = f"# Benchmarks on {machine['device']} ({machine['system']})\n\n"
     text += "Steps of plain Optax, of this package and of its peers, timed in turns.\n"
     text += f"\n{packages}\n"
-    header = ["system", "time / plain", "10% to 90%", "rounds", "ms"]
-    header += ["compile / plain", "temporary MB", "peak MB", "kernels"]
+    header = ["system", "time / plain", "10% to 90%", "rounds", "temporary MB"]
+    header += ["kernels"]
     for workload, systems in by_workload(results).items():
         plain = systems[PLAIN]["plain_s"]
         text += f"\n## {workload}\n\nPlain: {1e3 * plain:.3g} ms a step.\n\n"
@@ -105,10 +128,7 @@ def full_report(results: dict[str, Any]) -> str:
                 f"{row['ratio']:.2f}",
                 "{:.2f} to {:.2f}".format(*row["spread"]),
                 str(row["rounds"]),
-                f"{1e3 * row['step_s']:.3g}",
-                f"{row['compile_ratio']:.2f}",
                 _megabytes(row["temp_bytes"]),
-                _megabytes(row["peak_bytes"]),
                 str(row["kernels"]),
             ]
             for name, row in systems.items()
@@ -117,10 +137,10 @@ def full_report(results: dict[str, Any]) -> str:
     return text
 
 
-def _ratios(systems: dict[str, dict[str, Any]], key: str = "ratio") -> dict[str, float]:
+def _ratios(systems: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Returns the ratios of a workload by system, with the default `skip` alone."""
     return {
-        name.removesuffix(", auto"): row[key]
+        name.removesuffix(", auto"): row["ratio"]
         for name, row in systems.items()
         if name not in (PLAIN, PLAIN_KERAS) and not name.endswith((", where", ", cond"))
     }
@@ -145,10 +165,9 @@ def timing_tables(results: dict[str, Any]) -> list[str]:
     tables = {}
     for systems in by_workload(results).values():
         column, given = (systems[PLAIN][key] for key in ("column", "given"))
-        key = "compile_ratio" if column.startswith("compile") else "ratio"
         if column:
             title = f"{'optimizer' if given else 'training'} step / plain"
-            tables.setdefault(title, {})[column] = _ratios(systems, key)
+            tables.setdefault(title, {})[column] = _ratios(systems)
     return [_ratio_table(*titled) for titled in tables.items()]
 
 
@@ -167,11 +186,18 @@ def compiled_tables(results: dict[str, Any]) -> list[str]:
     return tables
 
 
+def compiling_table(results: dict[str, Any]) -> str:
+    """Returns a table of the times to compile, a column per part: the CPU is last."""
+    parts = sorted(results.items(), reverse=True)
+    columns = {part: _ratios(found["rows"]) for part, found in parts}
+    return _ratio_table("time to compile / plain", columns)
+
+
 def summary_table(cpu: dict[str, Any], compiled: dict[str, Any]) -> str:
     """Returns the main ratios: times of training, and bytes of Adam's step."""
     workloads = {x[PLAIN]["column"]: x for x in by_workload(cpu).values()}
-    columns = {f"time, {x}": _ratios(workloads[x]) for x in ("MLP", "transformer")}
-    columns["compile, transformer"] = _ratios(workloads["transformer"], "compile_ratio")
+    trainings = "MLP", "MLP, SGD", "transformer"
+    columns = {f"time, {name}": _ratios(workloads[name]) for name in trainings}
     for target, found in compiled.items():
         steps = {
             row["system"].replace(" of unscaled", ""): row for row in found["rows"]

@@ -59,7 +59,7 @@ def on_cpu() -> list[dict[str, Any]]:
         params, batches = jax.device_get(workload.init()), workload.batches()
         options = {"retries": 0}, {}, {"loss_scale": ALWAYS}
         systems = [repeating(workload, **changed) for changed in options]
-        plain, ours, often = (Running(x, params, batches, SECONDS) for x in systems)
+        plain, ours, often = (Running(x, params, batches) for x in systems)
         retry = compare(ours, often, SECONDS)["ratio"] - 1
         rows.append({"program": name, "retry": retry} | compare(plain, ours, SECONDS))
     return rows
@@ -93,6 +93,7 @@ def trainings() -> list[dict[str, Any]]:
             "flushed": found["underflow"],
         }
         means = {name: float(np.mean(values)) for name, values in row.items()}
+        means["loss"] = found["loss"][:, -STEPS // 10 :].mean(1).tolist()
         rows.append({"interval": interval, "retries": retries, **means})
     return rows
 
@@ -121,13 +122,14 @@ def tables(found: dict[str, Any]) -> list[str]:
     for row in found["training"]["rows"]:
         label = f"{row['interval']}, {'with' if row['retries'] else 'without'} retries"
         bits, flushed = f"{row['bits']:.1f}", f"{row['flushed']:.2%}"
-        trained.append([label, f"{row['lost']:g}", bits, flushed])
+        loss = f"{min(row['loss']):.1e} to {max(row['loss']):.1e}"
+        trained.append([label, f"{row['lost']:g}", bits, flushed, loss])
     header = ["time on a CPU", "with retries / without", "10% to 90%"]
     interval = ["`growth_interval`", "lost batches", "bits to overflow", "flushed"]
     return [
         report.table([*header, "a retry / a step"], times),
         report.table(["compiled for", "temporary MB", "bytes", "flops", "code"], costs),
-        report.table(interval, trained),
+        report.table([*interval, "loss"], trained),
     ]
 
 
@@ -137,17 +139,8 @@ def _ratio(old: dict[str, Any], new: dict[str, Any], key: str) -> str:
 
 def main() -> None:
     """Measures all parts, or those that are named, and writes the results."""
-    parser = report.parser("benchmarks.retries", __doc__, "[PART ...]")
-    text = f"Measure these parts: {', '.join(PARTS)} (default: all)."
-    parser.add_argument("parts", nargs="*", choices=PARTS, metavar="PART", help=text)
-    for part in parser.parse_args().parts or PARTS:
-        rows = PARTS[part]()
-        if rows is None:
-            print(f"{part}: skipped, as its compiler is not installed")
-            continue
-        found = {part: {**report.about(), "rows": rows}}
-        report.save(RESULTS, report.load(RESULTS) | found)
-    print("\n".join(tables(report.load(RESULTS))))
+    found = report.measure_parts("benchmarks.retries", __doc__, PARTS, RESULTS)
+    print("\n".join(tables(found)))
 
 
 if __name__ == "__main__":

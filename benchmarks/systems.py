@@ -176,27 +176,6 @@ def _mpx(inner, loss_fn):
     return System(init, step)
 
 
-def _apply_if_finite(inner, loss_fn):
-    """Combines `optax.apply_if_finite` with a scale that is adapted by hand."""
-    optimizer = optax.apply_if_finite(inner, max_consecutive_errors=1_000_000)
-
-    def init(params):
-        return optimizer.init(params), jnp.float32(SCALE), jnp.int32(0)
-
-    def step(params, state, *batch):
-        state, scale, good = state
-        grads, loss = _scaled_grad(loss_fn, lambda x: x * scale, params, batch)
-        grads = jax.tree.map(lambda g: g / scale, grads)
-        params, state = _apply(optimizer, grads, state, params)
-        good = jnp.where(state.last_finite, good + 1, 0)
-        grown = jnp.where(good >= 2000, scale * 2, scale)
-        scale = jnp.where(state.last_finite, grown, jnp.maximum(scale / 2, 1))
-        state = (state, scale, jnp.where(good >= 2000, 0, good))
-        return params, state, loss
-
-    return System(init, step)
-
-
 def _keras(name, loss_fn, *, scaled):
     """Uses the optimizer of Keras 3 with this name, with or without loss scaling."""
     os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -259,7 +238,6 @@ def make_systems(
     found["flax DynamicScale"] = make(_flax, inner, loss_fn)
     found["jmp"] = make(_jmp, inner, loss_fn)
     found["mpx"] = make(_mpx, inner, loss_fn)
-    found["optax.apply_if_finite"] = make(_apply_if_finite, inner, loss_fn)
     found[PLAIN_KERAS] = make(_keras, optimizer, loss_fn, scaled=False)
     found["Keras 3"] = make(_keras, optimizer, loss_fn, scaled=True)
     return found

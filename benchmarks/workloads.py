@@ -168,7 +168,7 @@ def make_workloads(quick: bool, *, accelerator: bool) -> list[Workload]:
         optimizer_step(2 * 10**7, 1),
         optimizer_step(2 * 10**7, 20, "sgd")._replace(column="2e7, SGD"),
         optimizer_step(2 * 10**7, 20, overflow=True)._replace(column="2e7, overflows"),
-        optimizer_step(2 * 10**7, 200)._replace(column="compile, 200 leaves"),
+        optimizer_step(2 * 10**7, 200),
         mlp()._replace(column="MLP", skips=SKIPS),
         mlp("sgd")._replace(column="MLP, SGD"),
         transformer()._replace(column="transformer"),

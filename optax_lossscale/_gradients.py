@@ -16,8 +16,11 @@ from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._scaling import scale_down, scale_up
 from optax_lossscale._state import check_scalar, find_rule_state, warn_if_in_multi_steps
-from optax_lossscale._tree import is_inexact, unbox
+from optax_lossscale._tree import has_gradient, is_inexact, unbox
 from optax_lossscale._warn import is_called_by_jit, warn
+
+# The libraries whose transforms reduce no gradients by themselves.
+AUTODIFF = ("jax", "equinox", "flax")
 
 
 def current_scale(rule: LossScale, state: Any) -> jax.Array:
@@ -130,7 +133,7 @@ def check_averaging(axis_name: Hashable | None, transform: Callable[..., Any]) -
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     names = set(names).intersection(jax.sharding.get_abstract_mesh().manual_axes)
     adds_up = all(varying_axes(lax.axis_index(x)) for x in names)
-    if adds_up or library_of(transform) not in ("jax", "equinox", "flax"):
+    if adds_up or library_of(transform) not in AUTODIFF:
         return
     raise ValueError(
         f"minimize with axis_name={axis_name!r} cannot average gradients under "
@@ -142,6 +145,24 @@ def check_averaging(axis_name: Hashable | None, transform: Callable[..., Any]) -
         "Under jax.shard_map with check_vma=True, average the loss in loss_fn: "
         f"jax.lax.pmean(loss, {axis_name!r})."
     )
+
+
+def warn_of_local_loss(loss: Any, params: Any, transform: Callable[..., Any]) -> None:
+    """Warns if each device has a loss of its own, but all update the same parameters.
+
+    `jax.shard_map` adds up such gradients. An axis along which a parameter varies is
+    left out: there, each device may train a part of the model by a loss of its own.
+    """
+    trained = filter(has_gradient, jax.tree.leaves(params))
+    axes = varying_axes(loss).difference(*map(varying_axes, trained))
+    if axes and library_of(transform) in AUTODIFF:
+        names = tuple(sorted(axes, key=str))
+        name = repr(names[0] if len(names) == 1 else names)
+        warn(
+            f"The loss differs along {name}, and JAX adds up its gradients there. "
+            f"Write jax.lax.pmean(loss, {name}) in loss_fn, or jax.lax.psum if the "
+            "losses are parts of a sum."
+        )
 
 
 def library_of(transform: Callable[..., Any]) -> str:

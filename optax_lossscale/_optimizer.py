@@ -561,7 +561,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
         Warns:
           UserWarning: If the scale of `state` is a constant in a function that JAX
-            traces (`jax.jit`, `jax.lax.scan`).
+            traces (`jax.jit`, `jax.lax.scan`); if devices of `jax.shard_map` have
+            losses of their own, and the same parameters.
 
         Examples:
           >>> import jax
@@ -617,6 +618,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
                 loss_fn(_inner.as_parameters(proposed, params), *args, **kwargs)
             )
 
+        _gradients.warn_of_local_loss(loss_of(value), params, transform)
         # A pytree, as some inner optimizers pass it through jax.jit or jax.lax.cond.
         value_fn = jax.tree_util.Partial(loss_of_params)
         extra = {"value": loss_of(value), "value_fn": value_fn}

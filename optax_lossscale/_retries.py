@@ -15,7 +15,7 @@ from optax_lossscale._commit import is_recording
 from optax_lossscale._passes import run_forward
 from optax_lossscale._scaling import all_finite
 from optax_lossscale._step import Look, Options, look
-from optax_lossscale._tree import cast_like, is_inexact, select
+from optax_lossscale._tree import cast_like, is_inexact, select, settled
 
 
 def check_transform(transform: Callable[..., Any], kind: type, own: type) -> None:
@@ -74,7 +74,8 @@ def value_and_grad(
         old = looked.after
         scale = lax.stop_gradient(rule(old))
         grads = passes.backward(scale)
-        seen = passes.finish([_as_stored(x) for x in grads])
+        seen = settled(passes.finish([_as_stored(x) for x in grads]))
+        seen = jax.tree.map(_as_carried, seen)
         looked = look(rule, _gradients.unscale_by(seen, scale), old, axis_name)
         # In jax.shard_map it varies over the devices if the scale does.
         finite = looked.finite | lax.full_like(scale, False, bool)
@@ -98,7 +99,7 @@ def value_and_grad(
     scale = rule(looked.before)
     grads = [_forward_only.bind(x) for x in grads]
     passes.log(grads)
-    grads = _gradients.unscale_by(passes.finish(grads), scale)
+    grads = _gradients.unscale_by(settled(passes.finish(grads)), scale)
     retries += jnp.asarray(state.retries, jnp.int32)
     retries = jnp.where(retries < 0, 2**31 - 1, retries)
     looked = Look(
@@ -131,17 +132,23 @@ def _filled(like: jax.ShapeDtypeStruct, value: int) -> jax.Array:
 
 
 def _as_stored(x: jax.Array) -> jax.Array:
-    """Returns `x`; XLA can neither drop nor undo its last rounding in a check of it.
+    """Returns `x`; keeps XLA from checking it before its last rounding.
 
-    XLA drops casts to float16 and back (GPU), and makes one product of `y * scale` and
-    the unscaling, `1 / scale`. Either would hide an overflow of `x`.
+    On GPU, XLA removes casts to float16 and back, and an overflow there with them.
     """
-    if not is_inexact(x):
+    if not is_inexact(x) or x.dtype.itemsize != 2:
         return x
-    if x.dtype.itemsize == 2:
-        kind = jnp.finfo(x.dtype)
-        x = lax.reduce_precision(x, kind.nexp, kind.nmant)
-    return jnp.where(jnp.isfinite(x), x, x * jnp.inf)
+    kind = jnp.finfo(x.dtype)
+    return lax.reduce_precision(x, kind.nexp, kind.nmant)
+
+
+def _as_carried(x: jax.Array) -> jax.Array:
+    """Returns `x`; keeps XLA from checking it before its last multiplication.
+
+    XLA makes one product of `y * scale` and of the unscaling, `1 / scale`, and an
+    overflow of the product that the loop carries disappears.
+    """
+    return jnp.where(jnp.isfinite(x), x, x * jnp.inf) if is_inexact(x) else x
 
 
 def _repeat(attempt: Callable[[Any], Any], first: Any) -> Any:

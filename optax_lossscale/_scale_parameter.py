@@ -297,8 +297,8 @@ def scale_as_parameter(
 ) -> optax.GradientTransformationExtraArgs:
     """Makes an optimizer that finds and keeps its loss scale among the parameters.
 
-    It is for a trainer that computes the gradients: pass the trainer this optimizer, and
-    a loss function from `with_loss_scale`.
+    It is for a trainer that computes the gradients: pass the trainer this optimizer,
+    and a loss function from `with_loss_scale`.
 
     Args:
       optimizer: The optimizer. Its inner optimizer and its rule do not see the scale.

@@ -17,7 +17,9 @@ from optax_lossscale._tree import (
     is_float32_scalar,
     is_inexact,
     map_named,
+    reduced_like,
     select,
+    settled,
     strongly_typed,
     zero_update,
 )
@@ -66,7 +68,8 @@ class Options(NamedTuple):
 def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
     """Returns the state before the first step."""
     _warn_of_scale_among(params)
-    inner_state = strongly_typed(_inner.wrap(options.inner_optimizer).init(params))
+    inner = _inner.wrap(options.inner_optimizer)
+    inner_state = strongly_typed(inner.init(settled(params)))
     _state.check_inner_state(inner_state)
     return _state.initial_state(
         inner_state, options.loss_scale, options.check_loss, options.retries
@@ -108,7 +111,8 @@ def apply_gradients(
     def keep(like, params):
         return params
 
-    return _take_step(options, grads, state, params, extra, looked, finish, keep)
+    new, state = _take_step(options, grads, state, params, extra, looked, finish, keep)
+    return reduced_like(new, params), state
 
 
 def _take_step(
@@ -137,6 +141,7 @@ def _take_step(
     rule, axis_name = options.loss_scale, options.axis_name
     skip_if = extra.pop("skip_if", None)
     _check_gradients(grads)
+    grads, params = settled((grads, params))
     inner = _inner.wrap(options.inner_optimizer)
 
     # Look: at the gradients, and at the loss if it is checked.

@@ -2,11 +2,13 @@
 
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_lossscale import _check as check
 from optax_lossscale._state import find_state
@@ -38,6 +40,24 @@ def named_leaves(tree: Any, name: str = "") -> dict[str, Any]:
     """
     pairs = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None)
     return {name + jax.tree_util.keystr(path): leaf for path, leaf in pairs}
+
+
+def on_auto_axes(function: Callable[[jax.Array], Any], x: jax.Array) -> Any:
+    """Calls a function with an array, and leaves it to XLA how the work is split.
+
+    On explicit axes JAX refuses operations whose result may be sharded in several ways.
+
+    Args:
+      function: Returns arrays that are the same on all devices.
+      x: The array.
+    """
+    mesh = jax.typeof(x).sharding.mesh
+    if not mesh.explicit_axes:
+        return function(x)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    axes = {"axes": mesh.explicit_axes, "out_sharding": replicated}
+    with jax.sharding.use_abstract_mesh(mesh):  # JAX 0.8 finds it nowhere else.
+        return jax.sharding.auto_axes(function, **axes)(x)
 
 
 def power(number: float) -> str:

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
 from optax_lossscale._scaling import all_finite
 from optax_lossscale._tree import is_inexact
-from optax_lossscale.diagnostics._common import check_host, named_leaves
+from optax_lossscale.diagnostics._common import check_host, named_leaves, on_auto_axes
 
 
 def nonfinite_leaves(grads: optax.Updates) -> dict[str, jax.Array]:
@@ -114,16 +115,32 @@ def find_nonfinite(leaves: dict[str, Any]) -> list[NonfiniteGradient]:
     counts = jax.device_get([_count(x) for _, x in named])
     found = []
     for (name, x), numbers in zip(named, counts, strict=True):
-        infs, nans, first = map(int, numbers)
+        infs, nans = map(int, numbers)
         if infs or nans:
-            index = tuple(map(int, np.unravel_index(first, x.shape)))
-            gradient = NonfiniteGradient(name, x.shape, x.dtype.name, infs, nans, index)
+            first = tuple(map(int, jax.device_get(_first(x))))
+            gradient = NonfiniteGradient(name, x.shape, x.dtype.name, infs, nans, first)
             found.append(gradient)
     return found
 
 
 @jax.jit
-def _count(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _count(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     nan, nonfinite = jnp.isnan(x), ~jnp.isfinite(x)
-    first = jnp.argmax(nonfinite) if x.size else jnp.zeros((), jnp.int32)
-    return jnp.sum(nonfinite & ~nan), jnp.sum(nan), first
+    return jnp.sum(nonfinite & ~nan), jnp.sum(nan)
+
+
+@jax.jit
+def _first(x: jax.Array) -> list[jax.Array]:
+    """Returns the index of the first number that is not finite."""
+
+    def first(x):
+        # Axis by axis: to flatten a sharded array, XLA would gather it.
+        left, index = ~jnp.isfinite(x), []
+        for axis in range(x.ndim):
+            others = [other for other in range(x.ndim) if other != axis]
+            index.append(jnp.argmax(jnp.any(left, others)))
+            places = lax.broadcasted_iota(index[-1].dtype, x.shape, axis)
+            left &= places == index[-1]
+        return index
+
+    return on_auto_axes(first, x)

@@ -25,6 +25,11 @@ SHOWN = 3
 # fields. A skip because of the loss leaves the state as it was.
 MARKS = {"good_steps": 0, "overflowed": True}
 
+# What no state tells: the loss, and a forward pass whose overflow a later line hides.
+NOTHING = (
+    "What to do: nothing, as far as the state tells. If the loss does not fall, run "
+    "diagnostics.trace_numerics(loss_fn, params, batch, state=state)."
+)
 TRACE = (
     "Run diagnostics.trace_numerics(loss_fn, params, batch, state=state) with the "
     "arguments of a skipped step. It names the line where inf or nan begins."
@@ -67,7 +72,8 @@ class Report(NamedTuple):
       No step has been taken yet.
         loss scale       32768 (2^15)
         skipped steps    0
-      What to do: nothing.
+      What to do: nothing, as far as the state tells. If the loss does not fall, run
+      diagnostics.trace_numerics(loss_fn, params, batch, state=state).
     """
 
     healthy: bool
@@ -95,7 +101,7 @@ class Report(NamedTuple):
             lines.append(f"  loss not finite  {self.nonfinite_loss_steps} steps")
         if self.retries:
             lines.append(f"  repeated passes  {self.retries}")
-        lines.append("What to do:" if self.advice else "What to do: nothing.")
+        lines += ["What to do:"] if self.advice else textwrap.wrap(NOTHING, 79)
         for number, item in enumerate(self.advice, start=1):
             lines += textwrap.wrap(f"{number}. {item}", 79, subsequent_indent="   ")
         return "\n".join(lines)
@@ -110,11 +116,15 @@ def report(state: Any, params: optax.Params | None = None) -> Report:
     `skip_if`; if the loss scale is nan, or not between 2**-126 and 2**126; or if
     `params` are given and not finite. `check_health` raises an error then.
 
-    Call it on the host, between steps: it waits for the state. It sees the state, but
-    not the rule. So it does not know whether a fixed scale skips steps at all, and
-    takes a veto (`skip_if`) right after an overflow at a fixed scale for another
-    overflow. It shows the scale in the state as it is. If you restored that scale or
-    set it by hand, it may be out of the rule's bounds;
+    Call it on the host, between steps: it waits for the state. It does not see the
+    loss function. If that divides by an overflow, as a norm may, it returns zeros and
+    finite gradients, and training stops unnoticed. `trace_numerics` finds that. Nor
+    does it see whether a trainer scales the loss.
+
+    It does not see the rule either. So it does not know whether a fixed scale skips
+    steps at all, and takes a veto (`skip_if`) right after an overflow at a fixed scale
+    for another overflow. It shows the scale in the state as it is. If you restored that
+    scale or set it by hand, it may be out of the rule's bounds;
     `optimizer.current_loss_scale(state)` clips it.
 
     Args:

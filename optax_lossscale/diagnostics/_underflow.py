@@ -11,9 +11,9 @@ import numpy as np
 import optax
 
 from optax_lossscale import _check as check
-from optax_lossscale._tree import inexact_leaves, is_inexact
+from optax_lossscale._tree import inexact_leaves, is_inexact, settled
 from optax_lossscale.diagnostics import _bits
-from optax_lossscale.diagnostics._common import named_leaves, scale_of
+from optax_lossscale.diagnostics._common import named_leaves, on_auto_axes, scale_of
 
 # How many leaves a table has.
 SHOWN = 12
@@ -164,7 +164,7 @@ def underflow_stats(
     dtype = check.dtype("dtype", dtype)
     _bits.limits_of(dtype)
     leaves = {
-        name: jnp.asarray(leaf)
+        name: settled(jnp.asarray(leaf))
         for name, leaf in named_leaves(grads, "grads").items()
         if is_inexact(leaf)
     }
@@ -284,8 +284,8 @@ def exponent_histogram(grads: optax.Updates) -> ExponentHistogram:
     """Counts numbers by their exponents, exactly, including subnormals.
 
     You may call it inside `jax.jit`, `jax.lax.scan` and `jax.vmap`, and on sharded
-    arrays (with explicit mesh axes, inside `jax.sharding.auto_axes`). To combine the
-    histograms of several steps, add up every field but `exponents`.
+    arrays. To combine the histograms of several steps, add up every field but
+    `exponents`.
 
     Args:
       grads: Gradients, any pytree; unscaled ones for `plot_exponents`. None and integer
@@ -316,16 +316,17 @@ def exponent_histogram(grads: optax.Updates) -> ExponentHistogram:
 
 @functools.partial(jax.jit, static_argnames="first")
 def _count_exponents(bins: jax.Array, x: jax.Array, first: int) -> jax.Array:
+    def count(place):
+        # Faster on CPU than comparing or sorting, and needs constant memory.
+        zeros = jnp.zeros(bins.size, jnp.int32)
+        return zeros.at[place].add(1, mode="promise_in_bounds")
+
     for bits in _bits.magnitudes(x):
         # inf and nan share an exponent, and float32's is an ordinary one in float64.
         place = jnp.where(bits > 0, _bits.exponents(bits) - first + 1, 0)
         place = jnp.where(bits == _bits.infinity(bits), bins.size - 2, place)
         place = jnp.where(bits > _bits.infinity(bits), bins.size - 1, place)
-        # Faster on CPU than comparing or sorting, and needs constant memory.
-        counts = (
-            jnp.zeros(bins.size, jnp.int32).at[place].add(1, mode="promise_in_bounds")
-        )
-        bins = bins + counts.astype(jnp.float32)
+        bins = bins + on_auto_axes(count, place).astype(jnp.float32)
     return bins
 
 

@@ -1,5 +1,7 @@
 """The verdict on a state: what it finds, what it advises, and when it raises."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,13 +16,23 @@ from optax_lossscale import (
     HeadroomLossScale,
     LossScaleOptimizer,
     TolerantLossScale,
+    scale_as_parameter,
 )
-from optax_lossscale.diagnostics import Report, check_health, metrics, report
+from optax_lossscale.diagnostics import (
+    Report,
+    check_health,
+    metrics,
+    report,
+    trace_numerics,
+)
 
 PARAMS = {"b": jnp.zeros(2), "w": jnp.ones(3)}
 # A step is a gradient, or a gradient and a loss.
 LOST = (NAN, NAN)
 COUNTING = optax.sgd(optax.constant_schedule(0.5))
+NOTHING = """
+What to do: nothing, as far as the state tells. If the loss does not fall, run
+diagnostics.trace_numerics(loss_fn, params, batch, state=state)."""
 SKIPPING = FixedLossScale(8.0, skip_nonfinite=True)
 MISTAKE = "value_and_grad and get_scaled_loss are called inside the step"
 
@@ -105,6 +117,51 @@ class TestThresholds:
         assert repr(found) == str(found)
 
 
+class TestWhatNoStateTells:
+    """Training that gets nowhere, with finite gradients."""
+
+    x = jnp.ones((8, 4), jnp.float32)
+    params = {"w": jnp.ones((4, 4), jnp.float32)}
+
+    @staticmethod
+    def hidden_overflow(params, x):
+        hidden = (x @ params["w"]).astype(jnp.float16) * jnp.float16(100)
+        norm = jax.lax.rsqrt(jnp.mean(hidden * hidden, axis=-1, keepdims=True))
+        return jnp.mean(((hidden * norm).astype(jnp.float32) - 2) ** 2)
+
+    @staticmethod
+    def in_float32(params, x):
+        return jnp.mean((x @ params["w"] - 1) ** 2)
+
+    @pytest.mark.parametrize(
+        ("name", "finding"),
+        [
+            ("hidden_overflow", r"mul float16\[8,4\], forward pass: inf begins"),
+            ("in_float32", "No operation computes in float16"),
+        ],
+    )
+    def test_the_report_names_what_does(self, name, finding):
+        loss_fn = getattr(self, name)
+        optimizer = LossScaleOptimizer(optax.sgd(0.1), DynamicLossScale(2.0))
+        params, state = self.params, optimizer.init(self.params)
+        for _ in range(3):
+            params, state, loss = optimizer.minimize(loss_fn, params, state, self.x)
+        assert (float(loss) == 4) == (name == "hidden_overflow")
+        found = report(state, params)
+        assert found[:3] == (True, "No step was skipped.", ())
+        assert str(found).endswith(NOTHING)
+        trace = trace_numerics(loss_fn, params, self.x, state=state)
+        assert re.search(finding, " ".join(str(trace).split()))
+
+    def test_a_trainer_that_does_not_scale(self):
+        params = self.params | {"loss_scale": jnp.float32(2.0**15)}
+        optimizer = scale_as_parameter(LossScaleOptimizer(optax.sgd(0.1)))
+        grads = jax.grad(self.in_float32)(params, self.x)
+        updates, state = optimizer.update(grads, optimizer.init(params), params)
+        params = optax.apply_updates(params, updates)
+        assert str(report(state, params)).endswith(NOTHING)
+
+
 class TestDiagnosis:
     @pytest.mark.parametrize(
         ("inner", "steps", "diagnosis"),
@@ -123,7 +180,7 @@ class TestDiagnosis:
             state = run(*[1.0] * steps, loss_scale=None, **optimizer)
         found = report(state)
         assert found[:3] == (True, diagnosis, ())
-        assert str(found).endswith("\nWhat to do: nothing.")
+        assert str(found).endswith(NOTHING)
 
     def test_a_single_late_skip_asks_for_nothing(self):
         found = report(run(*[1.0] * 9, INF))
@@ -265,7 +322,7 @@ class TestRetries:
             (),
         )
         assert found[3:] == (2.0**15, 0, 0, 0, None, 5)
-        assert "\n  repeated passes  5\nWhat to do: nothing." in str(found)
+        assert str(found).endswith("\n  repeated passes  5" + NOTHING)
         assert metrics(self.run(1.0))["retries"] == 5
         assert "retries" not in metrics(run(1.0))
 

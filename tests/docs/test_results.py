@@ -19,18 +19,23 @@ def test_tables_are_those_of_the_results(path):
 
 
 def test_readme_tells_the_costs():
+    def cells(table):
+        return [row.strip("| ").split(" | ")[1:] for row in table.splitlines()[2:]]
+
     files = pages.CPU, report.RESULTS / "compiled.json"
-    table = report.summary_table(*map(report.load, files))
-    rows = [row.strip("| ").split(" | ")[1:] for row in table.splitlines()[2:]]
-    (mlp, transformer), update, trainer, _ = (row[:2] for row in rows)
-    compiling = max(row[2] for row in rows)
+    rows = cells(report.summary_table(*map(report.load, files)))
+    steps, update, trainer, _ = (row[:3] for row in rows)
     readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"`minimize` takes {transformer} to {mlp} times as long" in readme
+    assert f"`minimize` takes {min(steps)} to {max(steps)} times as long" in readme
     assert f"`update` up to {max(update)}, in a trainer" in readme
-    assert f"in a trainer up to {max(trainer)}. On GPU" in readme
+    assert f"in a trainer up to {max(trainer)}. " in readme
     more = [round(100 * float(ratio) - 100) for row in rows[:3] for ratio in row[-2:]]
-    assert f"for a transformer up to {compiling} times" in readme
     assert f"moves {min(more)} to {max(more)}% more bytes" in readme
+    table = report.compiling_table(report.load(report.RESULTS / "compiling.json"))
+    ours = cells(table[: table.index("| flax")])
+    most = max(max(row[:-1]) for row in ours)
+    assert f"takes up to {most} times as long for a TPU or GPU" in readme
+    assert f"up to {max(row[-1] for row in ours)} times for a CPU" in readme
 
 
 def test_page_tells_how_far_sampler_and_trainer_are_apart():
@@ -39,9 +44,9 @@ def test_page_tells_how_far_sampler_and_trainer_are_apart():
     text = (ROOT / "docs/guide/float16-or-bfloat16.md").read_text()
     text = " ".join(text.split())
     default, as_written = (f"{other / half:.0f} times" for other in others)
-    first = f"{others[0]:.0e} in bfloat16 and {half:.0e} in float16"
-    first = f"{first} ({default}; {as_written} if XLA leaves out no rounding)"
-    assert f"it is {first.replace('e-0', 'e-')}, and the rewards are the same" in text
+    pair = f"{others[1]:.0e} against {half:.0e}".replace("e-0", "e-")
+    assert f"bfloat16 differs {as_written} as much as float16: {pair}." in text
+    assert f"leaves out some roundings of bfloat16, and it is {default}.)" in text
     assert f"**bfloat16 differs {as_written} as much as float16**" in text
     assert f"**XLA's default makes that {default}.**" in text
 

@@ -111,3 +111,21 @@ def test_what_a_narrower_state_is_asked_for_is_kept():
     assert state.inner_state[0].mu.dtype == jnp.bfloat16
     _, after = optimizer.update(params, state, params)
     assert signature(after) == signature(state)
+
+
+# Their small constants, 1e-8 and less, are zero in float16: zero gradients make 0 / 0.
+# In the others they are larger, or not in a denominator.
+NAN_ALONE = ["adabelief", "adafactor", "adam", "adamax"]
+NAN_ALONE += ["adamw", "amsgrad", "nadam", "rmsprop"]
+FINITE_ALONE = ["adagrad", "lamb", "lion", "sgd"]
+
+
+@pytest.mark.parametrize("name", NAN_ALONE + FINITE_ALONE)
+def test_a_zero_gradient_in_float16(name):
+    params, grads = jnp.ones(2, jnp.float16), jnp.asarray([0.0, 1.0], jnp.float16)
+    inner = relaxed(getattr(optax, name)(1e-3))
+    updates, _ = inner.update(grads, inner.init(params), params)
+    assert jnp.any(jnp.isnan(updates)) == (name in NAN_ALONE)
+    optimizer = LossScaleOptimizer(inner)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    assert jnp.all(jnp.isfinite(updates))

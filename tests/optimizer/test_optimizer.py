@@ -58,6 +58,7 @@ class TestConstruction:
             ({"loss_scale": jnp.float32(8)}, ValueError, "static_args"),
             ({"skip": "never"}, ValueError, "skip must be .*'never'"),
             ({"axis_name": ["batch"]}, TypeError, "axis_name.*batch"),
+            ({"axis_name": (["batch"],)}, TypeError, "axis_name.*batch"),
         ],
     )
     def test_refuses_invalid_arguments(self, options, error, message):

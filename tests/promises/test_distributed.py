@@ -1,11 +1,13 @@
 """Many devices: all skip together, and train as one device does."""
 
+import contextlib
 import functools
 import os
 import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import distributed
 import jax
@@ -392,6 +394,105 @@ class TestShardedJit:
         assert optimizer.current_loss_scale(state) == 2**14
 
 
+@pytest.mark.parametrize("in_mesh", [False, True])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_init_places_the_moments_with_the_parameters(kind, in_mesh):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    shardings = {"w": NamedSharding(mesh, P(None, "model"))}
+    shardings["b"] = NamedSharding(mesh, P())
+    params = {"w": jnp.ones((8, 16), jnp.float16), "b": jnp.ones(16, jnp.float32)}
+    params = jax.device_put(params, shardings)
+    optimizer = LossScaleOptimizer(optax.sgd(0.1, 0.9))
+
+    def are_placed(state):
+        trace = state.inner_state[0].trace
+        assert trace["w"].dtype == jnp.float32
+        return [
+            trace[name].sharding.is_equivalent_to(wanted, trace[name].ndim)
+            for name, wanted in shardings.items()
+        ]
+
+    with jax.set_mesh(mesh) if in_mesh else contextlib.nullcontext():
+        state = optimizer.init(params)
+        assert all(are_placed(state))
+        step = jax.jit(optimizer.apply_gradients)
+        params, state = step(params, params, state)
+        assert all(are_placed(state))
+        # What the guide advises against.
+        if kind is AxisType.Auto or in_mesh:
+            made = are_placed(jax.jit(optimizer.init)(params))
+            assert all(made) == (kind is AxisType.Explicit)
+
+
+class TestFloat32Sums:
+    """In which dtype XLA sums the gradients of parameters that are cast to float16."""
+
+    def sums(self, kind, make_loss_fn):
+        """Returns the dtypes that devices sum gradients in, and the gradients."""
+        mesh = jax.make_mesh((8,), ("batch",), axis_types=(kind,))
+        loss_fn = make_loss_fn(mesh)
+        rng = np.random.default_rng(0)
+        params = {"w": rng.normal(size=(16, 16)), "b": rng.normal(size=16)}
+        batch = rng.normal(size=(2, 64, 16))
+        params = jax.device_put(params, NamedSharding(mesh, P()))
+        params, batch = optax.tree.cast((params, batch), jnp.float32)
+        batch = jax.device_put(tuple(batch), NamedSharding(mesh, P("batch")))
+        optimizer = LossScaleOptimizer(optax.sgd(1.0), 2.0**10)
+        state = optimizer.init(params)
+
+        def gradients(params, state, *batch):
+            return optimizer.value_and_grad(loss_fn, state)(params, *batch)[1]
+
+        with jax.set_mesh(mesh):
+            text = jax.jit(optimizer.minimize, static_argnums=0).lower(
+                loss_fn, params, state, *batch
+            )
+            lines = re.findall(r" = (.*) all-reduce\(", text.compile().as_text())
+            grads = jax.jit(gradients)(params, state, *batch)
+        return set(re.findall(r"(f\d+)\[\d", " ".join(lines))), grads
+
+    @staticmethod
+    def plain(params, x, y):
+        params, x = optax.tree.cast((params, x), jnp.float16)
+        predictions = x @ params["w"] + params.get("b", jnp.float16(0))
+        return jnp.mean((predictions.astype(jnp.float32) - y) ** 2)
+
+    def of_the_guide(self, mesh):
+        @functools.partial(
+            jax.shard_map,
+            mesh=mesh,
+            in_specs=(P(), P("batch"), P("batch")),
+            out_specs=P(),
+        )
+        def mean_loss_fn(params, x, y):
+            if hasattr(jax.lax, "pcast"):
+                params = jax.lax.pcast(params, "batch", to="varying")
+            else:  # Before JAX 0.8.2.
+                params = jax.lax.pvary(params, "batch")
+            return jax.lax.pmean(self.plain(params, x, y), "batch")
+
+        return mean_loss_fn
+
+    def reduced_matrix(self, mesh):
+        def loss_fn(params, x, y):
+            w = jax.sharding.reshard(params["w"], P(reduced={"batch"}))
+            return self.plain({"w": w}, x, y)
+
+        return loss_fn
+
+    @pytest.mark.parametrize("kind", KINDS, ids=str)
+    def test_jit_sums_in_float16_and_the_guide_in_float32(self, kind):
+        rounded, half = self.sums(kind, lambda mesh: self.plain)
+        exact, full = self.sums(kind, self.of_the_guide)
+        assert (rounded, exact) == ({"f16"}, {"f32"})
+        for name, x in half.items():
+            np.testing.assert_allclose(x, full[name], atol=0.01)
+            assert not np.array_equal(x, full[name])
+
+    def test_a_reduced_matrix_sums_in_float32(self):
+        assert self.sums(AxisType.Explicit, self.reduced_matrix)[0] == {"f32"}
+
+
 PER_DEVICE = {
     "pmap": lambda f, mesh: jax.pmap(f, axis_name="batch"),
     "shard_map": lambda f, mesh: jax.shard_map(
@@ -451,6 +552,79 @@ class TestMinimizeWithoutAveraging:
         params, state = self.step(per_device, optimizer)
         np.testing.assert_array_equal(params, 1 - 0.5 * (1 - self.x))
         assert state.last_step_applied.all()
+
+
+class TestLocalLoss:
+    """`jax.shard_map` sums the gradients of devices that share their parameters."""
+
+    x = np.arange(8, dtype=np.float32)
+
+    def minimize(self, loss_fn, spec, transform=jax.value_and_grad, **options):
+        """Takes a step from ones; returns the parameters, and raises what it warns."""
+        mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
+        optimizer = LossScaleOptimizer(optax.sgd(1.0), **options)
+
+        @jax.jit
+        @functools.partial(
+            jax.shard_map, mesh=mesh, in_specs=(spec, P("batch")), out_specs=spec
+        )
+        def step(params, x):
+            state = optimizer.init(params)
+            return optimizer.minimize(loss_fn, params, state, x, transform=transform)[0]
+
+        return step(jax.tree.map(lambda _: jnp.ones(8), spec), self.x)
+
+    @staticmethod
+    def local(params, x):
+        return jnp.sum(params * x) / 8
+
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"axis_name": "batch"}, {"axis_name": "batch", "retries": 2}],
+        ids=str,
+    )
+    def test_of_shared_parameters_warns(self, options):
+        warning = r"differs along 'batch'.*pmean\(loss, 'batch'\) in loss_fn"
+        with pytest.warns(UserWarning, match=warning) as caught:
+            params = self.minimize(self.local, P(), **options)
+        assert [Path(x.filename).name for x in caught] == [Path(__file__).name]
+        np.testing.assert_array_equal(params, np.full(8, 1 - 28 / 8))
+        # What the warning recommends.
+        params = self.minimize(
+            lambda params, x: jax.lax.pmean(self.local(params, x), "batch"),
+            P(),
+            **options,
+        )
+        np.testing.assert_array_equal(params, np.full(8, 1 - 28 / 64))
+
+    def test_of_all_devices_is_quiet(self):
+        # Parts of one loss: a sum is right.
+        params = self.minimize(
+            lambda params, x: jax.lax.psum(self.local(params, x), "batch"), P()
+        )
+        np.testing.assert_array_equal(params, np.full(8, 1 - 28 / 8))
+
+    def test_of_sharded_parameters_is_quiet(self):
+        params = self.minimize(self.local, P("batch"), axis_name="batch")
+        np.testing.assert_array_equal(params, 1 - self.x / 8)
+        # As of a stage, with an embedding that all stages share.
+        params = self.minimize(
+            lambda params, x: self.local(params["own"] * params["shared"][0], x),
+            {"own": P("batch"), "shared": P()},
+            axis_name="batch",
+        )
+        np.testing.assert_array_equal(params["own"], 1 - self.x / 8)
+
+    def test_of_a_transform_that_averages_is_quiet(self):
+        def averaging(fun, **options):
+            def value_and_grad(*args, **kwargs):
+                value, grads = jax.value_and_grad(fun, **options)(*args, **kwargs)
+                return value, grads / 8
+
+            return value_and_grad
+
+        params = self.minimize(self.local, P(), transform=averaging)
+        np.testing.assert_array_equal(params, np.full(8, 1 - 28 / 64))
 
 
 class TestAxisName:

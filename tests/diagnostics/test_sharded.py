@@ -1,0 +1,111 @@
+"""Arrays that are sharded over devices, on automatic and on explicit mesh axes."""
+
+import contextlib
+
+import jax
+import numpy as np
+import optax
+import pytest
+from helpers import exhaustive_but
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from optax_lossscale import LossScaleOptimizer, all_finite, diagnostics
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+
+STATE = LossScaleOptimizer(optax.sgd(0.1)).init({})
+KINDS = [AxisType.Auto, AxisType.Explicit]
+SPECS = [P("a", "b"), P(None, "a"), P(("a", "b")), P(None, None, "b"), P()]
+
+
+def make_grads():
+    w = np.ones((8, 8, 4), np.float32)
+    w[3, 2, 1], w[3, 5, 0], w[5, 0, 0] = np.nan, np.inf, 2**-130
+    grads = {"w": w, "c": (2 * w).astype(np.complex64), "half": w.astype(np.float16)}
+    return grads | {"finite": np.nan_to_num(w, posinf=3.0)}
+
+
+def put(tree, sharding):
+    """Shards the arrays; a sharding of type `reduced` is reached from another."""
+    if getattr(sharding.spec, "reduced", ()):
+        whole = jax.device_put(tree, NamedSharding(sharding.mesh, P()))
+        return jax.tree.map(lambda x: jax.sharding.reshard(x, sharding), whole)
+    return jax.device_put(tree, sharding)
+
+
+ON_HOST = {
+    "describe_nonfinite": lambda grads, state: diagnostics.describe_nonfinite(grads),
+    "report": lambda grads, state: diagnostics.report(state, grads),
+    "plot_exponents": lambda grads, state: [
+        patch.get_path().vertices
+        for patch in diagnostics.plot_exponents(grads, state).patches
+    ],
+}
+ANYWHERE = {
+    "all_finite": lambda grads, state: all_finite(grads),
+    "nonfinite_leaves": lambda grads, state: diagnostics.nonfinite_leaves(grads),
+    "exponent_histogram": lambda grads, state: diagnostics.exponent_histogram(grads),
+    "underflow_stats": lambda grads, state: diagnostics.underflow_stats(
+        {name: x for name, x in grads.items() if name != "half"}, state
+    ),
+    "suggest_loss_scale": lambda grads, state: diagnostics.suggest_loss_scale(
+        grads["finite"]
+    ),
+    "metrics": lambda grads, state: diagnostics.metrics(state),
+}
+
+
+def assert_equal(got, wanted):
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((got, wanted)))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize(
+    "kind", exhaustive_but(KINDS, [AxisType.Explicit]), ids=["auto", "explicit"]
+)
+class TestSharded:
+    """The same results as of arrays on one device."""
+
+    def check(self, function, kind, spec):
+        wanted = function(make_grads(), STATE)
+        mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
+        for context in (contextlib.nullcontext(), jax.set_mesh(mesh)):
+            with context:
+                grads = put(make_grads(), NamedSharding(mesh, spec))
+                got = function(grads, put(STATE, NamedSharding(mesh, P())))
+                assert_equal(got, wanted)
+
+    @pytest.mark.parametrize("name", ON_HOST)
+    def test_on_the_host(self, name, kind, spec):
+        self.check(ON_HOST[name], kind, spec)
+
+    @pytest.mark.parametrize("name", ANYWHERE)
+    def test_compiled(self, name, kind, spec):
+        self.check(jax.jit(ANYWHERE[name]), kind, spec)
+
+
+@pytest.mark.parametrize("spec", [P(None, "a"), P(reduced={"a"})], ids=str)
+def test_an_eager_call_and_a_failing_report(spec):
+    mesh = jax.make_mesh((8,), "a", axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        grads = put(make_grads(), NamedSharding(mesh, spec))
+        for function in ANYWHERE.values():
+            assert_equal(function(grads, STATE), function(make_grads(), STATE))
+        with pytest.raises(FloatingPointError, match=r"params\['c'\] \(complex64\)"):
+            diagnostics.check_health(STATE, grads)
+
+
+def test_in_shard_map():
+    # One axis is manual there, and the other one explicit.
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    w = np.arange(64, dtype=np.float32).reshape(8, 8)
+
+    @jax.jit
+    @jax.shard_map(in_specs=P("a"), out_specs=P("a"), axis_names={"a"}, mesh=mesh)
+    def histograms(w):
+        return diagnostics.exponent_histogram(w).counts[None]
+
+    with jax.set_mesh(mesh):
+        counts = histograms(jax.device_put(w, NamedSharding(mesh, P("a", "b"))))
+    wanted = jax.vmap(lambda w: diagnostics.exponent_histogram(w).counts)
+    assert_equal(counts, wanted(w.reshape(4, 2, 8)))
