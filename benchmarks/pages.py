@@ -1,15 +1,21 @@
-"""Writes the tables that show the committed results.
+"""Writes the tables and sentences that show the committed results.
 
-`python -m benchmarks.pages` writes those of the guide and of `results`.
+`python -m benchmarks.pages` writes those of the README, of the guide and of `results`.
 """
 
+import itertools
+import re
 from pathlib import Path
+
+import numpy as np
 
 from benchmarks import growth, grpo, guards, language_model, need, report, retries
 
 CPU = report.RESULTS / "cpu.json"
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(ROOT.glob("docs/guide/*.md"))
+README, DTYPES = ROOT / "README.md", ROOT / "docs/guide/float16-or-bfloat16.md"
+PAGES = [README, *sorted(ROOT.glob("docs/guide/*.md"))]
+NUMBER = r"(?<![\w.])\d+(?:\.\d+)?(?:e-\d+)?"
 
 
 def tables() -> list[str]:
@@ -28,12 +34,69 @@ def tables() -> list[str]:
     ]
 
 
+def sentences() -> dict[Path, list[str]]:
+    """Returns the sentences that tell committed results, by page."""
+
+    def cells(table):
+        return [row.strip("| ").split(" | ")[1:] for row in table.splitlines()[2:]]
+
+    files = CPU, report.RESULTS / "compiled.json"
+    rows = cells(report.summary_table(*map(report.load, files)))
+    steps, update, trainer, _ = (row[:3] for row in rows)
+    more = [round(100 * float(ratio) - 100) for row in rows[:3] for ratio in row[-2:]]
+    table = report.compiling_table(report.load(report.RESULTS / "compiling.json"))
+    ours = cells(table[: table.index("| flax")])
+    accelerators, cpu = max(max(row[:-1]) for row in ours), max(row[-1] for row in ours)
+
+    found = report.load(grpo.RESULTS)
+    _, half, *others = (np.mean(grpo.differences(found, way)) for way in grpo.WAYS)
+    default, as_written = (f"{other / half:.0f} times" for other in others)
+    pair = f"{others[1]:.0e} against {half:.0e}".replace("e-0", "e-")
+    return {
+        README: [
+            f"Adam's step moves {min(more)} to {max(more)}% more bytes,",
+            f"with `minimize` takes {min(steps)} to {max(steps)} times as long as",
+            f"with `update` up to {max(update)}, in a trainer up to {max(trainer)}.",
+            f"up to {accelerators} times as long for a TPU or GPU, and up to {cpu}",
+        ],
+        DTYPES: [
+            f"bfloat16 differs {as_written} as much as float16: {pair}.",
+            f"leaves out some roundings of bfloat16, and it is {default}.)",
+            f"**bfloat16 differs {as_written} as much as float16**",
+            f"**XLA's default makes that {default}.**",
+        ],
+    }
+
+
+def fill(page: str, sentence: str) -> str:
+    """Returns a page with the numbers of a sentence, which it has with any numbers."""
+    words, numbers = re.split(NUMBER, sentence), re.findall(NUMBER, sentence)
+    groups = (r"\s+".join(map(re.escape, text.split(" "))) for text in words)
+
+    def write(match: re.Match[str]) -> str:
+        pairs = itertools.zip_longest(match.groups(), numbers, fillvalue="")
+        return "".join(itertools.chain.from_iterable(pairs))
+
+    page, count = re.subn(NUMBER.join(f"({group})" for group in groups), write, page)
+    if count != 1:
+        raise ValueError(f"the page must say once, got {count} times: {sentence}")
+    return page
+
+
+def updated(path: Path) -> str:
+    """Returns the text of a page with the committed results."""
+    text = report.replace_tables(path.read_text(), tables())
+    for sentence in sentences().get(path, []):
+        text = fill(text, sentence)
+    return text
+
+
 def main() -> None:
     """Writes all of them."""
     report.parser("benchmarks.pages", __doc__).parse_args()
     CPU.with_suffix(".md").write_text(report.full_report(report.load(CPU)))
     for path in PAGES:
-        path.write_text(report.replace_tables(path.read_text(), tables()))
+        path.write_text(updated(path))
 
 
 if __name__ == "__main__":

@@ -73,11 +73,9 @@ def test_every_argument_result_and_error_is_documented(name):
         assert "Raises:" in text
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", [x for x in PUBLIC if inspect.isclass(PUBLIC[x])])
 def test_every_class_documents_its_fields(name):
     public = PUBLIC[name]
-    if not inspect.isclass(public):
-        pytest.skip("a function")
     text = inspect.getdoc(public) or ""
     if issubclass(public, tuple) and not hasattr(public, "inner_optimizer"):
         for field in public._fields:
@@ -104,10 +102,8 @@ def test_every_public_name_has_an_example():
 def test_examples_run_on_their_own(name):
     # In an empty namespace: what a reader pastes has to import what it uses.
     example = doctest.DocTestParser().get_doctest(EXAMPLES[name], {}, name, None, None)
-    runner = doctest.DocTestRunner()
     with jax.numpy_dtype_promotion("standard"):
-        runner.run(example)
-    assert runner.summarize(verbose=False).failed == 0
+        doctest.DebugRunner().run(example)
 
 
 def test_needs_jax_and_optax_alone():
