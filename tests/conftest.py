@@ -37,7 +37,7 @@ def pytest_configure(config):
 
 
 # What the extra `test-all` adds to `test`. Tests skip what of it is not installed.
-OPTIONAL = {"cloudpickle", "haiku", "jmp", "keras", "matplotlib", "mpx", "numpyro"}
+OPTIONAL = {"haiku", "jmp", "keras", "matplotlib", "mpx", "numpyro"}
 OPTIONAL |= {"sklearn", "tensorboardX"}
 
 

@@ -2,7 +2,6 @@
 
 import equinox as eqx
 import faulty_transformer
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import pytest
@@ -70,6 +69,8 @@ class Equinox(eqx.Module):
 
 
 def haiku_model(x, gain, weight):
+    import haiku as hk
+
     init = hk.initializers.Constant(SMALL)
     x = hk.Linear(2, w_init=init)(x).astype(jnp.float16)
     x = x * gain  # planted: haiku
@@ -98,6 +99,8 @@ def run_equinox(**options):
 
 
 def run_haiku(**options):
+    import haiku as hk
+
     model = hk.without_apply_rng(hk.transform(lambda x: haiku_model(x, **options)))
     params = model.init(jax.random.key(0), X)
     return trace_numerics(lambda p, x: mean(model.apply(p, x)), params, X)

@@ -3,7 +3,6 @@
 import functools
 import pickle
 
-import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -350,7 +349,7 @@ def test_gradients_of_each_example(bad):
 
 
 def test_the_loss_function_travels():
-    for pickler in (pickle, cloudpickle):
+    for pickler in (pickle, pytest.importorskip("cloudpickle")):
         loss = with_loss_scale(loss_fn)
         again = pickle.loads(pickler.dumps(loss))
         params = with_leaf(WEIGHTS)
