@@ -85,6 +85,13 @@ def boolean(name: str, value: Any) -> bool:
     return value
 
 
+def string(name: str, value: Any) -> str:
+    """Returns `value`, if it is a string."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {value!r}.")
+    return value
+
+
 def function(name: str, value: Any) -> Any:
     """Returns `value`, if it can be called."""
     if not callable(value):

@@ -193,7 +193,7 @@ def with_loss_scale(
       30625.0 0.0 1.75 512.0
     """
     check.function("loss_fn", loss_fn)
-    check.key("name", name)
+    check.string("name", name)
     check.boolean("has_aux", has_aux)
     # No function of its own: cloudpickle would copy the rules of derivatives with it.
     scaled_loss = functools.partial(_scaled_loss, loss_fn, name, has_aux)
@@ -342,7 +342,7 @@ def scale_as_parameter(
             f"scale_as_parameter does not call an update of one's own, which "
             f"{optimizer!r} has. Put it into the inner optimizer."
         )
-    check.key("name", name)
+    check.string("name", name)
     options = optimizer._options
 
     def init(params: optax.Params) -> Any:

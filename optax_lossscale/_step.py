@@ -38,7 +38,7 @@ class Options(NamedTuple):
 
     def check(self) -> None:
         """Raises if an argument is of the wrong type or out of its range."""
-        _inner.as_optimizer(self.inner_optimizer)
+        _inner.check_optimizer(self.inner_optimizer)
         if self.skip not in get_args(Skip):
             raise ValueError(
                 f'skip must be "auto", "where" or "cond", got {self.skip!r}.'
@@ -68,8 +68,7 @@ class Options(NamedTuple):
 def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
     """Returns the state before the first step."""
     _warn_of_scale_among(params)
-    inner = _inner.wrap(options.inner_optimizer)
-    inner_state = strongly_typed(inner.init(settled(params)))
+    inner_state = strongly_typed(_inner.init(options.inner_optimizer, settled(params)))
     _state.check_inner_state(inner_state)
     return _state.initial_state(
         inner_state, options.loss_scale, options.check_loss, options.retries
@@ -142,7 +141,6 @@ def _take_step(
     skip_if = extra.pop("skip_if", None)
     _check_gradients(grads)
     grads, params = settled((grads, params))
-    inner = _inner.wrap(options.inner_optimizer)
 
     # Look: at the gradients, and at the loss if it is checked.
     _state.check_state(state, rule, options.retries)
@@ -171,7 +169,9 @@ def _take_step(
         grads, extra = inputs
         if "value_fn" in extra:  # For a line search, which wants the gradients, too.
             extra = {"grad": grads} | extra
-        updates, inner_state = inner.update(grads, inner_state, params, **extra)
+        updates, inner_state = _inner.update(
+            options.inner_optimizer, grads, inner_state, params, extra
+        )
         # Python integers among the parameters stay Python integers.
         return finish(updates, params), strongly_typed(inner_state)
 

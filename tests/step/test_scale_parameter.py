@@ -267,7 +267,7 @@ def test_what_is_refused():
             lambda: scale_as_parameter(optax.sgd(0.5)),
             r"^optimizer must .*imizer\(inner",
         ),
-        (lambda: scale_as_parameter(plain, 1), "^name must be a name"),
+        (lambda: scale_as_parameter(plain, 1), "^name must be a string"),
         (
             lambda: scale_as_parameter(plain._replace(update=None)),
             "update of one's own",
