@@ -105,10 +105,8 @@ def commit(
         old = keep(new, *join(arrays)[1])
         if place := difference(new, old):
             raise ValueError(
-                "inner_optimizer must return parameters and a state like those it "
-                "gets. Pass grads of the structure and shapes of params, and the state "
-                "that this optimizer's init made for these params. In (result, state): "
-                f"{place}"
+                "Pass grads of the structure and shapes of params, and the state that "
+                f"init made for these params. In (result, state) of a step, {place}"
             )
         return split_arrays(old)[0]
 

@@ -123,8 +123,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     ):
         if isinstance(inner_optimizer, LossScaleOptimizer):
             raise TypeError(
-                "inner_optimizer already is a LossScaleOptimizer, and scaling twice is "
-                "a bug. Pass its inner_optimizer."
+                "inner_optimizer is a LossScaleOptimizer, and scaling twice is a bug."
             )
         keras = (dynamic, initial_scale, dynamic_growth_steps)
         if loss_scale is None:

@@ -16,7 +16,6 @@ from jax.custom_derivatives import SymbolicZero
 from optax_lossscale import _check as check, _state, _step
 from optax_lossscale._gradients import (
     loss_of,
-    types_of,
     unscale_by,
     varying_axes,
     warn_of_float16,
@@ -32,16 +31,9 @@ from optax_lossscale._tree import (
     is_inexact,
     map_named,
     split_arrays,
+    types_of,
 )
 from optax_lossscale._warn import warn
-
-_HINTS = {
-    "params": "Add it to the parameters before init, jnp.float32("
-    "optimizer.initial_scale), of a type that the trainer differentiates (Flax nnx). "
-    "Leave it float32 where the trainer casts parameters. update needs params.",
-    "grads": "The gradient of the scale tells of overflows: differentiate the result "
-    "of with_loss_scale with respect to all parameters.",
-}
 
 
 def scale_gradient(tree: Any, scale: jax.typing.ArrayLike) -> Any:
@@ -257,9 +249,8 @@ def _enter_backward(residuals, grads):
     grads = [None if isinstance(x, SymbolicZero) else x for x in grads]
     if any(x.dtype == jnp.float16 for x in jax.tree.leaves(grads)):
         warn(
-            "Parameters are float16, and so are their gradients, which are zero below "
-            "2**-25 once they are unscaled. Keep parameters in float32, and cast them "
-            "in loss_fn."
+            "Gradients of float16 parameters are zero below 2**-25 once they are "
+            "unscaled. Keep parameters in float32, and cast them in loss_fn."
         )
     grads = cast_like(unscale_by(grads, scale), grads)
     # Without a scale, whoever has one has to see what is not finite.
@@ -339,8 +330,8 @@ def scale_as_parameter(
         )
     if optimizer._is_overridden("update"):
         raise TypeError(
-            f"scale_as_parameter does not call an update of one's own, which "
-            f"{optimizer!r} has. Put it into the inner optimizer."
+            "scale_as_parameter does not call an update of one's own. Put it into the "
+            "inner optimizer."
         )
     check.string("name", name)
     options = optimizer._options
@@ -392,10 +383,8 @@ def _explained(name: str) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         error.add_note(
-            "The inner optimizer of scale_as_parameter sees None in the place of "
-            f"{name!r}. Masks and labels need an entry there. The state must come from "
-            "init of scale_as_parameter, not of the LossScaleOptimizer in it. A line "
-            "search needs value, grad and value_fn, which few trainers pass."
+            f"The inner optimizer sees None in the place of {name!r}. Masks and labels "
+            "need an entry there. The state must come from init of scale_as_parameter."
         )
         raise
 
@@ -430,7 +419,8 @@ def _take_out(
         got = ", ".join(f"{path}: {types_of(box)}" for path, box in found)
         raise ValueError(
             f"{what} must hold one float32 scalar named {name!r}, got "
-            f"{got or f'none in a {type(tree).__name__}'}. {_HINTS[what]}"
+            f"{got or f'none in a {type(tree).__name__}'}. Add "
+            "jnp.float32(optimizer.initial_scale) to params, and differentiate all."
         )
 
     def place(tree, leaf):

@@ -119,8 +119,7 @@ def axis_index(axis_name: Hashable) -> jax.Array:
     except NameError as error:
         raise NameError(
             f"axis_name={axis_name!r} was given to LossScaleOptimizer or all_finite, "
-            "but no jax.pmap, jax.shard_map or jax.vmap around the call binds it. "
-            "Under jax.jit alone leave axis_name out: whole arrays are checked there."
+            "and no pmap, shard_map or vmap binds it. Under jax.jit leave it out."
         ) from error
 
 

@@ -13,6 +13,7 @@ from optax_lossscale._commit import Skip, commit
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._scaling import all_finite, on_all_devices
 from optax_lossscale._tree import (
+    cast_like,
     is_array,
     is_float32_scalar,
     is_inexact,
@@ -69,7 +70,11 @@ def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
     """Returns the state before the first step."""
     _warn_of_scale_among(params)
     inner_state = strongly_typed(_inner.init(options.inner_optimizer, settled(params)))
-    _state.check_inner_state(inner_state)
+    if _state.nodes_of(_state.LossScaleOptimizerState, inner_state):
+        raise TypeError(
+            "inner_optimizer holds a LossScaleOptimizer, and scaling twice is a bug. "
+            "Keep only the outer one."
+        )
     return _state.initial_state(
         inner_state, options.loss_scale, options.check_loss, options.retries
     )
@@ -158,8 +163,7 @@ def _take_step(
     # Decide. A lower scale does not mend a loss that is not finite.
     if loss_is_finite is not None:
         should_apply &= loss_is_finite
-        old = _state.restored(rule, old, new)
-        new = select(loss_is_finite, new, old)
+        new = select(loss_is_finite, new, cast_like(_state.healed(rule, old), new))
     if skip_if is not None:
         veto = ~on_all_devices(~flag(skip_if), axis_name)
         is_vetoed, should_apply = should_apply & veto, should_apply & ~veto
@@ -212,7 +216,7 @@ def look(rule: LossScale, grads: Any, old: Any, axis_name: Hashable | None) -> L
     """Shows the gradients to the rule."""
     new, finite = rule.update(grads, old, axis_name=axis_name)
     finite = jnp.asarray(finite, bool)
-    new = jax.tree.map(_without_derivative, strongly_typed(_state.healed(rule, new)))
+    new = jax.tree.map(_without_derivative, _state.healed(rule, new))
     return Look(old, new, finite)
 
 
@@ -222,9 +226,8 @@ def _warn_of_scale_among(params: Any) -> None:
     def look_at(path, box):
         if [*map(is_float32_scalar, jax.tree.leaves(box))] == [True]:
             warn(
-                f"params{jax.tree_util.keystr(path)} is a float32 scalar, which this "
-                "optimizer takes for any parameter. If with_loss_scale reads the scale "
-                "there, use scale_as_parameter(optimizer), and the state of its init."
+                f"params{jax.tree_util.keystr(path)} is trained as any parameter. For "
+                "with_loss_scale use scale_as_parameter(optimizer), and its init."
             )
         return box
 
@@ -234,9 +237,8 @@ def _warn_of_scale_among(params: Any) -> None:
 def _check_gradients(grads: Any) -> None:
     if isinstance(grads, Iterator):
         raise TypeError(
-            "grads must be a pytree like the parameters, got an iterator. Keras's "
-            "apply_gradients(zip(grads, variables)) is apply_gradients(grads, params, "
-            "state) here."
+            "grads must be a pytree like the parameters, got an iterator. Write "
+            "apply_gradients(grads, params, state) for Keras's zip of the two."
         )
 
 
@@ -245,16 +247,14 @@ def _loss(extra: dict[str, Any]) -> Any:
     value = extra.get("value")
     if value is None:
         raise TypeError(
-            "value= is missing, and check_loss=True needs it. Pass the unscaled loss, "
-            "as value_and_grad returns it: update(grads, state, params, value=loss) "
-            "or apply_gradients(grads, params, state, value=loss). minimize passes it "
-            "for you; Flax's TrainState.apply_gradients does not."
+            "value= is missing, and check_loss=True needs it. Pass the unscaled loss: "
+            "update(grads, state, params, value=loss)."
         )
     is_number = is_array(value) or type(value) in (int, float)
     if not is_number or jnp.iscomplexobj(value) or np.shape(value) != ():
         raise TypeError(
-            f"value must be the loss, a real scalar, got {value!r}. Reduce the loss to "
-            "a scalar first, and pass it without auxiliary data."
+            f"value must be the loss, a real scalar, got {value!r}. Pass it without "
+            "auxiliary data."
         )
     return value
 
