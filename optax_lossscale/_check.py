@@ -18,7 +18,7 @@ LARGEST_SCALE = 2.0**126
 def number(name: str, value: Any) -> float:
     """Returns `value` as a float, if it is a finite real number."""
     # A float16 may have been rounded.
-    if not isinstance(value, numbers.Real) or isinstance(value, bool | np.float16):
+    if not isinstance(value, numbers.Real) or isinstance(value, (bool, np.float16)):
         raise TypeError(
             f"{name} must be a Python number, got {value!r} of type "
             f"{type(value).__name__}. What changes in training belongs in the state."

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from optax_lossscale._commit import Skip, barrier_on_cpu, is_recording
+from optax_lossscale._commit import is_recording
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._scaling import scale_down, scale_up
@@ -21,11 +21,6 @@ from optax_lossscale._warn import is_called_by_jit, warn
 
 # The libraries whose transforms reduce no gradients by themselves.
 AUTODIFF = ("jax", "equinox", "flax")
-
-
-def current_scale(rule: LossScale, state: Any) -> jax.Array:
-    """Returns the scale in a tree with one state: f32[], or one for each member."""
-    return rule(find_rule_state(state, rule))
 
 
 def scale_of_step(rule: LossScale, state: Any) -> jax.Array:
@@ -56,40 +51,9 @@ def scale_loss(rule: LossScale, loss: Any, state: Any) -> Any:
     return scale_up(loss, scale_of_step(rule, state))
 
 
-def unscale(rule: LossScale, skip: Skip | None, grads: Any, state: Any) -> Any:
-    """Divides gradients by the scale."""
-    grads = barrier_on_cpu(skip, grads)
-    return unscale_by(grads, scale_of_step(rule, state))
-
-
 def unscale_by(grads: Any, scale: jax.Array) -> Any:
     """Divides gradients by a scale."""
     return jax.tree.map(lambda x: scale_down(x, scale) if is_inexact(x) else x, grads)
-
-
-def unscaled_grad(
-    rule: LossScale,
-    choose_skip: Callable[[], Skip | None],
-    scaled: Callable[..., tuple[Any, Any]],
-    state: Any,
-) -> Callable[..., tuple[Any, Any]]:
-    """Makes a function that returns the value and unscaled gradients of a loss.
-
-    Args:
-      rule: The rule whose scale is in the state.
-      choose_skip: Tells how the step is skipped, when it is traced.
-      scaled: The result of `scaled_grad`.
-      state: A tree that holds one `LossScaleOptimizerState`.
-    """
-    current_scale(rule, state)  # Raises early.
-
-    def value_and_grad(*args, **kwargs):
-        # Read once: scaling and unscaling must agree, and a state may change in place.
-        scale = scale_of_step(rule, state)
-        value, grads = scaled(scale, *args, **kwargs)
-        return value, unscale_by(barrier_on_cpu(choose_skip(), grads), scale)
-
-    return value_and_grad
 
 
 def scaled_grad(

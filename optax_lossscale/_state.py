@@ -8,16 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from optax_lossscale import _tree
 from optax_lossscale._rules.base import LossScale
-from optax_lossscale._tree import (
-    cast_like,
-    difference,
-    is_array,
-    select,
-    strongly_typed,
-    types_of,
-    unbox,
-)
 from optax_lossscale._warn import warn
 
 
@@ -162,7 +154,7 @@ def check_state(state: Any, rule: LossScale, retries: int) -> None:
             f"state.retries is None, but the optimizer has retries={retries}. Write "
             "state._replace(retries=jnp.int32(0)) to go on from it."
         )
-    check_scalar("loss_scale_state.loss_scale", unbox(scale_state.loss_scale))
+    check_scalar("loss_scale_state.loss_scale", _tree.unbox(scale_state.loss_scale))
     for name in state._fields[2:6] + ("retries",) * (retries > 0):
         check_scalar(name, getattr(state, name))
 
@@ -179,7 +171,7 @@ def check_scalar(name: str, value: Any) -> None:
 
 def healed(rule: LossScale, state: Any) -> Any:
     """Returns a state of a rule, strongly typed, with the scale within its bounds."""
-    return strongly_typed(state._replace(loss_scale=rule(state)))
+    return _tree.strongly_typed(state._replace(loss_scale=rule(state)))
 
 
 def find_rule_state(state: Any, rule: LossScale) -> Any:
@@ -192,9 +184,9 @@ def find_rule_state(state: Any, rule: LossScale) -> Any:
 
 def _other_rule(state: Any, rule: LossScale) -> str:
     return (
-        f"state.loss_scale_state must be like {types_of(rule.init())}, got "
-        f"{types_of(state)}. Use the loss_scale that the state was saved with, or its "
-        "init. (With Flax nnx, let nnx.Optimizer.update take the step.)"
+        f"state.loss_scale_state must be like {_tree.types_of(rule.init())}, got "
+        f"{_tree.types_of(state)}. Use the loss_scale of the saved state, or a new "
+        "state. (With Flax nnx, let nnx.Optimizer.update take the step.)"
     )
 
 
@@ -245,15 +237,15 @@ def select_applied(state: Any, new: Any, old: Any) -> Any:
       >>> print(select_applied(state, new=nans, old=jnp.zeros(3)))
       [0. 0. 0.]
     """
-    applied = unbox(find_state(state).last_step_applied)
+    applied = _tree.unbox(find_state(state).last_step_applied)
     check_scalar("last_step_applied", applied)
-    if place := difference(new, old):
+    if place := _tree.difference(new, old):
         raise ValueError(
             f"new and old must have the same structure and shapes. In new, {place}"
         )
     old = jax.tree.map(_promote, old, new)
-    new = cast_like(new, old)
-    return select(applied, new, old)
+    new = _tree.cast_like(new, old)
+    return _tree.select(applied, new, old)
 
 
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
@@ -269,8 +261,8 @@ def _promote(old: Any, new: Any) -> Any:
     if isinstance(old, bool | int | float | complex):
         with jax.numpy_dtype_promotion("standard"):
             old = jnp.asarray(old, jnp.result_type(old, new))
-    old = strongly_typed(old)
-    if is_array(old) and _kind(jnp.result_type(new)) > _kind(old.dtype):
+    old = _tree.strongly_typed(old)
+    if _tree.is_array(old) and _kind(jnp.result_type(new)) > _kind(old.dtype):
         raise TypeError(
             f"old must be of a dtype that can hold new, got {old.dtype} and "
             f"{jnp.result_type(new)}."

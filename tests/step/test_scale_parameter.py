@@ -294,7 +294,7 @@ def test_errors_of_the_inner_optimizer_are_explained():
     with pytest.warns(UserWarning, match=r"use scale_as_parameter\(optimizer\)"):
         other = plain.init(params)
     call = functools.partial(ours.update, params, other, params)
-    assert "state must come from init of scale_as" in noted(ValueError, call)
+    assert "the state must be of this init" in noted(ValueError, call)
     with (
         pytest.warns(UserWarning, match="and its init"),
         pytest.raises(TypeError),
@@ -307,10 +307,10 @@ def test_errors_of_the_inner_optimizer_are_explained():
             one_step(optimizer, params, params, optimizer.init(params))
         else:
             call = functools.partial(optimizer.init, params)
-            assert "Masks and labels need an entry" in noted(ValueError, call)
+            assert "Masks need an entry there" in noted(ValueError, call)
     search = scaler(optax.lbfgs())
     call = functools.partial(search.update, params, search.init(params), params)
-    assert "needs value, grad and value_fn" in noted(TypeError, call)
+    assert "line search value, grad and value_fn" in noted(TypeError, call)
 
 
 def test_a_line_search_of_all_parameters():
