@@ -2,6 +2,7 @@
 
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,17 +17,11 @@ LARGEST_SCALE = 2.0**126
 
 def number(name: str, value: Any) -> float:
     """Returns `value` as a float, if it is a finite real number."""
-    dtype = getattr(value, "dtype", np.dtype(float))
-    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
-        raise ValueError(
-            f"{name} must not be of half precision ({dtype}), where it overflows or is "
-            f"rounded, got {value!r}. Pass a Python number."
-        )
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    # A float16 may have been rounded.
+    if not isinstance(value, numbers.Real) or isinstance(value, (bool, np.float16)):
         raise TypeError(
             f"{name} must be a Python number, got {value!r} of type "
-            f"{type(value).__name__}. Hyperparameters are constants: values that "
-            f"change during training belong in the state."
+            f"{type(value).__name__}. What changes in training belongs in the state."
         )
     try:
         checked = float(value)
@@ -37,23 +32,40 @@ def number(name: str, value: Any) -> float:
     return checked
 
 
-def _in_range(name, value, low, high, wanted):
-    checked = number(name, value)
-    if not low <= checked <= high:
-        raise ValueError(f"{name} must be {wanted}, got {value!r}.")
-    return checked
+def _between(low: float, high: float, wanted: str) -> Callable[[str, Any], float]:
+    """Makes a check that returns a number as a float, if it is in the range."""
+
+    def check(name, value):
+        checked = number(name, value)
+        if not low <= checked <= high:
+            raise ValueError(f"{name} must be {wanted}, got {value!r}.")
+        return checked
+
+    return check
 
 
-def scale(name: str, value: Any) -> float:
-    """Returns `value` as a float, if it is a valid loss scale."""
-    wanted = "at least 2**-126 and at most 2**126, where 1 / scale is a normal float32"
-    return _in_range(name, value, SMALLEST_SCALE, LARGEST_SCALE, wanted)
-
-
-def fixed_scale(name: str, value: Any) -> float:
-    """Returns `value` as a float, if it is a valid fixed loss scale."""
-    wanted = "at least 1, as in TensorFlow's FixedLossScale, and at most 2**126"
-    return _in_range(name, value, 1.0, LARGEST_SCALE, wanted)
+scale = _between(
+    SMALLEST_SCALE,
+    LARGEST_SCALE,
+    "at least 2**-126 and at most 2**126, where 1 / scale is a normal float32",
+)
+fixed_scale = _between(
+    1,
+    LARGEST_SCALE,
+    "at least 1, as in TensorFlow's FixedLossScale, and at most 2**126",
+)
+growth_factor = _between(
+    1 + 2.0**-23,
+    LARGEST_SCALE,
+    "above 1 in float32 (2 is usual): at least 1 + 2**-23, and at most 2**126",
+)
+backoff_factor = _between(
+    SMALLEST_SCALE,
+    1 - 2.0**-24,
+    "below 1 in float32 (0.5 is usual): at least 2**-126, at most 1 - 2**-24",
+)
+share = _between(0, 1, "at least 0 and at most 1")
+bits = _between(0, 128, "at least 0 and at most 128")
 
 
 def count(name: str, value: Any, least: int = 1) -> int:
@@ -61,27 +73,9 @@ def count(name: str, value: Any, least: int = 1) -> int:
     checked = number(name, value)
     if checked != int(checked) or not least <= checked < 2**31:
         raise ValueError(
-            f"{name} must be a whole number, at least {least} and below 2**31, got "
-            f"{value!r}."
+            f"{name} must be a whole number from {least} to 2**31 - 1, got {value!r}."
         )
     return int(checked)
-
-
-def growth_factor(name: str, value: Any) -> float:
-    """Returns `value` as a float, if it is a valid growth factor."""
-    wanted = "above 1 in float32 (2 is usual): at least 1 + 2**-23, and at most 2**126"
-    return _in_range(name, value, 1 + 2.0**-23, LARGEST_SCALE, wanted)
-
-
-def backoff_factor(name: str, value: Any) -> float:
-    """Returns `value` as a float, if it is a valid backoff factor."""
-    wanted = "below 1 in float32 (0.5 is usual): at least 2**-126, at most 1 - 2**-24"
-    return _in_range(name, value, SMALLEST_SCALE, 1 - 2.0**-24, wanted)
-
-
-def share(name: str, value: Any) -> float:
-    """Returns `value` as a float, if it is from 0 to 1."""
-    return _in_range(name, value, 0, 1, "at least 0 and at most 1")
 
 
 def boolean(name: str, value: Any) -> bool:
@@ -91,12 +85,10 @@ def boolean(name: str, value: Any) -> bool:
     return value
 
 
-def key(name: str, value: Any) -> str:
-    """Returns `value`, if it is a string and not empty."""
-    if not isinstance(value, str) or not value:
-        raise TypeError(
-            f'{name} must be a name, "loss_scale" for example, got {value!r}.'
-        )
+def string(name: str, value: Any) -> str:
+    """Returns `value`, if it is a string."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {value!r}.")
     return value
 
 
@@ -107,11 +99,6 @@ def function(name: str, value: Any) -> Any:
     return value
 
 
-def bits(name: str, value: Any) -> float:
-    """Returns `value` as a float, if it is a number of bits from 0 to 128."""
-    return _in_range(name, value, 0, 128, "at least 0 and at most 128")
-
-
 def dtype(name: str, value: Any) -> str:
     """Returns the name of a dtype, if it is floating-point with at most 16 bits."""
     try:
@@ -120,10 +107,9 @@ def dtype(name: str, value: Any) -> str:
         raise TypeError(
             f'{name} must be a dtype or its name, "float16" for example, got {value!r}.'
         ) from error
-    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits > 16:
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 2:
         raise ValueError(
-            f"{name} must be the dtype that gradients are computed in, floating-point "
-            f"of at most 16 bits, got {value!r}."
+            f"{name} must be a floating-point dtype of at most 16 bits, got {value!r}."
         )
     return dtype.name
 

@@ -9,14 +9,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from optax_lossscale._tree import (
-    cast_like,
-    difference,
-    is_array,
-    is_inexact,
-    select,
-    split_arrays,
-)
+from optax_lossscale import _tree
 
 Skip = Literal["auto", "where", "cond"]
 
@@ -52,7 +45,7 @@ def barrier_on_cpu(skip: Skip | None, tree: Any) -> Any:
     """
     if skip in (None, "where") or not is_recording():
         return tree
-    arrays, join = split_arrays(tree)
+    arrays, join = _tree.split_arrays(tree)
 
     # One barrier per leaf: a joint one would give every leaf the varying axes of all
     # (jax.shard_map).
@@ -91,46 +84,44 @@ def commit(
     Returns:
       A tree of the structure that `run` and `keep` share.
     """
-    arrays, join = split_arrays((inputs, operands))
+    arrays, join = _tree.split_arrays((inputs, operands))
     joins = []  # Filled when `run` is traced: how to join its results.
 
     def run_arrays(arrays):
         inputs, operands = join(arrays)
-        results, join_results = split_arrays(run(inputs, *operands))
+        results, join_results = _tree.split_arrays(run(inputs, *operands))
         joins.append(join_results)
         return results
 
     def keep_arrays(like, arrays):
         new = joins[0](like)
         old = keep(new, *join(arrays)[1])
-        if place := difference(new, old):
+        if place := _tree.difference(new, old):
             raise ValueError(
-                "inner_optimizer must return parameters and a state like those it "
-                "gets. Pass grads of the structure and shapes of params, and the state "
-                "that this optimizer's init made for these params. In (result, state): "
-                f"{place}"
+                "Pass grads of the structure and shapes of params, and the state that "
+                f"init made for these params. In (result, state) of a step, {place}"
             )
-        return split_arrays(old)[0]
+        return _tree.split_arrays(old)[0]
 
     if skip is None:
         new = run_arrays(arrays)
-        return joins[0](cast_like(new, keep_arrays(new, arrays)))
+        return joins[0](_tree.cast_like(new, keep_arrays(new, arrays)))
     is_compiled = is_recording()
     compute = jax.jit(run_arrays) if is_compiled else run_arrays
 
     def where(should_apply, arrays):
         inputs, operands = join(arrays)
         guarded = small_unless(should_apply, inputs), operands
-        new = compute(split_arrays(guarded)[0])
+        new = compute(_tree.split_arrays(guarded)[0])
         old = keep_arrays(new, arrays)
-        return select(should_apply, cast_like(new, old), old)
+        return _tree.select(should_apply, _tree.cast_like(new, old), old)
 
     def branch(should_apply, arrays):
         def skip_branch(arrays):
             return keep_arrays(like, arrays)
 
         def run_branch(arrays):
-            return cast_like(compute(arrays), skip_branch(arrays))
+            return _tree.cast_like(compute(arrays), skip_branch(arrays))
 
         return lax.cond(should_apply, run_branch, skip_branch, arrays)
 
@@ -166,7 +157,7 @@ def small_unless(should_apply: jax.Array, tree: Any) -> Any:
     """Replaces floating-point leaves with small numbers if the step is skipped."""
 
     def leaf(x):
-        is_number = is_array(x) and is_inexact(x)
+        is_number = _tree.is_array(x) and _tree.is_inexact(x)
         return _small_number_unless(should_apply, x) if is_number else x
 
     return jax.tree.map(leaf, tree)

@@ -11,21 +11,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from optax_lossscale._commit import Skip, barrier_on_cpu, is_recording
+from optax_lossscale._commit import is_recording
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._scaling import scale_down, scale_up
 from optax_lossscale._state import check_scalar, find_rule_state, warn_if_in_multi_steps
-from optax_lossscale._tree import has_gradient, is_inexact, unbox
+from optax_lossscale._tree import has_gradient, is_inexact, types_of, unbox
 from optax_lossscale._warn import is_called_by_jit, warn
 
 # The libraries whose transforms reduce no gradients by themselves.
 AUTODIFF = ("jax", "equinox", "flax")
-
-
-def current_scale(rule: LossScale, state: Any) -> jax.Array:
-    """Returns the scale in a tree with one state: f32[], or one for each member."""
-    return rule(find_rule_state(state, rule))
 
 
 def scale_of_step(rule: LossScale, state: Any) -> jax.Array:
@@ -37,10 +32,8 @@ def scale_of_step(rule: LossScale, state: Any) -> jax.Array:
     is_constant = is_recording() and not isinstance(unbox(found.loss_scale), Tracer)
     if is_constant and not isinstance(rule, FixedLossScale) and is_called_by_jit():
         warn(
-            "The loss scale is a constant in a function that JAX compiles. If you "
-            "call the compiled function in every step, the scale never changes there. "
-            "Make the state an argument of the function, and call value_and_grad and "
-            "get_scaled_loss inside the training step, not once before the loop."
+            "The loss scale is a constant in a function that JAX compiles. Make the "
+            "state an argument, and call value_and_grad inside the training step."
         )
     return lax.stop_gradient(scale)
 
@@ -51,47 +44,16 @@ def scale_loss(rule: LossScale, loss: Any, state: Any) -> Any:
         return lambda *args, **kwargs: scale_loss(rule, loss(*args, **kwargs), state)
     if isinstance(loss, tuple | list | dict) or loss is None:
         raise TypeError(
-            f"The loss must be an array or a number, got {types_of(loss)}. For "
-            "auxiliary data use value_and_grad."
+            f"The loss must be an array or a number, got {types_of(loss)}. "
+            "value_and_grad takes auxiliary data."
         )
     warn_of_float16(loss, rule._bounds[1])
     return scale_up(loss, scale_of_step(rule, state))
 
 
-def unscale(rule: LossScale, skip: Skip | None, grads: Any, state: Any) -> Any:
-    """Divides gradients by the scale."""
-    grads = barrier_on_cpu(skip, grads)
-    return unscale_by(grads, scale_of_step(rule, state))
-
-
 def unscale_by(grads: Any, scale: jax.Array) -> Any:
     """Divides gradients by a scale."""
     return jax.tree.map(lambda x: scale_down(x, scale) if is_inexact(x) else x, grads)
-
-
-def unscaled_grad(
-    rule: LossScale,
-    choose_skip: Callable[[], Skip | None],
-    scaled: Callable[..., tuple[Any, Any]],
-    state: Any,
-) -> Callable[..., tuple[Any, Any]]:
-    """Makes a function that returns the value and unscaled gradients of a loss.
-
-    Args:
-      rule: The rule whose scale is in the state.
-      choose_skip: Tells how the step is skipped, when it is traced.
-      scaled: The result of `scaled_grad`.
-      state: A tree that holds one `LossScaleOptimizerState`.
-    """
-    current_scale(rule, state)  # Raises early.
-
-    def value_and_grad(*args, **kwargs):
-        # Read once: scaling and unscaling must agree, and a state may change in place.
-        scale = scale_of_step(rule, state)
-        value, grads = scaled(scale, *args, **kwargs)
-        return value, unscale_by(barrier_on_cpu(choose_skip(), grads), scale)
-
-    return value_and_grad
 
 
 def scaled_grad(
@@ -107,7 +69,7 @@ def scaled_grad(
     """
     if not callable(fun):
         raise TypeError(
-            "The loss function, the first argument of value_and_grad and minimize, "
+            "The first argument of value_and_grad and minimize, the loss function, "
             f"must be callable, got {type(fun).__name__}."
         )
 
@@ -136,14 +98,8 @@ def check_averaging(axis_name: Hashable | None, transform: Callable[..., Any]) -
     if adds_up or library_of(transform) not in AUTODIFF:
         return
     raise ValueError(
-        f"minimize with axis_name={axis_name!r} cannot average gradients under "
-        "jax.pmap or jax.shard_map(check_vma=False): the parameters of the devices "
-        "would differ. Write instead:\n"
-        "  loss, grads = optimizer.value_and_grad(loss_fn, state)(params, ...)\n"
-        f"  grads = jax.lax.pmean(grads, {axis_name!r})\n"
-        "  params, state = optimizer.apply_gradients(grads, params, state)\n"
-        "Under jax.shard_map with check_vma=True, average the loss in loss_fn: "
-        f"jax.lax.pmean(loss, {axis_name!r})."
+        "minimize cannot average gradients in jax.pmap or shard_map(check_vma=False). "
+        f"Call value_and_grad, jax.lax.pmean(grads, {axis_name!r}), apply_gradients."
     )
 
 
@@ -159,9 +115,8 @@ def warn_of_local_loss(loss: Any, params: Any, transform: Callable[..., Any]) ->
         names = tuple(sorted(axes, key=str))
         name = repr(names[0] if len(names) == 1 else names)
         warn(
-            f"The loss differs along {name}, and JAX adds up its gradients there. "
-            f"Write jax.lax.pmean(loss, {name}) in loss_fn, or jax.lax.psum if the "
-            "losses are parts of a sum."
+            f"The loss differs along {name}, and JAX adds up its gradients there. In "
+            f"loss_fn write jax.lax.pmean(loss, {name}), or psum for parts of a sum."
         )
 
 
@@ -184,9 +139,8 @@ def warn_of_float16(loss: Any, largest: float = math.inf) -> None:
     """Warns of a float16 loss, if the largest scale is too large for its gradient."""
     if getattr(loss, "dtype", None) == jnp.float16 and largest >= 2.0**16:
         warn(
-            "The loss is float16. Its gradient is the loss scale in float16, which is "
-            "inf from 2**16 on. Reduce the loss in float32, for example "
-            "jnp.mean(losses.astype(jnp.float32))."
+            "The loss is float16, and its gradient, the loss scale, is inf from 2**16 "
+            "on. Reduce it in float32: jnp.mean(losses.astype(jnp.float32))."
         )
 
 
@@ -203,13 +157,6 @@ def loss_of(out: Any, has_aux: bool) -> Any:
     return loss
 
 
-def types_of(tree: Any) -> Any:
-    """Returns a tree with the types of its leaves, for messages."""
-    return jax.tree.map(
-        lambda x: jax.typeof(x) if hasattr(x, "dtype") else type(x).__name__, tree
-    )
-
-
 class _Out(NamedTuple):
     """Marks the output of the user's function in the result of a transform."""
 
@@ -223,7 +170,6 @@ def _unpack(result: Any) -> tuple[Any, Any]:
         if isinstance(out, _Out):
             return out.value, grads
     raise TypeError(
-        "transform must return the value with the gradients, as jax.value_and_grad, "
-        "eqx.filter_value_and_grad and nnx.value_and_grad do; jax.grad returns only "
-        "gradients."
+        "transform must return the value with the gradients, as jax.value_and_grad "
+        "does; jax.grad returns only gradients."
     )

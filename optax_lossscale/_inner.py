@@ -7,103 +7,72 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optax_lossscale._scaling import at_least_float32
 from optax_lossscale._tree import is_array, is_inexact, is_key, strongly_typed
 
 
-def wrap(inner: Any) -> optax.GradientTransformationExtraArgs:
-    """Returns the optimizer that the step runs, from the user's."""
-    return none_is_no_gradient(in_float32(as_optimizer(inner)))
-
-
-def as_optimizer(inner: Any) -> optax.GradientTransformationExtraArgs:
-    """Returns `inner` as an optimizer that takes, or ignores, extra arguments."""
+def check_optimizer(inner: Any) -> None:
+    """Raises if `inner` has no methods `init` and `update`."""
     if not all(callable(getattr(inner, x, None)) for x in ("init", "update")):
-        hint = " Call it to make an optimizer." if callable(inner) else ""
         raise TypeError(
             "inner_optimizer must be an optax.GradientTransformation, or an object "
-            f"with methods init and update, got {inner!r}.{hint}"
+            f"with methods init and update, got {inner!r}."
         )
-
-    def update(updates, state, params=None, **extra_args):
-        taken = taken_by(inner.update, extra_args)
-        return inner.update(updates, state, params, **taken)
-
-    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def taken_by(
     function: Callable[..., Any], extra_args: dict[str, Any]
 ) -> dict[str, Any]:
     """Returns those of the arguments that a function takes."""
-    names, takes_any = parameters_of(function)
-    return {k: v for k, v in extra_args.items() if takes_any or k in names}
-
-
-def parameters_of(function: Callable[..., Any]) -> tuple[set[str], bool]:
-    """Returns the names of parameters, and whether any other is taken (`**kwargs`)."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # Some functions of C have no signature.
-        parameters = ()
-    return {x.name for x in parameters}, any(
-        x.kind == x.VAR_KEYWORD for x in parameters
-    )
+        return {}
+    if any(x.kind == x.VAR_KEYWORD for x in parameters):
+        return extra_args
+    return {x.name: extra_args[x.name] for x in parameters if x.name in extra_args}
 
 
-def in_float32(
-    inner: optax.GradientTransformationExtraArgs,
-) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer with state and computation in at least float32.
+def init(inner: Any, params: Any) -> Any:
+    """Returns a state in at least float32, for what is a number in `params`.
 
     Optimizers make their state in the dtypes of the parameters. In float16, momenta
     overflow and squares of gradients underflow, even if the gradients are float32.
     """
-
-    def update(updates, state, params=None, **extra_args):
-        return inner.update(widen(updates), state, widen(params), **extra_args)
-
-    return optax.GradientTransformationExtraArgs(
-        lambda params: inner.init(widen(params)), update
-    )
+    return inner.init(widen(without_constants(params)))
 
 
-def none_is_no_gradient(
-    inner: optax.GradientTransformationExtraArgs,
-) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer whose updates are None where gradients are.
+def update(
+    inner: Any, updates: Any, state: Any, params: Any, extra_args: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Runs the optimizer in at least float32; updates are None where gradients are.
 
     Parts of the parameters may have no gradient, such as the functions in an Equinox
     model. The state may belong to all parameters, or to those with a gradient.
     """
 
-    def update(updates, state, params=None, **extra_args):
-        is_whole = jax.tree.structure(updates) == jax.tree.structure(params)
-        if params is None or is_whole:
-            return inner.update(updates, state, params, **extra_args)
-        try:
-            chosen = _none_like(updates, params)
-        except ValueError:
-            # The structures differ, as with optax.lookahead.
-            return inner.update(updates, state, params, **extra_args)
-        structure = jax.tree.structure(jax.eval_shape(inner.init, chosen))
-        is_of_chosen = structure == jax.tree.structure(state)
-        if not is_of_chosen:
-            chosen = without_constants(params)
+    def run(updates, params, extra_args):
+        taken = taken_by(inner.update, extra_args)
+        return inner.update(widen(updates), state, widen(params), **taken)
 
-        def given(grads):
-            return grads if is_of_chosen else _zeros_for_none(grads, chosen)
-
-        if "grad" in extra_args:
-            extra_args["grad"] = given(extra_args["grad"])
-        new, state = inner.update(given(updates), state, chosen, **extra_args)
-        return _none_like(updates, new), state
-
-    return optax.GradientTransformationExtraArgs(
-        lambda params: inner.init(without_constants(params)), update
-    )
+    is_whole = jax.tree.structure(updates) == jax.tree.structure(params)
+    if params is None or is_whole:
+        return run(updates, params, extra_args)
+    try:
+        chosen = _none_like(updates, params)
+    except ValueError:
+        # The structures differ, as with optax.lookahead.
+        return run(updates, params, extra_args)
+    of_chosen = jax.eval_shape(lambda params: inner.init(widen(params)), chosen)
+    if jax.tree.structure(of_chosen) == jax.tree.structure(state):
+        return run(updates, chosen, extra_args)
+    params = without_constants(params)
+    if "grad" in extra_args:
+        grad = _zeros_for_none(extra_args["grad"], params)
+        extra_args = extra_args | {"grad": grad}
+    new, state = run(_zeros_for_none(updates, params), params, extra_args)
+    return _none_like(updates, new), state
 
 
 def map_with_none(function: Callable[..., Any], *trees: Any) -> Any:

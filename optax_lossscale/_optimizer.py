@@ -15,11 +15,11 @@ from optax_lossscale import (
     _retries,
     _step,
 )
-from optax_lossscale._commit import Skip
+from optax_lossscale._commit import Skip, barrier_on_cpu
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._rules.identifiers import get_loss_scale, keras_loss_scale
-from optax_lossscale._state import LossScaleOptimizerState, find_state
+from optax_lossscale._state import LossScaleOptimizerState, find_rule_state, find_state
 from optax_lossscale._step import Options
 from optax_lossscale._tree import unbox
 
@@ -123,8 +123,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     ):
         if isinstance(inner_optimizer, LossScaleOptimizer):
             raise TypeError(
-                "inner_optimizer already is a LossScaleOptimizer, and scaling twice is "
-                "a bug. Pass its inner_optimizer."
+                "inner_optimizer is a LossScaleOptimizer, and scaling twice is a bug."
             )
         keras = (dynamic, initial_scale, dynamic_growth_steps)
         if loss_scale is None:
@@ -285,7 +284,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> float(optimizer.current_loss_scale(optimizer.init(jnp.ones(3))))
           32768.0
         """
-        return _gradients.current_scale(self.loss_scale, state)
+        return self.loss_scale(find_rule_state(state, self.loss_scale))
 
     def value_and_grad(
         self,
@@ -346,9 +345,17 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         options = {} if argnums == 0 else {"argnums": argnums}
         transform = functools.partial(transform, **options)
         scaled = _gradients.scaled_grad(self.loss_scale, fun, has_aux, transform)
-        return _gradients.unscaled_grad(
-            self.loss_scale, self._options.choose_skip, scaled, state
-        )
+        self.current_loss_scale(state)  # Raises early.
+
+        def value_and_grad(*args, **kwargs):
+            # Read once: scaling and unscaling must agree, and a state may change in
+            # place.
+            scale = _gradients.scale_of_step(self.loss_scale, state)
+            value, grads = scaled(scale, *args, **kwargs)
+            grads = barrier_on_cpu(self._options.choose_skip(), grads)
+            return value, _gradients.unscale_by(grads, scale)
+
+        return value_and_grad
 
     def get_scaled_loss(self, loss: Any, state: Any) -> Any:
         """Multiplies a loss by the current scale.
@@ -427,9 +434,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> optimizer.get_unscaled_gradients(grads, state)
           [Array(2., dtype=float32), None, Array(-4., dtype=float32)]
         """
-        return _gradients.unscale(
-            self.loss_scale, self._options.choose_skip(), grads, state
-        )
+        grads = barrier_on_cpu(self._options.choose_skip(), grads)
+        scale = _gradients.scale_of_step(self.loss_scale, state)
+        return _gradients.unscale_by(grads, scale)
 
     def update(  # pyright: ignore[reportIncompatibleVariableOverride]
         self,
@@ -471,7 +478,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             missing or not a real scalar.
         """
         extra_args["skip_if"] = skip_if
-        return _step.update(self._options, updates, state, params, extra_args)
+        return _step.take_step(
+            self._options, updates, params, state, extra_args, adds=False
+        )
 
     def apply_gradients(
         self,
@@ -510,7 +519,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             updates, state = self.update(grads, state, params, **extra_args, **veto)
             return _inner.apply_updates(params, updates), state
         extra_args["skip_if"] = skip_if
-        return _step.apply_gradients(self._options, grads, params, state, extra_args)
+        return _step.take_step(
+            self._options, grads, params, state, extra_args, adds=True
+        )
 
     def minimize(
         self,
@@ -610,28 +621,24 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             )(params, *args, **kwargs)
             look = None
 
-        def loss_of(value):
-            return value[0] if has_aux else value
+        def value_fn(proposed):
+            out = loss_fn(_inner.as_parameters(proposed, params), *args, **kwargs)
+            return out[0] if has_aux else out
 
-        def loss_of_params(proposed):
-            return loss_of(
-                loss_fn(_inner.as_parameters(proposed, params), *args, **kwargs)
-            )
-
-        _gradients.warn_of_local_loss(loss_of(value), params, transform)
+        loss = value[0] if has_aux else value
+        _gradients.warn_of_local_loss(loss, params, transform)
         # A pytree, as some inner optimizers pass it through jax.jit or jax.lax.cond.
-        value_fn = jax.tree_util.Partial(loss_of_params)
-        extra = {"value": loss_of(value), "value_fn": value_fn}
+        extra = {"value": loss, "value_fn": jax.tree_util.Partial(value_fn)}
         if skip_if is not None:
             skip_if = skip_if(value, grads) if callable(skip_if) else skip_if
             extra["skip_if"] = _step.flag(skip_if)
+        if look is not None and self._is_overridden("apply_gradients", "update"):
+            # It may change the gradients: the rule looks at them again.
+            state, look = state._replace(loss_scale_state=look.before), None
         if look is None:
             return *self.apply_gradients(grads, params, state, **extra), value
-        if self._is_overridden("apply_gradients", "update"):
-            # It may change the gradients: the rule looks at them again.
-            state = state._replace(loss_scale_state=look.before)
-            return *self.apply_gradients(grads, params, state, **extra), value
-        step = _step.apply_gradients(self._options, grads, params, state, extra, look)
+        options = self._options
+        step = _step.take_step(options, grads, params, state, extra, look, adds=True)
         return *step, value
 
 

@@ -58,55 +58,56 @@ def run_forward(
         joins[:] = join_value, join_grads
         return value, grads
 
+    # Trace both passes, and tell them apart.
     program, (value, _) = jax.make_jaxpr(function, return_shape=True)(scale)
     jaxpr, join_value, join_grads = program.jaxpr, *joins
     value, grads = jaxpr.outvars[: len(value)], jaxpr.outvars[len(value) :]
     forward, backward, depend = _split(jaxpr)
     if not depend.isdisjoint(_variables(value)):
         raise TypeError(
-            "minimize with retries repeats the backward pass alone, and finds none in "
-            "this transform: its loss depends on the loss scale, as if both passes "
-            "were inside one jax.jit or jax.lax.scan. Pass jax.value_and_grad, for "
-            "example, and compile the training step around minimize."
+            "With retries, the loss of this transform depends on the scale: both "
+            "passes are in one jax.jit or jax.lax.scan. Compile around minimize."
         )
-    end, born = _end_of(backward, grads)
+    # Take off their ends: casts of gradients, and callbacks that read gradients.
+    casts, born = _casts_of(backward, grads)
     logs = _logs_of(backward, [*born, *_variables(grads)], depend)
     backward = [x for x in backward if x not in logs]
-    fixed = [x for x in born if x not in depend]
-    logged = [x for x in _read_by(logs) if x not in depend]
-    born = [x for x in born if x in depend]
     cheap = _cheap_part(forward, set(_read_by(backward)))
+    again = [*cheap, *backward]
+
+    # Run the forward pass. What the rest reads of it is known then.
     made = depend.union(*(equation.outvars for equation in cheap))
-    residuals = [x for x in _read_by([*cheap, *backward]) if x not in made]
+    residuals = [x for x in _read_by(again) if x not in made]
+    kept = [x for x in [*born, *_read_by(logs)] if x not in depend]
+    outputs = [*value, *kept, *residuals]
+    constants = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    results = _run(jaxpr, forward, outputs, constants)
+    # Outside of jax.jit, a constant of the program is no jax.Array yet.
+    results = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in results]
+    known = dict(zip(outputs[len(value) :], results[len(value) :], strict=True))
+    born = [x for x in born if x in depend]
     sources = _read_by(cheap)
 
-    parts = value, fixed, logged, residuals
-    outputs = [x for part in parts for x in part]
-    results = _function(jaxpr, jaxpr.constvars, forward, outputs)(*program.consts)
-    # Outside of jax.jit, a constant of the program is no jax.Array yet.
-    found = iter(x if isinstance(x, jax.Array) else jnp.asarray(x) for x in results)
-    value, constants, seen, stored = ([next(found) for _ in part] for part in parts)
-    inputs = [*jaxpr.invars, *residuals]
-    run_backward = _function(jaxpr, inputs, [*cheap, *backward], born)
-    run_end = _function(jaxpr, [*born, *fixed], end, grads)
-    run_logs = _function(jaxpr, [*born, *fixed, *logged], [*end, *logs], [])
-
     def backward_pass(scale):
-        # jax_debug_key_reuse would count a key as used up by the first pass.
-        inputs = [jax.random.clone(x) if is_key(x) else x for x in stored]
-        pairs = zip(residuals, inputs, strict=True)
-        inputs = [_pin(x, scale) if name in sources else x for name, x in pairs]
-        return strongly_typed(run_backward(scale, *inputs))
+        inputs = {name: known[name] for name in residuals}
+        for name, x in inputs.items():
+            # jax_debug_key_reuse would count a key as used up by the first pass.
+            x = jax.random.clone(x) if is_key(x) else x
+            inputs[name] = _pin(x, scale) if name in sources else x
+        inputs |= dict.fromkeys(jaxpr.invars, scale)
+        return strongly_typed(_run(jaxpr, again, born, inputs))
 
-    def finish(grads):
-        return join_grads(run_end(*grads, *constants))
+    def finish(found):
+        found = known | dict(zip(born, found, strict=True))
+        return join_grads(_run(jaxpr, casts, grads, found))
 
-    def log(grads):
-        run_logs(*grads, *constants, *seen)
+    def log(found):
+        found = known | dict(zip(born, found, strict=True))
+        _run(jaxpr, [*casts, *logs], [], found)
 
     effects: set[Any] = {x for equation in backward for x in equation.effects}
     axes = {x.name for x in effects if type(x).__name__ == "NamedAxisEffect"}
-    return Passes(join_value(value), backward_pass, finish, log, axes)
+    return Passes(join_value(results[: len(value)]), backward_pass, finish, log, axes)
 
 
 def _variables(atoms: Iterable[Any]) -> list[Var]:
@@ -118,12 +119,14 @@ def _read_by(equations: list[JaxprEqn]) -> dict[Var, None]:
     return dict.fromkeys(_variables(x for e in equations for x in e.invars))
 
 
-def _function(
-    jaxpr: Jaxpr, inputs: list[Var], equations: list[JaxprEqn], outputs: list[Any]
-) -> Callable[..., list[jax.Array]]:
-    """Returns a part of a program as a function."""
-    part = jaxpr.replace(constvars=[], invars=inputs, outvars=outputs, eqns=equations)
-    return jaxpr_as_fun(ClosedJaxpr(part, ()))
+def _run(
+    jaxpr: Jaxpr, equations: list[JaxprEqn], outputs: list[Any], known: dict[Var, Any]
+) -> list[jax.Array]:
+    """Runs a part of a program, given the values of variables."""
+    part = jaxpr.replace(
+        constvars=[], invars=list(known), outvars=outputs, eqns=equations
+    )
+    return jaxpr_as_fun(ClosedJaxpr(part, ()))(*known.values())
 
 
 def _split(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[JaxprEqn], set[Var]]:
@@ -141,29 +144,28 @@ def _split(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[JaxprEqn], set[Var]]:
             depend.update(equation.outvars)
         else:
             raise TypeError(
-                "minimize with retries repeats the backward pass, and each repetition "
-                "would read or write again the jax.Ref that this backward pass uses. "
-                "Use an optimizer without retries, or no jax.Ref there."
+                "With retries, each repetition would change again the jax.Ref that "
+                "this backward pass uses. Use no retries, or no jax.Ref there."
             )
     return forward, backward, depend
 
 
-def _end_of(
+def _casts_of(
     backward: list[JaxprEqn], grads: list[Any]
 ) -> tuple[list[JaxprEqn], dict[Any, None]]:
     """Returns casts to wider dtypes at the end of gradients, and what they cast.
 
     The step casts instead: XLA fuses the cast there.
     """
-    end: list[JaxprEqn] = []
+    casts: list[JaxprEqn] = []
     born: dict[Any, None] = dict.fromkeys(_variables(grads))
     for equation in reversed(backward):
         if equation.primitive.name == "convert_element_type":
             (old,), (new,) = equation.invars, equation.outvars
             if new in born and _bytes(old) < _bytes(new):
-                end.insert(0, equation)
+                casts.insert(0, equation)
                 born[old] = born.pop(new)
-    return end, born
+    return casts, born
 
 
 def _logs_of(

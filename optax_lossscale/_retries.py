@@ -28,17 +28,13 @@ def check_transform(transform: Callable[..., Any], kind: type, own: type) -> Non
     """
     if _gradients.library_of(transform) == "flax":
         raise TypeError(
-            "With retries, transform must be jax.value_and_grad or a function like it, "
-            f"got {transform!r}, which changes the model in place. Write: graphdef, "
-            "params, rest = nnx.split(model, nnx.Param, ...). In loss_fn, merge them "
-            "by nnx.merge(graphdef, params, rest, copy=True), and return what changes "
-            "as auxiliary data."
+            f"With retries, {transform!r} must not be the transform, as it changes the "
+            "model in place. See 'With Flax nnx' in the guide, on the page of retries."
         )
     if kind.value_and_grad is not own.value_and_grad:
         raise TypeError(
             f"With retries, minimize does not call value_and_grad, which "
-            f"{kind.__name__} overrides. Pass a function that does the same to "
-            "jax.value_and_grad as transform=."
+            f"{kind.__name__} overrides. Pass a function like it as transform=."
         )
 
 
@@ -86,8 +82,8 @@ def value_and_grad(
         return retries + again.astype(jnp.int32), first, looked, grads, again
 
     # The first pass is inside the loop, too: one program, and the same bits.
-    like = _state.first_rule_state(rule)
-    old = _state.restored(rule, state.loss_scale_state, like)
+    like = _state.healed(rule, rule.init())
+    old = cast_like(_state.healed(rule, state.loss_scale_state), like)
     no = lax.full_like(scale, False, bool)
     none_yet = lax.full_like(scale, 0, jnp.int32)
     # Different numbers: XLA would make one array of equal ones, and copies of it.
@@ -116,9 +112,7 @@ def _check_axes(axes: set[Any], options: Options) -> None:
     if missing:
         raise ValueError(
             f"With retries={options.retries}, axis_name must contain "
-            f"{missing.pop()!r}, got axis_name={names!r}: the backward pass "
-            "communicates along that axis, so that all have to repeat it together. A "
-            "device that repeats it alone would wait for the others forever."
+            f"{missing.pop()!r}, got axis_name={names!r}: its devices retry together."
         )
 
 
@@ -166,9 +160,8 @@ def _repeat(attempt: Callable[[Any], Any], first: Any) -> Any:
 
 def _refuse(*_: Any) -> None:
     raise TypeError(
-        "A step with retries has no reverse-mode derivative: it repeats the backward "
-        "pass as often as it must. Use forward mode (jax.jvp, jax.jacfwd), or an "
-        "optimizer without retries."
+        "A step with retries has no reverse-mode derivative. Use forward mode, "
+        "jax.jvp or jax.jacfwd, or an optimizer without retries."
     )
 
 

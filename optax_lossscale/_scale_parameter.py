@@ -13,35 +13,11 @@ import optax
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from optax_lossscale import _check as check, _state, _step
-from optax_lossscale._gradients import (
-    loss_of,
-    types_of,
-    unscale_by,
-    varying_axes,
-    warn_of_float16,
-)
+from optax_lossscale import _check as check, _gradients, _state, _step, _tree
 from optax_lossscale._optimizer import LossScaleOptimizer
 from optax_lossscale._scaling import all_finite, on_all_devices, scale_up
 from optax_lossscale._step import Options
-from optax_lossscale._tree import (
-    cast_like,
-    has_gradient,
-    is_array,
-    is_float32_scalar,
-    is_inexact,
-    map_named,
-    split_arrays,
-)
 from optax_lossscale._warn import warn
-
-_HINTS = {
-    "params": "Add it to the parameters before init, jnp.float32("
-    "optimizer.initial_scale), of a type that the trainer differentiates (Flax nnx). "
-    "Leave it float32 where the trainer casts parameters. update needs params.",
-    "grads": "The gradient of the scale tells of overflows: differentiate the result "
-    "of with_loss_scale with respect to all parameters.",
-}
 
 
 def scale_gradient(tree: Any, scale: jax.typing.ArrayLike) -> Any:
@@ -89,14 +65,16 @@ def scale_gradient(tree: Any, scale: jax.typing.ArrayLike) -> Any:
     if np.shape(scale) != () or getattr(scale, "dtype", None) != jnp.float32:
         raise TypeError(
             "scale must be a number or a float32 scalar (float16 ends at 65504), got "
-            f"{types_of(scale)}."
+            f"{_tree.types_of(scale)}."
         )
     factor = lax.stop_gradient(scale)
 
     def leaf(x):
-        if not has_gradient(x):
+        if not _tree.has_gradient(x):
             return x
-        if varying_axes(factor):  # Lends them to x; the names of such casts change.
+        if _gradients.varying_axes(
+            factor
+        ):  # Lends them to x; the names of such casts change.
             x = jnp.where(factor == factor, x, x)
         return _scale_tangent(x, factor)
 
@@ -193,7 +171,7 @@ def with_loss_scale(
       30625.0 0.0 1.75 512.0
     """
     check.function("loss_fn", loss_fn)
-    check.key("name", name)
+    check.string("name", name)
     check.boolean("has_aux", has_aux)
     # No function of its own: cloudpickle would copy the rules of derivatives with it.
     scaled_loss = functools.partial(_scaled_loss, loss_fn, name, has_aux)
@@ -209,7 +187,7 @@ def _scaled_loss(loss_fn, name, has_aux, params, /, *args, **kwargs):
     scale = jnp.clip(leaf, check.SMALLEST_SCALE, check.LARGEST_SCALE)
     # Zero, as another with_loss_scale around this one leaves it: no scale.
     scale = lax.stop_gradient(jnp.where(leaf <= 0, 1, scale))
-    arrays, join = split_arrays(rest, has_gradient)
+    arrays, join = _tree.split_arrays(rest, _tree.has_gradient)
     arrays = [*map(_as_wanted, _enter(arrays, scale, leaf), arrays)]
     # A penalty on all parameters must not see the scale.
     inside = place(join(arrays), jnp.zeros_like(leaf))
@@ -224,8 +202,8 @@ def _scaled_loss(loss_fn, name, has_aux, params, /, *args, **kwargs):
             out = loss_fn(params, *args, **kwargs)
         finally:
             nnx.update(params, place(nnx.state(params), leaf))
-    loss = loss_of(out, has_aux)
-    warn_of_float16(loss)
+    loss = _gradients.loss_of(out, has_aux)
+    _gradients.warn_of_float16(loss)
     loss = scale_gradient(loss, scale)
     return (loss, out[1]) if has_aux else loss
 
@@ -257,15 +235,14 @@ def _enter_backward(residuals, grads):
     grads = [None if isinstance(x, SymbolicZero) else x for x in grads]
     if any(x.dtype == jnp.float16 for x in jax.tree.leaves(grads)):
         warn(
-            "Parameters are float16, and so are their gradients, which are zero below "
-            "2**-25 once they are unscaled. Keep parameters in float32, and cast them "
-            "in loss_fn."
+            "Gradients of float16 parameters are zero below 2**-25 once they are "
+            "unscaled. Keep parameters in float32, and cast them in loss_fn."
         )
-    grads = cast_like(unscale_by(grads, scale), grads)
+    grads = _tree.cast_like(_gradients.unscale_by(grads, scale), grads)
     # Without a scale, whoever has one has to see what is not finite.
     finite = all_finite(grads) | (leaf <= 0)
     # Devices of jax.shard_map decide together, if all of them have this scale.
-    axes = varying_axes(finite) - varying_axes(scale)
+    axes = _gradients.varying_axes(finite) - _gradients.varying_axes(scale)
     finite = on_all_devices(finite, tuple(axes) or None)
     grads = jax.tree.map(lambda x: jnp.where(finite, x, 0), grads)
     return grads, None, (~finite).astype(jnp.float32)
@@ -339,10 +316,10 @@ def scale_as_parameter(
         )
     if optimizer._is_overridden("update"):
         raise TypeError(
-            f"scale_as_parameter does not call an update of one's own, which "
-            f"{optimizer!r} has. Put it into the inner optimizer."
+            "scale_as_parameter does not call an update of one's own. Put it into the "
+            "inner optimizer."
         )
-    check.key("name", name)
+    check.string("name", name)
     options = optimizer._options
 
     def init(params: optax.Params) -> Any:
@@ -362,7 +339,9 @@ def scale_as_parameter(
             of_rest = jax.tree_util.Partial(lambda params: of_all(place(params, old)))
             extra_args["value_fn"] = of_rest
         with _explained(name):
-            new = _step.update(options, grads, state, params, extra_args, look)
+            new = _step.take_step(
+                options, grads, params, state, extra_args, look, adds=False
+            )
         updates, state = new
         new_scale = options.loss_scale(state.loss_scale_state)
         # Not all the way down where the difference rounds to minus the old scale.
@@ -376,7 +355,7 @@ def _look(options: Options, grads: Any, state: Any, overflow: jax.Array) -> _ste
     rule = options.loss_scale
     _state.check_state(state, rule, options.retries)
     seen = jax.tree.map(
-        lambda x: jnp.where(overflow, jnp.nan, x) if is_inexact(x) else x, grads
+        lambda x: jnp.where(overflow, jnp.nan, x) if _tree.is_inexact(x) else x, grads
     )
     look = _step.look(rule, seen, state.loss_scale_state, options.axis_name)
     if rule.skip_nonfinite:
@@ -392,10 +371,8 @@ def _explained(name: str) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         error.add_note(
-            "The inner optimizer of scale_as_parameter sees None in the place of "
-            f"{name!r}. Masks and labels need an entry there. The state must come from "
-            "init of scale_as_parameter, not of the LossScaleOptimizer in it. A line "
-            "search needs value, grad and value_fn, which few trainers pass."
+            f"The inner optimizer sees None for {name!r}. Masks need an entry there, a "
+            "line search value, grad and value_fn, and the state must be of this init."
         )
         raise
 
@@ -421,20 +398,21 @@ def _take_out(
 
     def fits(leaf):
         if what == "params":
-            return is_float32_scalar(leaf)
-        return is_array(leaf) and is_inexact(leaf)
+            return _tree.is_float32_scalar(leaf)
+        return _tree.is_array(leaf) and _tree.is_inexact(leaf)
 
-    rest = map_named(cut, name, tree)
+    rest = _tree.map_named(cut, name, tree)
     arrays = jax.tree.leaves([box for _, box in found])
     if len(found) != 1 or len(arrays) != 1 or not fits(arrays[0]):
-        got = ", ".join(f"{path}: {types_of(box)}" for path, box in found)
+        got = ", ".join(f"{path}: {_tree.types_of(box)}" for path, box in found)
         raise ValueError(
             f"{what} must hold one float32 scalar named {name!r}, got "
-            f"{got or f'none in a {type(tree).__name__}'}. {_HINTS[what]}"
+            f"{got or f'none in a {type(tree).__name__}'}. Add "
+            "jnp.float32(optimizer.initial_scale) to params, and differentiate all."
         )
 
     def place(tree, leaf):
         box = jax.tree.map(lambda _: leaf, found[0][1])
-        return map_named(lambda *_: box, name, tree)
+        return _tree.map_named(lambda *_: box, name, tree)
 
     return place, arrays[0], rest

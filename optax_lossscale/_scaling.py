@@ -106,22 +106,20 @@ def on_all_devices(flag: jax.Array, axis_name: Hashable | None) -> jax.Array:
     """Returns bool[], whether a flag is true on all devices of the axis."""
     if axis_name is None:
         return flag
-    # Add a zero that varies along the axes: jax.shard_map refuses to reduce over axes
-    # if devices are known to agree along some of them (as after a sum of gradients).
-    varying = flag.astype(jnp.int32) + 0 * axis_index(axis_name)
-    return lax.pmin(varying, axis_name).astype(bool)
+    return _over_devices(lax.pmin, flag.astype(jnp.int32), axis_name).astype(bool)
 
 
-def axis_index(axis_name: Hashable) -> jax.Array:
-    """Returns the index of this device along the axis."""
+def _over_devices(reduce: Any, x: jax.Array, axis_name: Hashable | None) -> jax.Array:
     try:
-        return lax.axis_index(axis_name)
+        index = lax.axis_index(axis_name)
     except NameError as error:
         raise NameError(
             f"axis_name={axis_name!r} was given to LossScaleOptimizer or all_finite, "
-            "but no jax.pmap, jax.shard_map or jax.vmap around the call binds it. "
-            "Under jax.jit alone leave axis_name out: whole arrays are checked there."
+            "and no pmap, shard_map or vmap binds it. Under jax.jit leave it out."
         ) from error
+    # Add a zero that varies along the axes: jax.shard_map refuses to reduce over axes
+    # if devices are known to agree along some of them (as after a sum of gradients).
+    return reduce(x + 0 * index.astype(x.dtype), axis_name)
 
 
 def all_finite(tree: Any, *, axis_name: Hashable | None = None) -> jax.Array:
@@ -167,8 +165,7 @@ def _largest(leaves: list[jax.Array], axis_name: Hashable | None) -> jax.Array:
         largest = jnp.max(jnp.fmin(jnp.fmax(each, 0.0), jnp.finfo(jnp.float32).max))
     if axis_name is None:
         return largest
-    varying = largest + 0 * axis_index(axis_name).astype(jnp.float32)
-    return lax.pmax(varying, axis_name)
+    return _over_devices(lax.pmax, largest, axis_name)
 
 
 def largest_magnitude(tree: Any, *, axis_name: Hashable | None = None) -> jax.Array:

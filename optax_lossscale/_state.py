@@ -8,36 +8,27 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from optax_lossscale import _tree
 from optax_lossscale._rules.base import LossScale
-from optax_lossscale._tree import (
-    cast_like,
-    difference,
-    is_array,
-    select,
-    strongly_typed,
-    unbox,
-)
 from optax_lossscale._warn import warn
 
 
 class LossScaleOptimizerState(NamedTuple):
-    """The state of a `LossScaleOptimizer`.
+    """The state of a `LossScaleOptimizer`. Its counters stay at their maximum.
 
     Attributes:
       inner_state: The state of the inner optimizer.
       loss_scale_state: The state of the loss scale.
       last_step_applied: bool[], False if the last step was skipped.
-      skipped_steps: i32[], steps skipped so far. Stays at its maximum.
-      consecutive_skipped_steps: i32[], steps skipped since one was applied. Stays
-        at its maximum.
+      skipped_steps: i32[], steps skipped so far.
+      consecutive_skipped_steps: i32[], steps skipped since one was applied.
       stuck_steps: i32[], steps skipped since one was applied although the scale was at
         its minimum (for a rule without `min_scale`: although the scale did not fall).
-        Steps skipped because of the loss do not count. Stays at its maximum. See
-        `check_health`.
+        Steps skipped because of the loss do not count. See `check_health`.
       nonfinite_loss_steps: i32[], steps skipped so far because the loss itself was
-        not finite; None without `check_loss`. Stays at its maximum.
+        not finite; None without `check_loss`.
       retries: i32[], backward passes that `minimize` repeated so far; None without
-        `retries`. Stays at its maximum.
+        `retries`.
     """
 
     inner_state: Any
@@ -57,7 +48,7 @@ def initial_state(
     zero = functools.partial(jnp.zeros, (), jnp.int32)
     return LossScaleOptimizerState(
         inner_state=inner_state,
-        loss_scale_state=first_rule_state(rule),
+        loss_scale_state=healed(rule, rule.init()),
         last_step_applied=jnp.ones((), bool),
         skipped_steps=zero(),
         consecutive_skipped_steps=zero(),
@@ -132,46 +123,38 @@ def nodes_of(kind: Any, tree: Any) -> list[Any]:
 def find_state(state: Any) -> LossScaleOptimizerState:
     """Returns the one state of a loss-scaled optimizer in a tree."""
     found = nodes_of(LossScaleOptimizerState, state)
-    if len(found) == 1:
-        return found[0]
-    hint = "Pass the one you mean." if found else "Pass the state that init returns."
-    raise ValueError(
-        f"state must hold exactly one LossScaleOptimizerState, got {len(found)} in an "
-        f"object of type {type(state).__name__}. {_hint_for_dict(state) or hint}"
-    )
+    if len(found) != 1:
+        raise ValueError(
+            f"state must hold exactly one LossScaleOptimizerState, got {len(found)} in "
+            f"an object of type {type(state).__name__}. {_hint_for_dict(state)}"
+        )
+    return found[0]
 
 
 def _hint_for_dict(state: Any) -> str:
     """Explains a state that a checkpoint returned as a dictionary."""
     if "'loss_scale_state'" not in str(jax.tree.structure(state)):
-        return ""
-    return (
-        "It is a dictionary, as Orbax and Flax restore a state without a target: "
-        "restore it with the state that init returns as the target."
-    )
+        return "Pass the state that init, or the last step, returned."
+    return "Restore a checkpoint with the state that init returns as the target."
 
 
 def check_state(state: Any, rule: LossScale, retries: int) -> None:
     """Raises if `state` is none, or belongs to other options or has other shapes."""
     if not isinstance(state, LossScaleOptimizerState):
         raise ValueError(
-            "state must be the LossScaleOptimizerState that this optimizer's init "
-            f"returned, got {type(state).__name__}. The order of arguments is "
-            "update(grads, state, params), but apply_gradients(grads, params, "
-            "state) and minimize(loss_fn, params, state). If the optimizer is part "
-            "of another one, such as a chain, call the update of that. "
-            f"{_hint_for_dict(state)}"
+            "state must be the LossScaleOptimizerState of this optimizer, got "
+            f"{type(state).__name__}. {_hint_for_dict(state)} The order is "
+            "update(grads, state, params), apply_gradients(grads, params, state)."
         )
-    scale_state, expected = state.loss_scale_state, expected_state(rule)
-    if jax.tree.structure(scale_state) != jax.tree.structure(expected):
-        raise ValueError(_other_rule(scale_state, expected))
+    scale_state = state.loss_scale_state
+    if jax.tree.structure(scale_state) != jax.tree.structure(jax.eval_shape(rule.init)):
+        raise ValueError(_other_rule(scale_state, rule))
     if retries and state.retries is None:
         raise ValueError(
-            f"state.retries is None, but the optimizer has retries={retries}: the "
-            "state is from before the option was switched on. To go on from it, set "
-            "the count: state._replace(retries=jnp.int32(0))."
+            f"state.retries is None, but the optimizer has retries={retries}. Write "
+            "state._replace(retries=jnp.int32(0)) to go on from it."
         )
-    check_scalar("loss_scale_state.loss_scale", unbox(scale_state.loss_scale))
+    check_scalar("loss_scale_state.loss_scale", _tree.unbox(scale_state.loss_scale))
     for name in state._fields[2:6] + ("retries",) * (retries > 0):
         check_scalar(name, getattr(state, name))
 
@@ -181,78 +164,38 @@ def check_scalar(name: str, value: Any) -> None:
     shape = None if value is None else jnp.shape(value)
     if shape != ():
         raise ValueError(
-            f"state.{name} must be of shape (), got {shape}. If the state has many "
-            "members or devices, call inside the vmap or pmap that made it."
+            f"state.{name} must be of shape (), got {shape}. With many members or "
+            "devices, call inside the vmap or pmap that made the state."
         )
-
-
-def expected_state(rule: LossScale) -> Any:
-    """Returns the shapes of the state of a rule."""
-    return jax.eval_shape(rule.init)
 
 
 def healed(rule: LossScale, state: Any) -> Any:
-    """Returns the state of a rule with the scale within the bounds of the rule."""
-    if not hasattr(state, "_replace"):
-        return state
-    return state._replace(loss_scale=rule(state))
-
-
-def first_rule_state(rule: LossScale) -> Any:
-    """Returns the state of a rule before the first step."""
-    return strongly_typed(healed(rule, rule.init()))
-
-
-def restored(rule: LossScale, state: Any, like: Any) -> Any:
-    """Returns a state of a rule within its bounds, in the dtypes of another one."""
-    return cast_like(strongly_typed(healed(rule, state)), like)
-
-
-def check_inner_state(inner_state: Any) -> None:
-    """Raises if the inner optimizer scales losses itself."""
-    if nodes_of(LossScaleOptimizerState, inner_state):
-        raise TypeError(
-            "inner_optimizer holds a LossScaleOptimizer, and scaling twice is a "
-            "bug. Keep only the outer one."
-        )
+    """Returns a state of a rule, strongly typed, with the scale within its bounds."""
+    return _tree.strongly_typed(state._replace(loss_scale=rule(state)))
 
 
 def find_rule_state(state: Any, rule: LossScale) -> Any:
     """Returns the state of a rule in a tree with one `LossScaleOptimizerState`."""
     found = find_state(state).loss_scale_state
     if len(jax.tree.leaves(getattr(found, "loss_scale", None))) != 1:
-        raise ValueError(_other_rule(found, expected_state(rule)))
+        raise ValueError(_other_rule(found, rule))
     return found
 
 
-def _other_rule(state: Any, expected: Any) -> str:
+def _other_rule(state: Any, rule: LossScale) -> str:
     return (
-        f"state.loss_scale_state must be a {_describe(expected)} of arrays for this "
-        f"rule, got a {_describe(state)}. Use the loss_scale that the state was saved "
-        "with, or begin a new state: state._replace("
-        "loss_scale_state=optimizer.init(params).loss_scale_state). With Flax nnx, let "
-        "nnx.Optimizer.update take the step, or pass a state that "
-        "optimizer.init(nnx.state(model, nnx.Param)) returned."
+        f"state.loss_scale_state must be like {_tree.types_of(rule.init())}, got "
+        f"{_tree.types_of(state)}. Use the loss_scale of the saved state, or a new "
+        "state. (With Flax nnx, let nnx.Optimizer.update take the step.)"
     )
-
-
-def _describe(state: Any) -> str:
-    """Returns the type of a state and its fields that are not arrays."""
-    fields = getattr(state, "_asdict", dict)().items()
-    kinds = [
-        n if hasattr(x, "dtype") else f"{n}={x and type(x).__name__}" for n, x in fields
-    ]
-    return f"{type(state).__name__}({', '.join(kinds)})"
 
 
 def warn_if_in_multi_steps(state: Any) -> None:
     """Warns of a loss-scaled optimizer inside `optax.MultiSteps`."""
     if nodes_of(LossScaleOptimizerState, nodes_of(optax.MultiStepsState, state)):
         warn(
-            "A LossScaleOptimizer is inside optax.MultiSteps, which keeps non-finite "
-            "gradients forever: after one, all steps are skipped. Use "
-            "LossScaleOptimizer(optax.MultiSteps(inner, k)), which drops the "
-            "micro-batch."
+            "optax.MultiSteps around a LossScaleOptimizer keeps non-finite gradients "
+            "forever. Use LossScaleOptimizer(optax.MultiSteps(inner, k))."
         )
 
 
@@ -294,15 +237,15 @@ def select_applied(state: Any, new: Any, old: Any) -> Any:
       >>> print(select_applied(state, new=nans, old=jnp.zeros(3)))
       [0. 0. 0.]
     """
-    applied = unbox(find_state(state).last_step_applied)
+    applied = _tree.unbox(find_state(state).last_step_applied)
     check_scalar("last_step_applied", applied)
-    if place := difference(new, old):
+    if place := _tree.difference(new, old):
         raise ValueError(
             f"new and old must have the same structure and shapes. In new, {place}"
         )
     old = jax.tree.map(_promote, old, new)
-    new = cast_like(new, old)
-    return select(applied, new, old)
+    new = _tree.cast_like(new, old)
+    return _tree.select(applied, new, old)
 
 
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
@@ -318,10 +261,10 @@ def _promote(old: Any, new: Any) -> Any:
     if isinstance(old, bool | int | float | complex):
         with jax.numpy_dtype_promotion("standard"):
             old = jnp.asarray(old, jnp.result_type(old, new))
-    old = strongly_typed(old)
-    if is_array(old) and _kind(jnp.result_type(new)) > _kind(old.dtype):
+    old = _tree.strongly_typed(old)
+    if _tree.is_array(old) and _kind(jnp.result_type(new)) > _kind(old.dtype):
         raise TypeError(
-            f"old must be of a dtype that can hold new, got {old.dtype} for old and "
-            f"{jnp.result_type(new)} for new."
+            f"old must be of a dtype that can hold new, got {old.dtype} and "
+            f"{jnp.result_type(new)}."
         )
     return old

@@ -1,6 +1,6 @@
 """One step: look at the gradients, decide, run or keep, record."""
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple, get_args
 
 import jax
@@ -8,21 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_lossscale import _check as check, _inner, _state
+from optax_lossscale import _check as check, _inner, _state, _tree
 from optax_lossscale._commit import Skip, commit
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._scaling import all_finite, on_all_devices
-from optax_lossscale._tree import (
-    is_array,
-    is_float32_scalar,
-    is_inexact,
-    map_named,
-    reduced_like,
-    select,
-    settled,
-    strongly_typed,
-    zero_update,
-)
 from optax_lossscale._warn import warn
 
 
@@ -38,7 +27,7 @@ class Options(NamedTuple):
 
     def check(self) -> None:
         """Raises if an argument is of the wrong type or out of its range."""
-        _inner.as_optimizer(self.inner_optimizer)
+        _inner.check_optimizer(self.inner_optimizer)
         if self.skip not in get_args(Skip):
             raise ValueError(
                 f'skip must be "auto", "where" or "cond", got {self.skip!r}.'
@@ -68,81 +57,45 @@ class Options(NamedTuple):
 def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
     """Returns the state before the first step."""
     _warn_of_scale_among(params)
-    inner = _inner.wrap(options.inner_optimizer)
-    inner_state = strongly_typed(inner.init(settled(params)))
-    _state.check_inner_state(inner_state)
+    inner_state = _tree.strongly_typed(
+        _inner.init(options.inner_optimizer, _tree.settled(params))
+    )
+    if _state.nodes_of(_state.LossScaleOptimizerState, inner_state):
+        raise TypeError(
+            "inner_optimizer holds a LossScaleOptimizer, and scaling twice is a bug. "
+            "Keep only the outer one."
+        )
     return _state.initial_state(
         inner_state, options.loss_scale, options.check_loss, options.retries
     )
 
 
-def update(
-    options: Options,
-    grads: Any,
-    state: Any,
-    params: Any,
-    extra: dict[str, Any],
-    looked: "Look | None" = None,
-) -> tuple[Any, _state.LossScaleOptimizerState]:
-    """Returns the updates of a step, or -0.0 if it is skipped, and the new state."""
-
-    def finish(updates, params):
-        return _inner.narrow_like(updates, grads)
-
-    def keep(like, params):
-        return jax.tree.map(zero_update, like)
-
-    return _take_step(options, grads, state, params, extra, looked, finish, keep)
-
-
-def apply_gradients(
+def take_step(
     options: Options,
     grads: Any,
     params: Any,
     state: Any,
     extra: dict[str, Any],
     looked: "Look | None" = None,
-) -> tuple[Any, _state.LossScaleOptimizerState]:
-    """Returns the parameters after a step, or the old ones, and the new state."""
-
-    def finish(updates, params):
-        return _inner.apply_updates(params, updates)
-
-    def keep(like, params):
-        return params
-
-    new, state = _take_step(options, grads, state, params, extra, looked, finish, keep)
-    return reduced_like(new, params), state
-
-
-def _take_step(
-    options: Options,
-    grads: Any,
-    state: Any,
-    params: Any,
-    extra: dict[str, Any],
-    looked: "Look | None",
-    finish: Callable[[Any, Any], Any],
-    keep: Callable[[Any, Any], Any],
+    *,
+    adds: bool,
 ) -> tuple[Any, _state.LossScaleOptimizerState]:
     """Takes a step, or skips it.
 
     Args:
       options: The arguments of the optimizer.
       grads: Unscaled gradients.
-      state: The state.
       params: The parameters; None if the inner optimizer needs none.
+      state: The state.
       extra: Extra arguments of the inner optimizer, and `skip_if`.
       looked: What the rule saw of the gradients; None if it has not looked yet.
-      finish: Makes the result of an applied step, from the updates and parameters.
-      keep: Makes the result of a skipped step, from the result of an applied step (or
-        its shapes and dtypes) and the parameters.
+      adds: Whether the result is the parameters, or else the updates: those of a
+        skipped step are -0.0.
     """
     rule, axis_name = options.loss_scale, options.axis_name
     skip_if = extra.pop("skip_if", None)
     _check_gradients(grads)
-    grads, params = settled((grads, params))
-    inner = _inner.wrap(options.inner_optimizer)
+    grads, params = _tree.settled((grads, params))
 
     # Look: at the gradients, and at the loss if it is checked.
     _state.check_state(state, rule, options.retries)
@@ -160,28 +113,39 @@ def _take_step(
     # Decide. A lower scale does not mend a loss that is not finite.
     if loss_is_finite is not None:
         should_apply &= loss_is_finite
-        old = _state.restored(rule, old, new)
-        new = select(loss_is_finite, new, old)
+        new = _tree.select(
+            loss_is_finite, new, _tree.cast_like(_state.healed(rule, old), new)
+        )
     if skip_if is not None:
         veto = ~on_all_devices(~flag(skip_if), axis_name)
         is_vetoed, should_apply = should_apply & veto, should_apply & ~veto
 
     # Run or keep.
+    def keep(like, inner_state, params):
+        result = params if adds else jax.tree.map(_tree.zero_update, like[0])
+        return result, inner_state
+
     def run(inputs, inner_state, params):
         grads, extra = inputs
         if "value_fn" in extra:  # For a line search, which wants the gradients, too.
             extra = {"grad": grads} | extra
-        updates, inner_state = inner.update(grads, inner_state, params, **extra)
-        # Python integers among the parameters stay Python integers.
-        return finish(updates, params), strongly_typed(inner_state)
+        updates, inner_state = _inner.update(
+            options.inner_optimizer, grads, inner_state, params, extra
+        )
+        if adds:
+            # Python integers among the parameters stay Python integers.
+            result = _inner.apply_updates(params, updates)
+        else:
+            result = _inner.narrow_like(updates, grads)
+        return result, _tree.strongly_typed(inner_state)
 
     result, inner_state = commit(
         skip,
         should_apply,
         run,
-        lambda like, inner_state, params: (keep(like[0], params), inner_state),
+        keep,
         (grads, extra),
-        strongly_typed(state.inner_state),
+        _tree.strongly_typed(state.inner_state),
         _inner.typed(params, grads),
     )
 
@@ -191,7 +155,8 @@ def _take_step(
     state = _state.count_step(
         state, applied, loss_is_finite, ~finite & at_minimum, is_vetoed
     )
-    return result, state._replace(inner_state=inner_state, loss_scale_state=new)
+    state = state._replace(inner_state=inner_state, loss_scale_state=new)
+    return _tree.reduced_like(result, params) if adds else result, state
 
 
 class Look(NamedTuple):
@@ -212,31 +177,29 @@ def look(rule: LossScale, grads: Any, old: Any, axis_name: Hashable | None) -> L
     """Shows the gradients to the rule."""
     new, finite = rule.update(grads, old, axis_name=axis_name)
     finite = jnp.asarray(finite, bool)
-    new = jax.tree.map(_without_derivative, strongly_typed(_state.healed(rule, new)))
-    return Look(old, new, finite)
+    # The scale has no derivative.
+    return Look(old, lax.stop_gradient(_state.healed(rule, new)), finite)
 
 
 def _warn_of_scale_among(params: Any) -> None:
     """Warns of a scale among the parameters, and no `scale_as_parameter`."""
 
     def look_at(path, box):
-        if [*map(is_float32_scalar, jax.tree.leaves(box))] == [True]:
+        if [*map(_tree.is_float32_scalar, jax.tree.leaves(box))] == [True]:
             warn(
-                f"params{jax.tree_util.keystr(path)} is a float32 scalar, which this "
-                "optimizer takes for any parameter. If with_loss_scale reads the scale "
-                "there, use scale_as_parameter(optimizer), and the state of its init."
+                f"params{jax.tree_util.keystr(path)} is trained as any parameter. For "
+                "with_loss_scale use scale_as_parameter(optimizer), and its init."
             )
         return box
 
-    map_named(look_at, "loss_scale", params)
+    _tree.map_named(look_at, "loss_scale", params)
 
 
 def _check_gradients(grads: Any) -> None:
     if isinstance(grads, Iterator):
         raise TypeError(
-            "grads must be a pytree like the parameters, got an iterator. Keras's "
-            "apply_gradients(zip(grads, variables)) is apply_gradients(grads, params, "
-            "state) here."
+            "grads must be a pytree like the parameters, got an iterator. Write "
+            "apply_gradients(grads, params, state) for Keras's zip of the two."
         )
 
 
@@ -245,16 +208,14 @@ def _loss(extra: dict[str, Any]) -> Any:
     value = extra.get("value")
     if value is None:
         raise TypeError(
-            "value= is missing, and check_loss=True needs it. Pass the unscaled loss, "
-            "as value_and_grad returns it: update(grads, state, params, value=loss) "
-            "or apply_gradients(grads, params, state, value=loss). minimize passes it "
-            "for you; Flax's TrainState.apply_gradients does not."
+            "value= is missing, and check_loss=True needs it. Pass the unscaled loss: "
+            "update(grads, state, params, value=loss)."
         )
-    is_number = is_array(value) or type(value) in (int, float)
+    is_number = _tree.is_array(value) or type(value) in (int, float)
     if not is_number or jnp.iscomplexobj(value) or np.shape(value) != ():
         raise TypeError(
-            f"value must be the loss, a real scalar, got {value!r}. Reduce the loss to "
-            "a scalar first, and pass it without auxiliary data."
+            f"value must be the loss, a real scalar, got {value!r}. Pass it without "
+            "auxiliary data."
         )
     return value
 
@@ -262,14 +223,9 @@ def _loss(extra: dict[str, Any]) -> Any:
 def flag(skip_if: Any) -> jax.Array:
     """Returns the argument `skip_if` of a step as bool[]."""
     skip = jnp.asarray(skip_if) if isinstance(skip_if, bool) else skip_if
-    if not is_array(skip) or (skip.shape, skip.dtype) != ((), jnp.bool_):
+    if not _tree.is_array(skip) or (skip.shape, skip.dtype) != ((), jnp.bool_):
         raise TypeError(
             "skip_if must be a bool or an array bool[], True to skip this step, got "
             f"{skip!r}. In minimize it may also be a function that returns one."
         )
     return skip
-
-
-def _without_derivative(leaf: Any) -> Any:
-    # The scale has no derivative.
-    return lax.stop_gradient(leaf) if is_inexact(leaf) else leaf

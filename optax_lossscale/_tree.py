@@ -67,6 +67,13 @@ def is_float32_scalar(leaf: Any) -> bool:
     return (np.shape(leaf), getattr(leaf, "dtype", None)) == ((), jnp.float32)
 
 
+def types_of(tree: Any) -> Any:
+    """Returns a tree with the types of its leaves, for messages."""
+    return jax.tree.map(
+        lambda x: jax.typeof(x) if hasattr(x, "dtype") else type(x).__name__, tree
+    )
+
+
 def map_named(function: Callable[[Any, Any], Any], name: str, tree: Any) -> Any:
     """Maps what has this name in a tree, given its path; the rest stays."""
 

@@ -13,13 +13,9 @@ def warn(message: str) -> None:
     Python shows a warning once for each line.
     """
     level, frame = 1, sys._getframe()
-    while frame is not None and _is_library(frame):
+    while frame and frame.f_globals.get("__name__", "").split(".")[0] in LIBRARIES:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, UserWarning, stacklevel=level)
-
-
-def _is_library(frame):
-    return frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES
 
 
 def is_called_by_jit() -> bool:

@@ -134,13 +134,8 @@ class LossScale(abc.ABC):
           A dictionary that `from_config` takes, and JSON can store.
 
         Raises:
-          TypeError: If a subclass is not a dataclass, so that its fields are unknown.
+          TypeError: If a subclass is no dataclass, so that its fields are unknown.
         """
-        if "__dataclass_fields__" not in type(self).__dict__:
-            raise TypeError(
-                f"{type(self).__name__} must be decorated with "
-                f"@dataclasses.dataclass(frozen=True), or define get_config itself."
-            )
         fields = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
         return {field.name: getattr(self, field.name) for field in fields}
 
@@ -184,8 +179,7 @@ class AdaptiveLossScale(LossScale):
         if not self.min_scale <= self.initial_scale <= self.max_scale:
             raise ValueError(
                 "initial_scale must lie between min_scale and max_scale, got "
-                f"min_scale={self.min_scale!r}, initial_scale={self.initial_scale!r}, "
-                f"max_scale={self.max_scale!r}."
+                f"{self.initial_scale!r} for {self.min_scale!r}, {self.max_scale!r}."
             )
 
     @abc.abstractmethod

@@ -38,14 +38,9 @@ def get_loss_scale(identifier: LossScale | float | str) -> LossScale:
     if isinstance(identifier, str) and identifier in BY_NAME:
         return BY_NAME[identifier]()
     names = ", ".join(f'"{name}"' for name in BY_NAME)
-    hint = "(Inside optax.inject_hyperparams, add it to static_args.)"
-    if isinstance(identifier, bool):
-        hint = f"Keras's second argument is a keyword here: dynamic={identifier}."
-    elif isinstance(identifier, type) and issubclass(identifier, LossScale):
-        hint = f"Call the class to make an instance: {identifier.__name__}()."
     raise ValueError(
         f"A loss scale must be a LossScale instance, a number, or one of {names}, got "
-        f"{identifier!r}. {hint}"
+        f"{identifier!r}. (In optax.inject_hyperparams, add it to static_args.)"
     )
 
 
@@ -56,9 +51,8 @@ def keras_loss_scale(
     if not check.boolean("dynamic", dynamic):
         if initial_scale is None or dynamic_growth_steps is not None:
             raise ValueError(
-                "dynamic=False needs initial_scale, the fixed scale, and takes no "
-                f"dynamic_growth_steps, got initial_scale={initial_scale!r} and "
-                f"dynamic_growth_steps={dynamic_growth_steps!r}."
+                "dynamic=False needs initial_scale and takes no dynamic_growth_steps, "
+                f"got {initial_scale!r} and {dynamic_growth_steps!r}."
             )
         return FixedLossScale(check.fixed_scale("initial_scale", initial_scale))
     initial, steps = initial_scale, dynamic_growth_steps

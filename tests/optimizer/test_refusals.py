@@ -58,11 +58,11 @@ class TestRetries:
         [
             (
                 nnx.value_and_grad,
-                r"changes the model in place.* nnx.split\(model.*copy=True",
+                "changes the model in place. See 'With Flax nnx' in the guide",
             ),
             (
                 lambda f, has_aux: jax.jit(jax.value_and_grad(f, has_aux=has_aux)),
-                "one jax.jit or jax.lax.scan. Pass .* compile the training",
+                r"one jax.jit or jax.lax.scan. Compile around minimize\.",
             ),
             (jax.grad, "transform must return the value with"),
         ],
@@ -94,9 +94,7 @@ class TestRetries:
             lambda: self.optimizer.minimize(loss_fn, PARAMS, before),
             lambda: self.optimizer.update(GRADS, before),
         ):
-            with pytest.raises(
-                ValueError, match=r"before the option was .*_replace\(r"
-            ):
+            with pytest.raises(ValueError, match=r"retries is None.*_replace\(r"):
                 call()
 
 
@@ -127,7 +125,7 @@ def test_the_state_of_nnx_optimizer_holds_variables():
     trainer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
     params = nnx.state(model, nnx.Param)
     with pytest.raises(
-        ValueError, match=r"of arrays for this rule, got a .*nnx.Optimizer.update"
+        ValueError, match=r"(?s)must be like Dynamic.*nnx.Optimizer.update"
     ):
         optimizer.apply_gradients(params, params, trainer.opt_state)
 
@@ -152,7 +150,7 @@ class TestWhatDoesNotFit:
             LossScaleOptimizer(relaxed(inner(0.5)), skip=skip)
             for inner in (optax.adam, optax.amsgrad)
         )
-        with pytest.raises(ValueError, match=r"init made for .*(?s:.*)AmsgradState"):
+        with pytest.raises(ValueError, match=r"init made for (?s:.*)AmsgradState"):
             wrap(adam.update)(GRADS, amsgrad.init(PARAMS), PARAMS)
 
 
@@ -182,7 +180,7 @@ def test_a_state_without_a_scale_is_refused_where_it_is_first_read(damaged):
         lambda: optimizer.current_loss_scale(broken),
         lambda: optimizer.update(GRADS, broken),
     ):
-        with pytest.raises(ValueError, match="loss_scale_state must be a DynamicLoss"):
+        with pytest.raises(ValueError, match="loss_scale_state must be like Dynamic"):
             call()
 
 
@@ -227,10 +225,9 @@ def test_pairs_of_gradients_and_variables():
 
 def test_keras_s_second_argument():
     for value in (True, False):
-        with pytest.raises(ValueError, match=f"dynamic={value}"):
-            LossScaleOptimizer(optax.sgd(0.1), value)
-        with pytest.raises(ValueError, match=f"got {value}"):
-            get_loss_scale(value)
+        for make in (get_loss_scale, lambda x: LossScaleOptimizer(optax.sgd(0.1), x)):
+            with pytest.raises(ValueError, match=f"LossScale instance.* got {value}"):
+                make(value)
 
 
 def test_arguments_of_the_loss_may_be_named_as_ours():

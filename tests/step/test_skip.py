@@ -282,7 +282,7 @@ class TestUpdate:
             lambda updates, state, params=None: (updates, jnp.int32(0)),
         )
         optimizer, step = self.step_of(inner)
-        with pytest.raises(ValueError, match="inner_optimizer must return"):
+        with pytest.raises(ValueError, match="Pass grads of the structure"):
             step(self.params, optimizer.init(self.params), self.good * jnp.nan)
 
     @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
