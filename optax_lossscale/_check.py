@@ -17,8 +17,13 @@ LARGEST_SCALE = 2.0**126
 
 def number(name: str, value: Any) -> float:
     """Returns `value` as a float, if it is a finite real number."""
-    # A float16 may have been rounded.
-    if not isinstance(value, numbers.Real) or isinstance(value, (bool, np.float16)):
+    dtype = getattr(value, "dtype", np.dtype(float))
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+        raise ValueError(
+            f"{name} must not be of half precision ({dtype}), which rounds it, got "
+            f"{value!r}. Pass a Python number."
+        )
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(
             f"{name} must be a Python number, got {value!r} of type "
             f"{type(value).__name__}. What changes in training belongs in the state."

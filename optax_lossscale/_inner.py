@@ -15,9 +15,10 @@ from optax_lossscale._tree import is_array, is_inexact, is_key, strongly_typed
 def check_optimizer(inner: Any) -> None:
     """Raises if `inner` has no methods `init` and `update`."""
     if not all(callable(getattr(inner, x, None)) for x in ("init", "update")):
+        hint = " Call it to make an optimizer." if callable(inner) else ""
         raise TypeError(
             "inner_optimizer must be an optax.GradientTransformation, or an object "
-            f"with methods init and update, got {inner!r}."
+            f"with methods init and update, got {inner!r}.{hint}"
         )
 
 

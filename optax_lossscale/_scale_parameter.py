@@ -185,11 +185,11 @@ def _scaled_loss(loss_fn, name, has_aux, params, /, *args, **kwargs):
     tree = nnx.state(params) if nnx else params
     place, leaf, rest = _take_out(name, tree, "params")
     scale = jnp.clip(leaf, check.SMALLEST_SCALE, check.LARGEST_SCALE)
-    # Zero, as another with_loss_scale around this one leaves it: no scale.
+    # Another with_loss_scale around this one has put zero there: it scales, not this.
     scale = lax.stop_gradient(jnp.where(leaf <= 0, 1, scale))
     arrays, join = _tree.split_arrays(rest, _tree.has_gradient)
     arrays = [*map(_as_wanted, _enter(arrays, scale, leaf), arrays)]
-    # A penalty on all parameters must not see the scale.
+    # Zero in its place: a penalty on all parameters would add the scale to the loss.
     inside = place(join(arrays), jnp.zeros_like(leaf))
     args, kwargs = jax.tree.map(
         lambda x: _unscaled(x, scale), (args, kwargs), is_leaf=_is_of_nnx
@@ -239,9 +239,9 @@ def _enter_backward(residuals, grads):
             "unscaled. Keep parameters in float32, and cast them in loss_fn."
         )
     grads = _tree.cast_like(_gradients.unscale_by(grads, scale), grads)
-    # Without a scale, whoever has one has to see what is not finite.
+    # If the outer with_loss_scale has the scale, it must see the inf, and no zeros.
     finite = all_finite(grads) | (leaf <= 0)
-    # Devices of jax.shard_map decide together, if all of them have this scale.
+    # Devices that share the scale share the decision: one lowers it for all of them.
     axes = _gradients.varying_axes(finite) - _gradients.varying_axes(scale)
     finite = on_all_devices(finite, tuple(axes) or None)
     grads = jax.tree.map(lambda x: jnp.where(finite, x, 0), grads)
@@ -344,7 +344,8 @@ def scale_as_parameter(
             )
         updates, state = new
         new_scale = options.loss_scale(state.loss_scale_state)
-        # Not all the way down where the difference rounds to minus the old scale.
+        # optax.apply_updates adds the difference. If the scale falls by more than 2**23,
+        # it rounds to minus the old scale, and the sum would be zero: fall less.
         return place(updates, jnp.maximum(new_scale, old * 2.0**-23) - old), state
 
     return optax.GradientTransformationExtraArgs(init, update)

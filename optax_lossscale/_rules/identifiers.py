@@ -38,9 +38,14 @@ def get_loss_scale(identifier: LossScale | float | str) -> LossScale:
     if isinstance(identifier, str) and identifier in BY_NAME:
         return BY_NAME[identifier]()
     names = ", ".join(f'"{name}"' for name in BY_NAME)
+    hint = "(Inside optax.inject_hyperparams, add it to static_args.)"
+    if isinstance(identifier, bool):
+        hint = f"Keras's second argument is a keyword here: dynamic={identifier}."
+    elif isinstance(identifier, type) and issubclass(identifier, LossScale):
+        hint = f"Call the class to make an instance: {identifier.__name__}()."
     raise ValueError(
         f"A loss scale must be a LossScale instance, a number, or one of {names}, got "
-        f"{identifier!r}. (In optax.inject_hyperparams, add it to static_args.)"
+        f"{identifier!r}. {hint}"
     )
 
 

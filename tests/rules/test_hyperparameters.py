@@ -115,9 +115,9 @@ def test_refuses_an_initial_scale_out_of_bounds(make, bounds):
 @pytest.mark.parametrize("half", [np.float16, jnp.float16, jnp.bfloat16])
 def test_refuses_numbers_of_half_precision(half):
     for name in ("initial_scale", "min_scale", "max_scale"):
-        with pytest.raises(TypeError, match=f"^{name} must be a Python number, got"):
+        with pytest.raises(ValueError, match=f"{name} must not be of half precision"):
             DynamicLossScale(**{name: half(8)})
-    with pytest.raises(TypeError, match=r"^loss_scale_value must be a Python number"):
+    with pytest.raises(ValueError, match=r"loss_scale_value.*Pass a Python number"):
         FixedLossScale(half(8))
 
 
@@ -164,6 +164,6 @@ class TestGetLossScale:
 
     @pytest.mark.parametrize("rule", [DynamicLossScale, HeadroomLossScale])
     def test_a_class_is_to_be_called(self, rule):
-        message = rf"must be a LossScale instance, .*, got .*{rule.__name__}"
+        message = rf"Call the class to make an instance: {rule.__name__}\(\)\."
         with pytest.raises(ValueError, match=message):
             LossScaleOptimizer(optax.sgd(0.1), rule)
