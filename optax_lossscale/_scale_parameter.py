@@ -344,8 +344,8 @@ def scale_as_parameter(
             )
         updates, state = new
         new_scale = options.loss_scale(state.loss_scale_state)
-        # optax.apply_updates adds the difference. If the scale falls by more than 2**23,
-        # it rounds to minus the old scale, and the sum would be zero: fall less.
+        # optax.apply_updates adds the difference. If the scale falls by more than
+        # 2**23, it rounds to minus the old scale, and the sum would be 0: fall less.
         return place(updates, jnp.maximum(new_scale, old * 2.0**-23) - old), state
 
     return optax.GradientTransformationExtraArgs(init, update)

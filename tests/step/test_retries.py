@@ -113,6 +113,7 @@ class TestModel:
         stats = 0.9 * stats + 0.1 * jnp.stack([mean, var])
         return jnp.sum((out - x[:, :4]) ** 2), (stats, kept, key)
 
+    @pytest.mark.optimized
     @every_wrap
     def test_takes_the_step_of_a_lower_scale(self, wrap):
         (identity, passes), traces = counting(), []
@@ -238,6 +239,7 @@ def test_members_repeat_as_often_as_each_must(wrap):
     assert state.inner_state[0].trace.tolist() == [1, 0, 2.0**-8, 2.0**-9, 0]
 
 
+@pytest.mark.optimized
 @every_wrap
 def test_what_is_checked_is_what_is_applied(wrap):
     """XLA makes one product of the last multiplication and the unscaling."""
