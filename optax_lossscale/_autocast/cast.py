@@ -35,7 +35,7 @@ def autocast(fun, dtype=jnp.float16, *, float32=()):
         inputs = tuple(State.FLEXIBLE if is_float32(x.aval) else None for x in closed.jaxpr.invars)
         outputs = tuple(State.WIDE if is_float32(x.aval) else None for x in closed.jaxpr.outvars)
         plan = planner.plan(program, inputs, [True] * len(outputs))
-        found = Evaluator(dtype, planner, reader).run(plan, list(map(jnp.asarray, arrays)), outputs)
+        found = Evaluator(dtype, planner, reader).run(plan, list(map(jnp.asarray, arrays)), outputs, is_saved=True)
         return joins[0](found)
 
     return cast

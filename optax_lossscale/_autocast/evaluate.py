@@ -1,6 +1,6 @@
 """Runs a program in the dtypes that its plan says."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.source_info_util import current_name_stack, user_context
 
-from optax_lossscale._autocast import rules
+from optax_lossscale._autocast import islands, rules
+from optax_lossscale._autocast.islands import Island
 from optax_lossscale._autocast.policy import State
 from optax_lossscale._autocast.program import Atom, Kind, Known, Reader, Step
 from optax_lossscale._autocast.states import Plan, Planner, States, is_float32
@@ -41,7 +42,12 @@ class Evaluator:
         return self.dtype if state == State.HALF else FLOAT32
 
     def run(
-        self, plan: Plan, args: Sequence[Any], outputs: States | None = None
+        self,
+        plan: Plan,
+        args: Sequence[Any],
+        outputs: States | None = None,
+        *,
+        is_saved: bool = False,
     ) -> list[Any]:
         """Runs a program.
 
@@ -49,17 +55,16 @@ class Evaluator:
           plan: Its plan.
           args: Its arguments, in float32 or half precision.
           outputs: The states of the results; those of the plan if None.
+          is_saved: Whether a backward pass would read what it saves: not so where the
+            user lets it compute all again, or wrote the derivative.
         """
-        run, program = _Run(self, plan), plan.program
+        run, program = _Run(self, plan, is_saved), plan.program
         for name, x in program.consts.items():
             run.values[name] = self.hold(x, plan.states.get(name))
         for name, x, state in zip(program.inputs, args, plan.inputs, strict=True):
             if isinstance(name, int):
                 run.values[name] = self.hold(x, state)
-        for step in program.steps:
-            names = current_name_stack() + step.scope
-            with user_context(step.equation.source_info.traceback, name_stack=names):
-                run.values.update(zip(step.outputs, run.step(step), strict=True))
+        run.follow(islands.schedule(plan) if is_saved else program.steps)
         outputs = plan.outputs if outputs is None else outputs
         return list(map(run.held, program.outputs, outputs))
 
@@ -67,8 +72,8 @@ class Evaluator:
 class _Run:
     """One run of a program."""
 
-    def __init__(self, evaluator: Evaluator, plan: Plan):
-        self.evaluator, self.plan = evaluator, plan
+    def __init__(self, evaluator: Evaluator, plan: Plan, is_saved: bool):
+        self.evaluator, self.plan, self.is_saved = evaluator, plan, is_saved
         self.values: dict[Atom, Any] = {}
         self._casts: dict[tuple[Atom, Any], Any] = {}
 
@@ -89,6 +94,29 @@ class _Run:
         """Returns an operand as an array, in the dtype of a state."""
         x = self.read(atom, self.evaluator.dtype_of(state))
         return jnp.asarray(x) if isinstance(atom, Known) else x
+
+    def follow(self, steps: Iterable[Step | Island]) -> None:
+        """Runs steps."""
+        for step in steps:
+            if isinstance(step, Island):
+                self._cross(step)
+                continue
+            names = current_name_stack() + step.scope
+            with user_context(step.equation.source_info.traceback, name_stack=names):
+                self.values.update(zip(step.outputs, self.step(step), strict=True))
+
+    def _cross(self, island):
+        """Runs an island."""
+
+        def function(values):
+            run = _Run(self.evaluator, self.plan, False)
+            run.values.update(zip(island.inputs, values, strict=True))
+            run.follow(island.steps)
+            return [run.values[x] for x in island.outputs]
+
+        function = jax.checkpoint(function, prevent_cse=False)
+        found = function([self.values[x] for x in island.inputs])
+        self.values.update(zip(island.outputs, found, strict=True))
 
     def step(self, step: Step) -> list[Any]:
         """Returns the results of a step."""
@@ -123,7 +151,8 @@ class _Run:
     def body(self, step: Step, index: int, outputs: States | None = None) -> Callable:
         """Returns a program in a step as a function."""
         plan = self.plan.bodies[step][index]
-        return lambda *args: self.evaluator.run(plan, args, outputs)
+        is_saved = self.is_saved and step.name not in ("remat2", "while")
+        return lambda *args: self.evaluator.run(plan, args, outputs, is_saved=is_saved)
 
     def arguments(self, step: Step) -> list[Any]:
         """Returns the operands of a call as arrays."""
