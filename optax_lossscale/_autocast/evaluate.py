@@ -198,7 +198,9 @@ def _run_scan(run: _Run, step: Step) -> list[Any]:
 def _run_while(run: _Run, step: Step) -> list[Any]:
     asked, consts, carry = flow.while_parts(step.equation, step.inputs)
     outputs = run.outputs(step)
-    asked, consts = ([run.held(x, State.WIDE) for x in part] for part in (asked, consts))
+    asked, consts = (
+        [run.held(x, State.WIDE) for x in part] for part in (asked, consts)
+    )
     condition, body = run.body(step, 0), run.body(step, 1, outputs)
     return jax.lax.while_loop(
         lambda state: condition(*asked, *state)[0],
@@ -215,7 +217,9 @@ def _run_shard_map(run: _Run, step: Step) -> list[Any]:
         is_split = set(jax.tree.leaves(tuple(spec))) >= set(axes)
         args.append(run.held(atom, state if is_split else State.WIDE))
     outputs = list(step.equation.params["out_specs"])
-    return flow.shard_map(step.equation, run.body(step, 0), tuple(specs), outputs)(*args)
+    return flow.shard_map(step.equation, run.body(step, 0), tuple(specs), outputs)(
+        *args
+    )
 
 
 def _run_checkpoint(run: _Run, step: Step) -> list[Any]:
@@ -226,7 +230,8 @@ def _run_checkpoint(run: _Run, step: Step) -> list[Any]:
 def _run_jit(run: _Run, step: Step) -> list[Any]:
     names = "in_shardings", "out_shardings"
     shardings = {x: step.equation.params[x] for x in names}
-    return jax.jit(run.body(step, 0), **shardings)(*run.arguments(step))
+    body = run.body(step, 0)
+    return list(jax.jit(lambda *x: tuple(body(*x)), **shardings)(*run.arguments(step)))
 
 
 def _run_custom(run: _Run, step: Step) -> list[Any]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from optax_lossscale._autocast.policy import State
-from optax_lossscale._autocast.program import Kind, Step
+from optax_lossscale._autocast.program import Step
 from optax_lossscale._autocast.states import Plan
 
 # Cheap operations that work number by number; the second kind has no derivative that

@@ -128,7 +128,9 @@ def state_of_number(number: Known, dtype: Any) -> State:
     """Returns the state of a constant: WIDE if half precision cannot hold it."""
     info, size = jnp.finfo(dtype), abs(float(number.value))
     fits = float(info.tiny) <= size <= float(info.max)
-    return State.FLEXIBLE if fits or size in (0, math.inf) or size != size else State.WIDE
+    return (
+        State.FLEXIBLE if fits or size in (0, math.inf) or size != size else State.WIDE
+    )
 
 
 def state_of_array(array: Any, dtype: Any) -> State:

@@ -75,7 +75,9 @@ class Planner:
         return plan.states[atom]
 
     def _plan(self, program, inputs, wanted):
-        names = [x for x in zip(program.inputs, inputs, strict=True) if x[1] is not None]
+        names = [
+            x for x in zip(program.inputs, inputs, strict=True) if x[1] is not None
+        ]
         plan = Plan(program, inputs, {k: v for k, v in names if isinstance(k, int)})
         for name, array in program.consts.items():
             if is_float32(array):
@@ -134,7 +136,9 @@ class Planner:
         inits = step.inputs[start : start + n]
         first = start - len(asked)
         carry = [
-            State.WIDE if x is not None and self._adds_up(outer, step, i, first, y) else x
+            State.WIDE
+            if x is not None and self._adds_up(outer, step, i, first, y)
+            else x
             for i, (x, y) in enumerate(zip(carry, inits, strict=True))
         ]
         wanted = [False] * n + wanted[n:]
@@ -264,9 +268,7 @@ def is_float32(x: Any) -> bool:
 
 def _join(parts):
     """Returns the larger of the states of several programs."""
-    return [
-        None if None in x else max(x) for x in zip(*map(list, parts), strict=True)
-    ]
+    return [None if None in x else max(x) for x in zip(*map(list, parts), strict=True)]
 
 
 def _merge(origins, adds=False):
