@@ -63,7 +63,7 @@ def schedule(plan: Plan) -> list[Step | Island]:
 
 def _is_cheap(step: Step) -> bool:
     if step.name == "custom_jvp_call":
-        return all(map(_is_cheap, step.bodies[0].steps))
+        return all(map(_is_cheap, step.bodies[0][0].steps))
     return step.name in CHEAP and not step.equation.effects
 
 

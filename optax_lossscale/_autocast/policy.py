@@ -1,7 +1,7 @@
 """What computes in which dtype, and why. Change it here.
 
-A float32 number of the program is in one of three states. FLEXIBLE: an argument, or what
-follows from arguments without rounding much: float32, and rounded where it meets HALF.
+A float32 number of the program is in one of three states. FLEXIBLE: an argument, or
+what follows from arguments without products: float32, and rounded where it meets HALF.
 HALF: held in half precision. WIDE: float32 on purpose. Integers have no state.
 """
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from optax_lossscale._autocast.program import Kind, Known
+from optax_lossscale._autocast.program import Kind, Known, Program, Step
 
 
 class State(enum.IntEnum):
@@ -122,6 +122,21 @@ def _terms(equation: Any) -> int:
         return 2
     (axes, _), _ = equation.params["dimension_numbers"]
     return math.prod(equation.invars[0].aval.shape[x] for x in axes)
+
+
+def passes_sums_on(step: Step, program: Program, indices: Sequence[int]) -> bool:
+    """Whether results are still the sum, perhaps smaller, that some operands are.
+
+    Args:
+      step: The operation.
+      program: The program that holds it.
+      indices: Which of its operands are such a sum.
+    """
+    if step.name not in ("mul", "div"):
+        return step.kind in FOLLOWERS or step.name in ("add", "sub")
+    (other,) = {0, 1}.difference(indices[:1])
+    size = math.prod(step.equation.invars[other].aval.shape)
+    return size == 1 or program.number(step.inputs[other]) is not None
 
 
 def state_of_number(number: Known, dtype: Any) -> State:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from optax_lossscale._jaxprs import parts
+from optax_lossscale._jaxprs import flow, parts
 from optax_lossscale._jaxprs.lines import Source, source_of
 
 
@@ -49,14 +49,12 @@ FOLDS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 # They keep a number that fills an array. That it varies over devices must be kept, too.
 FILLS = ("broadcast_in_dim", "reshape", "pvary", "pcast", "pbroadcast", "squeeze")
-CALLS = ("remat2", "custom_jvp_call", "custom_vjp_call")
+# Primitives with programs in them, and the parameters that hold these.
 BODIES = {
-    "cond": ("branches",),
-    "scan": ("jaxpr",),
-    "while": ("cond_jaxpr", "body_jaxpr"),
-    "shard_map": ("jaxpr",),
-    **dict.fromkeys(CALLS, ("jaxpr", "call_jaxpr")),
-}
+    "cond": ("branches",), "scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"),
+    "shard_map": ("jaxpr",), "remat2": ("jaxpr",), "custom_jvp_call": ("call_jaxpr",),
+    "custom_vjp_call": ("call_jaxpr",),
+}  # fmt: skip
 
 
 @dataclasses.dataclass(eq=False)
@@ -69,7 +67,8 @@ class Step:
       outputs: The names of its results.
       kind: What the policy does with it.
       caller: The call that holds it.
-      bodies: The programs in it.
+      bodies: The programs in it, each with the indices of the operands that it reads.
+      carry: The indices of the operands that are the state of a loop.
     """
 
     equation: Any
@@ -77,7 +76,8 @@ class Step:
     outputs: list[int]
     kind: Kind
     caller: "Step | None"
-    bodies: tuple["Program", ...] = ()
+    bodies: Sequence[tuple["Program", Sequence[int]]] = ()
+    carry: Sequence[int] = ()
 
     @property
     def name(self) -> str:
@@ -182,30 +182,37 @@ class Reader:
         program.steps.append(step)
         numbers = list(map(program.number, step.inputs))
         if step.name in BODIES or step.name in parts.CALLS:
-            step.bodies = tuple(self._bodies(step))
+            self._enter(step)
             return
         is_square = step.name == "mul" and len(set(step.inputs)) == 1
         step.kind = self._kind_of(step.equation, numbers, is_square)
         if step.name in FILLS and numbers[0] is not None:
             program.filled[step.outputs[0]] = Known(numbers[0])
 
-    def _bodies(self, step):
-        params, inputs = step.equation.params, step.inputs
-        known = [x if isinstance(x, Known) else None for x in inputs]
-        if step.name in ("scan", "while", "shard_map"):
-            known = ()  # Not worth it: they are few.
+    def _enter(self, step):
+        """Adds the programs in a step."""
+        equation, operands = step.equation, range(len(step.inputs))
+        names = BODIES.get(step.name, parts.CALLED)
+        found = [equation.params[x] for x in names if x in equation.params]
+        reads, known = [operands], []
+        if step.name == "scan":
+            _, step.carry, _ = flow.scan_parts(equation, operands)
+        elif step.name == "while":
+            asked, consts, step.carry = flow.while_parts(equation, operands)
+            reads = [[*asked, *step.carry], [*consts, *step.carry]]
         elif step.name == "cond":
-            known = known[1:]
-        for name in BODIES.get(step.name, parts.CALLED):
-            found = params.get(name, ())
-            for jaxpr in found if isinstance(found, tuple | list) else (found,):
-                yield self.read(jaxpr, known, step)
+            (found,) = found
+            reads = [operands[1:]] * len(found)
+        elif step.name != "shard_map":
+            known = [x if isinstance(x, Known) else None for x in step.inputs]
+        programs = [self.read(x, known, step) for x in found]
+        step.bodies = list(zip(programs, reads, strict=True))
 
 
 def _is_plain_call(equation: Any) -> bool:
     """Whether it calls a jaxpr, and that is all."""
     name, params = equation.primitive.name, equation.params
-    if name not in parts.CALLS or name in CALLS:
+    if name not in parts.CALLS or name in BODIES:
         return False
     shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     return all(type(x).__name__ == "UnspecifiedValue" for x in shardings)
