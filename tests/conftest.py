@@ -45,7 +45,7 @@ def quick_compilation():
 
 
 # Where a test asks what a program computes, not what the compiler makes of a step.
-QUICK_FOLDERS = {"diagnostics", "docs", "examples", "peers", "rules"}
+QUICK_FOLDERS = {"autocast", "diagnostics", "docs", "examples", "peers", "rules"}
 
 
 @pytest.fixture(autouse=True)
