@@ -82,9 +82,7 @@ def test_a_large_mask_that_the_function_closes_over():
     def f(w):
         return cross_entropy(jax.nn.softmax((X @ w) @ X.T + mask) @ X)
 
-    assert (
-        (errors(jax.value_and_grad(autocast(f))(W), jax.value_and_grad(f)(W))) < 0.01
-    )
+    assert (errors(jax.value_and_grad(autocast(f))(W), jax.value_and_grad(f)(W))) < 0.01
 
 
 class Network(nnx.Module):

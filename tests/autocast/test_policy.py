@@ -63,7 +63,7 @@ def tiny_constant(p, x):
 
 def mean_of_products(p, x):
     u, v = x @ p["w"], x @ p["w"].T
-    return jnp.sum(u * v)
+    return jnp.mean(u * v)
 
 
 def biases(p, x):
