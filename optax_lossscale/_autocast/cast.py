@@ -102,9 +102,9 @@ def autocast(
         modules.write(paths, variables)
         return out
 
-    if hasattr(fun, "without_scale"):  # What with_loss_scale wraps.
-        inner = autocast(fun.without_scale, dtype, float32=float32)
-        vars(cast)["without_scale"] = inner
+    inner = getattr(fun, "without_scale", None)  # What with_loss_scale wraps.
+    if inner is not None:
+        vars(cast)["without_scale"] = autocast(inner, dtype, float32=float32)
     return cast
 
 
@@ -153,22 +153,17 @@ def _ends_with(file: str, end: str) -> bool:
 def _lines_of(float32: Any) -> dict[str, tuple[str, int]]:
     """Returns the file and the number of each line, by its text."""
     float32 = getattr(float32, "lines", float32)
-    given = [float32] if isinstance(float32, str) else float32
     found = {}
     try:
-        for x in given:
-            if not isinstance(x, str):
-                x = f"{x.file}:{x.line}"
-            file, _, number = x.rpartition(":")
-            found[x] = file, int(number)
-    except (TypeError, AttributeError) as error:
-        raise TypeError(
+        for x in [float32] if isinstance(float32, str) else float32:
+            text = x if isinstance(x, str) else f"{x.file}:{x.line}"
+            file, _, number = text.rpartition(":")
+            found[text] = file, int(number)
+    except (AttributeError, TypeError, ValueError) as error:
+        kind = ValueError if isinstance(error, ValueError) else TypeError
+        raise kind(
             'float32 must hold lines, "file.py:123" for example, or be what '
             f"diagnostics.float32_lines returns, got {float32!r}."
-        ) from error
-    except ValueError as error:
-        raise ValueError(
-            f'float32 must hold lines such as "file.py:123", got {x!r}.'
         ) from error
     # The gradient of the loss has no line: it is float32 already.
     return {k: place for k, place in found.items() if place[1]}

@@ -16,7 +16,7 @@ class Modules:
 
     def __init__(self, args: Any):
         """Takes modules apart; without Flax there are none."""
-        self._nnx = sys.modules.get("flax.nnx")
+        self._nnx: Any = sys.modules.get("flax.nnx")
         leaves, treedef = jax.tree.flatten(args, is_leaf=self._is_module)
         found = {id(x): x for x in leaves if self._is_module(x)}
         self._modules = list(found.values())

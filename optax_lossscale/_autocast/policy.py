@@ -78,7 +78,7 @@ def kind_of(equation: Any, known: Sequence[Any], is_square: bool) -> Kind:
     """
     name, params = equation.primitive.name, equation.params
     kind = KIND_OF.get(name, Kind.FLOAT32)
-    old = equation.invars[0].aval if equation.invars else None
+    old: Any = equation.invars[0].aval if equation.invars else None
     if name == "convert_element_type":
         is_same = old.dtype == equation.outvars[0].aval.dtype
         # Masks and bytes fit. Other integers are counts and positions.

@@ -28,7 +28,7 @@ class Kind(enum.Enum):
 class Known(NamedTuple):
     """A number that is known while tracing."""
 
-    value: np.generic
+    value: Any
 
     @property
     def key(self) -> tuple[str, bytes]:
@@ -164,8 +164,9 @@ class Reader:
 
         for equation in jaxpr.eqns:
             inputs = list(map(read, equation.invars))
-            outputs: list[Atom] = [next(NAMES) for _ in equation.outvars]
-            step = Step(equation, inputs, outputs, Kind.NESTED, caller)
+            names = [next(NAMES) for _ in equation.outvars]
+            step = Step(equation, inputs, names, Kind.NESTED, caller)
+            outputs: list[Atom] = [*names]
             if _is_plain_call(equation):
                 inner, consts = parts.opened(parts.called_jaxpr(equation))
                 constants = [next(NAMES) for _ in consts]

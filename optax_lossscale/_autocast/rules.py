@@ -52,9 +52,9 @@ class _Call:
 
     def join(self, floats: Sequence[Any], others: Any) -> list[Any]:
         """Puts floating-point results and others in their places."""
-        floats, others = iter(floats), iter(others)
+        numbers, rest = iter(floats), iter(others)
         count = range(len(self.step.outputs))
-        return [next(floats if i in self.results else others) for i in count]
+        return [next(numbers if i in self.results else rest) for i in count]
 
     def run(
         self,
