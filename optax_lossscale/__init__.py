@@ -1,6 +1,7 @@
 """Loss scaling for float16 training with Optax."""
 
 from optax_lossscale import diagnostics as diagnostics
+from optax_lossscale._autocast.cast import autocast as autocast
 from optax_lossscale._optimizer import LossScaleOptimizer as LossScaleOptimizer
 from optax_lossscale._rules.base import LossScale as LossScale
 from optax_lossscale._rules.dynamic import (

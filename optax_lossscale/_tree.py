@@ -21,6 +21,13 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic) and not is_float0(leaf)
 
 
+def is_argument(leaf: Any) -> bool:
+    """Whether `leaf` is an array that a compiled function can take as an argument."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool
+    return isinstance(leaf, jax.Array)
+
+
 def is_key(leaf: Any) -> bool:
     """Whether `leaf` is an array of PRNG keys."""
     dtype = getattr(leaf, "dtype", None)

@@ -12,8 +12,8 @@ from flax import linen, nnx
 from jax import lax
 from tracing import TWO, half, line_of, total
 
+from optax_lossscale._jaxprs.lines import Source
 from optax_lossscale.diagnostics import trace_numerics
-from optax_lossscale.diagnostics._trace.equations import Source
 
 HERE = "/".join(Path(__file__).parts[-2:])
 # The second is Python 3.13's without a terminal; the fifth is PyCharm's.

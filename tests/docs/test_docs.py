@@ -43,6 +43,7 @@ def test_public_names():
         DynamicLossScale FixedLossScale FixedLossScaleState HeadroomLossScale
         HeadroomLossScaleState LossScale LossScaleOptimizer LossScaleOptimizerState
         DynamicLossScaleState TolerantLossScale TolerantLossScaleState all_finite
+        autocast
         get_loss_scale scale_as_parameter scale_gradient select_applied with_loss_scale
     """
     assert PUBLIC.keys() - DIAGNOSTICS.keys() == set(names.split())

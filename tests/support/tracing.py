@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale.diagnostics._trace import equations
+from optax_lossscale._jaxprs import parts
 
 TWO = jnp.array([1.0, 2.0], jnp.float32)
 
@@ -89,11 +89,11 @@ def run_eagerly(jaxpr, consts, args):
 
     for equation in jaxpr.eqns:
         inputs = list(map(read, equation.invars))
-        if equation.primitive.name in equations.CALLS:
-            inner = equations.opened(equations.called_jaxpr(equation))
+        if equation.primitive.name in parts.CALLS:
+            inner = parts.opened(parts.called_jaxpr(equation))
             found = yield from run_eagerly(*inner, inputs)
         else:
-            found = equations.bind(equation, inputs)
+            found = parts.bind(equation, inputs)
             yield equation, found
         values.update(zip(equation.outvars, found, strict=True))
     return list(map(read, jaxpr.outvars))

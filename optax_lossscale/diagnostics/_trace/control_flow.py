@@ -10,6 +10,7 @@ from jax import lax
 from jax.core import eval_jaxpr
 from jax.sharding import PartitionSpec
 
+from optax_lossscale._jaxprs import flow, parts
 from optax_lossscale.diagnostics._trace import equations, statistics
 from optax_lossscale.diagnostics._trace.values import Place, Value
 
@@ -40,13 +41,7 @@ def run_cond(
     outs, shapes = zip(*found, strict=True)
     keys = [sum((x.keys for x in values), ()) for values in zip(*outs, strict=True)]
     chosen = [functools.partial(complete, k) for k in numbers]
-    platforms = equation.params.get("branches_platforms")
-    if platforms is None:
-        out, found = lax.switch(index.real, chosen, operands)
-    else:
-        pairs = zip(chosen, platforms, strict=True)
-        by_name = {x: f for f, names in pairs for x in names or ("default",)}
-        out, found = lax.platform_dependent(operands, **by_name)
+    out, found = flow.switch(equation, index.real, chosen, operands)
     place.recorder.extend([key for keys in measured for key in keys], found)
     return out
 
@@ -56,16 +51,14 @@ def run_scan(
 ) -> list[Value]:
     """Follows a scan."""
     params = equation.params
-    n, m = equations.scan_counts(equation)
-    consts, carry, xs = inputs[:n], inputs[n : n + m], inputs[n + m :]
+    consts, carry, xs = flow.scan_parts(equation, inputs)
 
     def body(values, x, inner):
         out = interpreter.enter(params["jaxpr"], [*consts, *values, *x], inner)
-        return out[:m], out[m:]
+        return out[: len(carry)], out[len(carry) :]
 
     def loop_over(step, state):
-        options = {name: params[name] for name in ("length", "reverse", "unroll")}
-        return lax.scan(step, state, xs, **options)
+        return flow.scan(equation, step, state, xs)
 
     def first_of(x):
         return x[0] if params["length"] else jnp.zeros(x.shape[1:], x.dtype)
@@ -80,8 +73,7 @@ def run_while(
 ) -> list[Value]:
     """Follows a while loop. The last time, its condition is not measured."""
     params = equation.params
-    n, m = params["cond_nconsts"], params["body_nconsts"]
-    asked, consts, carry = inputs[:n], inputs[n : n + m], inputs[n + m :]
+    asked, consts, carry = flow.while_parts(equation, inputs)
     condition = params["cond_jaxpr"]
 
     def body(values, _, inner):
@@ -184,7 +176,7 @@ def run_shard_map(
 ) -> list[Value]:
     """Follows the program of each device."""
     params = equation.params
-    axes = equations.manual_axes(equation)
+    axes = parts.manual_axes(equation)
     devices = math.prod(params["mesh"].shape[x] for x in axes)
     measured: list[Any] = []
     outer = interpreter.zero, interpreter.varying
@@ -198,14 +190,10 @@ def run_shard_map(
         return [x.apart(x.keys) for x in out], found
 
     # A value and its shadow are sharded alike.
-    out, found = jax.shard_map(
-        body,
-        mesh=params["mesh"],
-        in_specs=(PartitionSpec(), PartitionSpec(axes), list(params["in_specs"])),
-        out_specs=(list(params["out_specs"]), PartitionSpec(axes)),
-        axis_names=set(axes),
-        check_vma=params["check_vma"],
-    )(interpreter.zero, jnp.zeros(devices, jnp.int32), inputs)
+    in_specs = PartitionSpec(), PartitionSpec(axes), list(params["in_specs"])
+    out_specs = list(params["out_specs"]), PartitionSpec(axes)
+    run = flow.shard_map(equation, body, in_specs, out_specs)
+    out, found = run(interpreter.zero, jnp.zeros(devices, jnp.int32), inputs)
     interpreter.zero, interpreter.varying = outer
     place.recorder.extend(measured, statistics.over_devices(found))
     return out

@@ -1,48 +1,18 @@
-"""What an equation of a jaxpr says: its line, its scope, its parts.
+"""What the trace knows about primitives, and the same equation in float32."""
 
-What this folder knows about JAX's primitives and its internals is here, but for loops
-and branches: see `control_flow`.
-"""
-
-import dataclasses
-import functools
-import itertools
 import linecache
 import math
-import os
 import re
-import sys
-import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
-CUSTOM_VJP = jax.custom_vjp.__call__.__qualname__
-# A line in these packages is not the user's: the line that called them is, where the
-# dtype of a layer is chosen. In other libraries, both lines are named.
-FRAMEWORKS = (
-    "jax", "jaxlib", "flax", "haiku", "equinox", "keras", "optax", "chex", "jmp",
-    "einops", "optree",
-)  # fmt: skip
-# Who calls a function that older versions of JAX keep the jaxpr of. Newer ones keep no
-# frames outside of it.
-BORDERS = ("trace_to_jaxpr", "trace_to_jaxpr_dynamic")
-# What consoles call their input. Other names in angle brackets are of generated code.
-CONSOLES = re.compile(
-    r"<([a-z]+-input|input|stdin|console|command|doctest|string|exec)\b"
-)
+from optax_lossscale._jaxprs.parts import bind, is_jaxpr, opened
+
 NUMBER = re.compile(r"(?<![\w.])\d*\.?\d+(?:e-?\d+)?", re.IGNORECASE)
-# A file, a line, and the qualified name of the function with that line.
-Line = tuple[str, int, str]
-# Primitives that call one jaxpr, and the parameters that hold it.
-CALLS = (
-    "jit", "closed_call", "eval_jaxpr", "remat2", "custom_jvp_call", "custom_vjp_call",
-)  # fmt: skip
-CALLED = ("jaxpr", "call_jaxpr")
 # They return the magnitudes that they get, perhaps in another order.
 MOVES = (
     "reshape", "transpose", "broadcast_in_dim", "squeeze", "rev", "neg", "abs", "copy",
@@ -76,33 +46,6 @@ BITS = ("bitcast_convert_type", "rng_uniform", "nextafter")
 HALF = [x for x in dir(jnp) if re.fullmatch(r"b?float16|float[48]_\w+", x)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """Where an equation stands in the user's code; line 0 if that is not known.
-
-    Attributes:
-      file: The file.
-      line: The line.
-      function: The qualified name of the function with that line.
-      in_rule: Whether the equation is in the backward rule of a `jax.custom_vjp`
-        function, which that line calls.
-      callers: The user's lines that led there, the innermost first: of each the file,
-        the line and the function. Sources are equal whoever calls them.
-    """
-
-    file: str = ""
-    line: int = 0
-    function: str = ""
-    in_rule: bool = False
-    callers: tuple[Line, ...] = dataclasses.field(default=(), compare=False)
-
-    @property
-    def own(self) -> Line:
-        """The innermost line that the user can change."""
-        lines = [(self.file, self.line, self.function), *self.callers]
-        return next((x for x in lines if not is_installed(x[0])), lines[0])
-
-
 def is_half(dtype: Any) -> bool:
     """Whether a dtype, or its name, is a floating-point one of at most 16 bits."""
     return str(dtype) in HALF
@@ -127,117 +70,6 @@ def is_exact_cast(equation: Any) -> bool:
     old, new = (jnp.finfo(x.dtype) for x in types)
     has_range = old.minexp >= new.minexp and old.maxexp <= new.maxexp
     return has_range and old.nmant <= new.nmant
-
-
-def source_of(equation: Any, caller: Source, *, is_backward: bool) -> Source:
-    """Returns the innermost line of the user, and those that called it.
-
-    Args:
-      equation: An equation.
-      caller: Where the jaxpr that holds it is called. JAX keeps the jaxpr of a jitted
-        function, with the lines of the first call, so only lines inside count.
-      is_backward: Whether it is in the backward pass. There JAX gives equations of a
-        custom rule the line of the call of the `jax.custom_vjp` function.
-    """
-    traceback = equation.source_info.traceback
-    in_rule = False
-    lines: list[Line] = []
-    for frame in traceback.frames if traceback is not None else ():
-        in_rule |= is_backward and not lines and frame.function_name == CUSTOM_VJP
-        if frame.function_name in BORDERS or frame.file_name.startswith(PACKAGE):
-            break
-        if _is_users(frame.file_name):
-            lines.append((frame.file_name, frame.line_num, frame.function_name))
-    if not lines:
-        return dataclasses.replace(caller, in_rule=in_rule or caller.in_rule)
-    if caller.line:
-        lines += [(caller.file, caller.line, caller.function), *caller.callers]
-    # A lambda and what calls it are often on one line.
-    callers = (y for x, y in itertools.pairwise(lines) if x[:2] != y[:2])
-    return Source(*lines[0], in_rule, tuple(callers))
-
-
-@functools.cache
-def _is_users(file: str) -> bool:
-    """Whether a file of a traceback is the user's own."""
-    if file.startswith("<"):
-        return CONSOLES.match(file) is not None
-    library = sysconfig.get_path("stdlib") + os.sep
-    if file.startswith(library) and not is_installed(file):
-        return False
-    modules = (sys.modules.get(name) for name in FRAMEWORKS)
-    files = (getattr(module, "__file__", None) for module in modules)
-    folders = (os.path.dirname(x) + os.sep for x in files if x)
-    return not file.startswith(tuple(folders))
-
-
-def is_installed(file: str) -> bool:
-    """Whether a file is that of an installed library."""
-    return "-packages" + os.sep in file
-
-
-def scope_of(equation: Any, outer: str) -> str:
-    """Returns the named scopes, `Model/Block_0` for example, without transforms."""
-    names = str(equation.source_info.name_stack)
-    names = re.sub(r"\b(?:jvp|transpose|vmap|jit|pjit|remat|checkpoint)\(", "(", names)
-    names = names.replace("(", "").replace(")", "").replace("rematted_computation", "")
-    parts = [part for part in names.split("/") if part]
-    middle = len(parts) // 2
-    if equation.primitive.name == "remat2" and parts[:middle] == parts[middle:]:
-        parts = parts[:middle]  # In the backward pass JAX gives it its scopes twice.
-    return "/".join([outer, *parts] if outer else parts)
-
-
-def opened(x: Any) -> tuple[Any, Sequence[Any]]:
-    """Returns a jaxpr and its constants, closed or not."""
-    return (x.jaxpr, x.consts) if hasattr(x, "jaxpr") else (x, ())
-
-
-def is_jaxpr(x: Any) -> bool:
-    """Whether `x` is a jaxpr, closed or not."""
-    return hasattr(x, "eqns")
-
-
-def called_jaxpr(equation: Any) -> Any:
-    """Returns the jaxpr that a primitive in `CALLS` calls."""
-    return next(equation.params[x] for x in CALLED if x in equation.params)
-
-
-def all_equations(jaxpr: Any) -> Iterator[Any]:
-    """Yields the equations of a jaxpr, and of the jaxprs in their parameters."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for parameter in equation.params.values():
-            for x in parameter if isinstance(parameter, tuple) else (parameter,):
-                if is_jaxpr(x):
-                    yield from all_equations(opened(x)[0])
-
-
-def manual_axes(equation: Any) -> tuple[str, ...]:
-    """Returns the axes that a `shard_map` maps over."""
-    names = ("newly_manual_axes", "manual_axes")  # The second in older versions.
-    return tuple(next(equation.params[x] for x in names if x in equation.params))
-
-
-def scan_counts(equation: Any) -> tuple[int, int]:
-    """Returns how many constants a scan has, and how many parts its state."""
-    params = equation.params
-    if "ft_in" not in params:  # Older versions of JAX.
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()
-    return len(list(consts)), len(list(carry))
-
-
-def bind(equation: Any, args: Sequence[Any], params: Any = None) -> list[Any]:
-    """Runs an equation, perhaps with other parameters."""
-    params = equation.params if params is None else params
-    params = equation.primitive.get_bind_params(params)
-    functions = ()
-    if isinstance(params, tuple):  # Older versions return functions as well.
-        functions, params = params
-    with equation.ctx.manager:
-        out = equation.primitive.bind(*functions, *args, **params)
-    return list(out) if equation.primitive.multiple_results else [out]
 
 
 # The same equation in float32.

@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
+from optax_lossscale._jaxprs import parts
 from optax_lossscale.diagnostics._trace import control_flow, equations
 from optax_lossscale.diagnostics._trace.values import Key, Place, Site, Value
 
@@ -73,7 +74,7 @@ class Interpreter:
 
     def enter(self, jaxpr: Any, args: Sequence[Value], place: Place) -> list[Value]:
         """Evaluates a jaxpr of an equation, whose constants are not measured."""
-        jaxpr, consts = equations.opened(jaxpr)
+        jaxpr, consts = parts.opened(jaxpr)
         return self.run(jaxpr, [*map(self.value, consts), *args], place)
 
     def literal(self, x: Any, *about: Any) -> Value:
@@ -134,11 +135,11 @@ class Interpreter:
 
     def _follow(self, equation, inputs, place):
         name = equation.primitive.name
-        if name in equations.CALLS:
+        if name in parts.CALLS:
             if name == "remat2":
                 # Otherwise the compiler would find that the forward pass has this.
                 inputs = lax.optimization_barrier(inputs)
-            return self.enter(equations.called_jaxpr(equation), inputs, place)
+            return self.enter(parts.called_jaxpr(equation), inputs, place)
         if name not in FLOW:
             return self._operation(equation, inputs, place)
         # In loops and branches are only some of the sites of their results.
@@ -156,7 +157,7 @@ class Interpreter:
             # The compiler would multiply by the reciprocal of a constant.
             pairs = zip(args, constant, strict=True)
             args = [self._hold(jnp.asarray(x)) if fixed else x for x, fixed in pairs]
-        reals = equations.bind(equation, args)
+        reals = parts.bind(equation, args)
         # XLA would fold constants, and their statistics, at compile time.
         if any(constant) or not inputs or name in equations.REWRITTEN:
             reals = list(map(self._hold, reals))

@@ -14,6 +14,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale import _check as check
+from optax_lossscale._jaxprs import parts
 from optax_lossscale.diagnostics._trace import equations, program, trace, verdict
 from optax_lossscale.diagnostics._trace.effects import Effect
 from optax_lossscale.diagnostics._trace.findings import log2_of, power
@@ -222,7 +223,7 @@ class _Promoter(Interpreter):
         is_exact = halves[-1] if is_cast and is_scaled else _is_exact(equation)
         flag = is_exact or self._flag(place)
         rounded = list(map(equations.narrow, args, types))
-        reals = list(map(equations.widen, equations.bind(equation, rounded)))
+        reals = list(map(equations.widen, parts.bind(equation, rounded)))
         wide = None
         if any(halves) and flag is not False:
             wide = equations.bind_wide(equation, args)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from optax_lossscale._jaxprs import lines
 from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._trace import equations
 from optax_lossscale.diagnostics._trace.program import Program
@@ -150,7 +151,7 @@ class NumericOperation(NamedTuple):
             phase = "in its backward rule (jax.custom_vjp)"
         elif self.for_derivative:
             phase += ", for its derivative"
-        own = [x for x in self.callers if not equations.is_installed(x[0])]
+        own = [x for x in self.callers if not lines.is_installed(x[0])]
         calls = "".join(f", called from {named(*x)}" for x in own[:CALLERS])
         return (
             f"{self.place}{calls}: {self.primitive} {self.dtype}[{shape}]{iteration}, "

@@ -8,15 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from optax_lossscale import _check as check
 from optax_lossscale._gradients import loss_of
+from optax_lossscale._jaxprs import parts
 from optax_lossscale._scaling import scale_up
-from optax_lossscale._tree import is_inexact
+from optax_lossscale._tree import is_argument, is_inexact
 from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._common import check_host
-from optax_lossscale.diagnostics._trace import equations
 from optax_lossscale.diagnostics._trace.interpreter import Interpreter
 from optax_lossscale.diagnostics._trace.statistics import Recorder, norms
 from optax_lossscale.diagnostics._trace.values import Place, Value
@@ -78,7 +77,7 @@ def make_call(
             f"{type(params).__name__} with none. If it is a model that is not a "
             "pytree, pass its parameters, and build the model in loss_fn."
         )
-    chosen |= {i: x for i, x in enumerate(leaves) if _is_argument(x)}
+    chosen |= {i: x for i, x in enumerate(leaves) if is_argument(x)}
 
     def function(arrays):
         given = dict(enumerate(leaves)) | dict(zip(chosen, arrays, strict=True))
@@ -86,13 +85,6 @@ def make_call(
         return loss_of(loss_fn(params, *args, **kwargs), has_aux)
 
     return function, list(chosen.values()), [names[i] for i in chosen], count
-
-
-def _is_argument(x: Any) -> bool:
-    """Whether `x` is an array that a compiled function can take as an argument."""
-    if isinstance(x, np.ndarray | np.generic):
-        return jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool
-    return isinstance(x, jax.Array)
 
 
 class Program:
@@ -135,7 +127,7 @@ class Program:
 
         self.closed = jax.make_jaxpr(program)(jnp.float32(1), arrays)
         self.parameters = [(name,) for name in names[:count]]
-        followed = list(equations.all_equations(self.closed.jaxpr))
+        followed = list(parts.all_equations(self.closed.jaxpr))
         results = (x.aval for equation in followed for x in equation.outvars)
         computes = any(str(getattr(x, "dtype", "")) == self.dtype for x in results)
         self.judged = None if computes else self.dtype

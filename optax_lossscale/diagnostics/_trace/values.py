@@ -5,11 +5,12 @@ from typing import Any, NamedTuple
 
 import jax
 
+from optax_lossscale._jaxprs import lines
 from optax_lossscale.diagnostics._trace import equations
 from optax_lossscale.diagnostics._trace.statistics import Recorder
 
 Key = tuple[Any, ...]
-NOWHERE = equations.Source()
+NOWHERE = lines.Source()
 
 
 class Value(NamedTuple):
@@ -70,7 +71,7 @@ class Site:
     primitive: str = ""
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    source: equations.Source = NOWHERE
+    source: lines.Source = NOWHERE
     scope: str = ""
     phase: str = ""
     loops: tuple[int, ...] = ()
@@ -94,7 +95,7 @@ class Place(NamedTuple):
 
     key: Key
     recorder: Recorder
-    source: equations.Source = NOWHERE
+    source: lines.Source = NOWHERE
     scope: str = ""
     phase: str = "forward"
     loops: tuple[int, ...] = ()
@@ -102,8 +103,8 @@ class Place(NamedTuple):
     def at(self, equation: Any, index: int) -> "Place":
         """Returns the place of an equation."""
         is_backward = self.phase == "backward"
-        source = equations.source_of(equation, self.source, is_backward=is_backward)
-        scope = equations.scope_of(equation, self.scope)
+        source = lines.source_of(equation, self.source, is_backward=is_backward)
+        scope = lines.scope_of(equation, self.scope)
         return self._replace(key=(*self.key, index), source=source, scope=scope)
 
     def inside(self, name: str, *loops: int) -> "Place":

@@ -1,0 +1,173 @@
+"""`autocast`: a float32 function computes in half precision."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_lossscale import _check as check
+from optax_lossscale._autocast import policy
+from optax_lossscale._autocast.evaluate import Evaluator
+from optax_lossscale._autocast.modules import Modules
+from optax_lossscale._autocast.policy import State
+from optax_lossscale._autocast.program import Reader, Step
+from optax_lossscale._autocast.states import Planner, is_float32
+from optax_lossscale._tree import is_argument, split_arrays
+from optax_lossscale._warn import warn
+
+
+def autocast(
+    fun: Callable[..., Any], dtype: Any = jnp.float16, *, float32: Any = ()
+) -> Callable[..., Any]:
+    """Makes a float32 function compute in half precision where that is fast and safe.
+
+    Matrix products and convolutions compute in `dtype`, in the backward pass, too, and
+    what adds their results, multiplies or moves them, keeps that dtype. Sums, squares,
+    exp, log, roots, divisions and differences compute in float32, in the backward pass,
+    too: gradients of biases are sums. So do constants that `dtype` cannot hold, and
+    whatever `autocast` does not know, such as kernels. Nothing in the function or in a
+    library that it calls has to change.
+
+    The result is an ordinary function of float32: arguments, results and gradients have
+    the dtypes and the structure that they have without `autocast`. Inside of it
+    everything looks like float32. `precision="highest"` and dtypes other than float32
+    stay as they are.
+
+    Each call traces `fun`, so compile the training step with `jax.jit`. For float16,
+    use it with `LossScaleOptimizer`, since float16 gradients vanish without a scale.
+
+    Args:
+      fun: A function of arrays in any pytrees, for example a loss function. Other
+        leaves are static. Flax nnx modules may be arguments, and their changes in place
+        come back. It may close over arrays, but not over a module that it changes.
+      dtype: The dtype to compute in: float16 or bfloat16.
+      float32: Lines to keep in float32, with their derivatives: "file.py:123", where
+        the path may be the end of a path, or what `diagnostics.float32_lines` returns.
+        The innermost line of your code counts.
+
+    Returns:
+      A function with the arguments and the results of `fun`.
+
+    Raises:
+      TypeError: If `fun` is no function, or `float32` holds something else than lines.
+      ValueError: If `dtype` is another dtype, or a line has no number.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from optax_lossscale import LossScaleOptimizer, autocast
+      >>> @autocast
+      ... def loss_fn(params, x, y):
+      ...     return jnp.mean((jax.nn.relu(x @ params["w"]) - y) ** 2)
+      >>> params = {"w": jnp.ones((4, 2))}
+      >>> optimizer = LossScaleOptimizer(optax.sgd(0.1))
+      >>> state = optimizer.init(params)
+      >>> x, y = jnp.ones((8, 4)), jnp.ones((8, 2))
+      >>> params, state, loss = optimizer.minimize(loss_fn, params, state, x, y)
+      >>> print(loss, params["w"].dtype)
+      9.0 float32
+
+      The matrix product is float16, the mean of squares is not:
+
+      >>> print(jax.make_jaxpr(loss_fn)(params, x, y).pretty_print(use_color=False))
+      {...:f16[8,2] = dot_general[...:f32[] = reduce_sum[...
+    """
+    check.function("fun", fun)
+    name = check.dtype("dtype", dtype)
+    if name not in ("float16", "bfloat16"):
+        raise ValueError(f"dtype must be float16 or bfloat16, got {dtype!r}.")
+    lines = _lines_of(float32)
+
+    @functools.wraps(fun, updated=())
+    def cast(*args, **kwargs):
+        modules = Modules((args, kwargs))
+        arrays, join = split_arrays(modules.tree, is_argument)
+        paths: list[Any] = []
+
+        def flat(*arrays):
+            (args, kwargs), changes = modules.join(join(arrays))
+            out = fun(*args, **kwargs)
+            paths[:], variables = changes()
+            results, join_results = split_arrays((out, variables), _is_array)
+            joins[:] = [join_results]
+            return results
+
+        joins: list[Any] = []
+        closed = jax.make_jaxpr(flat)(*arrays)
+        found = _evaluate(closed, list(map(jnp.asarray, arrays)), name, lines)
+        out, variables = joins[0](found)
+        modules.write(paths, variables)
+        return out
+
+    inner = getattr(fun, "without_scale", None)  # What with_loss_scale wraps.
+    if inner is not None:
+        vars(cast)["without_scale"] = autocast(inner, dtype, float32=float32)
+    return cast
+
+
+def _evaluate(closed, arrays, dtype, lines):
+    """Runs a jaxpr with the policy."""
+    missing = dict(lines)
+
+    def is_wanted(step: Step) -> bool:
+        places = step.source.own[:2], (step.source.file, step.source.line)
+        found = [
+            text
+            for text, (end, line) in lines.items()
+            if any(_ends_with(file, end) and line == k for file, k in places)
+        ]
+        for text in found:
+            missing.pop(text, None)
+        return bool(found)
+
+    planner = Planner(dtype, is_wanted if lines else lambda step: False)
+    reader = Reader(policy.kind_of)
+    program = reader.read(closed)
+
+    def states(variables, state):
+        return tuple(state if is_float32(x.aval) else None for x in variables)
+
+    inputs = states(closed.jaxpr.invars, State.FLEXIBLE)
+    outputs = states(closed.jaxpr.outvars, State.WIDE)
+    # The caller reads the results in float32.
+    plan = planner.plan(program, inputs, [True] * len(outputs))
+    evaluator = Evaluator(dtype, planner, reader)
+    found = evaluator.run(plan, arrays, outputs, is_saved=True)
+    for text in missing:
+        warn(
+            f"float32 has a line that nothing in the function stands on: {text}. The "
+            "innermost line of your code counts, and the number of the line may have "
+            "changed: ask diagnostics.float32_lines again."
+        )
+    return found
+
+
+def _ends_with(file: str, end: str) -> bool:
+    file, end = file.replace("\\", "/"), end.replace("\\", "/")
+    return file == end or file.endswith("/" + end)
+
+
+def _lines_of(float32: Any) -> dict[str, tuple[str, int]]:
+    """Returns the file and the number of each line, by its text."""
+    float32 = getattr(float32, "lines", float32)
+    found = {}
+    try:
+        for x in [float32] if isinstance(float32, str) else float32:
+            text = x if isinstance(x, str) else f"{x.file}:{x.line}"
+            file, _, number = text.rpartition(":")
+            found[text] = file, int(number)
+    except (AttributeError, TypeError, ValueError) as error:
+        kind = ValueError if isinstance(error, ValueError) else TypeError
+        raise kind(
+            'float32 must hold lines, "file.py:123" for example, or be what '
+            f"diagnostics.float32_lines returns, got {float32!r}."
+        ) from error
+    # The gradient of the loss has no line: it is float32 already.
+    return {k: place for k, place in found.items() if place[1]}
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array)

@@ -1,0 +1,183 @@
+"""What computes in which dtype, and why. Change it here.
+
+A float32 number of the program is in one of three states. FLEXIBLE: an argument, or
+what follows from arguments without products: float32, and rounded where it meets HALF.
+HALF: held in half precision. WIDE: float32 on purpose. Integers have no state.
+"""
+
+import enum
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from optax_lossscale._autocast.program import Kind, Known, Program, Step
+
+
+class State(enum.IntEnum):
+    """How a float32 number of the program is held. Where two meet, the larger wins."""
+
+    FLEXIBLE = 0
+    HALF = 1
+    WIDE = 2
+
+
+# The primitives of each kind. All others are of the kind FLOAT32: sums, squares, exp,
+# log, roots, divisions, and whatever is not known here. Their results are WIDE, because
+# they leave the range of half precision, or add up its rounding.
+KINDS = {
+    # Nearly all the work, and what the hardware is fast at. Results are HALF.
+    Kind.PRODUCT: (
+        "dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general",
+    ),
+    # Computed in float32, since log(1 - sigmoid(x)) needs all digits. But the result is
+    # small and harmless, so it is FLEXIBLE: silu(x) is HALF where x is.
+    Kind.BOUNDED: ("tanh", "logistic", "erf", "sin", "cos", "sign"),
+    # They round once, and stay near their operands: as wide as those.
+    Kind.ARITHMETIC: ("add", "add_any", "sub", "mul", "div"),
+    # They round nothing: as wide as what they move.
+    Kind.MOVE: (
+        "abs", "all_to_all", "clamp", "concatenate", "copy", "copy_p", "dynamic_slice",
+        "dynamic_update_slice", "expand_dims", "max", "mesh_cast", "min", "name", "neg",
+        "optimization_barrier", "pad", "ppermute", "reshape", "reshard", "rev",
+        "select_n", "sharding_constraint", "slice", "split", "squeeze", "stop_gradient",
+        "transpose", "layout_constraint",
+    ),
+    # Moves, too, but what they move may go to several places, so their derivatives are
+    # sums. They run in float32 between two casts, so that these sums are float32.
+    Kind.SPREAD: (
+        "all_gather", "broadcast_in_dim", "cummax", "cummin", "gather", "pbroadcast",
+        "pcast", "pmax", "pmin", "pvary", "reduce_max", "reduce_min",
+        "reduce_window_max", "reduce_window_min", "scatter", "select_and_gather_add",
+        "sort",
+    ),
+}  # fmt: skip
+KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
+# Each of these is a row of the table that does not fit the names above.
+FOLLOWERS = Kind.ARITHMETIC, Kind.MOVE, Kind.SPREAD
+# Beyond such a factor the product may leave the range that its other factor is in.
+LARGEST_FACTOR = 128
+# From so many iterations on, the roundings of a sum in a loop add up.
+LONG_LOOP = 128
+# Larger arrays are parameters rather than masks, and looking at them takes time.
+LARGEST_CONSTANT = 2**20
+# They mark what is certain to fit.
+SMALL = ("bool", "int8", "uint8", "int4", "uint4", "int2", "uint2")
+
+
+def kind_of(equation: Any, known: Sequence[Any], is_square: bool) -> Kind:
+    """Returns the kind of an equation.
+
+    Args:
+      equation: The equation.
+      known: For each operand, its number if the program knows it, else None.
+      is_square: Whether it multiplies a number by itself.
+    """
+    name, params = equation.primitive.name, equation.params
+    kind = KIND_OF.get(name, Kind.FLOAT32)
+    old: Any = equation.invars[0].aval if equation.invars else None
+    if name == "convert_element_type":
+        is_same = old.dtype == equation.outvars[0].aval.dtype
+        # Masks and bytes fit. Other integers are counts and positions.
+        is_small = old.dtype.name in SMALL
+        return Kind.MOVE if is_same else Kind.BOUNDED if is_small else Kind.FLOAT32
+    types = [x.aval.dtype for x in (*equation.invars, *equation.outvars)]
+    floats = {x for x in types if jnp.issubdtype(x, jnp.inexact)}
+    if floats != {np.dtype(np.float32)}:
+        return Kind.FLOAT32  # Somebody chose another dtype.
+    if kind == Kind.PRODUCT:
+        if not _is_default(params.get("precision")):
+            return Kind.FLOAT32  # Somebody asked for precision.
+        # Nothing is added up: a product of each with each, of positions for example.
+        return Kind.ARITHMETIC if _terms(equation) == 1 else kind
+    if name == "reduce_sum" and math.prod(old.shape[x] for x in params["axes"]) == 1:
+        return Kind.MOVE
+    if name == "sub" and known == [None, None]:
+        # A small difference of large numbers: half precision has lost its digits.
+        return Kind.FLOAT32
+    if name == "div" and known[1] is None:
+        return Kind.FLOAT32
+    factors = [x for x in (known if name in ("mul", "div") else ()) if x is not None]
+    if is_square or not all(map(_is_moderate, factors)):
+        return Kind.FLOAT32
+    return kind
+
+
+def _is_moderate(factor: Any) -> bool:
+    size = abs(float(factor))
+    return size == 0 or 1 / LARGEST_FACTOR <= size <= LARGEST_FACTOR
+
+
+def _is_default(precision: Any) -> bool:
+    chosen = precision if isinstance(precision, tuple) else (precision,)
+    return all(x is None or str(x) in ("DEFAULT", "Precision.DEFAULT") for x in chosen)
+
+
+def _terms(equation: Any) -> int:
+    """Returns how many products each number of the result adds up."""
+    if equation.primitive.name != "dot_general":
+        return 2
+    (axes, _), _ = equation.params["dimension_numbers"]
+    return math.prod(equation.invars[0].aval.shape[x] for x in axes)
+
+
+def passes_sums_on(step: Step, program: Program, indices: Sequence[int]) -> bool:
+    """Whether results are still the sum, perhaps smaller, that some operands are.
+
+    Args:
+      step: The operation.
+      program: The program that holds it.
+      indices: Which of its operands are such a sum.
+    """
+    if step.name not in ("mul", "div"):
+        return step.kind in FOLLOWERS or step.name in ("add", "sub")
+    (other,) = {0, 1}.difference(indices[:1])
+    size = math.prod(step.equation.invars[other].aval.shape)
+    return size == 1 or program.number(step.inputs[other]) is not None
+
+
+def state_of_number(number: Known, dtype: Any) -> State:
+    """Returns the state of a constant: WIDE if half precision cannot hold it."""
+    info, size = jnp.finfo(dtype), abs(float(number.value))
+    fits = float(info.tiny) <= size <= float(info.max)
+    return (
+        State.FLEXIBLE if fits or size in (0, math.inf) or size != size else State.WIDE
+    )
+
+
+def state_of_array(array: Any, dtype: Any) -> State:
+    """Returns the state of an array that the program closes over."""
+    is_known = not isinstance(array, Tracer) and getattr(
+        array, "is_fully_addressable", True
+    )
+    if not is_known or np.size(array) > LARGEST_CONSTANT:
+        return State.FLEXIBLE
+    sizes = np.abs(np.asarray(array, np.float32))
+    is_beyond = np.any((sizes > float(jnp.finfo(dtype).max)) & np.isfinite(sizes))
+    return State.WIDE if is_beyond else State.FLEXIBLE
+
+
+def state_of_result(
+    kind: Kind, states: Sequence[State], is_mixed: bool, is_wanted: bool
+) -> State:
+    """Returns the state of the results of an equation.
+
+    Args:
+      kind: Its kind.
+      states: The states of its operands.
+      is_mixed: Whether some of its operands would be rounded.
+      is_wanted: Whether all that read the result compute in float32.
+    """
+    if kind == Kind.PRODUCT:
+        return State.HALF
+    if kind == Kind.BOUNDED:
+        return State.FLEXIBLE
+    if kind not in FOLLOWERS or not states:
+        return State.WIDE
+    found = max(states)
+    # Sums and squares read it in float32, so nobody gains if it is rounded before.
+    rounds = kind == Kind.ARITHMETIC or is_mixed
+    return State.WIDE if is_wanted and rounds and found == State.HALF else found

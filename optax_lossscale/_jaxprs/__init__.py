@@ -1,0 +1,1 @@
+"""Ways through a jaxpr: what `autocast` and the trace know about equations."""

@@ -1,0 +1,62 @@
+"""Runs a loop, a branch or a `jax.shard_map` again, around other functions."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from optax_lossscale._jaxprs import parts
+
+
+def switch(
+    equation: Any, index: Any, functions: Sequence[Callable[..., Any]], operands: Any
+) -> Any:
+    """Runs one of the functions, as a `cond` does with its branches.
+
+    Args:
+      equation: The equation.
+      index: Its first operand, which says which branch.
+      functions: A function for each branch.
+      operands: The argument of the functions.
+    """
+    platforms = equation.params.get("branches_platforms")
+    if platforms is None:
+        return lax.switch(index, functions, operands)
+    pairs = zip(functions, platforms, strict=True)
+    by_name = {x: f for f, names in pairs for x in names or ("default",)}
+    return lax.platform_dependent(operands, **by_name)
+
+
+def scan_parts(equation: Any, values: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Splits values of the operands: the constants, the state, the slices."""
+    n, m = parts.scan_counts(equation)
+    return values[:n], values[n : n + m], values[n + m :]
+
+
+def scan(equation: Any, step: Callable[..., Any], state: Any, xs: Any) -> Any:
+    """Runs a function of a state and a slice as a `scan` does."""
+    params = equation.params
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    return lax.scan(step, state, xs, **options)
+
+
+def while_parts(equation: Any, values: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Splits values: the constants of the condition, those of the body, the state."""
+    n, m = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+    return values[:n], values[n : n + m], values[n + m :]
+
+
+def shard_map(
+    equation: Any, body: Callable[..., Any], in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """Maps a function over the devices of a `shard_map`."""
+    params = equation.params
+    return jax.shard_map(
+        body,
+        mesh=params["mesh"],
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(parts.manual_axes(equation)),
+        check_vma=params["check_vma"],
+    )

@@ -1,0 +1,121 @@
+"""Where an equation of a jaxpr stands: the user's lines, and the named scopes."""
+
+import dataclasses
+import functools
+import itertools
+import os
+import re
+import sys
+import sysconfig
+from typing import Any
+
+import jax
+
+PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+# Its callers are the user's, as those of the other parts of the package are not.
+AUTOCAST = os.path.join(PACKAGE, "_autocast") + os.sep
+CUSTOM_VJP = jax.custom_vjp.__call__.__qualname__
+# A line in these packages is not the user's: the line that called them is, where the
+# dtype of a layer is chosen. In other libraries, both lines are named.
+FRAMEWORKS = (
+    "jax", "jaxlib", "flax", "haiku", "equinox", "keras", "optax", "chex", "jmp",
+    "einops", "optree",
+)  # fmt: skip
+# Who calls a function that older versions of JAX keep the jaxpr of. Newer ones keep no
+# frames outside of it.
+BORDERS = ("trace_to_jaxpr", "trace_to_jaxpr_dynamic")
+# What consoles call their input. Other names in angle brackets are of generated code.
+CONSOLES = re.compile(
+    r"<([a-z]+-input|input|stdin|console|command|doctest|string|exec)\b"
+)
+# A file, a line, and the qualified name of the function with that line.
+Line = tuple[str, int, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where an equation stands in the user's code; line 0 if that is not known.
+
+    Attributes:
+      file: The file.
+      line: The line.
+      function: The qualified name of the function with that line.
+      in_rule: Whether the equation is in the backward rule of a `jax.custom_vjp`
+        function, which that line calls.
+      callers: The user's lines that led there, the innermost first: of each the file,
+        the line and the function. Sources are equal whoever calls them.
+    """
+
+    file: str = ""
+    line: int = 0
+    function: str = ""
+    in_rule: bool = False
+    callers: tuple[Line, ...] = dataclasses.field(default=(), compare=False)
+
+    @property
+    def own(self) -> Line:
+        """The innermost line that the user can change."""
+        lines = [(self.file, self.line, self.function), *self.callers]
+        return next((x for x in lines if not is_installed(x[0])), lines[0])
+
+
+def source_of(equation: Any, caller: Source, *, is_backward: bool) -> Source:
+    """Returns the innermost line of the user, and those that called it.
+
+    Args:
+      equation: An equation.
+      caller: Where the jaxpr that holds it is called. JAX keeps the jaxpr of a jitted
+        function, with the lines of the first call, so only lines inside count.
+      is_backward: Whether it is in the backward pass. There JAX gives equations of a
+        custom rule the line of the call of the `jax.custom_vjp` function.
+    """
+    traceback = equation.source_info.traceback
+    in_rule = False
+    lines: list[Line] = []
+    for frame in traceback.frames if traceback is not None else ():
+        in_rule |= is_backward and not lines and frame.function_name == CUSTOM_VJP
+        is_ours = frame.file_name.startswith(PACKAGE)
+        if is_ours and frame.file_name.startswith(AUTOCAST):
+            continue
+        if frame.function_name in BORDERS or is_ours:
+            break
+        if _is_users(frame.file_name):
+            lines.append((frame.file_name, frame.line_num, frame.function_name))
+    if not lines:
+        return dataclasses.replace(caller, in_rule=in_rule or caller.in_rule)
+    if caller.line:
+        lines += [(caller.file, caller.line, caller.function), *caller.callers]
+    # A lambda and what calls it are often on one line.
+    callers = (y for x, y in itertools.pairwise(lines) if x[:2] != y[:2])
+    return Source(*lines[0], in_rule, tuple(callers))
+
+
+@functools.cache
+def _is_users(file: str) -> bool:
+    """Whether a file of a traceback is the user's own."""
+    if file.startswith("<"):
+        return CONSOLES.match(file) is not None
+    library = sysconfig.get_path("stdlib") + os.sep
+    if file.startswith(library) and not is_installed(file):
+        return False
+    modules = (sys.modules.get(name) for name in FRAMEWORKS)
+    files = (getattr(module, "__file__", None) for module in modules)
+    folders = (os.path.dirname(x) + os.sep for x in files if x)
+    return not file.startswith(tuple(folders))
+
+
+def is_installed(file: str) -> bool:
+    """Whether a file is that of an installed library."""
+    return "-packages" + os.sep in file
+
+
+def scope_of(equation: Any, outer: str) -> str:
+    """Returns the named scopes, `Model/Block_0` for example, without transforms."""
+    names = str(equation.source_info.name_stack)
+    names = re.sub(r"\b(?:jvp|transpose|vmap|jit|pjit|remat|checkpoint)\(", "(", names)
+    names = names.replace("(", "").replace(")", "").replace("rematted_computation", "")
+    parts = [part for part in names.split("/") if part]
+    middle = len(parts) // 2
+    if equation.primitive.name == "remat2" and parts[:middle] == parts[middle:]:
+        parts = parts[:middle]  # In the backward pass JAX gives it its scopes twice.
+    return "/".join([outer, *parts] if outer else parts)

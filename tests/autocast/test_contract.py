@@ -1,0 +1,246 @@
+"""What `autocast` promises of arguments, results, modules of libraries, and steps."""
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from casting import errors, normal, products
+from flax import nnx
+
+from optax_lossscale import LossScaleOptimizer, autocast, with_loss_scale
+
+X, W, Y = normal(16, 8), normal(8, 8, scale=0.4), jnp.arange(16) % 8
+
+
+def same_types(found, wanted):
+    return jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, wanted)
+
+
+def cross_entropy(logits):
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, Y)
+    return jnp.mean(losses)
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_arguments_and_results():
+    def f(params, *, x, flag, scale=2.0):
+        assert x.dtype == jnp.float32
+        assert jnp.finfo(x.dtype).max > 1e38
+        h = x @ params["w"] * scale if flag else x
+        aux = {"h": h, "half": h.astype(jnp.float16), "count": jnp.int32(3)}
+        aux |= {"name": "f", "none": None, "float": 1.5, "numpy": np.arange(2)}
+        return jnp.mean(h**2), aux | {"complex": h[0] * 1j, "mask": h > 0}
+
+    def run(f):
+        grad = jax.value_and_grad(f, has_aux=True, allow_int=True)
+        params = {"w": W, "step": jnp.int32(0)}
+        (loss, aux), grads = grad(params, x=X, flag=True)
+        static = {k: aux.pop(k) for k in ("name", "none", "float", "numpy")}
+        return loss, aux, grads, static
+
+    (*found, static), (*wanted, same) = run(autocast(f)), run(f)
+    assert same_types(found, wanted)
+    assert np.array_equal(static.pop("numpy"), same.pop("numpy"))
+    assert static == same
+    # A compiled function takes NumPy's arrays, and so does this one.
+    assert autocast(lambda x: x @ x)(np.eye(2, dtype=np.float32)).dtype == jnp.float32
+
+
+def test_keys_and_integers():
+    def f(w, key, index):
+        keep = jax.random.bernoulli(key, 0.5, X.shape)
+        h = jnp.where(keep, X @ w, 0)[index]
+        return jnp.sum(h * jax.random.normal(key, h.shape)), jax.random.split(key)
+
+    key, index = jax.random.key(0), jnp.int32(3)
+    (loss, keys), (wanted, split) = autocast(f)(W, key, index), f(W, key, index)
+    assert jnp.array_equal(jax.random.key_data(keys), jax.random.key_data(split))
+    assert abs(float(loss / wanted) - 1) < 0.01
+
+
+def test_closures_stay_differentiable():
+    def f(w):
+        # The inner function closes over a number of the outer gradient.
+        inner = autocast(lambda x: jnp.mean((x @ w) ** 2))
+        return inner(X) + jax.grad(inner)(X)[0, 0]
+
+    def g(w):
+        inner = lambda x: jnp.mean((x @ w) ** 2)  # noqa: E731
+        return inner(X) + jax.grad(inner)(X)[0, 0]
+
+    assert errors(jax.value_and_grad(f)(W), jax.value_and_grad(g)(W)) < 0.01
+
+
+def test_a_large_mask_that_the_function_closes_over():
+    mask = np.where(np.tri(16, dtype=bool), 0, -1e9).astype(np.float32)
+    mask[0] = -1e9  # A row of which nothing is kept.
+
+    def f(w):
+        return cross_entropy(jax.nn.softmax((X @ w) @ X.T + mask) @ X)
+
+    assert (errors(jax.value_and_grad(autocast(f))(W), jax.value_and_grad(f)(W))) < 0.01
+
+
+class Network(nnx.Module):
+    def __init__(self, rngs):
+        self.hidden = nnx.Linear(8, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.out = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.dropout(jax.nn.gelu(self.norm(self.hidden(x)))))
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_changes_in_place_come_back():
+    def run(f):
+        model = Network(nnx.Rngs(0))
+        loss, grads = nnx.jit(nnx.value_and_grad(f))(model, X)
+        optimizer = LossScaleOptimizer(optax.adam(1e-2))
+        optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer):
+            loss, grads = nnx.value_and_grad(f)(model, X)
+            optimizer.update(model, grads)
+            return loss
+
+        losses = [loss, step(model, optimizer), step(model, optimizer)]
+        return jnp.stack(losses), nnx.to_pure_dict(nnx.state((model, grads)))
+
+    (losses, state), (wanted, true_state) = map(run, (autocast(loss_of), loss_of))
+    assert jnp.allclose(losses, wanted, rtol=0.01)
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(true_state), strict=True):
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            assert jnp.allclose(x, y, atol=0.02)
+        elif x.dtype == jnp.uint32:
+            assert jnp.array_equal(x, y)  # The counts of the keys of dropout.
+
+
+def loss_of(model, x):
+    return cross_entropy(model(x))
+
+
+def test_the_same_module_twice_and_merged_inside():
+    model = Network(nnx.Rngs(0))
+    found = autocast(lambda a, b: a is b["model"])(model, {"model": model})
+    assert found is True
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def f(params):
+        return loss_of(nnx.merge(graph, params, rest, copy=True), X)
+
+    assert all(x == {"float16"} for x in products(autocast(f), params))
+
+
+def equinox_model():
+    model = eqx.nn.MLP(8, 8, 16, 2, key=jax.random.key(0))
+    return model, lambda model: cross_entropy(jax.vmap(model)(X))
+
+
+def linen_model():
+    layers = [nn.Dense(16), nn.LayerNorm(), nn.gelu, nn.Dense(8)]
+    model = nn.Sequential(layers)
+    params = model.init(jax.random.key(0), X)
+    return params, lambda params: cross_entropy(model.apply(params, X))
+
+
+def haiku_model():
+    def forward(x):
+        h, _ = hk.dynamic_unroll(hk.LSTM(8), x[:, None], hk.LSTM(8).initial_state(1))
+        return hk.Linear(8)(h[:, 0])
+
+    model = hk.without_apply_rng(hk.transform(forward))
+    params = model.init(jax.random.key(0), X)
+    return params, lambda params: cross_entropy(model.apply(params, X))
+
+
+@pytest.mark.parametrize("make", [equinox_model, linen_model, haiku_model])
+def test_models_of_libraries(make):
+    params, f = make()
+    found, wanted = (
+        eqx.filter_jit(eqx.filter_value_and_grad(g))(params) for g in (autocast(f), f)
+    )
+    assert errors(*(eqx.filter(x, eqx.is_array) for x in (found, wanted))) < 0.01
+    arrays, static = eqx.partition(params, eqx.is_array)
+    f16 = autocast(lambda arrays: f(eqx.combine(arrays, static)))
+    assert all(x == {"float16"} for x in products(f16, arrays))
+
+
+@pytest.mark.parametrize("retries", [0, 24])
+@jax.numpy_dtype_promotion("standard")
+def test_steps(retries):
+    traced = []
+
+    @autocast
+    def f(params, x):
+        traced.append(1)
+        return cross_entropy(jax.nn.relu(x @ params["w"]) @ params["w"])
+
+    params = {"w": W}
+    optimizer = LossScaleOptimizer(
+        optax.adam(1e-2), initial_scale=2.0**24, retries=retries
+    )
+    state = optimizer.init(params)
+    step = jax.jit(lambda *about: optimizer.minimize(f, *about))
+    params, state, first = step(params, state, X)
+    count = len(traced)
+    for _ in range(9):
+        params, state, loss = step(params, state, X)
+    assert len(traced) == count
+    assert jax.tree.map(jax.typeof, state) == jax.tree.map(
+        jax.typeof, optimizer.init(params)
+    )
+    assert loss < first
+    assert (int(state.skipped_steps) > 0) == (retries == 0)
+
+
+def test_with_a_scale_among_the_parameters():
+    params = {"w": W, "loss_scale": jnp.float32(1024)}
+    f = lambda params: cross_entropy(X @ params["w"])  # noqa: E731
+    (loss, grads), (true_loss, true_grads) = (
+        jax.value_and_grad(g)(params)
+        for g in (autocast(with_loss_scale(f)), with_loss_scale(f))
+    )
+    for found in (grads, true_grads):
+        del found["loss_scale"]
+    assert errors((loss, grads), (true_loss, true_grads)) < 0.01
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_less_is_saved():
+    def f(w):
+        h = jnp.tile(X, (64, 1)).astype(w.dtype)
+        for _ in range(3):
+            h = jax.nn.gelu(h @ w)
+        return jnp.mean(jax.nn.softmax(h) ** 2)
+
+    def size(f):
+        backward = jax.eval_shape(lambda w: jax.vjp(f, w)[1], W)
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(backward))
+
+    def by_hand(w):
+        return f(w.astype(jnp.float16))
+
+    assert size(autocast(f)) < min(0.5 * size(f), size(by_hand))
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "error", "message"),
+    [
+        ((3,), {}, TypeError, "fun must be a function, got 3"),
+        ((jnp.sum, "float32"), {}, ValueError, "dtype must be .* got 'float32'"),
+        ((jnp.sum, "float8_e5m2"), {}, ValueError, "float16 or bfloat16, got 'float8"),
+        ((jnp.sum,), {"float32": 3}, TypeError, "float32 must hold lines, .* got 3"),
+        ((jnp.sum,), {"float32": [3]}, TypeError, r"float32 must .* got \[3\]"),
+        ((jnp.sum,), {"float32": "a.py"}, ValueError, "float32 must .* got 'a.py'"),
+    ],
+)
+def test_errors(args, options, error, message):
+    with pytest.raises(error, match=message):
+        autocast(*args, **options)

@@ -1,0 +1,79 @@
+"""`float32=`: lines that stay in float32, and what the diagnostics say of them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from casting import normal, products
+from jax import lax
+from tracing import line_of
+
+from optax_lossscale import autocast
+from optax_lossscale.diagnostics import float32_lines, trace_numerics
+
+X, W = normal(16, 8), normal(8, 8, scale=0.4)
+
+
+def loss_fn(w, x):
+    h = x @ w  # plain
+    h, _ = lax.scan(lambda h, _: (jnp.tanh(h @ w), None), h, length=3)  # scan
+    h = jax.jit(lambda h: h @ w)(h)  # jit
+    h = jax.checkpoint(lambda h: h @ w)(h)  # checkpoint
+    return jnp.mean(helper(h, w) ** 2)
+
+
+def helper(h, w):
+    return jax.nn.relu(h) @ w  # helper
+
+
+MARKS = ["plain", "scan", "jit", "checkpoint", "helper"]
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_a_line_and_its_derivative(mark):
+    line = f"autocast/test_lines.py:{line_of(mark, __file__)}"
+    found = [
+        x for kinds in products(autocast(loss_fn, float32=line), W, X) for x in kinds
+    ]
+    # Forward and backward, but `x` has no gradient; a checkpoint computes it again.
+    counts = {"plain": 2}
+    assert found.count("float32") == counts.get(mark, 3)
+    assert found.count("float16") == len(found) - found.count("float32")
+
+
+def test_all_lines():
+    lines = [f"{__file__}:{line_of(mark, __file__)}" for mark in MARKS]
+    found = products(autocast(loss_fn, float32=lines), W, X)
+    assert all(x == {"float32"} for x in found)
+    loss = autocast(loss_fn, float32=lines)(W, X)
+    assert jnp.allclose(loss, loss_fn(W, X), rtol=1e-6)
+
+
+def test_a_line_that_matches_nothing_warns():
+    with pytest.warns(UserWarning, match=r"float32 .* test_lines.py:3"):
+        autocast(loss_fn, float32=["test_lines.py:3"])(W, X)
+    with pytest.warns(UserWarning, match=r"float32 .* lines.py"):
+        autocast(loss_fn, float32=f"lines.py:{line_of('plain', __file__)}")(W, X)
+
+
+def overflowing(w, x):
+    h = x @ w
+    h = h @ (5000 * w)  # beyond
+    return jnp.mean(jax.nn.softmax(h / 1e5) ** 2)
+
+
+def test_the_diagnostics_name_the_lines_of_the_user():
+    x, w = 10 * X, 10 * W
+    trace = trace_numerics(autocast(overflowing), w, x)
+    line = line_of("beyond", __file__)
+    assert f"test_lines.py:{line}, in overflowing: dot_general" in str(trace)
+    assert trace.computes_in_dtype
+    assert abs(trace.float32_loss / float(overflowing(w, x)) - 1) < 1e-4
+
+    lines = float32_lines(autocast(overflowing), w, x)
+    assert lines.verified
+    assert line in [x.line for x in lines.lines]
+    loss, grads = jax.value_and_grad(autocast(overflowing, float32=lines))(w, x)
+    true_loss, true_grads = jax.value_and_grad(overflowing)(w, x)
+    assert abs(float(loss / true_loss) - 1) < 0.01
+    error = jnp.linalg.norm(grads - true_grads) / jnp.linalg.norm(true_grads)
+    assert float(error) < 0.02

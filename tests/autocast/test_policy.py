@@ -1,0 +1,257 @@
+"""Each row and each rule of the policy: a program is wrong without it."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from casting import check, error, normal
+from jax import lax
+
+from optax_lossscale._autocast import policy
+from optax_lossscale._autocast.policy import Kind, State
+from optax_lossscale._autocast.states import Planner
+
+X, W = normal(64, 16), normal(16, 16, scale=0.25)
+P = {"w": W, "b": normal(16, scale=0.1), "out": normal(16, 8, scale=0.25)}
+Y = jnp.arange(64) % 8
+
+
+def cross_entropy(logits, y=Y):
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+    return jnp.mean(losses)
+
+
+def shrunk(x):
+    """Returns numbers that are 1e5 in the range of tanh, without a tiny factor."""
+    return 0.1 * (0.01 * (0.01 * x))
+
+
+def rms_norm(p, x):
+    h = x @ p["w"]
+    h = h * lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6)
+    return cross_entropy(h @ p["out"])
+
+
+def square_by_product(p, x):
+    h = x @ p["w"]
+    return jnp.mean(jnp.tanh(shrunk(h * h)))
+
+
+def softmax_by_hand(p, x):
+    h = jnp.exp(x @ p["w"])
+    return cross_entropy((h / h.sum(-1, keepdims=True)) @ p["out"])
+
+
+def binary_cross_entropy(p, x):
+    s = jax.nn.sigmoid((x @ p["w"])[:, 0])
+    t = Y / 8
+    return -jnp.mean(t * jnp.log(s + 1e-12) + (1 - t) * jnp.log(1 - s + 1e-12))
+
+
+def masked(p, x):
+    keep = jnp.arange(64)[:, None] > jnp.arange(16)  # Nothing is kept in the first row.
+    h = jax.nn.softmax(x @ p["w"] + jnp.where(keep, 0.0, -1e9))
+    h = jnp.where(keep, h @ p["w"], jnp.finfo(h.dtype).min)
+    return cross_entropy(jax.nn.softmax(h) @ p["out"])
+
+
+def tiny_constant(p, x):
+    h = x @ p["w"]
+    least = jnp.maximum(-jnp.abs(h), 1e-6) * 100 * 100 * 100
+    return jnp.mean(jnp.tanh(least)) + 0.01 * jnp.mean(h**2)
+
+
+def mean_of_products(p, x):
+    u, v = x @ p["w"], x @ p["w"].T
+    return jnp.mean(u * v)
+
+
+def biases(p, x):
+    h = x @ p["w"] + p["b"]
+    return jnp.mean((jnp.tanh(h) @ p["out"]) ** 2)
+
+
+def scaled_norm(p, x):
+    h = (x @ p["w"]) * 1e-3
+    return jnp.mean(jnp.sqrt(jnp.sum(h**2, -1) + 1e-12))
+
+
+def large_factor(p, x):
+    return jnp.mean(jnp.tanh(shrunk(1000 * (x @ p["w"]) + x)))
+
+
+def gaussian_policy(p, x):
+    mean = x @ p["w"]
+    near = lax.stop_gradient(mean) + jnp.sin(X) * 0.005
+    return jnp.mean(((near - mean) / jnp.exp(p["b"] - 5)) ** 2)
+
+
+def near_difference(p, x):
+    mean = x @ p["w"]
+    near = lax.stop_gradient(mean) + 0.02 * (0.2 * jnp.sin(X))
+    return jnp.mean(jnp.tanh((near - mean) * 100))
+
+
+def square(p, x):
+    return jnp.mean(jnp.tanh(shrunk(jnp.square(x @ p["w"]))))
+
+
+def exponential(p, x):
+    return jnp.mean(jnp.tanh(shrunk(jnp.exp(x @ p["w"]))))
+
+
+def long_sum(p, x):
+    return jnp.mean(jnp.tanh(0.01 * jnp.sum(1000 + x @ p["w"], 0) - 640))
+
+
+def value_head(p, x):
+    return jnp.mean((x @ p["w"] + (3000 + p["b"]) - 3000) ** 2)
+
+
+def coordinates(p, x):
+    at = (1000 + x) + jnp.tanh(x) @ p["w"]
+    near = (at[:, None] - at[None]).reshape(-1, 16)
+    return jnp.mean(jnp.sqrt(jnp.sum(near**2, -1) + 1e-6))
+
+
+def hidden_variance(p, x):
+    return jnp.mean(jnp.sqrt(jnp.var(x @ p["w"] + 500, -1) + 1e-5))
+
+
+def ode(p, x):
+    def step(z, _):
+        return z + 0.01 * (jnp.tanh(z) @ p["w"]), None
+
+    return jnp.mean(lax.scan(step, 10 + x, length=500)[0] ** 2)
+
+
+def moving_average(p, x):
+    def step(e, x):
+        e = 0.99 * e + 0.01 * (x @ p["w"])
+        return e, None
+
+    x = jnp.concatenate([1 + x] * 4)
+    return jnp.mean(lax.scan(step, jnp.ones(16), x)[0] ** 2)
+
+
+def best_path(p, x):
+    def step(score, e):
+        return jnp.max(score[:, None] + p["w"], 0) + e, None
+
+    scores = 20 + jnp.concatenate([x] * 4) @ p["w"]
+    best, _ = lax.scan(step, scores[0], scores[1:])
+    return jnp.max(best) - jnp.sum(scores[:, 0])
+
+
+def sum_in_a_loop(p, x):
+    def step(total, x):
+        return total + x @ p["w"], None
+
+    return jnp.mean(lax.scan(step, jnp.zeros(16), 30 + x)[0] ** 2)
+
+
+def positions(p, x):
+    at = jnp.einsum("i,j->ij", 50.0 * jnp.arange(64.0), 0.9 ** jnp.arange(16.0))
+    return jnp.mean(jnp.sin(at) * (x @ p["w"]))
+
+
+FORMULAS = {
+    "rms_norm large": (rms_norm, 300), "rms_norm tiny": (rms_norm, 1e-2),
+    "square by product": (square_by_product, 300), "softmax": (softmax_by_hand, 4),
+    "binary cross entropy": (binary_cross_entropy, 6), "masked": (masked, 1),
+    "tiny constant": (tiny_constant, 1), "biases": (biases, 1),
+    "scaled norm": (scaled_norm, 1), "large factor": (large_factor, 100),
+    "gaussian policy": (gaussian_policy, 1), "value head": (value_head, 1),
+    "coordinates": (coordinates, 1), "hidden variance": (hidden_variance, 1),
+    "ode": (ode, 1), "moving average": (moving_average, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("f", "size"), FORMULAS.values(), ids=FORMULAS)
+def test_formulas_agree_with_float32(f, size):
+    check(f, P, size * X)
+
+
+def move(name, kind):
+    """Returns a change of the table: a primitive of another kind."""
+    return lambda patch: patch.setitem(policy.KIND_OF, name, kind)
+
+
+def without_rule_a(patch):
+    original = policy.kind_of
+
+    def kind_of(equation, known, is_square):
+        if equation.primitive.name == "sub":
+            return Kind.ARITHMETIC
+        return original(equation, known, is_square)
+
+    patch.setattr(policy, "kind_of", kind_of)
+
+
+def without_squares(patch):
+    original = policy.kind_of
+    patch.setattr(policy, "kind_of", lambda *about: original(*about[:2], False))
+
+
+def without_wants(patch):
+    patch.setattr(Planner, "_wanted", lambda *about: set())
+
+
+def without_range(patch):
+    patch.setattr(policy, "state_of_number", lambda *about: State.FLEXIBLE)
+
+
+def without_sums(patch):
+    patch.setattr(Planner, "_adds_up", lambda *about: False)
+
+
+def without_factors(patch):
+    patch.setattr(policy, "_is_moderate", lambda factor: True)
+
+
+def without_terms(patch):
+    patch.setattr(policy, "_terms", lambda equation: 2)
+
+
+def only_through_arithmetic(patch):
+    for name in ("reshape", "broadcast_in_dim", "squeeze", "stop_gradient"):
+        move(name, Kind.BOUNDED)(patch)
+
+
+MUTATIONS = {
+    "squares": (move("square", Kind.ARITHMETIC), square, 300),
+    "squares of products": (without_squares, square_by_product, 300),
+    "exp": (move("exp", Kind.ARITHMETIC), exponential, 5),
+    "sums": (move("reduce_sum", Kind.ARITHMETIC), long_sum, 1),
+    "bounded": (move("logistic", Kind.ARITHMETIC), binary_cross_entropy, 6),
+    "constants": (without_range, masked, 1),
+    "tiny constants": (without_range, tiny_constant, 1),
+    "large factors": (without_factors, large_factor, 100),
+    "look ahead": (without_wants, mean_of_products, 100),
+    "rule A": (without_rule_a, near_difference, 1),
+    "rule T": (without_wants, coordinates, 1),
+    "rule T, jit": (without_wants, hidden_variance, 1),
+    "rule B, ode": (without_sums, ode, 1),
+    "rule B, moving average": (without_sums, moving_average, 1),
+    "rule B, best path": (without_sums, best_path, 1),
+    "sums from zero": (without_sums, sum_in_a_loop, 1),
+    "positions": (without_terms, positions, 1),
+}
+
+
+@pytest.mark.parametrize(("mutate", "f", "size"), MUTATIONS.values(), ids=MUTATIONS)
+def test_each_rule_is_needed(mutate, f, size, monkeypatch):
+    scale = 1.0  # A scale mends none of them.
+    right = error(f, P, size * X, scale=scale)
+    mutate(monkeypatch)
+    wrong = error(f, P, size * X, scale=scale)
+    assert right < 0.01
+    assert wrong > 3 * right
+
+
+def test_gradients_of_biases_are_sums_in_float32():
+    def f(b, x, w):
+        return jnp.mean((x @ w + b)[:, 0] * 1.0)
+
+    x = jnp.ones((4096, 2))
+    assert error(f, {"b": jnp.ones(2)}["b"], x, jnp.eye(2), scale=1.0) < 1e-3

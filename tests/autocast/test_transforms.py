@@ -1,0 +1,214 @@
+"""Where `autocast` computes: transforms, loops, branches, devices and rules."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from casting import check, error, errors, normal, products, value_and_grad
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from optax_lossscale import autocast
+from optax_lossscale._jaxprs.parts import all_equations
+
+X, TARGET = normal(32, 8), normal(32, 4)
+P = {"w": normal(8, 8, scale=0.4), "b": normal(8), "out": normal(8, 4)}
+SPLIT = PartitionSpec("data")
+
+
+def mean_square(p, h):
+    return jnp.mean((h @ p["out"] - TARGET[: len(h)]) ** 2)
+
+
+def dense(p, h):
+    return jax.nn.gelu(h @ p["w"] + p["b"])
+
+
+def jitted(p, x):
+    return mean_square(p, jax.jit(dense)(p, x))
+
+
+def mapped(p, x):
+    return jnp.mean(jax.vmap(lambda x: mean_square(p, dense(p, x[None])))(x))
+
+
+def scanned(p, x):
+    ws = jnp.stack([p["w"], -p["w"]])
+    step = lambda h, w: (jnp.tanh(h @ w + h @ p["w"]), None)  # noqa: E731
+    return mean_square(p, lax.scan(step, x, ws)[0])
+
+
+def repeated(p, x):
+    return mean_square(p, lax.fori_loop(0, 3, lambda _, h: dense(p, h), x))
+
+
+def branched(p, x):
+    h = lax.cond(x[0, 0] > 9, lambda h: 2 * h, lambda h: dense(p, h), x)
+    return mean_square(p, lax.switch(1, [jnp.sin, lambda h: h @ p["w"]], h))
+
+
+def checkpointed(policy):
+    def f(p, x):
+        def block(h):
+            h = checkpoint_name(dense(p, h), "hidden")
+            return jnp.sin(h @ p["w"])
+
+        return mean_square(p, jax.checkpoint(block, policy=policy)(x))
+
+    return f
+
+
+@jax.custom_jvp
+def log_sum_exp(x):
+    return jnp.log(jnp.sum(jnp.exp(x - 5), -1)) + 5
+
+
+@log_sum_exp.defjvp
+def _(primals, tangents):
+    weights = jax.nn.softmax(*primals)
+    return log_sum_exp(*primals), jnp.sum(weights * tangents[0], -1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def product(x, w, factor, index):
+    return factor * (x @ w), index
+
+
+def product_forward(x, w, factor, index):
+    return product(x, w, factor, index), (x, w)
+
+
+def product_backward(factor, residuals, grads):
+    x, w = residuals
+    return factor * (grads[0] @ w.T), factor * (x.T @ grads[0]), None
+
+
+product.defvjp(product_forward, product_backward)
+
+
+def with_rules(p, x):
+    h, index = product(x, p["w"], 0.5, jnp.int32(3))
+    return mean_square(p, jax.nn.relu(h)) + jnp.mean(log_sum_exp(h)) + h[index, 0]
+
+
+def convolved(p, x):
+    x, w = x.reshape(4, 8, 8, 1), p["w"].reshape(4, 2, 1, 8)
+    about = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+    h = lax.conv_general_dilated(x, w, (1, 1), "SAME", **about)
+    h = lax.reduce_window(h, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    return mean_square(p, h.mean((1, 2)))
+
+
+def mesh():
+    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def on_devices(p, x, **options):
+    def local(p, x, target):
+        h = lax.scan(lambda h, _: (dense(p, h), None), x, length=2)[0]
+        return lax.pmean(jnp.mean((h @ p["out"] - target) ** 2), "data")
+
+    specs = {"in_specs": (PartitionSpec(), SPLIT, SPLIT), "out_specs": PartitionSpec()}
+    return jax.shard_map(local, mesh=mesh(), **specs, **options)(p, x, TARGET)
+
+
+def sharded(p, x):
+    split = NamedSharding(mesh(), SPLIT)
+    f = jax.jit(dense, in_shardings=(None, split), out_shardings=split)
+    h = lax.with_sharding_constraint(f(p, x), NamedSharding(mesh(), PartitionSpec()))
+    return mean_square(p, h)
+
+
+SAVED = jax.checkpoint_policies.save_only_these_names("hidden")
+PROGRAMS = {
+    "jit": jitted, "vmap": mapped, "scan": scanned, "fori": repeated,
+    "cond": branched, "remat": checkpointed(None), "remat names": checkpointed(SAVED),
+    "remat dots": checkpointed(jax.checkpoint_policies.dots_saveable),
+    "rules": with_rules, "convolution": convolved, "shard_map": on_devices,
+    "shard_map unchecked": functools.partial(on_devices, check_vma=False),
+    "sharded": sharded,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("f", PROGRAMS.values(), ids=PROGRAMS)
+def test_both_passes_compute_in_float16(f):
+    check(f, P, X)
+
+
+def test_bfloat16():
+    check(jitted, P, X, dtype=jnp.bfloat16, tolerance=0.05, scales=(1.0,))
+
+
+def test_while_loop():
+    def f(x):
+        return lax.while_loop(lambda x: jnp.max(x) < 9, lambda x: x @ P["w"] + x, x)
+
+    x = jnp.abs(X)
+    closed = jax.make_jaxpr(autocast(f))(x)
+    dots = [x for x in all_equations(closed.jaxpr) if x.primitive.name == "dot_general"]
+    assert [x.outvars[0].aval.dtype for x in dots] == [jnp.float16]
+    difference = autocast(f)(x) - f(x)
+    assert float(jnp.max(jnp.abs(difference))) < 0.01 * float(jnp.max(f(x)))
+
+
+@pytest.mark.parametrize(
+    "transform", [jax.hessian, jax.jacfwd, jax.jacrev, lambda f: jax.vmap(jax.grad(f))]
+)
+def test_transforms_of_the_result(transform):
+    def f(w):
+        return jnp.mean(jnp.tanh(X @ (w * jnp.eye(8))) ** 2)
+
+    found, wanted = transform(autocast(f))(P["b"]), transform(f)(P["b"])
+    scale = jnp.max(jnp.abs(wanted))
+    assert float(jnp.max(jnp.abs(found - wanted))) < 0.01 * float(scale)
+
+
+def test_inside_of_jit_shard_map_and_scan():
+    def local(p, x):
+        return lax.pmean(mean_square(p, dense(p, x)), "data")
+
+    specs = {"in_specs": (PartitionSpec(), SPLIT), "out_specs": PartitionSpec()}
+    step = jax.value_and_grad(autocast(local))
+    found = jax.jit(jax.shard_map(step, mesh=mesh(), **specs))(P, X)
+    wanted = jax.jit(jax.shard_map(jax.value_and_grad(local), mesh=mesh(), **specs))
+    assert errors(found, wanted(P, X)) < 0.01
+
+    def loop(p, x):
+        f = autocast(lambda x: dense(p, x))
+        return mean_square(p, lax.scan(lambda h, _: (f(h), None), x, length=2)[0])
+
+    wanted = jax.value_and_grad(lambda p, x: mean_square(p, dense(p, dense(p, x))))
+    assert errors(value_and_grad(loop, 1.0, P, X), wanted(P, X)) < 0.01
+
+
+def test_precision_and_other_dtypes_stay():
+    def f(p, x):
+        h = jnp.dot(x, p["w"], precision="highest")
+        h = (h.astype(jnp.bfloat16) @ p["w"].astype(jnp.bfloat16)).astype(jnp.float32)
+        return jnp.mean((h @ p["out"]) ** 2)
+
+    found = products(autocast(f), P, X)
+    assert all(len(x) == 1 for x in found)
+    # One forward, and gradients of the operands that have one.
+    names = [x for kinds in found for x in kinds]
+    assert [names.count(x) for x in ("float32", "bfloat16", "float16")] == [2, 3, 3]
+    assert error(f, P, X) < 0.01
+
+
+def test_nested_loops_cost_nothing():
+    def nested(depth):
+        def body(depth, h):
+            if depth == 0:
+                return jnp.tanh(h @ P["w"])
+            step = lambda h, _: (body(depth - 1, h), None)  # noqa: E731
+            return lax.scan(step, h, length=2)[0]
+
+        return lambda h: body(depth, h)
+
+    def count(f):
+        return len(list(all_equations(jax.make_jaxpr(f)(X).jaxpr)))
+
+    counts = [count(autocast(nested(depth))) for depth in (1, 5)]
+    assert counts[1] - counts[0] <= 2 * (count(nested(5)) - count(nested(1)))

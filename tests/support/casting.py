@@ -1,0 +1,64 @@
+"""What the tests of `autocast` share: programs in value, and where they compute."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_lossscale import FixedLossScale, LossScaleOptimizer, autocast
+from optax_lossscale._jaxprs.parts import all_equations
+
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot")
+
+
+def normal(*shape, scale=1.0, seed=0):
+    """Returns random numbers, f32[shape]."""
+    numbers = np.random.default_rng(seed + sum(shape)).normal(size=shape)
+    return jnp.asarray(scale * numbers, jnp.float32)
+
+
+def value_and_grad(f, scale, params, *args):
+    """Returns the loss and the unscaled gradients, of a compiled step."""
+    optimizer = LossScaleOptimizer(optax.sgd(1.0), FixedLossScale(scale))
+    state = optimizer.init(params)
+    run = jax.jit(
+        lambda params, *args: optimizer.value_and_grad(f, state)(params, *args),
+        # Otherwise XLA computes runs of float16 operations in float32 on a CPU.
+        compiler_options={"xla_allow_excess_precision": False},
+    )
+    return run(params, *args)
+
+
+def errors(found, wanted):
+    """Returns the worst relative error of the loss and of the gradients; nan is inf."""
+    (loss, grads), (true_loss, true_grads) = found, wanted
+    assert jax.tree.map(jax.typeof, grads) == jax.tree.map(jax.typeof, true_grads)
+    pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(true_grads), strict=True)
+    found = [abs(float(loss) / float(true_loss) - 1)]
+    for x, y in pairs:
+        if jnp.linalg.norm(y) > 1e-6:
+            found.append(float(jnp.linalg.norm(x - y) / jnp.linalg.norm(y)))
+    # Python's max would lose a nan.
+    return float(np.max(np.nan_to_num(found, nan=np.inf)))
+
+
+def error(f, params, *args, scale=2.0**12, dtype=jnp.float16):
+    """Returns the worst error of `autocast(f)` against float32."""
+    wanted = jax.jit(jax.value_and_grad(f))(params, *args)
+    return errors(value_and_grad(autocast(f, dtype), scale, params, *args), wanted)
+
+
+def products(f, *args):
+    """Returns the dtypes that the products compute in, in both passes."""
+    closed = jax.make_jaxpr(jax.value_and_grad(f, allow_int=True))(*args)
+    found = [x for x in all_equations(closed.jaxpr) if x.primitive.name in PRODUCTS]
+    return [{v.aval.dtype.name for v in (*x.invars, *x.outvars)} for x in found]
+
+
+def check(f, params, *args, tolerance=0.01, scales=(1.0, 2.0**12), dtype=jnp.float16):
+    """Checks that `autocast(f)` computes in `dtype`, and agrees with float32."""
+    found = products(autocast(f, dtype), params, *args)
+    assert found
+    assert all(x == {jnp.dtype(dtype).name} for x in found), found
+    for scale in scales:
+        assert error(f, params, *args, scale=scale, dtype=dtype) < tolerance
