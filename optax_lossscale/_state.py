@@ -183,19 +183,30 @@ def find_rule_state(state: Any, rule: LossScale) -> Any:
 
 
 def _other_rule(state: Any, rule: LossScale) -> str:
+    expected = jax.eval_shape(rule.init)
     return (
-        f"state.loss_scale_state must be like {_tree.types_of(rule.init())}, got "
-        f"{_tree.types_of(state)}. Use the loss_scale of the saved state, or a new "
-        "state. (With Flax nnx, let nnx.Optimizer.update take the step.)"
+        f"state.loss_scale_state must be a {_describe(expected)} of arrays, got a "
+        f"{_describe(state)}. Use the loss_scale that the state was saved with, or the "
+        "loss_scale_state of a new state. With Flax nnx, let nnx.Optimizer.update take "
+        "the step."
     )
+
+
+def _describe(state: Any) -> str:
+    """Returns the type of a state and its fields that are not arrays."""
+    fields = getattr(state, "_asdict", dict)().items()
+    kinds = [
+        n if hasattr(x, "dtype") else f"{n}={x and type(x).__name__}" for n, x in fields
+    ]
+    return f"{type(state).__name__}({', '.join(kinds)})"
 
 
 def warn_if_in_multi_steps(state: Any) -> None:
     """Warns of a loss-scaled optimizer inside `optax.MultiSteps`."""
     if nodes_of(LossScaleOptimizerState, nodes_of(optax.MultiStepsState, state)):
         warn(
-            "optax.MultiSteps around a LossScaleOptimizer keeps non-finite gradients "
-            "forever. Use LossScaleOptimizer(optax.MultiSteps(inner, k))."
+            "A LossScaleOptimizer is inside optax.MultiSteps, which keeps non-finite "
+            "gradients forever. Use LossScaleOptimizer(optax.MultiSteps(inner, k))."
         )
 
 

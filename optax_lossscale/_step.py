@@ -95,6 +95,7 @@ def take_step(
     rule, axis_name = options.loss_scale, options.axis_name
     skip_if = extra.pop("skip_if", None)
     _check_gradients(grads)
+    like = params
     grads, params = _tree.settled((grads, params))
 
     # Look: at the gradients, and at the loss if it is checked.
@@ -156,7 +157,7 @@ def take_step(
         state, applied, loss_is_finite, ~finite & at_minimum, is_vetoed
     )
     state = state._replace(inner_state=inner_state, loss_scale_state=new)
-    return _tree.reduced_like(result, params) if adds else result, state
+    return _tree.reduced_like(result, like) if adds else result, state
 
 
 class Look(NamedTuple):

@@ -124,9 +124,7 @@ def test_the_state_of_nnx_optimizer_holds_variables():
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     trainer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
     params = nnx.state(model, nnx.Param)
-    with pytest.raises(
-        ValueError, match=r"(?s)must be like Dynamic.*nnx.Optimizer.update"
-    ):
+    with pytest.raises(ValueError, match=r"of arrays, got a .*nnx.Optimizer.update"):
         optimizer.apply_gradients(params, params, trainer.opt_state)
 
 
@@ -180,7 +178,7 @@ def test_a_state_without_a_scale_is_refused_where_it_is_first_read(damaged):
         lambda: optimizer.current_loss_scale(broken),
         lambda: optimizer.update(GRADS, broken),
     ):
-        with pytest.raises(ValueError, match="loss_scale_state must be like Dynamic"):
+        with pytest.raises(ValueError, match="loss_scale_state must be a DynamicLoss"):
             call()
 
 

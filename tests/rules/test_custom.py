@@ -64,7 +64,7 @@ class TestSubclass:
         optimizer = LossScaleOptimizer(optax.sgd(0.5), Halving())
         one = jnp.float32(1)
         state = LossScaleOptimizer(optax.sgd(0.5), Longer()).init(one)
-        with pytest.raises(ValueError, match="Use the loss_scale of the saved state"):
+        with pytest.raises(ValueError, match="Use the loss_scale that the state was"):
             optimizer.update(one, state)
 
     def test_careless_types_become_stable(self):
