@@ -171,7 +171,9 @@ def check_scalar(name: str, value: Any) -> None:
 
 def healed(rule: LossScale, state: Any) -> Any:
     """Returns a state of a rule, strongly typed, with the scale within its bounds."""
-    return _tree.strongly_typed(state._replace(loss_scale=rule(state)))
+    if hasattr(state, "_replace"):  # A state of another type heals when it is read.
+        state = state._replace(loss_scale=rule(state))
+    return _tree.strongly_typed(state)
 
 
 def find_rule_state(state: Any, rule: LossScale) -> Any:
