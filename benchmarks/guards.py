@@ -174,7 +174,7 @@ def cell(seeds: list[dict[str, Any]]) -> str:
         return "nan for good"
     said = [f"{span(applied)} applied"] * any(applied)
     said += [f"{span(lost)} good lost"] * any(lost)
-    return ", ".join(said + [f"loss {span(loss)}"] * (not all(same))) or "no trace"
+    return ", ".join(said + [f"loss {span(loss)}"] * (not all(same))) or "no harm"
 
 
 def span(values: tuple[float, ...]) -> str:

@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -35,13 +35,28 @@ def taken_by(
     return {x.name: extra_args[x.name] for x in parameters if x.name in extra_args}
 
 
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Adds to an error of the inner optimizer what may have gone wrong."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        error.add_note(
+            "inner_optimizer raised this. The state must be one that init of this "
+            "optimizer made. With scale_as_parameter, masks need an entry for the "
+            "scale, and a line search needs value, grad and value_fn."
+        )
+        raise
+
+
 def init(inner: Any, params: Any) -> Any:
     """Returns a state in at least float32, for what is a number in `params`.
 
     Optimizers make their state in the dtypes of the parameters. In float16, momenta
     overflow and squares of gradients underflow, even if the gradients are float32.
     """
-    return inner.init(widen(without_constants(params)))
+    with explained():
+        return inner.init(widen(without_constants(params)))
 
 
 def update(
@@ -55,7 +70,8 @@ def update(
 
     def run(updates, params, extra_args):
         taken = taken_by(inner.update, extra_args)
-        return inner.update(widen(updates), state, widen(params), **taken)
+        with explained():
+            return inner.update(widen(updates), state, widen(params), **taken)
 
     is_whole = jax.tree.structure(updates) == jax.tree.structure(params)
     if params is None or is_whole:
@@ -137,15 +153,16 @@ def narrow_like(updates: Any, grads: Any) -> Any:
     Optimizers return updates in the dtypes of the gradients, but here the inner one
     ran in float32. Updates of another structure (`optax.lookahead`) stay unchanged.
     """
-    updates = strongly_typed(updates)
     if jax.tree.structure(updates) != jax.tree.structure(grads):
-        return updates
+        return strongly_typed(updates)
 
     def narrow(update, grad):
+        if is_array(grad) and not is_array(update):  # A Python number.
+            return jnp.asarray(update, grad.dtype)
         is_wide = not is_array(grad) or at_least_float32(grad.dtype) == grad.dtype
         return update if is_wide or not is_inexact(grad) else update.astype(grad.dtype)
 
-    return jax.tree.map(narrow, updates, grads)
+    return strongly_typed(jax.tree.map(narrow, updates, grads))
 
 
 def apply_updates(params: Any, updates: Any) -> Any:

@@ -14,6 +14,7 @@ from optax_lossscale import (
     _inner,
     _retries,
     _step,
+    _tree,
 )
 from optax_lossscale._commit import Skip, barrier_on_cpu
 from optax_lossscale._rules.base import LossScale
@@ -21,7 +22,6 @@ from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._rules.identifiers import get_loss_scale, keras_loss_scale
 from optax_lossscale._state import LossScaleOptimizerState, find_rule_state, find_state
 from optax_lossscale._step import Options
-from optax_lossscale._tree import unbox
 
 
 class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
@@ -60,11 +60,11 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
       retries: How often `minimize` may repeat the backward pass of one step, 0 by
         default. After an overflow the rule lowers the scale, and the backward pass runs
         again on the same forward pass, so that the batch is not lost: 24 retries bring
-        a scale from 2**24 to 1. `state.retries` counts them. If they do not help, the
-        step is skipped as without retries. That is so if they are used up, if the loss
-        is not finite, or if the rule keeps the scale (at its minimum, with hysteresis
-        or tolerance). `update` and `apply_gradients` get no backward pass to repeat.
-        JAX traces `loss_fn` then, even outside `jax.jit`.
+        a scale from 2**24 to 1. `state.retries` counts them. They do
+        not help if they are used up, if the loss is not finite, or if the rule keeps
+        the scale (at its minimum, with hysteresis or tolerance). Then the step is
+        skipped as without retries. `update` and `apply_gradients` get no backward pass
+        to repeat. JAX traces `loss_fn`, even outside `jax.jit`.
 
     Raises:
       ValueError: If `loss_scale` comes with `dynamic`, `initial_scale` or
@@ -240,7 +240,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           0
         """
         good_steps = getattr(find_state(state).loss_scale_state, "good_steps", None)
-        return None if good_steps is None else unbox(good_steps)
+        return None if good_steps is None else _tree.unbox(good_steps)
 
     def init(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, params: optax.Params
@@ -517,7 +517,11 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             extra_args = _inner.taken_by(self.update, extra_args)
             veto = {} if skip_if is None else {"skip_if": skip_if}
             updates, state = self.update(grads, state, params, **extra_args, **veto)
-            return _inner.apply_updates(params, updates), state
+            old = _inner.typed(_tree.settled(params), updates)
+            new = _inner.apply_updates(old, updates)
+            # Adding -0.0 flushes subnormal numbers on CPU.
+            new = _tree.select(find_state(state).last_step_applied, new, old)
+            return _tree.reduced_like(new, params), state
         extra_args["skip_if"] = skip_if
         return _step.take_step(
             self._options, grads, params, state, extra_args, adds=True

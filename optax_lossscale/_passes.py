@@ -135,7 +135,7 @@ def _split(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[JaxprEqn], set[Var]]:
     for equation in jaxpr.eqns:
         inputs = _variables(equation.invars)
         refs = [x for x in inputs if type(x.aval).__name__ == "AbstractRef"]
-        # A callback without operands runs in the pass in which it is written.
+        # A callback that reads nothing of the backward pass runs where it is written.
         is_callback = bool(backward) and not equation.outvars and not refs
         if depend.isdisjoint(inputs) and not is_callback:
             forward.append(equation)

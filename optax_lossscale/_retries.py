@@ -86,7 +86,8 @@ def value_and_grad(
     old = cast_like(_state.healed(rule, state.loss_scale_state), like)
     no = lax.full_like(scale, False, bool)
     none_yet = lax.full_like(scale, 0, jnp.int32)
-    # Different numbers: XLA would make one array of equal ones, and copies of it.
+    # XLA would merge equal constants into one array, and copy it for the loop: fill
+    # each with another number.
     shapes = jax.eval_shape(passes.backward, scale)
     unused = [_filled(x, i) for i, x in enumerate(shapes)]
     start = none_yet, old, Look(old, old, no), unused, ~no

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -72,9 +72,9 @@ def scale_gradient(tree: Any, scale: jax.typing.ArrayLike) -> Any:
     def leaf(x):
         if not _tree.has_gradient(x):
             return x
-        if _gradients.varying_axes(
-            factor
-        ):  # Lends them to x; the names of such casts change.
+        # x has to vary over the axes of the factor. JAX renames its casts between
+        # versions; this `where` is one in all.
+        if _gradients.varying_axes(factor):
             x = jnp.where(factor == factor, x, x)
         return _scale_tangent(x, factor)
 
@@ -101,8 +101,8 @@ def with_loss_scale(
 
     Pass the result to the trainer in place of `loss_fn`, and `scale_as_parameter(
     LossScaleOptimizer(inner))` in place of `inner`. The parameters carry the scale from
-    one to the other: add `jnp.float32(optimizer.initial_scale)` to them, named
-    "loss_scale".
+    one to the other: add the `initial_scale` of the `LossScaleOptimizer` to them, as
+    float32, named "loss_scale".
 
     Loss and gradients are the true ones of `loss_fn`; only the backward pass computes
     with scaled numbers. So the trainer may log, clip, accumulate and average
@@ -185,7 +185,7 @@ def _scaled_loss(loss_fn, name, has_aux, params, /, *args, **kwargs):
     tree = nnx.state(params) if nnx else params
     place, leaf, rest = _take_out(name, tree, "params")
     scale = jnp.clip(leaf, check.SMALLEST_SCALE, check.LARGEST_SCALE)
-    # Another with_loss_scale around this one has put zero there: it scales, not this.
+    # Zero means that an outer with_loss_scale scales the loss already.
     scale = lax.stop_gradient(jnp.where(leaf <= 0, 1, scale))
     arrays, join = _tree.split_arrays(rest, _tree.has_gradient)
     arrays = [*map(_as_wanted, _enter(arrays, scale, leaf), arrays)]
@@ -239,7 +239,7 @@ def _enter_backward(residuals, grads):
             "unscaled. Keep parameters in float32, and cast them in loss_fn."
         )
     grads = _tree.cast_like(_gradients.unscale_by(grads, scale), grads)
-    # If the outer with_loss_scale has the scale, it must see the inf, and no zeros.
+    # Then the outer one must see the inf itself, so zero nothing here.
     finite = all_finite(grads) | (leaf <= 0)
     # Devices that share the scale share the decision: one lowers it for all of them.
     axes = _gradients.varying_axes(finite) - _gradients.varying_axes(scale)
@@ -279,7 +279,7 @@ def scale_as_parameter(
 
     Args:
       optimizer: The optimizer. Its inner optimizer and its rule do not see the scale.
-        Read the state with it as always: `optimizer.current_loss_scale(state)`.
+        Keep it: it reads the state as always, by `current_loss_scale(state)`.
       name: The name of the scale: the last key of one leaf of the parameters, f32[].
 
     Returns:
@@ -325,8 +325,7 @@ def scale_as_parameter(
     def init(params: optax.Params) -> Any:
         if jax.tree.leaves(params):  # optax.tree.map_params has a placeholder.
             _, _, params = _take_out(name, params, "params")
-        with _explained(name):
-            return optimizer.init(params)
+        return optimizer.init(params)
 
     def update(updates, state, params=None, **extra_args) -> tuple[Any, Any]:
         place, old, params = _take_out(name, params, "params")
@@ -338,11 +337,9 @@ def scale_as_parameter(
         if (of_all := extra_args.get("value_fn")) is not None:
             of_rest = jax.tree_util.Partial(lambda params: of_all(place(params, old)))
             extra_args["value_fn"] = of_rest
-        with _explained(name):
-            new = _step.take_step(
-                options, grads, params, state, extra_args, look, adds=False
-            )
-        updates, state = new
+        updates, state = _step.take_step(
+            options, grads, params, state, extra_args, look, adds=False
+        )
         new_scale = options.loss_scale(state.loss_scale_state)
         # optax.apply_updates adds the difference. If the scale falls by more than
         # 2**23, it rounds to minus the old scale, and the sum would be 0: fall less.
@@ -363,19 +360,6 @@ def _look(options: Options, grads: Any, state: Any, overflow: jax.Array) -> _ste
         return look
     # The rule would apply the zeros.
     return look._replace(finite=on_all_devices(~overflow, options.axis_name))
-
-
-@contextlib.contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Adds to an error what the inner optimizer sees."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        error.add_note(
-            f"The inner optimizer sees None for {name!r}. Masks need an entry there, a "
-            "line search value, grad and value_fn, and the state must be of this init."
-        )
-        raise
 
 
 def _take_out(
@@ -409,7 +393,7 @@ def _take_out(
         raise ValueError(
             f"{what} must hold one float32 scalar named {name!r}, got "
             f"{got or f'none in a {type(tree).__name__}'}. Add "
-            "jnp.float32(optimizer.initial_scale) to params, and differentiate all."
+            "jnp.float32(initial_scale) to params, and differentiate all."
         )
 
     def place(tree, leaf):

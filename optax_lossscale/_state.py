@@ -24,7 +24,7 @@ class LossScaleOptimizerState(NamedTuple):
       consecutive_skipped_steps: i32[], steps skipped since one was applied.
       stuck_steps: i32[], steps skipped since one was applied although the scale was at
         its minimum (for a rule without `min_scale`: although the scale did not fall).
-        Steps skipped because of the loss do not count. See `check_health`.
+        Steps skipped because of the loss do not count. See `diagnostics.check_health`.
       nonfinite_loss_steps: i32[], steps skipped so far because the loss itself was
         not finite; None without `check_loss`.
       retries: i32[], backward passes that `minimize` repeated so far; None without

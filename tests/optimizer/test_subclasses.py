@@ -88,6 +88,17 @@ def test_an_update_of_ones_own_takes_the_step(make, retries):
     assert (state.skipped_steps, optimizer.current_loss_scale(state)) == (1, 4)
 
 
+def test_an_update_of_ones_own_keeps_what_a_step_keeps():
+    optimizer = Doubling(INNER, DynamicLossScale(8.0))
+    params = {"number": 2.0, "tiny": jnp.float32(1e-40)}
+    state = optimizer.init(params)
+    good = {"number": jnp.float32(1), "tiny": jnp.float32(0)}
+    new, _ = optimizer.apply_gradients(good, params, state)
+    assert new["number"] == 1
+    new, _ = optimizer.apply_gradients(good | {"tiny": jnp.nan}, params, state)
+    assert new == params
+
+
 def test_a_veto_is_not_lost_on_an_update_that_takes_none():
     optimizer = doubling_function(BASE)
     with pytest.raises(TypeError, match="skip_if"):

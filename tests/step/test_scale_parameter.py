@@ -292,12 +292,13 @@ def test_errors_of_the_inner_optimizer_are_explained():
     with pytest.warns(UserWarning, match=r"use scale_as_parameter\(optimizer\)"):
         other = plain.init(params)
     call = functools.partial(ours.update, params, other, params)
-    assert "the state must be of this init" in noted(ValueError, call)
+    assert "must be one that init of this" in noted(ValueError, call)
     with (
         pytest.warns(UserWarning, match="and its init"),
-        pytest.raises(TypeError),
+        pytest.raises(TypeError) as found,
     ):
         plain.update(params, ours.init(params), params)
+    assert "must be one that init of this" in found.value.__notes__[0]
     mask = {"a": True, "b": False}
     for masked, fits in ((mask, False), (with_leaf(mask), True)):
         optimizer = scaler(optax.masked(optax.sgd(0.5), masked))
@@ -305,10 +306,10 @@ def test_errors_of_the_inner_optimizer_are_explained():
             one_step(optimizer, params, params, optimizer.init(params))
         else:
             call = functools.partial(optimizer.init, params)
-            assert "Masks need an entry there" in noted(ValueError, call)
+            assert "masks need an entry for the" in noted(ValueError, call)
     search = scaler(optax.lbfgs())
     call = functools.partial(search.update, params, search.init(params), params)
-    assert "line search value, grad and value_fn" in noted(TypeError, call)
+    assert "search needs value, grad and value_fn" in noted(TypeError, call)
 
 
 def test_a_line_search_of_all_parameters():
