@@ -127,8 +127,8 @@ class HeadroomLossScale(AdaptiveLossScale):
 
     def _advance(self, scale, state, finite, largest):
         limit, exponent = jnp.finfo(self.dtype).maxexp, jnp.log2(scale)
-        old_peak = jnp.asarray(unbox(state.peak), jnp.float32)
-        old_margin = jnp.asarray(unbox(state.margin), jnp.float32)
+        old_margin = _restored(state.margin, self.min_margin, self.min_margin)
+        old_peak = _restored(state.peak, -256.0, limit - old_margin - exponent)
         overflowed = jnp.asarray(unbox(state.overflowed), bool)
 
         seen = largest > 0
@@ -141,7 +141,7 @@ class HeadroomLossScale(AdaptiveLossScale):
         left = limit - peak - exponent - 2.0**-10
         shrunk = _lower(old_margin, 1 / self.growth_interval)
         margin = jnp.where(overflowed, jnp.maximum(left, old_margin), shrunk)
-        margin = jnp.maximum(margin, self.min_margin)
+        margin = jnp.minimum(jnp.maximum(margin, self.min_margin), 256.0)
 
         highest = limit - peak - margin
         lower, upper = jnp.floor(highest - self.hysteresis), jnp.floor(highest)
@@ -152,6 +152,12 @@ class HeadroomLossScale(AdaptiveLossScale):
             margin=jnp.where(finite, margin, old_margin),
             overflowed=~finite,
         )
+
+
+def _restored(x: Any, low: float, otherwise: Any) -> jax.Array:
+    """Returns a number of a state, or `otherwise` if it is nan or out of range."""
+    x = jnp.asarray(unbox(x), jnp.float32)
+    return jnp.where((x >= low) & (x <= 256.0), x, otherwise)
 
 
 def _lower(x: jax.Array, step: Any) -> jax.Array:

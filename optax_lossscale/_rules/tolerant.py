@@ -107,9 +107,16 @@ class TolerantLossScale(AdaptiveLossScale):
 
     def _advance(self, scale, state, finite, largest):
         good_steps = restored_count(state.good_steps, self.growth_interval - 1)
+        steps = restored_count(state.steps)
         nonfinite_steps = restored_count(state.nonfinite_steps)
+        # With more steps than these, growth_interval in a row would have been finite,
+        # and the scale would have grown. A larger restored count could keep the scale
+        # from ever backing off.
+        most = self.growth_interval * jnp.float32(nonfinite_steps)
+        most += jnp.float32(good_steps)
+        steps = jnp.where(jnp.float32(steps) > most, most.astype(jnp.int32), steps)
         good_steps = jnp.where(finite, good_steps + 1, 0)
-        steps = optax.safe_increment(restored_count(state.steps))
+        steps = optax.safe_increment(steps)
         one_more = optax.safe_increment(nonfinite_steps)
         nonfinite_steps = jnp.where(finite, nonfinite_steps, one_more)
         grow = good_steps >= self.growth_interval
