@@ -11,6 +11,7 @@ from optax_lossscale._autocast.policy import State
 from optax_lossscale._autocast.program import Known, Step
 from optax_lossscale._autocast.states import Plan, States
 from optax_lossscale._jaxprs import parts
+from optax_lossscale._tree import is_inexact
 
 
 class _Call:
@@ -21,9 +22,9 @@ class _Call:
         pairs = zip(step.inputs, step.equation.invars, states, strict=True)
         taken = [(x.aval, state) for k, x, state in pairs if isinstance(k, int)]
         self.states = [state for _, state in taken]
-        self.chosen = [i for i, (x, _) in enumerate(taken) if _is_inexact(x)]
+        self.chosen = [i for i, (x, _) in enumerate(taken) if is_inexact(x)]
         self.results = [
-            i for i, x in enumerate(step.equation.outvars) if _is_inexact(x.aval)
+            i for i, x in enumerate(step.equation.outvars) if is_inexact(x.aval)
         ]
 
     def full(self, args: Sequence[Any]) -> list[Any]:
@@ -153,10 +154,6 @@ def custom_vjp(*about: Any) -> Callable[..., list[Any]]:
     function = jax.custom_vjp(call.primal)
     function.defvjp(forward, backward)
     return function
-
-
-def _is_inexact(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _type_of(x: Any, state: State | None) -> Any:
