@@ -10,8 +10,8 @@ import optax
 from sklearn.datasets import load_digits
 
 from benchmarks.workloads import BYTES
-from examples.digits import train as patches
 from examples.common.precision import compute_in
+from examples.digits import train as patches
 from examples.language_model.config import Config
 from examples.language_model.data import make_corpus
 from examples.language_model.model import make_functions

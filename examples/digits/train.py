@@ -92,8 +92,8 @@ class Run(NamedTuple):
 class Detector(nn.Module):
     """Says whether there is a digit in a patch, initialized as RetinaNet is.
 
-    An ordinary float32 network. With another `dtype` the layers cast by hand: parameters
-    stay float32, and are cast where they are used.
+    An ordinary float32 network. With another `dtype` the layers cast by hand:
+    parameters stay float32, and are cast where they are used.
     """
 
     dtype: Any = jnp.float32

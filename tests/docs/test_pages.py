@@ -75,7 +75,9 @@ def test_page(path, loggers):
 
 
 def test_the_diff_of_the_readme_ends_in_its_script():
-    (diff,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (diff,) = re.findall(
+        r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+    )
     script = iter(page_blocks("README.md")[0][0].splitlines())
     assert sum(line[0] == "+" for line in diff.splitlines()) == 3
     for line in diff.splitlines():

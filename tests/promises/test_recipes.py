@@ -207,7 +207,10 @@ def check_batch_norm(page, images, labels):
     for x, y, z in zip(*map(arrays, (mixed, automatic, wide)), strict=True):
         np.testing.assert_allclose(x, z, rtol=0.05, atol=1e-3)
         np.testing.assert_allclose(y, z, rtol=0.05, atol=1e-3)
-    pairs = (Model, page["norm_loss_fn"]), (page["ModelByHand"], page["loss_fn_by_hand"])
+    pairs = (
+        (Model, page["norm_loss_fn"]),
+        (page["ModelByHand"], page["loss_fn_by_hand"]),
+    )
     losses = [
         loss_fn(*eqx.nn.make_with_state(make)(jax.random.key(0)), images, labels)[0]
         for make, loss_fn in pairs
