@@ -26,10 +26,7 @@ def taken_by(
     function: Callable[..., Any], extra_args: dict[str, Any]
 ) -> dict[str, Any]:
     """Returns those of the arguments that a function takes."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # Some functions of C have no signature.
-        return {}
+    parameters = inspect.signature(function).parameters.values()
     if any(x.kind == x.VAR_KEYWORD for x in parameters):
         return extra_args
     return {x.name: extra_args[x.name] for x in parameters if x.name in extra_args}

@@ -62,11 +62,22 @@ def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
     )
     if _state.nodes_of(_state.LossScaleOptimizerState, inner_state):
         raise TypeError(
-            "inner_optimizer holds a LossScaleOptimizer, and scaling twice is a bug. "
-            "Keep only the outer one."
+            "inner_optimizer must hold no LossScaleOptimizer: scaling twice is a bug."
         )
-    return _state.initial_state(
-        inner_state, options.loss_scale, options.check_loss, options.retries
+
+    def zero():
+        return jnp.zeros((), jnp.int32)
+
+    rule = options.loss_scale
+    return _state.LossScaleOptimizerState(
+        inner_state=inner_state,
+        loss_scale_state=_state.healed(rule, rule.init()),
+        last_step_applied=jnp.ones((), bool),
+        skipped_steps=zero(),
+        consecutive_skipped_steps=zero(),
+        stuck_steps=zero(),
+        nonfinite_loss_steps=zero() if options.check_loss else None,
+        retries=zero() if options.retries else None,
     )
 
 
@@ -94,7 +105,11 @@ def take_step(
     """
     rule, axis_name = options.loss_scale, options.axis_name
     skip_if = extra.pop("skip_if", None)
-    _check_gradients(grads)
+    if isinstance(grads, Iterator):
+        raise TypeError(
+            "grads must be a pytree like the parameters, got an iterator. Write "
+            "apply_gradients(grads, params, state) for Keras's zip of the two."
+        )
     like = params
     grads, params = _tree.settled((grads, params))
 
@@ -196,27 +211,14 @@ def _warn_of_scale_among(params: Any) -> None:
     _tree.map_named(look_at, "loss_scale", params)
 
 
-def _check_gradients(grads: Any) -> None:
-    if isinstance(grads, Iterator):
-        raise TypeError(
-            "grads must be a pytree like the parameters, got an iterator. Write "
-            "apply_gradients(grads, params, state) for Keras's zip of the two."
-        )
-
-
 def _loss(extra: dict[str, Any]) -> Any:
     """Returns the loss among the extra arguments of a step with `check_loss`."""
     value = extra.get("value")
-    if value is None:
-        raise TypeError(
-            "value= is missing, and check_loss=True needs it. Pass the unscaled loss: "
-            "update(grads, state, params, value=loss)."
-        )
     is_number = _tree.is_array(value) or type(value) in (int, float)
     if not is_number or jnp.iscomplexobj(value) or np.shape(value) != ():
         raise TypeError(
-            f"value must be the loss, a real scalar, got {value!r}. Pass it without "
-            "auxiliary data."
+            f"value must be the loss, a real scalar, got {value!r}. With check_loss "
+            "write update(grads, state, params, value=loss), without auxiliary data."
         )
     return value
 
