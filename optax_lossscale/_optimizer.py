@@ -132,7 +132,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             loss_scale=chosen,
             axis_name=axis_name,
             skip=skip,
-            check_loss=check_loss,
+            check_loss=check.boolean("check_loss", check_loss),
             retries=0 if retries is None else check.count("retries", retries, least=0),
         )
         self._options.check()

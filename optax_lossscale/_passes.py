@@ -148,7 +148,7 @@ def _split(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[JaxprEqn], set[Var]]:
 
 
 def _casts_of(
-    backward: list[JaxprEqn], grads: list[Any]
+    backward: list[Any], grads: list[Any]
 ) -> tuple[list[JaxprEqn], dict[Any, None]]:
     """Returns casts to wider dtypes at the end of gradients, and what they cast.
 

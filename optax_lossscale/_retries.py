@@ -96,8 +96,9 @@ def value_and_grad(
     grads = _gradients.unscale_by(settled(grads), scale)
     retries += jnp.asarray(state.retries, jnp.int32)
     retries = jnp.where(retries < 0, 2**31 - 1, retries)
-    ends = (looked.before, looked.after), (old, first)
-    looked = Look(*select(looked.finite, *ends), looked.finite)
+    looks = looked.before, looked.after
+    before, after = select(looked.finite, looks, (old, first))
+    looked = Look(before, after, looked.finite)
     return passes.value, grads, state._replace(retries=retries), looked
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_lossscale import _check as check, _inner, _state, _tree
+from optax_lossscale import _inner, _state, _tree
 from optax_lossscale._commit import Skip, commit
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._scaling import all_finite, on_all_devices
@@ -38,7 +38,6 @@ class Options(NamedTuple):
             raise TypeError(
                 f"axis_name must be a name or a tuple of names, got {self.axis_name!r}."
             ) from None
-        check.boolean("check_loss", self.check_loss)
 
     def choose_skip(self, is_told: bool = False) -> Skip | None:
         """Returns how the step that is being traced is skipped; None if it never is.
@@ -113,7 +112,7 @@ def take_step(
     like = params
     grads, params = _tree.settled((grads, params))
 
-    # Look: at the gradients, and at the loss if it is checked.
+    # Look at the gradients.
     _state.check_state(state, rule, options.retries)
     _warn_of_scale_among(params)
     skip = options.choose_skip(skip_if is not None or looked is not None)
@@ -122,12 +121,11 @@ def take_step(
     old, new, finite = looked.before, looked.after, looked.finite
     should_apply = finite
     at_minimum = rule._is_at_minimum(rule(old), rule(new))
+
+    # Decide. A lower scale does not mend a loss that is not finite.
     loss_is_finite = is_vetoed = None
     if options.check_loss:
         loss_is_finite = all_finite(_loss(extra), axis_name=axis_name)
-
-    # Decide. A lower scale does not mend a loss that is not finite.
-    if loss_is_finite is not None:
         should_apply &= loss_is_finite
         new = _tree.select(
             loss_is_finite, new, _tree.cast_like(_state.healed(rule, old), new)
@@ -213,7 +211,7 @@ def _warn_of_scale_among(params: Any) -> None:
 
 def _loss(extra: dict[str, Any]) -> Any:
     """Returns the loss among the extra arguments of a step with `check_loss`."""
-    value = extra.get("value")
+    value: Any = extra.get("value")
     is_number = _tree.is_array(value) or type(value) in (int, float)
     if not is_number or jnp.iscomplexobj(value) or np.shape(value) != ():
         raise TypeError(

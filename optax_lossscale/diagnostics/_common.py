@@ -26,8 +26,7 @@ def scale_of(state: Any) -> jax.Array:
         scale = unbox(find_state(state).loss_scale_state.loss_scale)
     if scale.shape:
         raise ValueError(
-            "state belongs to many members or devices: its loss scale has "
-            f"shape {scale.shape}. Pass one of these scales, as a number."
+            f"state must have one scale, got {scale.shape}: pass one of them, a number."
         )
     return scale.astype(jnp.float32)
 

@@ -133,7 +133,7 @@ def plot_history(
     records = list(records)
     if not all(isinstance(record, Mapping) for record in records):
         raise TypeError(
-            'records must be dictionaries. (A pandas table: table.to_dict("records").)'
+            'records must be a list of dictionaries (pandas: table.to_dict("records")).'
         )
     scales = _column(records, prefix + "loss_scale")
     is_drawn = np.isfinite(scales) & (scales > 0)
