@@ -26,7 +26,7 @@ def scale_of(state: Any) -> jax.Array:
         scale = unbox(find_state(state).loss_scale_state.loss_scale)
     if scale.shape:
         raise ValueError(
-            f"state must have one scale, got {scale.shape}: pass one of them, a number."
+            f"state belongs to many members: pass one of its {scale.shape} scales."
         )
     return scale.astype(jnp.float32)
 
