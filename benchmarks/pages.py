@@ -56,9 +56,9 @@ def sentences() -> dict[Path, list[str]]:
         ],
         DTYPES: [
             f"bfloat16 differs {as_written} as much as float16: {pair}.",
-            f"leaves out some roundings of bfloat16, and it is {default}.)",
+            f"leave out some roundings of bfloat16, it is {default}.)",
             f"**bfloat16 differs {as_written} as much as float16**",
-            f"**XLA's default makes that {default}.**",
+            f"**With XLA's default it is {default}.**",
         ],
     }
 
