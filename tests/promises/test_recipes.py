@@ -319,7 +319,7 @@ def check_gradient_in_the_loss(page):
         assert error < 1e-3 if name in right else error > 0.1
     # Only the critic sees the poisoned images.
     state, images = page["state"], page["images"] * INF
-    args = images, jax.random.key(0), jnp.float16, 1e-9, 2.0**30
+    args = images, jax.random.key(0), page["autocast"], 1e-9, 2.0**30
     critic, critic_state, generator, *_ = page["train_step"](*state, *args)
     assert_same_bits((critic, critic_state.inner_state), (state[0], state[1][0]))
     assert critic_state.skipped_steps == state[1].skipped_steps + 1
