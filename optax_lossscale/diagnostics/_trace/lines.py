@@ -184,17 +184,18 @@ class _Promoter(Interpreter):
     Half precision is kept in float32 arrays, so that its values may be wider.
     """
 
-    def __init__(self, lines: Sequence[Line], zero: Any, loss_scale: Any, is_wide: Any):
+    def __init__(self, lines: Sequence[Line], scaled: set[Key], *about: Any):
         """Prepares a run.
 
         Args:
           lines: The lines that may compute in float32.
-          zero: See `Interpreter`.
-          loss_scale: See `Interpreter`.
-          is_wide: Whether they do, bool[lines].
+          scaled: The keys of the backward pass.
+          *about: What `Interpreter` takes, and whether the lines do, bool[lines].
         """
-        super().__init__(zero, loss_scale)
+        *about, is_wide = about
+        super().__init__(*about)
         self._flags = {line: is_wide[i] for i, line in enumerate(lines)}
+        self._scaled = scaled
 
     def _flag(self, place):
         return self._flags.get(place.source.own[:2], False)
@@ -210,7 +211,6 @@ class _Promoter(Interpreter):
         return Value(real, found.wide)
 
     def measure(self, key: Key, x: Value, place: Place, **about: Any) -> Value:
-        self.mark(key, [k for keys in about.get("inputs", ()) for k in keys])
         return x._replace(keys=(key,))
 
     def _operation(self, equation, inputs, place):
@@ -219,7 +219,7 @@ class _Promoter(Interpreter):
         halves = list(map(equations.in_half, types))
         # In the backward pass nobody wrote a cast: it belongs to the line before.
         is_cast = equation.primitive.name == "convert_element_type"
-        is_scaled = any(not self.scaled.isdisjoint(x.keys) for x in inputs)
+        is_scaled = any(not self._scaled.isdisjoint(x.keys) for x in inputs)
         is_exact = halves[-1] if is_cast and is_scaled else _is_exact(equation)
         flag = is_exact or self._flag(place)
         rounded = list(map(equations.narrow, args, types))
@@ -231,9 +231,8 @@ class _Promoter(Interpreter):
             pairs = zip(wide, reals, strict=True)
             reals = wide if is_exact else [jnp.where(flag, *pair) for pair in pairs]
         shadows, _ = self._shadows(equation, inputs, reals)
-        keys = [x.keys for x in inputs]
         return [
-            self.measure((*place.key, i), Value(*pair), place, inputs=keys)
+            self.measure((*place.key, i), Value(*pair), place)
             for i, pair in enumerate(zip(reals, shadows, strict=True))
         ]
 
@@ -252,7 +251,7 @@ class _Minimizer:
         self._search = search
         self._suspects, self._sources = _suspects(search)
         self._lines = sorted(self._suspects, key=lambda x: -self._suspects[x][0])
-        make = functools.partial(_Promoter, self._lines)
+        make = functools.partial(_Promoter, self._lines, search.run.program.scaled)
         self._execute, _ = search.run.program.compile(make, self._mask(()))
         self.effect = functools.cache(self._effect)
         self._scale, self._told = search.run.scale, time.monotonic()

@@ -1,5 +1,6 @@
 """The program that computes the loss and its scaled gradient, and measures them."""
 
+import dataclasses
 import functools
 import sys
 import threading
@@ -16,7 +17,7 @@ from optax_lossscale._scaling import scale_up
 from optax_lossscale._tree import is_argument, is_inexact
 from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._common import check_host
-from optax_lossscale.diagnostics._trace.interpreter import Interpreter
+from optax_lossscale.diagnostics._trace.interpreter import Interpreter, backward_keys
 from optax_lossscale.diagnostics._trace.statistics import Recorder, norms
 from optax_lossscale.diagnostics._trace.values import Place, Value
 
@@ -99,6 +100,7 @@ class Program:
       keys: The keys of the statistics.
       sites: By key, what was measured, in order of execution.
       before: See `Interpreter`.
+      scaled: The keys of what depends on the loss scale: the backward pass.
       loss: The keys of the loss.
       gradients: For each of the parameters, the keys of its gradient.
       run: Maps a loss scale to the statistics of everything in `keys`; to the loss, and
@@ -138,6 +140,11 @@ class Program:
         run, about = self.compile(Interpreter)
         self.run = functools.cache(run)
         self.keys, self.sites, self.before, self.loss, self.gradients = about
+        self.scaled = backward_keys(self.sites, self.before)
+        for key in self.scaled.intersection(self.sites):
+            if self.sites[key].phase == "forward":
+                site = dataclasses.replace(self.sites[key], phase="backward")
+                self.sites[key] = site
 
     def compile(self, make: Callable[..., Interpreter], *options: Any) -> Any:
         """Compiles the program, as an interpreter runs it.
@@ -153,8 +160,7 @@ class Program:
         jaxpr, about = self.closed.jaxpr, []
 
         def follow(zero, scale, arrays, *options):
-            interpreter = make(zero, jaxpr.invars[0], *options)
-            interpreter.trained.update(self.parameters)
+            interpreter = make(zero, jaxpr.invars[0], self.dtype, *options)
             place = Place((), Recorder(self.judged))
             outside = place._replace(phase="argument")
             inputs = [

@@ -189,7 +189,7 @@ def trace_numerics(
         float32_loss=float32_loss,
         dtype=program.dtype,
         computes_in_dtype=program.judged is None,
-        operations=[run.operation(k) for k in run.keys if run.site(k).primitive],
+        operations=[run.operation(k) for k in run.keys if run.site(k).is_operation],
     )
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from optax_lossscale._jaxprs import lines
 from optax_lossscale.diagnostics._trace import equations
@@ -66,6 +67,8 @@ class Site:
       constants: The inputs that are constants in the program.
       moved: The key of the site that measured the same magnitudes, if not this one.
       opaque: Whether it was not followed in float32.
+      decides: Whether it decides by floating-point numbers. If it is no such number
+        itself, the share that float32 decides otherwise is measured as flushed.
     """
 
     primitive: str = ""
@@ -79,6 +82,12 @@ class Site:
     constants: tuple[float, ...] = ()
     moved: Key | None = None
     opaque: bool = False
+    decides: bool = False
+
+    @property
+    def is_operation(self) -> bool:
+        """Whether it is an operation with floating-point results."""
+        return bool(self.primitive) and jnp.issubdtype(self.dtype, jnp.inexact)
 
 
 class Place(NamedTuple):
