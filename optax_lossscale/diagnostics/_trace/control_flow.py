@@ -34,18 +34,32 @@ def run_cond(
         out, found = runs[k](operands)
         parts = [_neutral(interpreter, x) for x in shapes]
         parts[k] = found
-        values = [x.apart(known) for x, known in zip(out, keys, strict=True)]
-        return values, statistics.join_rows(parts)
+        values = map(Value.apart, out, keys, differ)
+        return list(values), statistics.join_rows(parts)
 
     numbers = range(len(branches))
     traced = (once(functools.partial(run, k), operands) for k in numbers)
     runs, found = zip(*traced, strict=True)
     outs, shapes = zip(*found, strict=True)
     keys = [sum((x.keys for x in values), ()) for values in zip(*outs, strict=True)]
+    differ = [any(x.wide is not None for x in values) for values in zip(*outs, strict=True)]
     chosen = [functools.partial(complete, k) for k in numbers]
     out, found = flow.switch(equation, index.real, chosen, operands)
     place.recorder.extend([key for keys in measured for key in keys], found)
-    return out
+    if index.wide is None:
+        return out
+    is_other = index.real != index.wide
+    out = [x._replace(keys=x.keys + index.keys) for x in out]
+    return _with_shadows(equation, inputs, out, lambda new, x: jnp.where(is_other, new, x))
+
+
+def _with_shadows(equation, inputs, values, choose):
+    """Chooses between the shadows of results and those of a run of the shadow alone."""
+    found = equations.bind_wide(equation, [x.shadow for x in inputs])
+    return values if found is None else [
+        x if x.wide is None else x._replace(wide=choose(new, x.wide))
+        for x, new in zip(values, found, strict=True)
+    ]
 
 
 def run_scan(
@@ -123,10 +137,11 @@ def _loop(interpreter, body, loop_over, carry, x, place, first):
     """
     states = [(*place.key, "loop", "state", i) for i in range(len(carry))]
     before = {key: x.keys for key, x in zip(states, carry, strict=True)}
-    after, measured = {}, []
+    after, measured, differ = {}, [], [x.wide is not None for x in carry]
 
     def as_state(values):
-        return [x.apart((key,)) for x, key in zip(values, states, strict=True)]
+        triples = zip(values, states, differ, strict=True)
+        return [x.apart((key,), is_other) for x, key, is_other in triples]
 
     def iterate(index, values, x):
         inner = place.inside("loop", first)
@@ -134,6 +149,7 @@ def _loop(interpreter, body, loop_over, carry, x, place, first):
         after.update(zip(states, (x.keys for x in new), strict=True))
         found = statistics.in_iteration(inner.recorder.finish(), index)
         measured[:] = inner.recorder.keys
+        differ[:] = [x.wide is not None for x in new]
         return found, as_state(new), [x.apart(x.keys) for x in out]
 
     def step(state, x):
@@ -142,7 +158,11 @@ def _loop(interpreter, body, loop_over, carry, x, place, first):
         return (index + 1, statistics.merge(total, found), values), out
 
     index, start = jnp.int32(0), as_state(carry)
-    run, (shapes, *_) = once(iterate, index, start, x)
+    run, (shapes, new, _) = once(iterate, index, start, x)
+    while jax.tree.structure(new) != jax.tree.structure(start):
+        # The loop decides what float32 decides otherwise, and carries it on.
+        start = as_state(carry)
+        run, (shapes, new, _) = once(iterate, index, start, x)
     total = _neutral(interpreter, shapes)
     (_, found, ends), ys = loop_over(step, (index, total, start))
     place.recorder.extend(measured, found)

@@ -34,15 +34,13 @@ class Value(NamedTuple):
         """The array in float32; the same object as `real` if they cannot differ."""
         return self.real if self.wide is None else self.wide
 
-    def apart(self, keys: tuple[Key, ...]) -> "Value":
+    def apart(self, keys: tuple[Key, ...], differs: bool = False) -> "Value":
         """Returns the same, with other keys, for a place where others may stand, too.
 
-        If it is floating-point, it has an array in float32 of its own.
+        If it is floating-point, or others differ from float32, it has a shadow.
         """
-        is_inexact = equations.is_inexact(self.real)
-        return Value(
-            self.real, equations.widen(self.shadow) if is_inexact else None, keys
-        )
+        has_shadow = differs or equations.is_inexact(self.real)
+        return Value(self.real, equations.widen(self.shadow) if has_shadow else None, keys)
 
 
 jax.tree_util.register_pytree_node(

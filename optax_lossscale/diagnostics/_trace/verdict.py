@@ -9,7 +9,7 @@ import math
 import jax.numpy as jnp
 
 from optax_lossscale.diagnostics._trace import equations
-from optax_lossscale.diagnostics._trace.effects import LOST, Effect
+from optax_lossscale.diagnostics._trace.effects import LOST, Effect, percent
 from optax_lossscale.diagnostics._trace.findings import NumericFinding, log2_of, power
 from optax_lossscale.diagnostics._trace.operations import Run
 from optax_lossscale.diagnostics._trace.search import HIGHEST, Search, headroom
@@ -153,7 +153,9 @@ def _explain(search: Search, run: Run, key: Key) -> NumericFinding:
             " The loss is right. Near a minimum, where gradients cancel, this is usual."
         )
     bits = -headroom(run, key) if run.exceeds(key) else None
-    return NumericFinding(kind, text, operation, bits=bits)
+    first = _flushed_before(run, key)
+    other = first and run.operation(first)
+    return NumericFinding(kind, text, operation, other, bits)
 
 
 def trouble_of(search: Search, run: Run, key: Key) -> tuple[str, str, str, str]:
@@ -192,12 +194,16 @@ def trouble_of(search: Search, run: Run, key: Key) -> tuple[str, str, str, str]:
                 "Add an epsilon, or guard log, sqrt, norm and division with a second "
                 "jnp.where, before the operation"
             )
-        return kind, what, why, fix
+        return kind, what, why, _together(run, key, fix)
     if is_underflow(run, key):
         what = f"{found.flushed:.0%} of the results are flushed to zero"
         is_small = limits and found.float32_largest < limits.normal
         why = f"The largest is 2^{log2_of(run, key):.1f}." if is_small else ""
         return "underflow", what, why, fix
+    if run.is_decided_otherwise(key):
+        share = "" if not found.shape else f" for {percent(found.flushed)} of the numbers"
+        what = f"this is decided otherwise in float32{share}"
+        return "decision", what, _why(run, key), _together(run, key, fix)
     what = f"the results differ from float32 by {found.error:.2g} of the largest"
     operations = map(run.operation, sources_of(search, run, key))
     places = dict.fromkeys(x.place for x in operations if x.line)
@@ -207,8 +213,27 @@ def trouble_of(search: Search, run: Run, key: Key) -> tuple[str, str, str, str]:
     return "precision", what, _loss_of_precision(run, key), fix
 
 
+def _together(run: Run, key: Key, fix: str) -> str:
+    """Adds to the advice the line where zeros come from, if it is another one."""
+    first = _flushed_before(run, key)
+    if first is None:
+        return fix
+    place = run.operation(first).place
+    return f"compute {place}, and this line in float32, and cast nothing in between"
+
+
+def _flushed_before(run: Run, key: Key) -> Key | None:
+    """Returns where zeros come from that break an operation of another line."""
+    is_hidden = run.exceeds(key) or run.bad_operands(key)
+    if is_hidden or not (run.is_lost(key) or run.is_decided_otherwise(key)):
+        return None
+    first = _flushed_first(run, key)
+    same = first and run.site(first).source == run.site(key).source
+    return None if same else first
+
+
 def _why(run: Run, key: Key) -> str:
-    """Explains an operation that makes inf or nan without an overflow."""
+    """Explains an operation that makes inf or nan, or decides otherwise."""
     site, inputs = run.site(key), run.operands(key)
     is_constant = not all(map(math.isfinite, site.constants))
     if is_constant or run.bad_operands(key):
@@ -226,6 +251,8 @@ def _why(run: Run, key: Key) -> str:
         return "An input holds zeros."
     if site.primitive in (*SUMS, *PRODUCTS):
         return "Its terms overflow while they are added."
+    if site.decides:
+        return "Its operands are near each other."
     return "An input is outside of the domain of the function."
 
 
@@ -233,7 +260,8 @@ def _flushed_first(run: Run, key: Key) -> Key | None:
     """Returns where zeros that float32 would not have come from, if they go in here."""
 
     def flushed(k):
-        return [x for x in run.operands(k) if run.range(x).flushed]
+        operands = (x for x in run.operands(k) if run.site(x).is_operation)
+        return [x for x in operands if run.range(x).flushed]
 
     reached = run.ancestors(flushed(key), flushed)
     return next((k for k in run.keys if k in reached and run.operands(k)), None)
@@ -241,9 +269,8 @@ def _flushed_first(run: Run, key: Key) -> Key | None:
 
 def _cause(run: Run, key: Key) -> Key:
     """Returns where inf begins that is swallowed before, as in log(1 / inf)."""
-    first = _flushed_first(run, key)
-    operands = [] if first is None else run.operands(first)
-    return next(iter(run.causes(operands)), key)
+    found = run.beginning(key, math.inf)
+    return found if run.is_lost(found) else key
 
 
 def is_underflow(run: Run, key: Key) -> bool:
