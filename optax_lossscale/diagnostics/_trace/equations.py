@@ -1,6 +1,5 @@
 """What the trace knows about primitives, and the same equation in float32."""
 
-import linecache
 import math
 import re
 from collections.abc import Sequence
@@ -12,7 +11,6 @@ import numpy as np
 
 from optax_lossscale._jaxprs.parts import bind, is_jaxpr, opened
 
-NUMBER = re.compile(r"(?<![\w.])\d*\.?\d+(?:e-?\d+)?", re.IGNORECASE)
 # They return the magnitudes that they get, perhaps in another order.
 MOVES = (
     "reshape", "transpose", "broadcast_in_dim", "squeeze", "rev", "neg", "abs", "copy",
@@ -42,6 +40,11 @@ POLES = (
     "div", "sqrt", "rsqrt", "log", "log1p", "pow", "integer_pow", "acos", "asin",
     "atanh", "acosh", "erf_inv", "rem",
 )  # fmt: skip
+# The operand that has a pole at zero.
+POLE_AT_ZERO = {"div": 1, "log": 0, "rsqrt": 0, "integer_pow": 0}
+TINY = 2.0**-27
+# A product may name the dtype of its operands.
+ALGORITHMS = jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset
 BITS = ("bitcast_convert_type", "rng_uniform", "nextafter")
 HALF = [x for x in dir(jnp) if re.fullmatch(r"b?float16|float[48]_\w+", x)]
 
@@ -85,7 +88,7 @@ def widen(x: Any) -> Any:
     return jnp.asarray(x, jnp.float32) if in_half(x) else x
 
 
-def as_written(x: Any, equation: Any, place: Any) -> Any:
+def as_written(x: Any, equation: Any) -> Any:
     """Returns what stands for a constant in float32.
 
     JAX rounds constants when it traces a program. So 1e-8 is 0 in float16, and -1e9 is
@@ -96,11 +99,36 @@ def as_written(x: Any, equation: Any, place: Any) -> Any:
     name, number = equation.primitive.name, float(x)
     if math.isinf(number) and name in ("mul", "add", "sub"):
         return np.float32(math.copysign(2.0**100, number))
-    is_tiny = name == "add"
-    if name in ("max", "clamp"):  # It may be a ReLU, so there must be such a number.
-        line = linecache.getline(place.source.file, place.source.line)
-        is_tiny = any(0 < float(n) < 2.0**-25 for n in NUMBER.findall(line))
-    return np.float32(2.0**-27) if number == 0 and is_tiny else x
+    return np.float32(TINY) if number == 0 and name == "add" else x
+
+
+def floored(jaxpr: Any) -> set[int]:
+    """Returns the identities of equations with a pole at zero that nobody reaches.
+
+    Nobody divides by `max(x, 0)`, or takes its logarithm: a tiny constant was there.
+    """
+    made = {x: equation for equation in jaxpr.eqns for x in equation.outvars}
+
+    def is_floor(x):
+        equation = made.get(x) if not hasattr(x, "val") else None
+        if equation is None:
+            return False
+        name, operands = equation.primitive.name, equation.invars
+        if name in (*MOVES, "convert_element_type"):
+            return is_floor(operands[0])
+        is_floor_of = {name, equation.params.get("name")} & {"max", "clamp", "clip"}
+        known = [v.val for v in operands if hasattr(v, "val") and in_half(v.aval)]
+        return bool(is_floor_of) and any(np.size(v) == 1 and v == 0 for v in known)
+
+    poles = ((x, POLE_AT_ZERO.get(x.primitive.name)) for x in jaxpr.eqns)
+    return {id(x) for x, i in poles if i is not None and is_floor(x.invars[i])}
+
+
+def above_zero(equation: Any, args: Sequence[Any]) -> list[Any]:
+    """Returns the operands of such an equation, of which one is not zero."""
+    args, i = list(args), POLE_AT_ZERO[equation.primitive.name]
+    args[i] = jnp.maximum(args[i], jnp.asarray(TINY, args[i].dtype))
+    return args
 
 
 def narrow(x: Any, aval: Any) -> Any:
@@ -117,6 +145,8 @@ def bind_wide(equation: Any, args: Sequence[Any]) -> list[Any] | None:
         return None
     try:
         params = {name: _widen_parameter(x) for name, x in equation.params.items()}
+        if isinstance(params.get("precision"), ALGORITHMS):
+            params["precision"] = (jax.lax.Precision.HIGHEST,) * 2
         found = bind(equation, list(map(widen, args)), params)
         types = list(map(_wide_type, equation.outvars))
         return found if [(x.shape, x.dtype) for x in found] == types else None

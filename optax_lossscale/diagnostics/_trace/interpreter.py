@@ -32,6 +32,7 @@ class Interpreter:
         knows, inside of `jax.shard_map`.
       loss_scale: The variable that holds the loss scale. What depends on it is the
         backward pass.
+      floored: See `equations.floored`.
       sites: By key, what was measured.
       before: By key, for the state of a loop: the keys before the loop, and those of
         the iteration before.
@@ -41,6 +42,7 @@ class Interpreter:
         """Prepares a run; see the attributes."""
         self.zero, self.loss_scale, self.dtype = zero, loss_scale, dtype
         self.varying: Any = np.int32(0)
+        self.floored: set[int] = set()
         self.sites: dict[Key, Site] = {}
         self.before: dict[Key, tuple[tuple[Key, ...], tuple[Key, ...]]] = {}
 
@@ -58,6 +60,7 @@ class Interpreter:
         def read(x, *about):
             return self.literal(x.val, *about) if hasattr(x, "val") else values[x]
 
+        self.floored |= equations.floored(jaxpr)
         for index, equation in enumerate(jaxpr.eqns):
             here = place.at(equation, index)
             inputs = [read(x, equation, here) for x in equation.invars]
@@ -76,7 +79,7 @@ class Interpreter:
 
     def literal(self, x: Any, *about: Any) -> Value:
         """Returns a constant in an equation, which is given with its place."""
-        wide = equations.as_written(x, *about) if about else x
+        wide = equations.as_written(x, about[0]) if about else x
         return Value(x, None if wide is x else wide)
 
     def value(self, x: Any) -> Value:
@@ -189,6 +192,11 @@ class Interpreter:
         is_whole = jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool
         return x ^ self.zero.astype(x.dtype) if is_whole else x
 
+    def written(self, equation: Any, args: Sequence[Any]) -> Sequence[Any]:
+        """Returns the operands that an equation has in float32."""
+        is_floored = id(equation) in self.floored
+        return equations.above_zero(equation, args) if is_floored else args
+
     def _shadows(self, equation, inputs, reals):
         """Returns the results in float32, and whether they could not be computed."""
         name = equation.primitive.name
@@ -196,7 +204,8 @@ class Interpreter:
         is_wide = any(x.wide is not None for x in inputs)
         if not (has_half or is_wide or name in equations.OPAQUE):
             return [None] * len(reals), False
-        found = equations.bind_wide(equation, [x.shadow for x in inputs])
+        args = self.written(equation, [equations.widen(x.shadow) for x in inputs])
+        found = equations.bind_wide(equation, args)
         if found is None:
             wide = [equations.widen(x) if equations.in_half(x) else None for x in reals]
             return wide, name not in equations.BITS

@@ -226,7 +226,7 @@ class _Promoter(Interpreter):
         reals = list(map(equations.widen, parts.bind(equation, rounded)))
         wide = None
         if any(halves) and flag is not False:
-            wide = equations.bind_wide(equation, args)
+            wide = equations.bind_wide(equation, self.written(equation, args))
         if wide is not None:
             pairs = zip(wide, reals, strict=True)
             reals = wide if is_exact else [jnp.where(flag, *pair) for pair in pairs]

@@ -264,7 +264,9 @@ def _flushed_first(run: Run, key: Key) -> Key | None:
         return [x for x in operands if run.range(x).flushed]
 
     reached = run.ancestors(flushed(key), flushed)
-    return next((k for k in run.keys if k in reached and run.operands(k)), None)
+    found = [k for k in run.keys if k in reached and run.operands(k)]
+    rounded = [k for k in found if 0.0 in run.site(k).constants]
+    return next(iter(rounded + found), None)
 
 
 def _cause(run: Run, key: Key) -> Key:
