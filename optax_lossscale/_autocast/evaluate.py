@@ -1,5 +1,6 @@
 """Runs a program in the dtypes that its plan says."""
 
+import contextvars
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from optax_lossscale._jaxprs import flow, parts
 # They broadcast operands by themselves, and their derivatives add up in half precision.
 BROADCASTING = ("add", "sub", "mul", "div", "max", "min", "clamp")
 FLOAT32 = jnp.dtype(jnp.float32)
+# Whether a program casts its constants, so that diagnostics see their float32 numbers.
+SHOWS = contextvars.ContextVar("shows_constants", default=False)
 
 
 class Evaluator:
@@ -81,7 +84,11 @@ class _Run:
         """Returns an operand of a primitive, in a dtype if it is float32."""
         if isinstance(atom, Known):
             number = atom.value
-            return number.astype(dtype) if is_float32(number) else number
+            if not is_float32(number):
+                return number
+            if SHOWS.get():  # JAX would round it while tracing.
+                return _cast(jax.lax.optimization_barrier(number), dtype)
+            return number.astype(dtype)
         x = self.values[atom]
         if atom not in self.plan.states or x.dtype == dtype:
             return x
