@@ -10,6 +10,7 @@ from helpers import exhaustive_but
 from jax import lax
 from tracing import Casts, by_hand, errors, half, line_of, total
 
+from optax_lossscale import autocast
 from optax_lossscale.diagnostics import float32_lines, trace_numerics
 from optax_lossscale.diagnostics._trace.equations import bind_wide
 
@@ -79,3 +80,45 @@ def test_an_algorithm_in_float32(kind):
     (found,) = bind_wide(equation, [X, W])
     assert found.dtype == jnp.float32
     assert np.allclose(found, X @ W, rtol=1e-5)
+
+
+# What `autocast` makes is compared with the function itself.
+
+
+def moving_average(w, x):
+    def body(h, _):
+        h = (x @ w) * 0.001 + h * 0.9999  # moving_average
+        return h, None
+
+    return mean(jnp.square(lax.scan(body, x @ w, length=100)[0]))
+
+
+def products(w, x):
+    h = x @ w
+    return mean(jnp.square(lax.scan(lambda h, _: (h * 0.9999, None), h, length=4000)[0]))
+
+
+def thresholds(w, x):
+    h = (x @ w) @ w
+    return mean(jnp.where(h > h.mean(), h * 3, jnp.sin(h))) + mean(
+        h.argmax(-1).astype(jnp.float32) * h[:, 0]
+    )
+
+
+def iterations(w, x):
+    h = jnp.abs(x @ w) * 1e-3
+    h = lax.while_loop(lambda h: jnp.sum(h) < 100, lambda h: h * 1.3, lax.stop_gradient(h))
+    return mean(h * (x @ w))
+
+
+AUTOCAST = [moving_average, products, thresholds, iterations]
+
+
+@pytest.mark.parametrize("loss_fn", exhaustive_but(AUTOCAST, [products, iterations]))
+def test_the_shadow_of_autocast_is_the_function(loss_fn):
+    trace = trace_numerics(lambda *args: autocast(loss_fn)(*args), W, X)
+    truth = by_hand(loss_fn, W, X)(1.0)
+    assert np.isclose(trace.float32_loss, truth[0], rtol=1e-5)
+    error = np.max(errors(by_hand(autocast(loss_fn), W, X)(1.0), truth))
+    assert (trace.findings[0].kind == "fine") == (error < CLOSE), str(trace)
+    assert "Constants count" not in trace.summary

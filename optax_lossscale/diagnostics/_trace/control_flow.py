@@ -106,7 +106,10 @@ def run_while(
     def loop_over(step, state):
         return lax.while_loop(continues, lambda s: step(s, None)[0], state), []
 
-    return _loop(interpreter, body, loop_over, carry, None, place, 0)
+    found = _loop(interpreter, body, loop_over, carry, None, place, 0)
+    if not interpreter.is_exact:
+        return found  # The shadow runs as often as the program.
+    return _with_shadows(equation, inputs, found, lambda new, _: new)
 
 
 def once(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], Any]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale._jaxprs.lines import AUTOCAST
 from optax_lossscale._jaxprs.parts import bind, is_jaxpr, opened
 
 # They return the magnitudes that they get, perhaps in another order.
@@ -17,6 +18,7 @@ MOVES = (
     "stop_gradient", "optimization_barrier", "pvary", "sharding_constraint",
     "mesh_cast", "reshard",
 )  # fmt: skip
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 # Compilers rewrite these together with the next operation, which rounds differently:
 # x * y + z, x / y / z, 1 / sqrt(x), exp(x) * exp(y) and the like.
 REWRITTEN = (
@@ -62,6 +64,13 @@ def in_half(x: Any) -> bool:
 def is_inexact(x: Any) -> bool:
     """Whether an array, or its type, is floating-point or complex."""
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def is_autocast(equation: Any) -> bool:
+    """Whether `autocast` made an equation."""
+    traceback = equation.source_info.traceback
+    frames = traceback.frames if traceback is not None else ()
+    return any(x.file_name.startswith(AUTOCAST) for x in frames)
 
 
 def is_exact_cast(equation: Any) -> bool:

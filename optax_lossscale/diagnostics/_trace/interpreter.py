@@ -28,6 +28,7 @@ class Interpreter:
     Attributes:
       zero: u32[], a zero that the compiler does not know.
       dtype: The dtype in question.
+      is_exact: Whether the shadow takes its own decisions, even where roundoff decides.
       varying: i32[], a zero that differs between devices for all that the compiler
         knows, inside of `jax.shard_map`.
       loss_scale: The variable that holds the loss scale. What depends on it is the
@@ -38,9 +39,10 @@ class Interpreter:
         the iteration before.
     """
 
-    def __init__(self, zero: Any, loss_scale: Any, dtype: str):
+    def __init__(self, zero: Any, loss_scale: Any, dtype: str, is_exact: bool):
         """Prepares a run; see the attributes."""
-        self.zero, self.loss_scale, self.dtype = zero, loss_scale, dtype
+        self.zero, self.loss_scale = zero, loss_scale
+        self.dtype, self.is_exact = dtype, is_exact
         self.varying: Any = np.int32(0)
         self.floored: set[int] = set()
         self.sites: dict[Key, Site] = {}
@@ -209,6 +211,8 @@ class Interpreter:
         if found is None:
             wide = [equations.widen(x) if equations.in_half(x) else None for x in reals]
             return wide, name not in equations.BITS
+        if self.is_exact:
+            return found, False
         if name in equations.POLES:
             # The shadow takes the decisions of the program, so it may come to a pole
             # that neither the program nor float32 would come to.

@@ -12,11 +12,13 @@ import jax.numpy as jnp
 
 from optax_lossscale import _check as check
 from optax_lossscale._gradients import loss_of
+from optax_lossscale._autocast.evaluate import SHOWS
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._scaling import scale_up
 from optax_lossscale._tree import is_argument, is_inexact
 from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._common import check_host
+from optax_lossscale.diagnostics._trace import equations
 from optax_lossscale.diagnostics._trace.interpreter import Interpreter, backward_keys
 from optax_lossscale.diagnostics._trace.statistics import Recorder, norms
 from optax_lossscale.diagnostics._trace.values import Place, Value
@@ -94,6 +96,9 @@ class Program:
     Attributes:
       dtype: The name of the dtype in question.
       closed: The jaxpr that it follows.
+      equations: All equations in it.
+      is_autocast: Whether `autocast` made it, so that it has the constants and the
+        decisions of the float32 function.
       judged: The dtype that all numbers should fit into; None if the program computes
         in the dtype in question.
       parameters: The keys of the parameters that are differentiated.
@@ -127,9 +132,14 @@ class Program:
             (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(arrays[:count])
             return loss, grads
 
-        self.closed = jax.make_jaxpr(program)(jnp.float32(1), arrays)
+        shown = SHOWS.set(True)
+        try:
+            self.closed = jax.make_jaxpr(program)(jnp.float32(1), arrays)
+        finally:
+            SHOWS.reset(shown)
         self.parameters = [(name,) for name in names[:count]]
-        followed = list(parts.all_equations(self.closed.jaxpr))
+        self.equations = followed = list(parts.all_equations(self.closed.jaxpr))
+        self.is_autocast = any(map(equations.is_autocast, followed))
         results = (x.aval for equation in followed for x in equation.outvars)
         computes = any(str(getattr(x, "dtype", "")) == self.dtype for x in results)
         self.judged = None if computes else self.dtype
@@ -160,7 +170,8 @@ class Program:
         jaxpr, about = self.closed.jaxpr, []
 
         def follow(zero, scale, arrays, *options):
-            interpreter = make(zero, jaxpr.invars[0], self.dtype, *options)
+            known = zero, jaxpr.invars[0], self.dtype, self.is_autocast
+            interpreter = make(*known, *options)
             place = Place((), Recorder(self.judged))
             outside = place._replace(phase="argument")
             inputs = [

@@ -21,7 +21,6 @@ SHOWN = 3
 USUAL_BITS = 4
 # They make large numbers of small ones.
 INVERSE = ("div", "rsqrt", "log", "log1p")
-PRODUCTS = ("dot_general", "conv_general_dilated")
 ROUNDED = "A constant like 1e-8 is 0 in float16, and one like -1e9 is -inf."
 POWERS = ("pow", "integer_pow")  # If the exponent is negative.
 # Their results are exact where they are subnormal.
@@ -249,7 +248,7 @@ def _why(run: Run, key: Key) -> str:
         )
     if any(run.range(k).zeros for k in inputs):
         return "An input holds zeros."
-    if site.primitive in (*SUMS, *PRODUCTS):
+    if site.primitive in (*SUMS, *equations.PRODUCTS):
         return "Its terms overflow while they are added."
     if site.decides:
         return "Its operands are near each other."
@@ -311,7 +310,7 @@ def sources_of(search: Search, run: Run, key: Key) -> list[Key]:
     def parents(k):
         errors = ((x, run.range(x)) for x in run.operands(k))
         # In a product of matrices, the terms may be larger than the inputs.
-        end = 0 if run.site(k).primitive in PRODUCTS else least
+        end = 0 if run.site(k).primitive in equations.PRODUCTS else least
         return [x for x, found in errors if found.error * found.float32_largest > end]
 
     found = run.ancestors([key], parents)
