@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -164,11 +165,18 @@ def named(file: str, line: int, function: str) -> str:
 
 
 def _short(file: str) -> str:
-    """Returns the last two parts of a path; "In[3]" for a cell of a notebook."""
+    """Returns the last two parts of a path; all below the folder of libraries.
+
+    A cell of a notebook is "In[3]".
+    """
     ipython = sys.modules.get("IPython")
     shell = ipython and ipython.get_ipython()
     cell = shell and shell.compile.format_code_name(file)
-    return cell[1] if cell else "/".join(file.replace("\\", "/").split("/")[-2:])
+    if cell:
+        return cell[1]
+    *_, installed = re.split(r"-packages[\\/]", file)
+    parts = installed.replace("\\", "/").split("/")
+    return "/".join(parts if lines.is_installed(file) else parts[-2:])
 
 
 class Run:
@@ -411,7 +419,7 @@ class Run:
             if otherwise and not self.site(key).primitive:
                 key = otherwise[0]  # It took another branch.
                 continue
-            numbers = [k for k in operands if self.site(k).is_operation] or operands
+            numbers = [k for k in operands if k not in otherwise]
             worst = max(numbers, key=lambda k: self.range(k).error, default=key)
             least = max(small, min(self.range(key).error, 1) / INHERITED)
             if self.range(worst).error >= least:
@@ -427,8 +435,7 @@ class Run:
 
     def is_decided_otherwise(self, key: Key) -> bool:
         """Whether it is a decision that is another one in float32."""
-        site = self.site(key)
-        return site.decides and not site.is_operation and self.range(key).flushed > 0
+        return self.site(key).is_decision and self.range(key).flushed > 0
 
 
 def _decode(code: int, dtype: str) -> float:

@@ -19,6 +19,7 @@ from optax_lossscale._tree import is_argument, is_inexact
 from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._common import check_host
 from optax_lossscale.diagnostics._trace import equations
+from optax_lossscale.diagnostics._trace.equations import in_half
 from optax_lossscale.diagnostics._trace.interpreter import Interpreter, backward_keys
 from optax_lossscale.diagnostics._trace.statistics import Recorder, norms
 from optax_lossscale.diagnostics._trace.values import Place, Value
@@ -143,6 +144,13 @@ class Program:
         results = (x.aval for equation in followed for x in equation.outvars)
         computes = any(str(getattr(x, "dtype", "")) == self.dtype for x in results)
         self.judged = None if computes else self.dtype
+        halves = {x.aval.dtype.name for y in followed for x in y.outvars if in_half(x.aval)}
+        for other in halves if self.judged else ():
+            if jnp.finfo(other).max < jnp.finfo(self.dtype).max:
+                raise ValueError(
+                    f"The program computes in {other}, whose range is smaller than that of "
+                    f'{self.dtype}. Pass dtype="{other}".'
+                )
         self._arrays, self._count = [*arrays, *self.closed.consts], len(followed)
         closed_over = range(len(self.closed.consts))
         names += [f"(array {i} that loss_fn closes over)" for i in closed_over]

@@ -12,7 +12,7 @@ from optax_lossscale import _check as check
 from optax_lossscale._jaxprs.lines import Source, source_of
 from optax_lossscale.diagnostics._common import check_host, scale_of
 from optax_lossscale.diagnostics._trace.effects import closeness
-from optax_lossscale.diagnostics._trace.equations import PRODUCTS, is_half
+from optax_lossscale.diagnostics._trace.equations import PRODUCTS, in_half
 from optax_lossscale.diagnostics._trace.findings import NumericFinding, power
 from optax_lossscale.diagnostics._trace.operations import NumericOperation, named
 from optax_lossscale.diagnostics._trace.program import Program, make_call
@@ -101,19 +101,19 @@ def summarize(program: Program) -> str:
     if products:
         text = [f"{count} of {len(products)} matrix products compute in {program.dtype}."]
 
-    def is_promoted(x):
+    def was_half(x):
         cast = None if hasattr(x, "val") else made.get(x)
         is_cast = cast is not None and cast.primitive.name == "convert_element_type"
-        return is_cast and is_half(cast.invars[0].aval.dtype)
+        return in_half(x.aval) or (is_cast and in_half(cast.invars[0].aval))
 
     for equation in products:
-        if {*map(is_promoted, equation.invars)} == {True, False}:
+        if {*map(was_half, equation.invars)} == {True, False}:
             at = source_of(equation, Source(), is_backward=False)
             place = named(at.file, at.line, at.function)
             text.append(f"First in float32, since an operand is: {place}.")
             break
     variables = (x for y in program.equations for x in y.invars)
-    constants = any(hasattr(x, "val") and is_half(x.aval.dtype) for x in variables)
+    constants = any(hasattr(x, "val") and in_half(x.aval) for x in variables)
     if constants and not program.is_autocast:
         text.append(f"Constants count as {program.dtype} rounds them; `autocast` knows them.")
     return " ".join(text)
@@ -210,6 +210,8 @@ def trace_numerics(
     search = Search(program, closeness(program.dtype), scale)
     run, best = search.run, search.best
     factual = [k for k in run.origins() if not run.range(k).is_finite]
+    sites = ((k, run.site(k)) for k in run.keys)
+    operations = [k for k, x in sites if x.primitive and not x.is_decision]
     loss, float32_loss = run.losses
     return NumericsTrace(
         findings=find_all(search),
@@ -221,7 +223,7 @@ def trace_numerics(
         dtype=program.dtype,
         computes_in_dtype=program.judged is None,
         summary=summarize(program),
-        operations=[run.operation(k) for k in run.keys if run.site(k).is_operation],
+        operations=list(map(run.operation, operations)),
     )
 
 

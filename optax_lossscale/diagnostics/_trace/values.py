@@ -83,9 +83,9 @@ class Site:
     decides: bool = False
 
     @property
-    def is_operation(self) -> bool:
-        """Whether it is an operation with floating-point results."""
-        return bool(self.primitive) and jnp.issubdtype(self.dtype, jnp.inexact)
+    def is_decision(self) -> bool:
+        """Whether it decides by floating-point numbers, and is no such number."""
+        return self.decides and not jnp.issubdtype(self.dtype, jnp.inexact)
 
 
 class Place(NamedTuple):
