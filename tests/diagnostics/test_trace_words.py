@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
 from tracing import TWO, half, line_of, total
 
 from optax_lossscale.diagnostics import trace_numerics
@@ -41,11 +40,11 @@ def test_an_underflow_names_the_scale_to_pass():
 
 def test_the_spacing_of_a_running_sum():
     def loss_fn(w):
-        sums, _ = lax.scan(lambda s, x: (s + x, None), half(jnp.abs(w[0]) * 0), jnp.ones(4000, "float16"))
-        return total(sums * half(w))
+        sums = jnp.cumsum(half(w)) - jnp.arange(3000, dtype=jnp.float16)
+        return total(jnp.square(sums.astype(jnp.float32)))
 
-    text = said(loss_fn, TWO)
-    assert "spacing of 2 at 2^11" in text
+    text = said(loss_fn, jnp.full(3000, 1.01))
+    assert "spacing of 2^1 at 2^11" in text
 
 
 def test_a_line_in_a_library(tmp_path):
@@ -72,8 +71,11 @@ def test_a_safe_norm():
     def loss_fn(w, cast=half):
         return optax.safe_norm(cast(w), 1e-6).astype(jnp.float32)
 
-    trace = trace_numerics(loss_fn, TWO * 1e-5)
-    print(trace)
+    text = said(lambda w: jnp.sin(loss_fn(w) * 1e5), TWO * 1e-5)
+    assert "of the results are flushed to zero" in text
+    tiny = trace_numerics(loss_fn, TWO * 1e-5)
+    assert np.isclose(tiny.float32_loss, loss_fn(TWO * 1e-5, jnp.asarray), rtol=1e-3)
+    assert trace_numerics(loss_fn, TWO).findings[0].kind == "fine"
 
 
 @pytest.mark.parametrize(
