@@ -1,7 +1,7 @@
 """Checks of hyperparameters. Errors name the argument, its value and its range."""
 
-import math
 import numbers
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +15,8 @@ SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 
 
-def number(name: str, value: Any) -> float:
-    """Returns `value` as a float, if it is a finite real number."""
+def _number(name: str, value: Any) -> Any:
+    """Returns `value`, if it is a real number of Python or NumPy, in full precision."""
     dtype = getattr(value, "dtype", np.dtype(float))
     if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
         raise ValueError(
@@ -25,93 +25,60 @@ def number(name: str, value: Any) -> float:
         )
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(
-            f"{name} must be a Python number, got {value!r} of type "
-            f"{type(value).__name__}. What changes in training belongs in the state."
+            f"{name} must be a Python number, got {value!r} ({type(value).__name__})."
         )
-    try:
-        checked = float(value)
-    except OverflowError:
-        checked = math.inf
-    if not math.isfinite(checked):
-        raise ValueError(f"{name} must be finite, got {value!r}.")
-    return checked
+    return value
 
 
 def _between(low: float, high: float, wanted: str) -> Callable[[str, Any], float]:
     """Makes a check that returns a number as a float, if it is in the range."""
 
     def check(name, value):
-        checked = number(name, value)
-        if not low <= checked <= high:
+        if not low <= _number(name, value) <= high:  # nan is in no range.
             raise ValueError(f"{name} must be {wanted}, got {value!r}.")
-        return checked
+        return float(value)
 
     return check
 
 
-scale = _between(
-    SMALLEST_SCALE,
-    LARGEST_SCALE,
-    "at least 2**-126 and at most 2**126, where 1 / scale is a normal float32",
-)
+def _of(is_right: Callable[[Any], bool], wanted: str) -> Callable[[str, Any], Any]:
+    """Makes a check that returns a value, if it is of the right kind."""
+
+    def check(name, value):
+        if not is_right(value):
+            # Not all of a model that was passed in place of its loss function.
+            raise TypeError(f"{name} must be {wanted}, got {reprlib.repr(value)}.")
+        return value
+
+    return check
+
+
+scale = _between(SMALLEST_SCALE, LARGEST_SCALE, "from 2**-126 to 2**126")
 fixed_scale = _between(
-    1,
-    LARGEST_SCALE,
-    "at least 1, as in TensorFlow's FixedLossScale, and at most 2**126",
+    1, LARGEST_SCALE, "at least 1, as in TensorFlow, and at most 2**126"
 )
-growth_factor = _between(
-    1 + 2.0**-23,
-    LARGEST_SCALE,
-    "above 1 in float32 (2 is usual): at least 1 + 2**-23, and at most 2**126",
-)
-backoff_factor = _between(
-    SMALLEST_SCALE,
-    1 - 2.0**-24,
-    "below 1 in float32 (0.5 is usual): at least 2**-126, at most 1 - 2**-24",
-)
-share = _between(0, 1, "at least 0 and at most 1")
-bits = _between(0, 128, "at least 0 and at most 128")
+share = _between(0, 1, "from 0 to 1")
+bits = _between(0, 128, "from 0 to 128")
+boolean = _of(lambda x: isinstance(x, bool), "True or False")
+string = _of(lambda x: isinstance(x, str), "a string")
+function = _of(callable, "a function")
 
 
 def count(name: str, value: Any, least: int = 1) -> int:
     """Returns `value` as an int, if it is a whole number of at least `least`."""
-    checked = number(name, value)
-    if checked != int(checked) or not least <= checked < 2**31:
+    if not least <= _number(name, value) < 2**31 or value != int(value):
         raise ValueError(
             f"{name} must be a whole number from {least} to 2**31 - 1, got {value!r}."
         )
-    return int(checked)
-
-
-def boolean(name: str, value: Any) -> bool:
-    """Returns `value`, if it is True or False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}.")
-    return value
-
-
-def string(name: str, value: Any) -> str:
-    """Returns `value`, if it is a string."""
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, got {value!r}.")
-    return value
-
-
-def function(name: str, value: Any) -> Any:
-    """Returns `value`, if it can be called."""
-    if not callable(value):
-        raise TypeError(f"{name} must be a function, got {value!r}.")
-    return value
+    return int(value)
 
 
 def dtype(name: str, value: Any) -> str:
     """Returns the name of a dtype, if it is floating-point with at most 16 bits."""
     try:
         dtype = jnp.dtype(value)
-    except TypeError as error:
-        raise TypeError(
-            f'{name} must be a dtype or its name, "float16" for example, got {value!r}.'
-        ) from error
+    except TypeError:
+        raise TypeError(f"{name} must be a dtype or its name, got {value!r}.") from None
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 2:
         raise ValueError(
             f"{name} must be a floating-point dtype of at most 16 bits, got {value!r}."
@@ -119,5 +86,12 @@ def dtype(name: str, value: Any) -> str:
     return dtype.name
 
 
-# By the names of the hyperparameters.
-FACTORS = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
+# By the names of the hyperparameters. In float32, no other factor changes a scale.
+FACTORS = {
+    "growth_factor": _between(
+        1 + 2.0**-23, LARGEST_SCALE, "from 1 + 2**-23 to 2**126 (2 is usual)"
+    ),
+    "backoff_factor": _between(
+        SMALLEST_SCALE, 1 - 2.0**-24, "from 2**-126 to 1 - 2**-24 (0.5 is usual)"
+    ),
+}

@@ -1,6 +1,5 @@
 """Run a step or keep the old values: by a select, or by a branch on CPU."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -110,8 +109,13 @@ def commit(
     compute = jax.jit(run_arrays) if is_compiled else run_arrays
 
     def where(should_apply, arrays):
+        def small(x):  # Only if the step is skipped.
+            if not (_tree.is_array(x) and _tree.is_inexact(x)):
+                return x
+            return lax.select(should_apply, x, _tree.filled_like(x, SMALL))
+
         inputs, operands = join(arrays)
-        guarded = small_unless(should_apply, inputs), operands
+        guarded = jax.tree.map(small, inputs), operands
         new = compute(_tree.split_arrays(guarded)[0])
         old = keep_arrays(new, arrays)
         return _tree.select(should_apply, _tree.cast_like(new, old), old)
@@ -151,19 +155,3 @@ def _is_select_better(old: list[jax.Array], arrays: list[jax.Array]) -> bool:
     state = sum(x.size for x in old if id(x) in kept)
     updates = sum(x.size for x in old) - state
     return updates > MUCH_LARGER * state
-
-
-def small_unless(should_apply: jax.Array, tree: Any) -> Any:
-    """Replaces floating-point leaves with small numbers if the step is skipped."""
-
-    def leaf(x):
-        is_number = _tree.is_array(x) and _tree.is_inexact(x)
-        return _small_number_unless(should_apply, x) if is_number else x
-
-    return jax.tree.map(leaf, tree)
-
-
-# Compiled, so that an eager call transfers no constant to the device.
-@functools.partial(jax.jit, inline=True)
-def _small_number_unless(should_apply, x):
-    return lax.select(should_apply, x, lax.full_like(x, SMALL))

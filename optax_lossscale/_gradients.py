@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
+from optax_lossscale import _check as check
 from optax_lossscale._commit import is_recording
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
@@ -67,11 +68,7 @@ def scaled_grad(
       has_aux: Whether `fun` returns auxiliary data as well.
       transform: `jax.value_and_grad`, or a function like it.
     """
-    if not callable(fun):
-        raise TypeError(
-            "The first argument of value_and_grad and minimize, the loss function, "
-            f"must be callable, got {type(fun).__name__}."
-        )
+    check.function("loss_fn", fun)
 
     def value_and_grad(scale, *args, **kwargs):
         def loss_times_scale(*args, **kwargs):
@@ -113,10 +110,9 @@ def warn_of_local_loss(loss: Any, params: Any, transform: Callable[..., Any]) ->
     axes = varying_axes(loss).difference(*map(varying_axes, trained))
     if axes and library_of(transform) in AUTODIFF:
         names = tuple(sorted(axes, key=str))
-        name = repr(names[0] if len(names) == 1 else names)
         warn(
-            f"The loss differs along {name}, and JAX adds up its gradients there. In "
-            f"loss_fn write jax.lax.pmean(loss, {name}), or psum for parts of a sum."
+            f"The loss differs along {names}, and JAX adds up its gradients there. In "
+            f"loss_fn write jax.lax.pmean(loss, {names}), or psum for parts of a sum."
         )
 
 
@@ -170,6 +166,5 @@ def _unpack(result: Any) -> tuple[Any, Any]:
         if isinstance(out, _Out):
             return out.value, grads
     raise TypeError(
-        "transform must return the value with the gradients, as jax.value_and_grad "
-        "does; jax.grad returns only gradients."
+        "transform must return the value with the gradients: pass jax.value_and_grad."
     )

@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,20 +26,16 @@ def taken_by(
     function: Callable[..., Any], extra_args: dict[str, Any]
 ) -> dict[str, Any]:
     """Returns those of the arguments that a function takes."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # Some functions of C have no signature.
-        return {}
+    parameters = inspect.signature(function).parameters.values()
     if any(x.kind == x.VAR_KEYWORD for x in parameters):
         return extra_args
     return {x.name: extra_args[x.name] for x in parameters if x.name in extra_args}
 
 
-@contextlib.contextmanager
-def explained() -> Iterator[None]:
-    """Adds to an error of the inner optimizer what may have gone wrong."""
+def _explained(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a method of the optimizer; adds to its errors what may have gone wrong."""
     try:
-        yield
+        return method(*args, **kwargs)
     except (TypeError, ValueError) as error:
         error.add_note(
             "inner_optimizer raised this. The state must be one that init of this "
@@ -55,8 +51,7 @@ def init(inner: Any, params: Any) -> Any:
     Optimizers make their state in the dtypes of the parameters. In float16, momenta
     overflow and squares of gradients underflow, even if the gradients are float32.
     """
-    with explained():
-        return inner.init(widen(without_constants(params)))
+    return _explained(inner.init, widen(without_constants(params)))
 
 
 def update(
@@ -70,8 +65,8 @@ def update(
 
     def run(updates, params, extra_args):
         taken = taken_by(inner.update, extra_args)
-        with explained():
-            return inner.update(widen(updates), state, widen(params), **taken)
+        wide = widen(updates), state, widen(params)
+        return _explained(inner.update, *wide, **taken)
 
     is_whole = jax.tree.structure(updates) == jax.tree.structure(params)
     if params is None or is_whole:

@@ -8,14 +8,7 @@ from typing import Any
 import jax
 import optax
 
-from optax_lossscale import (
-    _check as check,
-    _gradients,
-    _inner,
-    _retries,
-    _step,
-    _tree,
-)
+from optax_lossscale import _check as check, _gradients, _inner, _retries, _step, _tree
 from optax_lossscale._commit import Skip, barrier_on_cpu
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
@@ -122,9 +115,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         retries: int | None = None,
     ):
         if isinstance(inner_optimizer, LossScaleOptimizer):
-            raise TypeError(
-                "inner_optimizer is a LossScaleOptimizer, and scaling twice is a bug."
-            )
+            raise TypeError("inner_optimizer scales losses: scaling twice is a bug.")
         keras = (dynamic, initial_scale, dynamic_growth_steps)
         if loss_scale is None:
             chosen = keras_loss_scale(*keras)
@@ -141,7 +132,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             loss_scale=chosen,
             axis_name=axis_name,
             skip=skip,
-            check_loss=check_loss,
+            check_loss=check.boolean("check_loss", check_loss),
             retries=0 if retries is None else check.count("retries", retries, least=0),
         )
         self._options.check()
@@ -167,9 +158,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         return hash((type(self), self._options))
 
     def __repr__(self):
-        options = self._options._asdict().items()
-        shown = ", ".join(f"{name}={value!r}" for name, value in options)
-        return f"{type(self).__name__}({shown})"
+        return repr(self._options).replace("Options", type(self).__name__, 1)
 
     def __reduce__(self):
         # Copies of the tuple's functions would still call the original.
@@ -607,23 +596,21 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> print(params, state.retries, state.skipped_steps)
           1.0 11 0
         """
-        _gradients.check_averaging(self._options.axis_name, transform)
-        if self._options.retries:
-            _retries.check_transform(transform, type(self), LossScaleOptimizer)
-            scaled = _gradients.scaled_grad(
-                self.loss_scale, loss_fn, has_aux, transform
-            )
+        options, look = self._options, None
+        _gradients.check_averaging(options.axis_name, transform)
+        if options.retries:
+            if self._is_overridden("value_and_grad"):
+                raise TypeError(
+                    "With retries, minimize does not call value_and_grad, which "
+                    f"{type(self).__name__} overrides. Pass a transform= like it."
+                )
             value, grads, state, look = _retries.value_and_grad(
-                self._options,
-                lambda scale: scaled(scale, params, *args, **kwargs),
-                has_aux,
-                state,
+                options, loss_fn, has_aux, transform, state, params, *args, **kwargs
             )
         else:
             value, grads = self.value_and_grad(
                 loss_fn, state, has_aux=has_aux, transform=transform
             )(params, *args, **kwargs)
-            look = None
 
         def value_fn(proposed):
             out = loss_fn(_inner.as_parameters(proposed, params), *args, **kwargs)
@@ -641,7 +628,6 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             state, look = state._replace(loss_scale_state=look.before), None
         if look is None:
             return *self.apply_gradients(grads, params, state, **extra), value
-        options = self._options
         step = _step.take_step(options, grads, params, state, extra, look, adds=True)
         return *step, value
 

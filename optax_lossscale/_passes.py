@@ -26,15 +26,14 @@ class Passes(NamedTuple):
       value: The value of the loss function.
       backward: Maps a scale, f32[], to the scaled gradients as they are born: without
         casts to wider dtypes at their end.
-      finish: Makes the tree of scaled gradients from the result of `backward`.
-      log: Runs the callbacks that read these gradients, given the result of `backward`.
+      finish: Makes the tree of scaled gradients from the result of `backward`; with
+        `logs=True` it runs the callbacks that read these gradients, too.
       axes: The names of the axes along which devices communicate in `backward`.
     """
 
     value: Any
     backward: Callable[[jax.Array], list[jax.Array]]
-    finish: Callable[[list[jax.Array]], Any]
-    log: Callable[[list[jax.Array]], Any]
+    finish: Callable[..., Any]
     axes: set[Any]
 
 
@@ -70,15 +69,16 @@ def run_forward(
         )
     # Take off their ends: casts of gradients, and callbacks that read gradients.
     casts, born = _casts_of(backward, grads)
-    logs = _logs_of(backward, [*born, *_variables(grads)], depend)
-    backward = [x for x in backward if x not in logs]
-    cheap = _cheap_part(forward, set(_read_by(backward)))
+    readers = _readers_of(backward, [*born, *_variables(grads)], depend)
+    backward = [x for x in backward if x not in readers]
+    # Without a loop, XLA would compute cheap values again by itself, and store less.
+    cheap = _part_for(_read_by(backward), forward, _is_cheap)
     again = [*cheap, *backward]
 
     # Run the forward pass. What the rest reads of it is known then.
     made = depend.union(*(equation.outvars for equation in cheap))
     residuals = [x for x in _read_by(again) if x not in made]
-    kept = [x for x in [*born, *_read_by(logs)] if x not in depend]
+    kept = [x for x in [*born, *_read_by(readers)] if x not in depend]
     outputs = [*value, *kept, *residuals]
     constants = dict(zip(jaxpr.constvars, program.consts, strict=True))
     results = _run(jaxpr, forward, outputs, constants)
@@ -97,17 +97,14 @@ def run_forward(
         inputs |= dict.fromkeys(jaxpr.invars, scale)
         return strongly_typed(_run(jaxpr, again, born, inputs))
 
-    def finish(found):
+    def finish(found, logs=False):
         found = known | dict(zip(born, found, strict=True))
-        return join_grads(_run(jaxpr, casts, grads, found))
-
-    def log(found):
-        found = known | dict(zip(born, found, strict=True))
-        _run(jaxpr, [*casts, *logs], [], found)
+        equations = [*casts, *readers] if logs else casts
+        return join_grads(_run(jaxpr, equations, grads, found))
 
     effects: set[Any] = {x for equation in backward for x in equation.effects}
     axes = {x.name for x in effects if type(x).__name__ == "NamedAxisEffect"}
-    return Passes(join_value(results[: len(value)]), backward_pass, finish, log, axes)
+    return Passes(join_value(results[: len(value)]), backward_pass, finish, axes)
 
 
 def _variables(atoms: Iterable[Any]) -> list[Var]:
@@ -151,7 +148,7 @@ def _split(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[JaxprEqn], set[Var]]:
 
 
 def _casts_of(
-    backward: list[JaxprEqn], grads: list[Any]
+    backward: list[Any], grads: list[Any]
 ) -> tuple[list[JaxprEqn], dict[Any, None]]:
     """Returns casts to wider dtypes at the end of gradients, and what they cast.
 
@@ -162,49 +159,41 @@ def _casts_of(
     for equation in reversed(backward):
         if equation.primitive.name == "convert_element_type":
             (old,), (new,) = equation.invars, equation.outvars
-            if new in born and _bytes(old) < _bytes(new):
+            if new in born and old.aval.dtype.itemsize < new.aval.dtype.itemsize:
                 casts.insert(0, equation)
                 born[old] = born.pop(new)
     return casts, born
 
 
-def _logs_of(
+def _readers_of(
     backward: list[JaxprEqn], grads: list[Var], depend: set[Var]
 ) -> list[JaxprEqn]:
     """Returns the equations that follow from gradients and on which none depends.
 
     They log gradients: once in a step, and not in each pass.
     """
-    needed, rest = set(grads), []
-    for equation in reversed(backward):
-        if needed.isdisjoint(equation.outvars):
-            rest.insert(0, equation)
-        else:
-            needed.update(_variables(equation.invars))
-    known, logs = set(grads), []
-    for equation in rest:
+    needed = set(map(id, _part_for(grads, backward)))
+    known, readers = set(grads), []
+    for equation in (x for x in backward if id(x) not in needed):
         inputs = depend.intersection(_variables(equation.invars))
         if inputs and inputs <= known:
-            logs.append(equation)
+            readers.append(equation)
             known.update(equation.outvars)
-    return logs
+    return readers
 
 
-def _bytes(x: Any) -> int:
-    return x.aval.dtype.itemsize
-
-
-def _cheap_part(forward: list[JaxprEqn], wanted: set[Var]) -> list[JaxprEqn]:
-    """Returns what computes some of these variables, and others, again cheaply.
-
-    Without a loop, XLA would do so by itself, and store less.
-    """
-    cheap = []
-    for equation in reversed(forward):
-        if not wanted.isdisjoint(equation.outvars) and _is_cheap(equation):
-            cheap.insert(0, equation)
+def _part_for(
+    wanted: Iterable[Var],
+    equations: list[JaxprEqn],
+    is_chosen: Callable[[JaxprEqn], bool] = lambda _: True,
+) -> list[JaxprEqn]:
+    """Returns the chosen ones of the equations that compute these variables."""
+    wanted, part = set(wanted), []
+    for equation in reversed(equations):
+        if not wanted.isdisjoint(equation.outvars) and is_chosen(equation):
+            part.insert(0, equation)
             wanted.update(_variables(equation.invars))
-    return cheap
+    return part
 
 
 def _is_cheap(equation: JaxprEqn) -> bool:

@@ -18,50 +18,48 @@ from optax_lossscale._step import Look, Options, look
 from optax_lossscale._tree import cast_like, is_inexact, select, settled
 
 
-def check_transform(transform: Callable[..., Any], kind: type, own: type) -> None:
-    """Raises if the backward pass cannot be told from the rest.
-
-    Args:
-      transform: The argument of `minimize`.
-      kind: The class of the optimizer.
-      own: `LossScaleOptimizer`.
-    """
-    if _gradients.library_of(transform) == "flax":
-        raise TypeError(
-            f"With retries, {transform!r} must not be the transform, as it changes the "
-            "model in place. See 'With Flax nnx' in the guide, on the page of retries."
-        )
-    if kind.value_and_grad is not own.value_and_grad:
-        raise TypeError(
-            f"With retries, minimize does not call value_and_grad, which "
-            f"{kind.__name__} overrides. Pass a function like it as transform=."
-        )
-
-
 def value_and_grad(
     options: Options,
-    scaled: Callable[[jax.Array], tuple[Any, Any]],
+    loss_fn: Callable[..., Any],
     has_aux: bool,
+    transform: Callable[..., Any],
     state: _state.LossScaleOptimizerState,
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> tuple[Any, Any, _state.LossScaleOptimizerState, Look]:
     """Computes gradients at the scale of the state, or at the next that is low enough.
 
     Args:
       options: The arguments of the optimizer.
-      scaled: Maps a scale to the value of the loss function and the scaled gradients.
-      has_aux: Whether the value is a loss and auxiliary data.
+      loss_fn: The loss function.
+      has_aux: Whether it returns a loss and auxiliary data.
+      transform: `jax.value_and_grad`, or a function like it.
       state: The state before the step.
+      *args: The arguments of `loss_fn`, first the parameters.
+      **kwargs: More of them.
 
     Returns:
       The value, the unscaled gradients, the state with the number of retries, and the
       look at the gradients. If no retry saved the step, it is the first look: the rule
       then goes on as without retries.
     """
+    if _gradients.library_of(transform) == "flax":
+        raise TypeError(
+            f"With retries, {transform!r} must not be the transform, as it changes the "
+            "model in place. See 'With Flax nnx' in the guide, on the page of retries."
+        )
     rule, axis_name = options.loss_scale, options.axis_name
     _state.check_state(state, rule, options.retries)
+    scaled = _gradients.scaled_grad(rule, loss_fn, has_aux, transform)
     scale = _gradients.scale_of_step(rule, state)
-    passes = run_forward(scaled, scale)
-    _check_axes(passes.axes, options)
+    passes = run_forward(lambda scale: scaled(scale, *args, **kwargs), scale)
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if missing := passes.axes.difference(names):
+        raise ValueError(
+            f"With retries={options.retries}, axis_name must contain "
+            f"{missing.pop()!r}, got {axis_name!r}: its devices retry together."
+        )
     loss = _gradients.loss_of(passes.value, has_aux)
     loss_is_finite = all_finite(loss, axis_name=axis_name)
 
@@ -94,27 +92,14 @@ def value_and_grad(
     retries, first, looked, grads, _ = _repeat(attempt, start)
 
     scale = rule(looked.before)
-    grads = [_forward_only.bind(x) for x in grads]
-    passes.log(grads)
-    grads = _gradients.unscale_by(settled(passes.finish(grads)), scale)
+    grads = passes.finish([_forward_only.bind(x) for x in grads], logs=True)
+    grads = _gradients.unscale_by(settled(grads), scale)
     retries += jnp.asarray(state.retries, jnp.int32)
     retries = jnp.where(retries < 0, 2**31 - 1, retries)
-    looked = Look(
-        select(looked.finite, looked.before, old),
-        select(looked.finite, looked.after, first),
-        looked.finite,
-    )
+    looks = looked.before, looked.after
+    before, after = select(looked.finite, looks, (old, first))
+    looked = Look(before, after, looked.finite)
     return passes.value, grads, state._replace(retries=retries), looked
-
-
-def _check_axes(axes: set[Any], options: Options) -> None:
-    names = options.axis_name
-    missing = axes.difference(names if isinstance(names, tuple) else (names,))
-    if missing:
-        raise ValueError(
-            f"With retries={options.retries}, axis_name must contain "
-            f"{missing.pop()!r}, got axis_name={names!r}: its devices retry together."
-        )
 
 
 def _filled(like: jax.ShapeDtypeStruct, value: int) -> jax.Array:

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
@@ -62,10 +61,9 @@ def scale_gradient(tree: Any, scale: jax.typing.ArrayLike) -> Any:
     """
     if isinstance(scale, int | float) and not isinstance(scale, bool):
         scale = jnp.float32(scale)
-    if np.shape(scale) != () or getattr(scale, "dtype", None) != jnp.float32:
+    if not _tree.is_float32_scalar(scale):
         raise TypeError(
-            "scale must be a number or a float32 scalar (float16 ends at 65504), got "
-            f"{_tree.types_of(scale)}."
+            f"scale must be a number or a float32 scalar, got {_tree.types_of(scale)}."
         )
     factor = lax.stop_gradient(scale)
 
@@ -93,9 +91,7 @@ def _(primals, tangents):
 
 
 def with_loss_scale(
-    loss_fn: Callable[..., Any],
-    name: str = "loss_scale",
-    has_aux: bool = False,
+    loss_fn: Callable[..., Any], name: str = "loss_scale", has_aux: bool = False
 ) -> Callable[..., Any]:
     """Makes a loss function with true gradients, for a trainer that computes them.
 
@@ -311,8 +307,7 @@ def scale_as_parameter(
     """
     if not isinstance(optimizer, LossScaleOptimizer):
         raise TypeError(
-            f"optimizer must be a LossScaleOptimizer, got {optimizer!r}. Write "
-            "scale_as_parameter(LossScaleOptimizer(inner))."
+            f"optimizer must be LossScaleOptimizer(inner_optimizer), got {optimizer!r}."
         )
     if optimizer._is_overridden("update"):
         raise TypeError(
@@ -381,11 +376,7 @@ def _take_out(
     def cut(path, box):
         found.append((jax.tree_util.keystr(path), box))
 
-    def fits(leaf):
-        if what == "params":
-            return _tree.is_float32_scalar(leaf)
-        return _tree.is_array(leaf) and _tree.is_inexact(leaf)
-
+    fits = _tree.is_float32_scalar if what == "params" else _tree.is_inexact
     rest = _tree.map_named(cut, name, tree)
     arrays = jax.tree.leaves([box for _, box in found])
     if len(found) != 1 or len(arrays) != 1 or not fits(arrays[0]):

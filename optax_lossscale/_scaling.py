@@ -77,12 +77,14 @@ def _differences(leaves: list[jax.Array]) -> list[jax.Array]:
 
 
 def _sums(function, leaves):
-    def leaf(x):
-        parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
-        sums = [lax.reduce_sum(function(part), range(x.ndim)) for part in parts]
-        return functools.reduce(lax.add, [x.astype(jnp.float32) for x in sums])
+    sums = (lax.reduce_sum(function(x), range(x.ndim)) for x in leaves)
+    return [x.astype(jnp.float32) for x in sums]
 
-    return [leaf(x) for x in leaves]
+
+def _parts(leaves: list[jax.Array]) -> list[jax.Array]:
+    """Returns the leaves, with real and imaginary parts in place of complex ones."""
+    pairs = ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,) for x in leaves)
+    return [part for pair in pairs for part in pair]
 
 
 def _stack(scalars: list[jax.Array]) -> jax.Array:
@@ -98,7 +100,7 @@ def _stack(scalars: list[jax.Array]) -> jax.Array:
 def _all_finite(leaves: list[jax.Array], axis_name: Hashable | None) -> jax.Array:
     finite = jnp.ones((), bool)
     if leaves:
-        finite = jnp.sum(_stack(_nonfinite_sums(leaves))) == 0
+        finite = jnp.sum(_stack(_nonfinite_sums(_parts(leaves)))) == 0
     return on_all_devices(finite, axis_name)
 
 
@@ -152,16 +154,14 @@ def all_finite(tree: Any, *, axis_name: Hashable | None = None) -> jax.Array:
 @jax.jit
 def _largest_of(x: jax.Array) -> jax.Array:
     # float8 has no max, and a float64 beyond the range of float32 counts as inf.
-    parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
-    wide = [lax.abs(part.astype(jnp.float32)) for part in parts]
-    return functools.reduce(jnp.fmax, [jnp.max(part, initial=0.0) for part in wide])
+    return jnp.max(lax.abs(x.astype(jnp.float32)), initial=0.0)
 
 
 @functools.partial(jax.jit, static_argnames="axis_name")
 def _largest(leaves: list[jax.Array], axis_name: Hashable | None) -> jax.Array:
     largest = jnp.zeros((), jnp.float32)
     if leaves:
-        each = _stack([_largest_of(x) for x in leaves])
+        each = _stack([_largest_of(x) for x in _parts(leaves)])
         largest = jnp.max(jnp.fmin(jnp.fmax(each, 0.0), jnp.finfo(jnp.float32).max))
     if axis_name is None:
         return largest

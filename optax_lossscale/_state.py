@@ -12,6 +12,9 @@ from optax_lossscale import _tree
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._warn import warn
 
+# Where a state comes from: a checkpoint may return it as a dictionary.
+SOURCES = "Pass what init or a step returned; restore into the state of init."
+
 
 class LossScaleOptimizerState(NamedTuple):
     """The state of a `LossScaleOptimizer`. Its counters stay at their maximum.
@@ -39,23 +42,6 @@ class LossScaleOptimizerState(NamedTuple):
     stuck_steps: jax.Array
     nonfinite_loss_steps: jax.Array | None = None
     retries: jax.Array | None = None
-
-
-def initial_state(
-    inner_state: Any, rule: LossScale, check_loss: bool, retries: int
-) -> LossScaleOptimizerState:
-    """Returns the state before the first step."""
-    zero = functools.partial(jnp.zeros, (), jnp.int32)
-    return LossScaleOptimizerState(
-        inner_state=inner_state,
-        loss_scale_state=healed(rule, rule.init()),
-        last_step_applied=jnp.ones((), bool),
-        skipped_steps=zero(),
-        consecutive_skipped_steps=zero(),
-        stuck_steps=zero(),
-        nonfinite_loss_steps=zero() if check_loss else None,
-        retries=zero() if retries else None,
-    )
 
 
 @functools.partial(jax.jit, inline=True)
@@ -126,16 +112,9 @@ def find_state(state: Any) -> LossScaleOptimizerState:
     if len(found) != 1:
         raise ValueError(
             f"state must hold exactly one LossScaleOptimizerState, got {len(found)} in "
-            f"an object of type {type(state).__name__}. {_hint_for_dict(state)}"
+            f"an object of type {type(state).__name__}. {SOURCES}"
         )
     return found[0]
-
-
-def _hint_for_dict(state: Any) -> str:
-    """Explains a state that a checkpoint returned as a dictionary."""
-    if "'loss_scale_state'" not in str(jax.tree.structure(state)):
-        return "Pass the state that init, or the last step, returned."
-    return "Restore a checkpoint with the state that init returns as the target."
 
 
 def check_state(state: Any, rule: LossScale, retries: int) -> None:
@@ -143,7 +122,7 @@ def check_state(state: Any, rule: LossScale, retries: int) -> None:
     if not isinstance(state, LossScaleOptimizerState):
         raise ValueError(
             "state must be the LossScaleOptimizerState of this optimizer, got "
-            f"{type(state).__name__}. {_hint_for_dict(state)} The order is "
+            f"{type(state).__name__}. {SOURCES} The order is "
             "update(grads, state, params), apply_gradients(grads, params, state)."
         )
     scale_state = state.loss_scale_state
@@ -185,22 +164,12 @@ def find_rule_state(state: Any, rule: LossScale) -> Any:
 
 
 def _other_rule(state: Any, rule: LossScale) -> str:
-    expected = jax.eval_shape(rule.init)
+    wanted, got = map(_tree.types_of, (jax.eval_shape(rule.init), state))
     return (
-        f"state.loss_scale_state must be a {_describe(expected)} of arrays, got a "
-        f"{_describe(state)}. Use the loss_scale that the state was saved with, or the "
-        "loss_scale_state of a new state. With Flax nnx, let nnx.Optimizer.update take "
-        "the step."
+        f"state.loss_scale_state must be {wanted}, got {got}. Use the loss_scale that "
+        "the state was saved with, or the loss_scale_state of a new state. With Flax "
+        "nnx, let nnx.Optimizer.update take the step."
     )
-
-
-def _describe(state: Any) -> str:
-    """Returns the type of a state and its fields that are not arrays."""
-    fields = getattr(state, "_asdict", dict)().items()
-    kinds = [
-        n if hasattr(x, "dtype") else f"{n}={x and type(x).__name__}" for n, x in fields
-    ]
-    return f"{type(state).__name__}({', '.join(kinds)})"
 
 
 def warn_if_in_multi_steps(state: Any) -> None:
@@ -261,12 +230,10 @@ def select_applied(state: Any, new: Any, old: Any) -> Any:
     return _tree.select(applied, new, old)
 
 
-_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
-
-
 def _kind(dtype: Any) -> int:
-    found = (i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind))
-    return next(found, len(_KINDS))
+    """Orders dtypes: bool, integers, floating-point numbers, complex numbers."""
+    kinds = (jnp.number, jnp.inexact, jnp.complexfloating)
+    return sum(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
 def _promote(old: Any, new: Any) -> Any:
@@ -275,9 +242,8 @@ def _promote(old: Any, new: Any) -> Any:
         with jax.numpy_dtype_promotion("standard"):
             old = jnp.asarray(old, jnp.result_type(old, new))
     old = _tree.strongly_typed(old)
-    if _tree.is_array(old) and _kind(jnp.result_type(new)) > _kind(old.dtype):
+    if _tree.is_array(old) and _kind(dtype := jnp.result_type(new)) > _kind(old.dtype):
         raise TypeError(
-            f"old must be of a dtype that can hold new, got {old.dtype} and "
-            f"{jnp.result_type(new)}."
+            f"old must be of a dtype that can hold new, got {old.dtype} and {dtype}."
         )
     return old

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_lossscale import _check as check, _inner, _state, _tree
+from optax_lossscale import _inner, _state, _tree
 from optax_lossscale._commit import Skip, commit
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._scaling import all_finite, on_all_devices
@@ -38,7 +38,6 @@ class Options(NamedTuple):
             raise TypeError(
                 f"axis_name must be a name or a tuple of names, got {self.axis_name!r}."
             ) from None
-        check.boolean("check_loss", self.check_loss)
 
     def choose_skip(self, is_told: bool = False) -> Skip | None:
         """Returns how the step that is being traced is skipped; None if it never is.
@@ -62,11 +61,22 @@ def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
     )
     if _state.nodes_of(_state.LossScaleOptimizerState, inner_state):
         raise TypeError(
-            "inner_optimizer holds a LossScaleOptimizer, and scaling twice is a bug. "
-            "Keep only the outer one."
+            "inner_optimizer must hold no LossScaleOptimizer: scaling twice is a bug."
         )
-    return _state.initial_state(
-        inner_state, options.loss_scale, options.check_loss, options.retries
+
+    def zero():
+        return jnp.zeros((), jnp.int32)
+
+    rule = options.loss_scale
+    return _state.LossScaleOptimizerState(
+        inner_state=inner_state,
+        loss_scale_state=_state.healed(rule, rule.init()),
+        last_step_applied=jnp.ones((), bool),
+        skipped_steps=zero(),
+        consecutive_skipped_steps=zero(),
+        stuck_steps=zero(),
+        nonfinite_loss_steps=zero() if options.check_loss else None,
+        retries=zero() if options.retries else None,
     )
 
 
@@ -94,11 +104,15 @@ def take_step(
     """
     rule, axis_name = options.loss_scale, options.axis_name
     skip_if = extra.pop("skip_if", None)
-    _check_gradients(grads)
+    if isinstance(grads, Iterator):
+        raise TypeError(
+            "grads must be a pytree like the parameters, got an iterator. Write "
+            "apply_gradients(grads, params, state) for Keras's zip of the two."
+        )
     like = params
     grads, params = _tree.settled((grads, params))
 
-    # Look: at the gradients, and at the loss if it is checked.
+    # Look at the gradients.
     _state.check_state(state, rule, options.retries)
     _warn_of_scale_among(params)
     skip = options.choose_skip(skip_if is not None or looked is not None)
@@ -107,12 +121,11 @@ def take_step(
     old, new, finite = looked.before, looked.after, looked.finite
     should_apply = finite
     at_minimum = rule._is_at_minimum(rule(old), rule(new))
+
+    # Decide. A lower scale does not mend a loss that is not finite.
     loss_is_finite = is_vetoed = None
     if options.check_loss:
         loss_is_finite = all_finite(_loss(extra), axis_name=axis_name)
-
-    # Decide. A lower scale does not mend a loss that is not finite.
-    if loss_is_finite is not None:
         should_apply &= loss_is_finite
         new = _tree.select(
             loss_is_finite, new, _tree.cast_like(_state.healed(rule, old), new)
@@ -196,27 +209,14 @@ def _warn_of_scale_among(params: Any) -> None:
     _tree.map_named(look_at, "loss_scale", params)
 
 
-def _check_gradients(grads: Any) -> None:
-    if isinstance(grads, Iterator):
-        raise TypeError(
-            "grads must be a pytree like the parameters, got an iterator. Write "
-            "apply_gradients(grads, params, state) for Keras's zip of the two."
-        )
-
-
 def _loss(extra: dict[str, Any]) -> Any:
     """Returns the loss among the extra arguments of a step with `check_loss`."""
-    value = extra.get("value")
-    if value is None:
-        raise TypeError(
-            "value= is missing, and check_loss=True needs it. Pass the unscaled loss: "
-            "update(grads, state, params, value=loss)."
-        )
+    value: Any = extra.get("value")
     is_number = _tree.is_array(value) or type(value) in (int, float)
     if not is_number or jnp.iscomplexobj(value) or np.shape(value) != ():
         raise TypeError(
-            f"value must be the loss, a real scalar, got {value!r}. Pass it without "
-            "auxiliary data."
+            f"value must be the loss, a real scalar, got {value!r}. With check_loss "
+            "write update(grads, state, params, value=loss), without auxiliary data."
         )
     return value
 

@@ -135,11 +135,12 @@ def zero_update(like: Any) -> Any:
     # Minus zero: x + -0.0 is x for every x, but -0.0 + 0.0 is 0.0.
     value = -0.0 if is_inexact(like) else 0
     is_shape = isinstance(like, jax.ShapeDtypeStruct)
-    return (lax.full_like if is_shape else _filled_like)(like, value)
+    return (lax.full_like if is_shape else filled_like)(like, value)
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
-def _filled_like(like, value):
+def filled_like(like: Any, value: float) -> jax.Array:
+    """As `lax.full_like`; compiled, so that an eager call transfers no constant."""
     return lax.full_like(like, value)
 
 

@@ -1,6 +1,7 @@
 """`autocast`: a float32 function computes in half precision."""
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -8,11 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale import _check as check
-from optax_lossscale._autocast import policy
-from optax_lossscale._autocast.evaluate import Evaluator
+from optax_lossscale._autocast.evaluate import run_plan
 from optax_lossscale._autocast.modules import Modules
 from optax_lossscale._autocast.policy import State
-from optax_lossscale._autocast.program import Reader, Step
+from optax_lossscale._autocast.program import Step, read
 from optax_lossscale._autocast.states import Planner, is_float32
 from optax_lossscale._tree import is_argument, split_arrays
 from optax_lossscale._warn import warn
@@ -111,33 +111,26 @@ def autocast(
 
 def _evaluate(closed, arrays, dtype, lines):
     """Runs a jaxpr with the policy."""
-    missing = dict(lines)
+    missing = set(lines)
 
     def is_wanted(step: Step) -> bool:
-        places = step.source.own[:2], (step.source.file, step.source.line)
-        found = [
-            text
-            for text, (end, line) in lines.items()
-            if any(_ends_with(file, end) and line == k for file, k in places)
-        ]
-        for text in found:
-            missing.pop(text, None)
+        source = step.source()
+        pairs = source.own[:2], (source.file, source.line)
+        places = [f"/{file}:{line}".replace("\\", "/") for file, line in pairs]
+        found = {x for x in lines if any(y.endswith(f"/{x}") for y in places)}
+        missing.difference_update(found)
         return bool(found)
-
-    planner = Planner(dtype, is_wanted if lines else lambda step: False)
-    reader = Reader(policy.kind_of)
-    program = reader.read(closed)
 
     def states(variables, state):
         return tuple(state if is_float32(x.aval) else None for x in variables)
 
+    planner = Planner(dtype, is_wanted if lines else lambda step: False)
     inputs = states(closed.jaxpr.invars, State.FLEXIBLE)
     outputs = states(closed.jaxpr.outvars, State.WIDE)
     # The caller reads the results in float32.
-    plan = planner.plan(program, inputs, [True] * len(outputs))
-    evaluator = Evaluator(dtype, planner, reader)
-    found = evaluator.run(plan, arrays, outputs, is_saved=True)
-    for text in missing:
+    plan = planner.plan(read(closed), inputs, (True,) * len(outputs))
+    found = run_plan(planner, plan, arrays, outputs, is_saved=True)
+    for text in sorted(missing):
         warn(
             f"float32 has a line that nothing in the function stands on: {text}. The "
             "innermost line of your code counts, and the number of the line may have "
@@ -146,28 +139,22 @@ def _evaluate(closed, arrays, dtype, lines):
     return found
 
 
-def _ends_with(file: str, end: str) -> bool:
-    file, end = file.replace("\\", "/"), end.replace("\\", "/")
-    return file == end or file.endswith("/" + end)
-
-
-def _lines_of(float32: Any) -> dict[str, tuple[str, int]]:
-    """Returns the file and the number of each line, by its text."""
+def _lines_of(float32: Any) -> list[str]:
+    """Returns lines, "file.py:123" for example."""
     float32 = getattr(float32, "lines", float32)
-    found = {}
+    wanted = (
+        'float32 must hold lines, "file.py:123" for example, or be what '
+        f"diagnostics.float32_lines returns, got {float32!r}."
+    )
     try:
-        for x in [float32] if isinstance(float32, str) else float32:
-            text = x if isinstance(x, str) else f"{x.file}:{x.line}"
-            file, _, number = text.rpartition(":")
-            found[text] = file, int(number)
-    except (AttributeError, TypeError, ValueError) as error:
-        kind = ValueError if isinstance(error, ValueError) else TypeError
-        raise kind(
-            'float32 must hold lines, "file.py:123" for example, or be what '
-            f"diagnostics.float32_lines returns, got {float32!r}."
-        ) from error
+        lines = [float32] if isinstance(float32, str) else list(float32)
+        found = [x if isinstance(x, str) else f"{x.file}:{x.line}" for x in lines]
+    except (AttributeError, TypeError) as error:
+        raise TypeError(wanted) from error
+    if not all(re.fullmatch(r".+:\d+", x) for x in found):
+        raise ValueError(wanted)
     # The gradient of the loss has no line: it is float32 already.
-    return {k: place for k, place in found.items() if place[1]}
+    return [x.replace("\\", "/") for x in found if not x.endswith(":0")]
 
 
 def _is_array(x: Any) -> bool:

@@ -14,7 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from optax_lossscale._autocast.program import Kind, Known, Program, Step
+
+class Kind(enum.Enum):
+    """What is done with an equation; see the table below."""
+
+    PRODUCT = enum.auto()
+    BOUNDED = enum.auto()
+    ARITHMETIC = enum.auto()
+    OUTER = enum.auto()
+    MOVE = enum.auto()
+    SPREAD = enum.auto()
+    FLOAT32 = enum.auto()
+    NESTED = enum.auto()
 
 
 class State(enum.IntEnum):
@@ -57,9 +68,18 @@ KINDS = {
 }  # fmt: skip
 KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
 # Each of these is a row of the table that does not fit the names above.
-FOLLOWERS = Kind.ARITHMETIC, Kind.MOVE, Kind.SPREAD
+FOLLOWERS = Kind.ARITHMETIC, Kind.OUTER, Kind.MOVE, Kind.SPREAD
 # Beyond such a factor the product may leave the range that its other factor is in.
 LARGEST_FACTOR = 128
+# Cheap operations, number by number. The backward pass runs them again, since it reads
+# HALF numbers faster than what they would save in float32. Not exp: several kernels
+# of the backward pass of a softmax would each run all that leads to it.
+REPEATED = (
+    *KINDS[Kind.BOUNDED], *KINDS[Kind.ARITHMETIC], "abs", "broadcast_in_dim", "clamp",
+    "convert_element_type", "copy", "erfc", "expand_dims", "integer_pow", "log",
+    "log1p", "max", "min", "neg", "pow", "reshape", "rsqrt", "select_n", "sqrt",
+    "square", "squeeze", "stop_gradient", "transpose",
+)  # fmt: skip
 # From so many iterations on, the roundings of a sum in a loop add up.
 LONG_LOOP = 128
 # Larger arrays are parameters rather than masks, and looking at them takes time.
@@ -92,7 +112,7 @@ def kind_of(equation: Any, known: Sequence[Any], is_square: bool) -> Kind:
         if not _is_default(params.get("precision")):
             return Kind.FLOAT32  # Somebody asked for precision.
         # Nothing is added up: a product of each with each, of positions for example.
-        return Kind.ARITHMETIC if _terms(equation) == 1 else kind
+        return Kind.OUTER if _terms(equation) == 1 else kind
     if name == "reduce_sum" and math.prod(old.shape[x] for x in params["axes"]) == 1:
         return Kind.MOVE
     if name == "sub" and known == [None, None]:
@@ -124,24 +144,14 @@ def _terms(equation: Any) -> int:
     return math.prod(equation.invars[0].aval.shape[x] for x in axes)
 
 
-def passes_sums_on(step: Step, program: Program, indices: Sequence[int]) -> bool:
-    """Whether results are still the sum, perhaps smaller, that some operands are.
-
-    Args:
-      step: The operation.
-      program: The program that holds it.
-      indices: Which of its operands are such a sum.
-    """
-    if step.name not in ("mul", "div"):
-        return step.kind in FOLLOWERS or step.name in ("add", "sub")
-    (other,) = {0, 1}.difference(indices[:1])
-    size = math.prod(step.equation.invars[other].aval.shape)
-    return size == 1 or program.number(step.inputs[other]) is not None
+def is_saved(primitive: Any, *_: Any, **_params: Any) -> bool:
+    """Whether the backward pass reads a result rather than computes it again."""
+    return primitive.name not in REPEATED
 
 
-def state_of_number(number: Known, dtype: Any) -> State:
+def state_of_number(number: Any, dtype: Any) -> State:
     """Returns the state of a constant: WIDE if half precision cannot hold it."""
-    info, size = jnp.finfo(dtype), abs(float(number.value))
+    info, size = jnp.finfo(dtype), abs(float(number))
     fits = float(info.tiny) <= size <= float(info.max)
     return (
         State.FLEXIBLE if fits or size in (0, math.inf) or size != size else State.WIDE
@@ -179,5 +189,5 @@ def state_of_result(
         return State.WIDE
     found = max(states)
     # Sums and squares read it in float32, so nobody gains if it is rounded before.
-    rounds = kind == Kind.ARITHMETIC or is_mixed
+    rounds = kind in (Kind.ARITHMETIC, Kind.OUTER) or is_mixed
     return State.WIDE if is_wanted and rounds and found == State.HALF else found

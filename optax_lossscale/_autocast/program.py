@@ -1,44 +1,18 @@
-"""A jaxpr as one list of steps: calls are opened, and numbers computed."""
+"""A jaxpr with what is known before it runs: numbers, kinds, and the programs in it."""
 
 import dataclasses
-import enum
 import functools
-import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+import jax
 import numpy as np
 
+from optax_lossscale._autocast import policy
+from optax_lossscale._autocast.policy import Kind
 from optax_lossscale._jaxprs import flow, parts
 from optax_lossscale._jaxprs.lines import Source, source_of
 
-
-class Kind(enum.Enum):
-    """What the policy does with an equation: see `policy`."""
-
-    PRODUCT = enum.auto()
-    BOUNDED = enum.auto()
-    ARITHMETIC = enum.auto()
-    MOVE = enum.auto()
-    SPREAD = enum.auto()
-    FLOAT32 = enum.auto()
-    NESTED = enum.auto()
-
-
-class Known(NamedTuple):
-    """A number that is known while tracing."""
-
-    value: Any
-
-    @property
-    def key(self) -> tuple[str, bytes]:
-        """What tells it from other numbers, for tables."""
-        return self.value.dtype.name, self.value.tobytes()
-
-
-# An operand: the name of an array, or a number.
-Atom = int | Known
-NAMES = itertools.count()
 # How to compute with numbers while tracing.
 FOLDS: dict[str, Callable[..., Any]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,
@@ -49,12 +23,6 @@ FOLDS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 # They keep a number that fills an array. That it varies over devices must be kept, too.
 FILLS = ("broadcast_in_dim", "reshape", "pvary", "pcast", "pbroadcast", "squeeze")
-# Primitives with programs in them, and the parameters that hold these.
-BODIES = {
-    "cond": ("branches",), "scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"),
-    "shard_map": ("jaxpr",), "remat2": ("jaxpr",), "custom_jvp_call": ("call_jaxpr",),
-    "custom_vjp_call": ("call_jaxpr",),
-}  # fmt: skip
 
 
 @dataclasses.dataclass(eq=False)
@@ -63,19 +31,15 @@ class Step:
 
     Attributes:
       equation: The equation.
-      inputs: Its operands.
-      outputs: The names of its results.
       kind: What the policy does with it.
-      caller: The call that holds it.
+      source: Where it stands in the user's code.
       bodies: The programs in it, each with the indices of the operands that it reads.
       carry: The indices of the operands that are the state of a loop.
     """
 
     equation: Any
-    inputs: list[Atom]
-    outputs: list[int]
     kind: Kind
-    caller: "Step | None"
+    source: Callable[[], Source]
     bodies: Sequence[tuple["Program", Sequence[int]]] = ()
     carry: Sequence[int] = ()
 
@@ -84,150 +48,126 @@ class Step:
         """The name of the primitive."""
         return self.equation.primitive.name
 
-    @property
-    def scope(self) -> Any:
-        """The named scopes around it, in its program."""
-        names, caller = self.equation.source_info.name_stack, self.caller
-        # Those of a loop are around all its steps already.
-        return names if caller is None or caller.bodies else caller.scope + names
-
     @functools.cached_property
-    def source(self) -> Source:
-        """Where it stands in the user's code."""
-        outer = Source() if self.caller is None else self.caller.source
-        return source_of(self.equation, outer, is_backward=False)
+    def inputs(self) -> list[Any]:
+        """The variables among its operands; None for a number."""
+        return [_variable(x) for x in self.equation.invars]
 
 
 @dataclasses.dataclass(eq=False)
 class Program:
-    """A jaxpr as one list of steps.
+    """A jaxpr, and what is known before it runs.
 
     Attributes:
-      inputs: The names of its arguments; a number for an argument that is known.
-      consts: By name, the arrays that it closes over.
-      steps: The steps.
-      outputs: Its results.
-      filled: By name, the number that fills an array.
+      jaxpr: The jaxpr.
+      consts: The arrays that it closes over.
+      numbers: By variable, the number that it is, or is filled with.
+      steps: Its equations, but those of numbers.
     """
 
-    inputs: list[Atom] = dataclasses.field(default_factory=list)
-    consts: dict[int, Any] = dataclasses.field(default_factory=dict)
+    jaxpr: Any
+    consts: Sequence[Any]
+    numbers: dict[Any, Any]
     steps: list[Step] = dataclasses.field(default_factory=list)
-    outputs: list[Atom] = dataclasses.field(default_factory=list)
-    filled: dict[int, Known] = dataclasses.field(default_factory=dict)
 
-    def number(self, atom: Atom) -> Any:
+    def number(self, atom: Any) -> Any:
         """Returns the number that an operand is or is filled with; None otherwise."""
-        known = atom if isinstance(atom, Known) else self.filled.get(atom)
-        return known and known.value
+        if _variable(atom) is None:
+            return np.asarray(atom.val, atom.aval.dtype)[()]
+        return self.numbers.get(atom)
 
+    def scalar(self, atom: Any) -> Any:
+        """Returns the number that an operand is, on all devices; None otherwise."""
+        number, aval = self.number(atom), atom.aval
+        if number is None or aval.shape:
+            return None
+        is_same = jax.typeof(number).update(weak_type=aval.weak_type) == aval
+        return number if is_same or _variable(atom) is None else None
 
-class Reader:
-    """Makes programs of jaxprs, each once."""
+    @functools.cached_property
+    def outputs(self) -> list[Any]:
+        """The variables among its results; None for a number."""
+        return [_variable(x) for x in self.jaxpr.outvars]
 
-    def __init__(self, kind_of: Callable[..., Kind]):
-        """Takes what finds the kind of an equation."""
-        self._kind_of = kind_of
-        self._found: dict[Any, tuple[Any, Program]] = {}
+    @functools.cached_property
+    def repeats(self) -> bool:
+        """Whether its backward pass may run parts of it again.
 
-    def read(
-        self, closed: Any, known: Sequence[Known | None] = (), outer: Step | None = None
-    ) -> Program:
-        """Returns the program of a jaxpr.
-
-        Args:
-          closed: The jaxpr.
-          known: For each of its arguments, the number if it is known.
-          outer: The step that holds it.
+        Not so if it has effects, or loops, which do so for each iteration, or
+        `jax.checkpoint`, where the user says what is saved.
         """
-        key = id(closed), tuple(x and x.key for x in known), id(outer)
-        if key not in self._found:
-            jaxpr, consts = parts.opened(closed)
-            program = Program()
-            known = known or [None] * len(jaxpr.invars)
-            program.inputs = [next(NAMES) if x is None else x for x in known]
-            constants = [next(NAMES) for _ in consts]
-            program.consts = dict(zip(constants, consts, strict=True))
-            atoms = [*constants, *program.inputs]
-            program.outputs = self._open(program, jaxpr, atoms, outer)
-            self._found[key] = closed, program  # It keeps the jaxpr, for its identity.
-        return self._found[key][1]
-
-    def _open(self, program, jaxpr, atoms, caller):
-        """Adds the steps of a jaxpr to a program, and returns its results."""
-        found = dict(zip((*jaxpr.constvars, *jaxpr.invars), atoms, strict=True))
-
-        def read(x):
-            if not hasattr(x, "val"):
-                return found[x]
-            return Known(np.asarray(x.val, x.aval.dtype)[()])
-
-        for equation in jaxpr.eqns:
-            inputs = list(map(read, equation.invars))
-            names = [next(NAMES) for _ in equation.outvars]
-            step = Step(equation, inputs, names, Kind.NESTED, caller)
-            outputs: list[Atom] = [*names]
-            if _is_plain_call(equation):
-                inner, consts = parts.opened(parts.called_jaxpr(equation))
-                constants = [next(NAMES) for _ in consts]
-                program.consts |= zip(constants, consts, strict=True)
-                outputs = self._open(program, inner, [*constants, *inputs], step)
-            elif (number := _folded(equation, inputs)) is not None:
-                outputs = [number]
-            else:
-                self._add(program, step)
-            found |= zip(equation.outvars, outputs, strict=True)
-        return list(map(read, jaxpr.outvars))
-
-    def _add(self, program, step):
-        program.steps.append(step)
-        numbers = list(map(program.number, step.inputs))
-        if step.name in BODIES or step.name in parts.CALLS:
-            self._enter(step)
-            return
-        is_square = step.name == "mul" and len(set(step.inputs)) == 1
-        step.kind = self._kind_of(step.equation, numbers, is_square)
-        if step.name in FILLS and numbers[0] is not None:
-            program.filled[step.outputs[0]] = Known(numbers[0])
-
-    def _enter(self, step):
-        """Adds the programs in a step."""
-        equation, operands = step.equation, range(len(step.inputs))
-        names = BODIES.get(step.name, parts.CALLED)
-        found = [equation.params[x] for x in names if x in equation.params]
-        reads, known = [operands], []
-        if step.name == "scan":
-            _, step.carry, _ = flow.scan_parts(equation, operands)
-        elif step.name == "while":
-            asked, consts, step.carry = flow.while_parts(equation, operands)
-            reads = [[*asked, *step.carry], [*consts, *step.carry]]
-        elif step.name == "cond":
-            (found,) = found
-            reads = [operands[1:]] * len(found)
-        elif step.name != "shard_map":
-            known = [x if isinstance(x, Known) else None for x in step.inputs]
-        programs = [self.read(x, known, step) for x in found]
-        step.bodies = list(zip(programs, reads, strict=True))
+        effects = {type(x).__name__ for x in self.jaxpr.effects}
+        if effects - {"NamedAxisEffect"}:
+            return False
+        parts = [body for step in self.steps for body, _ in step.bodies]
+        is_flat = all(x.name not in ("scan", "remat2") for x in self.steps)
+        return is_flat and all(x.repeats for x in parts)
 
 
-def _is_plain_call(equation: Any) -> bool:
-    """Whether it calls a jaxpr, and that is all."""
+def read(
+    closed: Any, known: Sequence[Any] = (), outer: Callable[[], Source] = Source
+) -> Program:
+    """Returns the program of a jaxpr.
+
+    Args:
+      closed: The jaxpr.
+      known: Of its first arguments, the numbers that they are or are filled with; None
+        for what is not known.
+      outer: Returns where it is called.
+    """
+    jaxpr, consts = parts.opened(closed)
+    pairs = zip(jaxpr.invars, known, strict=False)
+    program = Program(jaxpr, consts, {k: x for k, x in pairs if x is not None})
+    for equation in jaxpr.eqns:
+        numbers = list(map(program.number, equation.invars))
+        source = functools.partial(_source, equation, outer)
+        jaxprs, carry = _bodies(equation)
+        # A loop changes its state, and a branch is not worth it.
+        passed = numbers if equation.primitive.name in parts.CALLS else ()
+        bodies = [(read(x, passed, source), reads) for x, reads in jaxprs]
+        number = _folded(equation, program, numbers) if equation.outvars else None
+        if number is not None:
+            program.numbers[equation.outvars[0]] = number
+            if program.scalar(equation.outvars[0]) is not None:
+                continue
+        is_square = len(set(map(id, equation.invars))) == 1 < len(numbers)
+        kind = policy.kind_of(equation, numbers, is_square)
+        program.steps.append(Step(equation, kind, source, bodies, carry))
+    return program
+
+
+def _variable(atom: Any) -> Any:
+    return None if hasattr(atom, "val") else atom
+
+
+def _source(equation, outer):
+    return source_of(equation, outer(), is_backward=False)
+
+
+def _bodies(equation: Any) -> tuple[list[tuple[Any, Sequence[int]]], Sequence[int]]:
+    """Returns jaxprs with the operands that each reads, and the state of a loop."""
     name, params = equation.primitive.name, equation.params
-    if name not in parts.CALLS or name in BODIES:
-        return False
-    shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
-    return all(type(x).__name__ == "UnspecifiedValue" for x in shardings)
+    operands = range(len(equation.invars))
+    if name == "scan":
+        return [(params["jaxpr"], operands)], flow.scan_parts(equation, operands)[1]
+    if name == "while":
+        asked, consts, carry = flow.while_parts(equation, operands)
+        found = [(params["cond_jaxpr"], [*asked, *carry])]
+        return [*found, (params["body_jaxpr"], [*consts, *carry])], carry
+    if name == "cond":
+        return [(x, operands[1:]) for x in params["branches"]], ()
+    is_call = name == "shard_map" or name in parts.CALLS
+    return [(parts.called_jaxpr(equation), operands)] if is_call else [], ()
 
 
-def _folded(equation: Any, inputs: Sequence[Atom]) -> Known | None:
-    """Returns the result of an equation of numbers, if it can be computed."""
-    name = equation.primitive.name
-    values = [x.value for x in inputs if isinstance(x, Known)]
-    if name not in FOLDS or not values or len(values) < len(inputs):
-        return None
-    aval = equation.outvars[0].aval
-    if aval.shape or not isinstance(aval.dtype, np.dtype):
+def _folded(equation: Any, program: Program, numbers: Sequence[Any]) -> Any:
+    """Returns the number that the result is or is filled with, if it is known."""
+    name, aval = equation.primitive.name, equation.outvars[0].aval
+    if name in FILLS:
+        return numbers[0]
+    is_known = numbers and all(program.scalar(x) is not None for x in equation.invars)
+    if name not in FOLDS or not is_known or not isinstance(aval.dtype, np.dtype):
         return None
     options = (equation.params["y"],) if name == "integer_pow" else ()
     with np.errstate(all="ignore"):
-        return Known(np.asarray(FOLDS[name](*values, *options)).astype(aval.dtype)[()])
+        return np.asarray(FOLDS[name](*numbers, *options)).astype(aval.dtype)[()]

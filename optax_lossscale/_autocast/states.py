@@ -3,12 +3,13 @@
 import collections
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from optax_lossscale._autocast import policy
-from optax_lossscale._autocast.policy import State
-from optax_lossscale._autocast.program import Atom, Kind, Known, Program, Step
+from optax_lossscale._autocast.policy import Kind, State
+from optax_lossscale._autocast.program import Program, Step
 
 States = tuple[State | None, ...]
 
@@ -19,32 +20,35 @@ class Plan:
 
     Attributes:
       program: The program.
+      states: By variable, the states of all float32 numbers.
       inputs: The states of its arguments; None for what is not float32.
-      states: By name, the states of all float32 numbers.
       outputs: The states of its results.
+      operands: By step, the states of its operands.
       bodies: By step, the plans of the programs in it.
     """
 
     program: Program
+    states: dict[Any, State]
     inputs: States
-    states: dict[int, State]
     outputs: States = ()
+    operands: dict[Step, Sequence[State | None]] = dataclasses.field(
+        default_factory=dict
+    )
     bodies: dict[Step, tuple["Plan", ...]] = dataclasses.field(default_factory=dict)
 
 
 class Planner:
-    """Plans programs; remembers what it found, so that nested loops cost nothing."""
+    """Plans programs; remembers what it found, so that nested loops cost nothing.
+
+    Attributes:
+      dtype: The dtype to compute in.
+    """
 
     def __init__(self, dtype: Any, is_float32: Callable[[Step], bool]):
-        """Prepares.
-
-        Args:
-          dtype: The dtype to compute in.
-          is_float32: Whether the user wants a step in float32.
-        """
-        self._dtype, self._is_float32 = dtype, is_float32
+        """Takes the dtype, and whether the user wants a step in float32."""
+        self.dtype, self._is_float32 = dtype, is_float32
         self._plans: dict[Any, Plan] = {}
-        self._wants: dict[Any, set[int]] = {}
+        self._wants: dict[Any, set[Any]] = {}
 
     def plan(self, program: Program, inputs: States, wanted: Sequence[bool]) -> Plan:
         """Returns the states of a program.
@@ -56,59 +60,59 @@ class Planner:
         """
         key = program, inputs, tuple(wanted)
         if key not in self._plans:
-            self._plans[key] = self._plan(program, inputs, wanted)
+            self._plans[key] = self._plan(*key)
         return self._plans[key]
 
-    def state(self, plan: Plan, atom: Atom, aval: Any) -> State | None:
+    def _state(self, plan, atom):
         """Returns the state of an operand; None if it is not float32."""
-        if not is_float32(aval):
+        if not is_float32(atom.aval):
             return None
-        if isinstance(atom, Known):
-            return policy.state_of_number(atom, self._dtype)
+        if (number := plan.program.number(atom)) is not None:
+            return policy.state_of_number(number, self.dtype)
         return plan.states[atom]
 
     def _plan(self, program, inputs, wanted):
-        plan = Plan(program, inputs, {})
-        plan.states.update(
-            x for x in zip(program.inputs, inputs, strict=True) if x[1] is not None
-        )
-        for name, array in program.consts.items():
-            if is_float32(array):
-                plan.states[name] = policy.state_of_array(array, self._dtype)
-        wants = self._wanted(program, tuple(wanted))
+        plan, jaxpr = Plan(program, {}, inputs), program.jaxpr
+        arrays = [
+            policy.state_of_array(x, self.dtype) if is_float32(x) else None
+            for x in program.consts
+        ]
+        given = zip((*jaxpr.constvars, *jaxpr.invars), (*arrays, *inputs), strict=True)
+        plan.states.update((k, x) for k, x in given if is_float32(k.aval))
+        wants = self._wanted(program, wanted)
         for step in program.steps:
-            pairs = zip(step.inputs, step.equation.invars, strict=True)
-            states = [self.state(plan, k, x.aval) for k, x in pairs]
+            variables = step.equation.outvars
+            is_wanted = [x in wants for x in variables]
+            states = [self._state(plan, x) for x in step.equation.invars]
+            plan.operands[step] = states
             if step.bodies:
-                found = self._nested(plan, step, states, wants)
+                found = self._nested(plan, step, states, is_wanted)
             else:
-                found = [self._result(program, step, states, wants)] * len(step.outputs)
-            results = zip(step.outputs, step.equation.outvars, found, strict=True)
-            plan.states.update((k, x) for k, v, x in results if is_float32(v.aval))
-        plan.outputs = tuple(
-            self.state(plan, x, x.value) if isinstance(x, Known) else plan.states.get(x)
-            for x in program.outputs
-        )
+                found = [self._result(plan, step, states, any(is_wanted))]
+                found *= len(variables)
+            pairs = zip(variables, found, strict=True)
+            plan.states.update((k, x) for k, x in pairs if is_float32(k.aval))
+        plan.outputs = tuple(self._state(plan, x) for x in jaxpr.outvars)
         return plan
 
-    def _result(self, program, step, states, wants):
+    def _result(self, plan, step, states, is_wanted):
         """Returns the state of the results of a step without programs in it."""
         if self._is_float32(step):
             return State.WIDE
-        if (number := program.filled.get(step.outputs[0])) is not None:
-            return policy.state_of_number(number, self._dtype)
-        pairs = [x for x in zip(step.inputs, states, strict=True) if x[1] is not None]
-        rounded = [k for k, x in pairs if x == State.FLEXIBLE]
-        is_mixed = any(program.number(k) is None for k in rounded)
-        is_wanted = not wants.isdisjoint(step.outputs)
-        return policy.state_of_result(
-            step.kind, [x for _, x in pairs], is_mixed, is_wanted
+        program = plan.program
+        for variable in step.equation.outvars:
+            if program.number(variable) is not None:
+                return self._state(plan, variable)
+        pairs = zip(step.equation.invars, states, strict=True)
+        is_mixed = any(
+            x == State.FLEXIBLE and program.number(k) is None for k, x in pairs
         )
+        states = [x for x in states if x is not None]
+        return policy.state_of_result(step.kind, states, is_mixed, is_wanted)
 
-    def _nested(self, plan, step, states, wants):
+    def _nested(self, plan, step, states, wanted):
         """Plans the programs in a step, and returns the states of its results."""
         n = len(step.carry)
-        wanted = [x in wants for x in step.outputs]
         wanted[:n] = [False] * n
         for index, i in enumerate(step.carry):
             if states[i] is not None and self._adds_up(plan.program, step, index):
@@ -131,15 +135,16 @@ class Planner:
 
     def _adds_up(self, program, step, index):
         """Whether a part of a loop's state is a sum, and a long one or from zero on."""
-        start = program.number(step.inputs[step.carry[index]])
+        position = step.carry[index]
+        start = program.number(step.equation.invars[position])
         length = step.equation.params.get("length", policy.LONG_LOOP)
         if length < policy.LONG_LOOP and start != 0:
             return False
         body, reads = step.bodies[-1]
-        reached = self._reached(body, body.inputs[reads.index(step.carry[index])])
+        reached = self._reached(body, body.jaxpr.invars[reads.index(position)])
         return reached.get(body.outputs[index], False)
 
-    def _reached(self, program: Program, start: Atom) -> dict[Atom, bool]:
+    def _reached(self, program: Program, start: Any) -> dict[Any, bool]:
         """Returns what comes from a number by adding and moving; whether by adding."""
         reached = {start: False}
         for step in program.steps:
@@ -148,12 +153,12 @@ class Planner:
             adds |= any(reached[step.inputs[i]] for i in hits)
             for body, reads in step.bodies:
                 for i in set(hits).intersection(reads):
-                    inner = self._reached(body, body.inputs[reads.index(i)])
-                    for x, k in zip(step.outputs, body.outputs, strict=False):
+                    inner = self._reached(body, body.jaxpr.invars[reads.index(i)])
+                    for x, k in zip(step.equation.outvars, body.outputs, strict=False):
                         if k in inner:
                             reached[x] = adds or inner[k]
-            if hits and not step.bodies and policy.passes_sums_on(step, program, hits):
-                reached.update((x, adds) for x in step.outputs)
+            if hits and not step.bodies and _passes_on(step, program, hits):
+                reached.update((x, adds) for x in step.equation.outvars)
         return reached
 
     def _wanted(self, program, outputs):
@@ -167,16 +172,16 @@ class Planner:
         if key in self._wants:
             return self._wants[key]
         wants = collections.defaultdict(list)
-        for atom, is_wanted in zip(program.outputs, outputs, strict=True):
-            wants[atom].append(is_wanted)
+        for variable, is_wanted in zip(program.outputs, outputs, strict=True):
+            wants[variable].append(is_wanted)
         reads = itertools.chain(program.outputs, *(x.inputs for x in program.steps))
-        count = collections.Counter(x for x in reads if isinstance(x, int))
+        count = collections.Counter(reads)
         for step in reversed(program.steps):
-            found = [bool(wants[x]) and all(wants[x]) for x in step.outputs]
+            found = [bool(wants[x]) and all(wants[x]) for x in step.equation.outvars]
             found[: len(step.carry)] = [False] * len(step.carry)
             for body, reads in step.bodies:
                 inner = self._wanted(body, tuple(found[: len(body.outputs)]))
-                for i, x in zip(reads, body.inputs, strict=True):
+                for i, x in zip(reads, body.jaxpr.invars, strict=True):
                     wants[step.inputs[i]].append(x in inner and i not in step.carry)
             if not step.bodies:
                 is_wide = self._is_float32(step) or step.kind == Kind.FLOAT32
@@ -185,8 +190,9 @@ class Planner:
                     is_passed = step.kind != Kind.ARITHMETIC or count[x] == 1
                     is_passed &= step.kind in policy.FOLLOWERS and any(found)
                     wants[x].append(is_wide or is_passed)
-        names = {k for k, x in wants.items() if x and all(x) and isinstance(k, int)}
-        return self._wants.setdefault(key, names)
+        return self._wants.setdefault(
+            key, {k for k, x in wants.items() if x and all(x)}
+        )
 
 
 def is_float32(x: Any) -> bool:
@@ -196,3 +202,18 @@ def is_float32(x: Any) -> bool:
 
 def _largest(states):
     return None if None in states else max(states)
+
+
+def _passes_on(step: Step, program: Program, indices: Sequence[int]) -> bool:
+    """Whether results are still the sum, perhaps smaller, that some operands are.
+
+    Args:
+      step: The operation.
+      program: The program that holds it.
+      indices: Which of its operands are such a sum.
+    """
+    if step.name not in ("mul", "div"):
+        return step.kind in policy.FOLLOWERS or step.name in ("add", "sub")
+    (other,) = {0, 1}.difference(indices[:1])
+    atom = step.equation.invars[other]
+    return math.prod(atom.aval.shape) == 1 or program.number(atom) is not None

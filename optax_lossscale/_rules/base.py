@@ -12,7 +12,7 @@ import optax
 
 from optax_lossscale import _check as check
 from optax_lossscale._scaling import all_finite, largest_magnitude
-from optax_lossscale._tree import unbox
+from optax_lossscale._tree import filled_like, unbox
 
 
 class LossScale(abc.ABC):
@@ -82,11 +82,7 @@ class LossScale(abc.ABC):
 
     @abc.abstractmethod
     def update(
-        self,
-        grads: optax.Updates,
-        state: Any,
-        *,
-        axis_name: Hashable | None = None,
+        self, grads: optax.Updates, state: Any, *, axis_name: Hashable | None = None
     ) -> tuple[Any, jax.Array]:
         """Advances the loss scale by one step.
 
@@ -125,7 +121,9 @@ class LossScale(abc.ABC):
     def _is_at_minimum(self, scale: jax.Array, new_scale: jax.Array) -> jax.Array:
         """Tells whether the scale of a skipped step could not have been lower."""
         min_scale = getattr(self, "min_scale", None)
-        return new_scale >= scale if min_scale is None else _at_most(scale, min_scale)
+        if min_scale is None:
+            return new_scale >= scale
+        return scale <= filled_like(scale, min_scale)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the hyperparameters as a dictionary of plain Python values.
@@ -178,8 +176,7 @@ class AdaptiveLossScale(LossScale):
             object.__setattr__(self, name, convert(name, getattr(self, name)))
         if not self.min_scale <= self.initial_scale <= self.max_scale:
             raise ValueError(
-                "initial_scale must lie between min_scale and max_scale, got "
-                f"{self.initial_scale!r} for {self.min_scale!r}, {self.max_scale!r}."
+                f"initial_scale must lie between min_scale and max_scale, got {self}."
             )
 
     @abc.abstractmethod
@@ -201,11 +198,7 @@ class AdaptiveLossScale(LossScale):
         """
 
     def update(
-        self,
-        grads: optax.Updates,
-        state: Any,
-        *,
-        axis_name: Hashable | None = None,
+        self, grads: optax.Updates, state: Any, *, axis_name: Hashable | None = None
     ) -> tuple[Any, jax.Array]:
         """Advances the loss scale by one step; see the base class."""
         finite = all_finite(grads, axis_name=axis_name)
@@ -234,8 +227,3 @@ def _clip(scale: jax.Array, low: float, high: float) -> jax.Array:
         return jnp.full_like(scale, low)
     # nan is not at least `low`.
     return jnp.where(scale >= low, jnp.minimum(scale, high), low)
-
-
-@functools.partial(jax.jit, static_argnums=1, inline=True)
-def _at_most(scale, limit):
-    return scale <= limit

@@ -68,11 +68,7 @@ class FixedLossScale(LossScale):
         return FixedLossScaleState(jnp.asarray(self.loss_scale_value, jnp.float32))
 
     def update(
-        self,
-        grads: optax.Updates,
-        state: Any,
-        *,
-        axis_name: Hashable | None = None,
+        self, grads: optax.Updates, state: Any, *, axis_name: Hashable | None = None
     ) -> tuple[FixedLossScaleState, jax.Array]:
         """Returns the initial state, a scale for each member; see the base class."""
         state = FixedLossScaleState(self(state))

@@ -37,30 +37,28 @@ def get_loss_scale(identifier: LossScale | float | str) -> LossScale:
         return FixedLossScale(check.fixed_scale("A fixed loss scale", identifier))
     if isinstance(identifier, str) and identifier in BY_NAME:
         return BY_NAME[identifier]()
-    names = ", ".join(f'"{name}"' for name in BY_NAME)
     hint = "(Inside optax.inject_hyperparams, add it to static_args.)"
     if isinstance(identifier, bool):
         hint = f"Keras's second argument is a keyword here: dynamic={identifier}."
     elif isinstance(identifier, type) and issubclass(identifier, LossScale):
         hint = f"Call the class to make an instance: {identifier.__name__}()."
     raise ValueError(
-        f"A loss scale must be a LossScale instance, a number, or one of {names}, got "
-        f"{identifier!r}. {hint}"
+        f"A loss scale must be a LossScale instance, a number, or one of "
+        f"{[*BY_NAME]}, got {identifier!r}. {hint}"
     )
 
 
 def keras_loss_scale(
-    dynamic: bool, initial_scale: float | None, dynamic_growth_steps: int | None
+    dynamic: bool, initial: float | None, steps: int | None
 ) -> LossScale:
-    """Makes a rule from Keras's arguments."""
+    """Makes a rule from `dynamic`, `initial_scale`, `dynamic_growth_steps` of Keras."""
     if not check.boolean("dynamic", dynamic):
-        if initial_scale is None or dynamic_growth_steps is not None:
+        if initial is None or steps is not None:
             raise ValueError(
                 "dynamic=False needs initial_scale and takes no dynamic_growth_steps, "
-                f"got {initial_scale!r} and {dynamic_growth_steps!r}."
+                f"got {initial!r} and {steps!r}."
             )
-        return FixedLossScale(check.fixed_scale("initial_scale", initial_scale))
-    initial, steps = initial_scale, dynamic_growth_steps
+        return FixedLossScale(check.fixed_scale("initial_scale", initial))
     initial = DynamicLossScale.initial_scale if initial is None else initial
     steps = DynamicLossScale.growth_interval if steps is None else steps
     # Checked here: otherwise the error would name growth_interval.

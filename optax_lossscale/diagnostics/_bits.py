@@ -37,9 +37,7 @@ def limits_of(dtype: str) -> Limits:
     """
     info = jnp.finfo(dtype)
     if float(np.zeros((), jnp.dtype(dtype))) != 0:
-        raise ValueError(
-            f'dtype must have a zero, "float16" for example, got {dtype!r}.'
-        )
+        raise ValueError(f"dtype must have a zero, as float16 has, got {dtype!r}.")
     largest = float(info.max)
     half_ulp = 2.0 ** (math.frexp(largest)[1] - 2 - info.nmant)
     with np.errstate(over="ignore"):
@@ -142,9 +140,8 @@ def threshold_bits(
     # Shifts round down; the two minus signs make it round up.
     subnormal = -(-(fraction | 1 << n) >> jnp.clip(1 - biased, 0, 31))
     normal = jnp.clip(biased, 1, 255) << n | fraction
-    return jnp.where(biased > 0, jnp.minimum(normal, infinity(bits)), subnormal).astype(
-        jnp.int32
-    )
+    finite = jnp.minimum(normal, infinity(bits))
+    return jnp.where(biased > 0, finite, subnormal).astype(jnp.int32)
 
 
 def reduce_counts(

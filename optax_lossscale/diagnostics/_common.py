@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import keystr
 
 from optax_lossscale import _check as check
 from optax_lossscale._state import find_state
-from optax_lossscale._tree import is_array, unbox
+from optax_lossscale._tree import is_array, is_inexact, settled, unbox
 
 
 def scale_of(state: Any) -> jax.Array:
@@ -25,21 +26,20 @@ def scale_of(state: Any) -> jax.Array:
         scale = unbox(find_state(state).loss_scale_state.loss_scale)
     if scale.shape:
         raise ValueError(
-            "state belongs to many members or devices: its loss scale has "
-            f"shape {scale.shape}. Pass one of these scales, as a number."
+            f"state belongs to many members: pass one of its {scale.shape} scales."
         )
     return scale.astype(jnp.float32)
 
 
-def named_leaves(tree: Any, name: str = "") -> dict[str, Any]:
-    """Returns the leaves of a tree, including None, by their key paths.
+def named_leaves(tree: Any, name: str) -> dict[str, jax.Array]:
+    """Returns the floating-point and complex leaves of a tree by their key paths.
 
     Args:
       tree: Any pytree.
       name: The name of the tree, written before each path: `params['w']`.
     """
-    pairs = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None)
-    return {name + jax.tree_util.keystr(path): leaf for path, leaf in pairs}
+    pairs = ((path, x) for path, x in jax.tree.leaves_with_path(tree) if is_inexact(x))
+    return {name + keystr(path): settled(jnp.asarray(x)) for path, x in pairs}
 
 
 def on_auto_axes(function: Callable[[jax.Array], Any], x: jax.Array) -> Any:
@@ -70,6 +70,5 @@ def check_host(function: str, tree: Any) -> None:
     """Raises where numbers cannot be waited for."""
     if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
         raise TypeError(
-            f"{function} is for the host, where it can wait for numbers: call it "
-            "outside of jit, scan, vmap and the like, with what steps take or return."
+            f"{function} is for the host, to wait for numbers: call it outside of jit."
         )

@@ -38,8 +38,7 @@ def shade_ranges(ax: Any, dtype: str, low: float, high: float) -> None:
 
 def boundaries(dtype: str) -> tuple[float, float, float]:
     """Returns log2 of where zero ends, normal numbers begin, and overflow begins."""
-    limits = _bits.limits_of(dtype)
-    flushed, normal, overflow = limits.flushed, limits.normal, limits.overflow
+    flushed, normal, _, overflow, _ = _bits.limits_of(dtype)
     return math.log2(flushed), math.log2(normal), math.log2(overflow)
 
 
@@ -74,11 +73,7 @@ def get_axes(ax: Any, *, rows: int = 1, size: tuple[float, float] = (7, 3.6)) ->
 
 def add_legend(ax: Any, title: str = "") -> None:
     """Adds a legend of all labels, and hides the frame above what is drawn."""
-    ax.legend(
-        handles=ax.get_legend_handles_labels()[0],
-        title=title or None,
-        loc="upper left",
-        ncols=2,
-        fontsize="small",
-    )
+    style = {"loc": "upper left", "ncols": 2, "fontsize": "small"}
+    handles, _ = ax.get_legend_handles_labels()
+    ax.legend(handles=handles, title=title or None, **style)
     ax.spines[["top", "right"]].set_visible(False)

@@ -53,9 +53,7 @@ def metrics(state: Any, prefix: str = "") -> dict[str, jax.Array]:
     scale = jnp.asarray(unbox(found.loss_scale_state.loss_scale), jnp.float32)
     named = {"loss_scale": scale, "log2_loss_scale": _log2(scale)}
     named |= _numbers_of(found.loss_scale_state)
-    for name, value in found._asdict().items():
-        if name.endswith(("_applied", "_steps", "retries")) and value is not None:
-            named[name] = jnp.asarray(unbox(value))
+    named |= _numbers_of(found._replace(inner_state=None, loss_scale_state=None))
     return {prefix + name: value for name, value in named.items()}
 
 
@@ -70,9 +68,9 @@ def _log2(scale: jax.Array) -> jax.Array:
     return jnp.where(jnp.signbit(scale) & (bits > 0), jnp.nan, log2)
 
 
-def _numbers_of(loss_scale_state: Any) -> dict[str, jax.Array]:
-    """Returns the fields of any rule's state, except the scale."""
-    fields = getattr(loss_scale_state, "_asdict", lambda: vars(loss_scale_state))()
+def _numbers_of(state: Any) -> dict[str, jax.Array]:
+    """Returns the fields of a state that are one array, except the scale."""
+    fields = getattr(state, "_asdict", lambda: vars(state))()
     leaves = {name: jax.tree.leaves(field) for name, field in fields.items()}
     return {
         name: jnp.asarray(found[0])

@@ -1,6 +1,6 @@
 """Which gradients are not finite, by name."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,6 @@ import optax
 from jax import lax
 
 from optax_lossscale._scaling import all_finite
-from optax_lossscale._tree import is_inexact
 from optax_lossscale.diagnostics._common import check_host, named_leaves, on_auto_axes
 
 
@@ -39,8 +38,7 @@ def nonfinite_leaves(grads: optax.Updates) -> dict[str, jax.Array]:
       >>> print([name for name, is_nonfinite in found.items() if is_nonfinite])
       ["grads['w']"]
     """
-    leaves = named_leaves(grads, "grads").items()
-    return {name: ~all_finite(x) for name, x in leaves if is_inexact(x)}
+    return {name: ~all_finite(x) for name, x in named_leaves(grads, "grads").items()}
 
 
 class NonfiniteGradient(NamedTuple):
@@ -103,19 +101,17 @@ def describe_nonfinite(grads: optax.Updates) -> list[NonfiniteGradient]:
       ...     print(gradient)
       grads['w'], float16[2,2]: 1 inf, 1 nan of 4, first at [0, 1]
     """
-    leaves = named_leaves(grads, "grads")
-    check_host("describe_nonfinite", list(leaves.values()))
-    return find_nonfinite(leaves)
+    check_host("describe_nonfinite", grads)
+    return find_nonfinite(named_leaves(grads, "grads"))
 
 
-def find_nonfinite(leaves: dict[str, Any]) -> list[NonfiniteGradient]:
+def find_nonfinite(leaves: dict[str, jax.Array]) -> list[NonfiniteGradient]:
     """Describes the leaves, by name, that are not finite."""
-    named = [(name, jnp.asarray(x)) for name, x in leaves.items() if is_inexact(x)]
     # Leaf by leaf: leaves of the same shape share one compiled program.
-    counts = jax.device_get([_count(x) for _, x in named])
+    counts = jax.device_get({name: _count(x) for name, x in leaves.items()})
     found = []
-    for (name, x), numbers in zip(named, counts, strict=True):
-        infs, nans = map(int, numbers)
+    for name, x in leaves.items():
+        infs, nans = map(int, counts[name])
         if infs or nans:
             first = tuple(map(int, jax.device_get(_first(x))))
             gradient = NonfiniteGradient(name, x.shape, x.dtype.name, infs, nans, first)

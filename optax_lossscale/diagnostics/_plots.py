@@ -44,8 +44,8 @@ def plot_exponents(
       ImportError: If matplotlib is not installed.
       TypeError: Under a transformation of JAX, such as `jax.jit`; if `ax` is not an
         Axes, or `dtype` is not a dtype.
-      ValueError: If the scale is not positive and finite; if `state` holds no such
-        state or several; if `dtype` has more than 16 bits.
+      ValueError: If the scale is not a number from 2**-126 to 2**126; if `state`
+        holds no such state or several; if `dtype` has more than 16 bits.
 
     Examples:
       >>> import numpy as np
@@ -61,9 +61,7 @@ def plot_exponents(
     """
     check_host("plot_exponents", (histogram, state))
     dtype = check.dtype("dtype", dtype)
-    scale = float(scale_of(state))
-    if not 0 < scale < np.inf:
-        raise ValueError(f"The scale must be positive and finite, got {scale}.")
+    scale = check.scale("the loss scale of state", scale_of(state).item())
     if not isinstance(histogram, ExponentHistogram):
         histogram = exponent_histogram(histogram)
     exponents, counts, *others = (np.asarray(x, np.float64) for x in histogram)
@@ -135,8 +133,7 @@ def plot_history(
     records = list(records)
     if not all(isinstance(record, Mapping) for record in records):
         raise TypeError(
-            "records must be a list of dictionaries, such as diagnostics.metrics "
-            'returns. (For a table of pandas, pass table.to_dict("records").)'
+            'records must be a list of dictionaries (pandas: table.to_dict("records")).'
         )
     scales = _column(records, prefix + "loss_scale")
     is_drawn = np.isfinite(scales) & (scales > 0)

@@ -87,20 +87,18 @@ class Report(NamedTuple):
     retries: int | None
 
     def __repr__(self):
-        skipped = f"{self.skipped_steps}"
-        if self.consecutive_skipped_steps:
-            skipped += f", of which {self.consecutive_skipped_steps} in a row"
-        lines = [
-            *textwrap.wrap(self.diagnosis, 79),
-            f"  loss scale       {_describe_scale(self.loss_scale)}",
-            f"  skipped steps    {skipped}",
-        ]
-        if self.stuck_steps:
-            lines.append(f"  at lowest scale  {self.stuck_steps} of these")
-        if self.nonfinite_loss_steps:
-            lines.append(f"  loss not finite  {self.nonfinite_loss_steps} steps")
-        if self.retries:
-            lines.append(f"  repeated passes  {self.retries}")
+        stuck, loss = self.stuck_steps, self.nonfinite_loss_steps
+        in_a_row = self.consecutive_skipped_steps
+        of_which = f", of which {in_a_row} in a row" if in_a_row else ""
+        rows = {
+            "loss scale": _describe_scale(self.loss_scale),
+            "skipped steps": f"{self.skipped_steps}{of_which}",
+            "at lowest scale": stuck and f"{stuck} of these",
+            "loss not finite": loss and f"{loss} steps",
+            "repeated passes": self.retries,
+        }
+        lines = textwrap.wrap(self.diagnosis, 79)
+        lines += [f"  {name:15}  {text}" for name, text in rows.items() if text]
         lines += ["What to do:"] if self.advice else textwrap.wrap(NOTHING, 79)
         for number, item in enumerate(self.advice, start=1):
             lines += textwrap.wrap(f"{number}. {item}", 79, subsequent_indent="   ")
@@ -167,10 +165,9 @@ def report(state: Any, params: optax.Params | None = None) -> Report:
     check_host("report (or check_health)", (found, params))
     read, where = _read_worst(found)
     nonfinite = find_nonfinite(named_leaves(params, "params"))
-    is_valid = _is_valid(read["loss_scale"])
     if nonfinite:
         diagnosis, *advice = _judge_parameters(nonfinite)
-    elif not is_valid:
+    elif not _is_valid(read["loss_scale"]):
         diagnosis, *advice = (
             "The loss scale is damaged: it is not a number from 2^-126 to 2^126.",
             "Restore an earlier checkpoint, or begin the scale anew: state._replace("
@@ -180,9 +177,7 @@ def report(state: Any, params: optax.Params | None = None) -> Report:
         diagnosis, *advice = _judge_skips(read)
     else:
         diagnosis, *advice = _judge(found, read, params is not None)
-    is_stuck = read["stuck_steps"] >= STUCK_STEPS
-    is_skipping = read["consecutive_skipped_steps"] >= SKIPPED_STEPS
-    is_healthy = is_valid and not (nonfinite or is_stuck or is_skipping)
+    is_healthy = read["measure"] < 1 and not nonfinite
     numbers: dict[str, Any] = {name: read.get(name) for name in Report._fields[3:]}
     return Report(is_healthy, diagnosis + where, tuple(advice), **numbers)
 
@@ -244,19 +239,18 @@ def _describe_scale(scale: float) -> str:
 def _read_worst(state: Any) -> tuple[dict[str, Any], str]:
     """Returns the numbers of the worst member, and which one that is."""
     rule = state.loss_scale_state
-    named = zip(state._fields[2:], state[2:], strict=True)
-    named = {name: x for name, x in named if x is not None}
-    named |= {"loss_scale": rule.loss_scale}
+    named = state._asdict() | {"inner_state": None, "loss_scale_state": None}
     named |= {name: getattr(rule, name, x) for name, x in MARKS.items()}
-    named = {name: jax.device_get(unbox(x)) for name, x in named.items()}
+    named |= {"loss_scale": rule.loss_scale}
+    named = {k: jax.device_get(unbox(x)) for k, x in named.items() if x is not None}
     shape = np.broadcast_shapes(*map(np.shape, named.values()))
     named = {name: np.broadcast_to(x, shape).ravel() for name, x in named.items()}
     scale = named["loss_scale"]
     # Take the member that is nearest to a limit, or furthest beyond it.
     stuck, in_a_row = named["stuck_steps"], named["consecutive_skipped_steps"]
     measure = np.maximum(stuck / STUCK_STEPS, in_a_row / SKIPPED_STEPS)
-    measure = np.where(_is_valid(scale), measure, np.inf)
-    worst = np.lexsort((scale, -measure))[0]
+    named["measure"] = np.where(_is_valid(scale), measure, np.inf)
+    worst = np.lexsort((scale, -named["measure"]))[0]
     where = f" (Member {worst} of {scale.size}.)" if shape else ""
     read = {name: x[worst].item() for name, x in named.items()}
     read["is_fixed"] = isinstance(rule, FixedLossScaleState)
@@ -367,11 +361,9 @@ def _judge_parameters(nonfinite: list[NonfiniteGradient]) -> list[str]:
     return [
         f"Parameters are not finite: {names}.",
         "Restore a checkpoint in which they are finite.",
-        "If they are of float16, keep them in float32 and cast them inside the loss "
-        "function: a new value that is too large for float16 becomes inf when it is "
-        "rounded, and no step checks that.",
+        "If they are of float16, keep them in float32 and cast them in the loss "
+        "function: no step sees that a large value is inf once it is rounded.",
         "Skip steps whose gradients are not finite: take a dynamic loss scale, or "
-        "FixedLossScale(..., skip_nonfinite=True). If updates are not finite all the "
-        "same, chain optax.apply_if_finite(optax.identity(), 5) after the inner "
-        "optimizer.",
+        "FixedLossScale(..., skip_nonfinite=True). For updates that are not, chain "
+        "optax.apply_if_finite(optax.identity(), 5) after the inner optimizer.",
     ]

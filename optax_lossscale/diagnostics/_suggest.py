@@ -60,7 +60,6 @@ def suggest_loss_scale(
       8388608.0
     """
     dtype, margin = check.dtype("dtype", dtype), check.bits("margin", margin)
-    _bits.limits_of(dtype)
     return _suggest(inexact_leaves(grads), dtype, margin)
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +10,8 @@ import numpy as np
 import optax
 
 from optax_lossscale import _check as check
-from optax_lossscale._tree import inexact_leaves, is_inexact, settled
+from optax_lossscale._tree import inexact_leaves
+from optax_lossscale._warn import warn
 from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._common import named_leaves, on_auto_axes, scale_of
 
@@ -163,17 +163,11 @@ def underflow_stats(
     """
     dtype = check.dtype("dtype", dtype)
     _bits.limits_of(dtype)
-    leaves = {
-        name: settled(jnp.asarray(leaf))
-        for name, leaf in named_leaves(grads, "grads").items()
-        if is_inexact(leaf)
-    }
+    leaves = named_leaves(grads, "grads")
     if any(x.dtype.name == dtype for x in leaves.values()):
-        warnings.warn(
+        warn(
             f"The gradients are {dtype} already. What {dtype} flushes to zero is gone "
-            "from them, and counts as zero here. Pass gradients of a float32 program.",
-            UserWarning,
-            stacklevel=2,
+            "from them, and counts as zero here. Pass gradients of a float32 program."
         )
     scale = scale_of(state)
     widths = set(map(_bits.is_wide, leaves.values()))

@@ -212,3 +212,27 @@ def test_nested_loops_cost_nothing():
 
     counts = [count(autocast(nested(depth))) for depth in (1, 5)]
     assert counts[1] - counts[0] <= 2 * (count(nested(5)) - count(nested(1)))
+
+
+def test_products_of_one_term():
+    def f(p, x):
+        h = jnp.sin(jnp.einsum("bi,i,j->bij", x, p["b"], p["b"]))  # learned frequencies
+        h = h.mean(1) @ p["w"] + jnp.tanh(x[:, :1] @ p["w"][:1])  # one input
+        return mean_square(p, h)
+
+    check(f, P, X)
+
+
+def test_effects_run_once(capsys):
+    def f(w):
+        h = X @ w
+        jax.debug.print("mean {}", jnp.mean(h))
+        h, _ = jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), h, length=2)
+        return jnp.mean(h**2)
+
+    found = products(autocast(f), P["w"])
+    assert all(x == {"float16"} for x in found)
+    found = jax.jit(jax.value_and_grad(autocast(f)))(P["w"])
+    jax.effects_barrier()
+    assert capsys.readouterr().out.count("mean") == 1
+    assert errors(found, jax.value_and_grad(f)(P["w"])) < 0.01

@@ -95,7 +95,9 @@ def moving_average(w, x):
 
 def products(w, x):
     h = x @ w
-    return mean(jnp.square(lax.scan(lambda h, _: (h * 0.9999, None), h, length=4000)[0]))
+    return mean(
+        jnp.square(lax.scan(lambda h, _: (h * 0.9999, None), h, length=4000)[0])
+    )
 
 
 def thresholds(w, x):
@@ -107,7 +109,9 @@ def thresholds(w, x):
 
 def iterations(w, x):
     h = jnp.abs(x @ w) * 1e-3
-    h = lax.while_loop(lambda h: jnp.sum(h) < 100, lambda h: h * 1.3, lax.stop_gradient(h))
+    h = lax.while_loop(
+        lambda h: jnp.sum(h) < 100, lambda h: h * 1.3, lax.stop_gradient(h)
+    )
     return mean(h * (x @ w))
 
 

@@ -78,7 +78,8 @@ class TestRetries:
 
         clipping = Clipping(optax.sgd(0.5), retries=3)
         with pytest.raises(
-            TypeError, match=r"value_and_grad, which Clipping overrides.* as transform="
+            TypeError,
+            match=r"value_and_grad, which Clipping overrides.* transform= like it",
         ):
             clipping.minimize(loss_fn, PARAMS, self.state)
 
@@ -114,9 +115,9 @@ def test_a_veto_that_is_no_flag(flag):
 def test_arguments_in_the_wrong_order():
     with pytest.raises(ValueError, match=r"dict.*apply_gradients\(grads, params, stat"):
         optimizer.apply_gradients(GRADS, state, PARAMS)
-    with pytest.raises(TypeError, match="must be callable, got dict"):
+    with pytest.raises(TypeError, match=r"loss_fn must be a function, got \{'w'"):
         optimizer.minimize(PARAMS, loss_fn, state)
-    with pytest.raises(TypeError, match="must be callable, got LossScaleOptimizerStat"):
+    with pytest.raises(TypeError, match="loss_fn must be a function, got LossSca"):
         optimizer.value_and_grad(state, loss_fn)
 
 
@@ -124,7 +125,7 @@ def test_the_state_of_nnx_optimizer_holds_variables():
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     trainer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
     params = nnx.state(model, nnx.Param)
-    with pytest.raises(ValueError, match=r"of arrays, got a .*nnx.Optimizer.update"):
+    with pytest.raises(ValueError, match=r"State.*, got (?s:.*)nnx.Optimizer.update"):
         optimizer.apply_gradients(params, params, trainer.opt_state)
 
 
@@ -178,7 +179,7 @@ def test_a_state_without_a_scale_is_refused_where_it_is_first_read(damaged):
         lambda: optimizer.current_loss_scale(broken),
         lambda: optimizer.update(GRADS, broken),
     ):
-        with pytest.raises(ValueError, match="loss_scale_state must be a DynamicLoss"):
+        with pytest.raises(ValueError, match="loss_scale_state must be DynamicLoss"):
             call()
 
 

@@ -264,10 +264,10 @@ class TestOtherStates:
             (
                 self.DYNAMIC,
                 fixed,
-                r"DynamicLossScaleState\(.*good.* a FixedLossScaleState\(",
+                r"DynamicLossScaleState\(.*good.* got FixedLossScaleState\(",
             ),
-            (self.FIXED, dynamic, r"FixedLossScaleState\(loss_scale\).* good_steps"),
-            (self.DYNAMIC, as_dict, "hysteresis_left.* got a dict"),
+            (self.FIXED, dynamic, r"FixedLossScaleState\(loss_scale=.* good_steps"),
+            (self.DYNAMIC, as_dict, r"hysteresis_left.* got \{'good_steps'"),
             (self.DYNAMIC, several, r"loss_scale must be of shape \(\), got \(3,\)"),
             *(
                 (self.DYNAMIC, dynamic._replace(**{name: x}), rf"{name} must .* {got}")
@@ -296,7 +296,7 @@ class TestOtherStates:
             lambda: optimizer.minimize(optax.tree.sum, PARAMS, restored),
             lambda: optimizer.current_loss_scale({"opt_state": restored}),
         ):
-            with pytest.raises(ValueError, match="init returns as the target"):
+            with pytest.raises(ValueError, match="restore into the state of init"):
                 call()
 
     @LIBRARIES

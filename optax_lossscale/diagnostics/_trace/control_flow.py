@@ -42,7 +42,9 @@ def run_cond(
     runs, found = zip(*traced, strict=True)
     outs, shapes = zip(*found, strict=True)
     keys = [sum((x.keys for x in values), ()) for values in zip(*outs, strict=True)]
-    differ = [any(x.wide is not None for x in values) for values in zip(*outs, strict=True)]
+    differ = [
+        any(x.wide is not None for x in values) for values in zip(*outs, strict=True)
+    ]
     chosen = [functools.partial(complete, k) for k in numbers]
     out, found = flow.switch(equation, index.real, chosen, operands)
     place.recorder.extend([key for keys in measured for key in keys], found)
@@ -50,16 +52,22 @@ def run_cond(
         return out
     is_other = index.real != index.wide
     out = [x._replace(keys=x.keys + index.keys) for x in out]
-    return _with_shadows(equation, inputs, out, lambda new, x: jnp.where(is_other, new, x))
+    return _with_shadows(
+        equation, inputs, out, lambda new, x: jnp.where(is_other, new, x)
+    )
 
 
 def _with_shadows(equation, inputs, values, choose):
     """Chooses between the shadows of results and those of a run of the shadow alone."""
     found = equations.bind_wide(equation, [x.shadow for x in inputs])
-    return values if found is None else [
-        x if x.wide is None else x._replace(wide=choose(new, x.wide))
-        for x, new in zip(values, found, strict=True)
-    ]
+    return (
+        values
+        if found is None
+        else [
+            x if x.wide is None else x._replace(wide=choose(new, x.wide))
+            for x, new in zip(values, found, strict=True)
+        ]
+    )
 
 
 def run_scan(

@@ -152,6 +152,10 @@ def bind_wide(equation: Any, args: Sequence[Any]) -> list[Any] | None:
     is_pure = all(type(x).__name__ == "NamedAxisEffect" for x in equation.effects)
     if not is_pure or equation.primitive.name in (*OPAQUE, *BITS):
         return None
+    if equation.primitive.name == "reduce_precision" and in_half(
+        equation.outvars[0].aval
+    ):
+        return [widen(args[0])]  # `jax.checkpoint` rounds so what it saves.
     try:
         params = {name: _widen_parameter(x) for name, x in equation.params.items()}
         if isinstance(params.get("precision"), ALGORITHMS):

@@ -191,8 +191,8 @@ class _Promoter(Interpreter):
           scaled: The keys of the backward pass.
           *about: What `Interpreter` takes, and whether the lines do, bool[lines].
         """
-        *about, is_wide = about
-        super().__init__(*about)
+        *rest, is_wide = about
+        super().__init__(*rest)
         self._flags = {line: is_wide[i] for i, line in enumerate(lines)}
         self._scaled = scaled
 

@@ -144,7 +144,9 @@ class Program:
         results = (x.aval for equation in followed for x in equation.outvars)
         computes = any(str(getattr(x, "dtype", "")) == self.dtype for x in results)
         self.judged = None if computes else self.dtype
-        halves = {x.aval.dtype.name for y in followed for x in y.outvars if in_half(x.aval)}
+        halves = {
+            x.aval.dtype.name for y in followed for x in y.outvars if in_half(x.aval)
+        }
         for other in halves if self.judged else ():
             if jnp.finfo(other).max < jnp.finfo(self.dtype).max:
                 raise ValueError(

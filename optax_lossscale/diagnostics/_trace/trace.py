@@ -99,7 +99,9 @@ def summarize(program: Program) -> str:
     types = [{str(x.aval.dtype) for x in y.invars} for y in products]
     count, text = types.count({program.dtype}), []
     if products:
-        text = [f"{count} of {len(products)} matrix products compute in {program.dtype}."]
+        text = [
+            f"{count} of {len(products)} matrix products compute in {program.dtype}."
+        ]
 
     def was_half(x):
         cast = None if hasattr(x, "val") else made.get(x)
@@ -115,7 +117,9 @@ def summarize(program: Program) -> str:
     variables = (x for y in program.equations for x in y.invars)
     constants = any(hasattr(x, "val") and in_half(x.aval) for x in variables)
     if constants and not program.is_autocast:
-        text.append(f"Constants count as {program.dtype} rounds them; `autocast` knows them.")
+        text.append(
+            f"Constants count as {program.dtype} rounds them; `autocast` knows them."
+        )
     return " ".join(text)
 
 

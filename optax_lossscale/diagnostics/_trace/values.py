@@ -40,7 +40,9 @@ class Value(NamedTuple):
         If it is floating-point, or others differ from float32, it has a shadow.
         """
         has_shadow = differs or equations.is_inexact(self.real)
-        return Value(self.real, equations.widen(self.shadow) if has_shadow else None, keys)
+        return Value(
+            self.real, equations.widen(self.shadow) if has_shadow else None, keys
+        )
 
 
 jax.tree_util.register_pytree_node(

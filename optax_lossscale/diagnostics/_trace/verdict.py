@@ -149,7 +149,7 @@ def _explain(search: Search, run: Run, key: Key) -> NumericFinding:
     text = f"{operation}: {what}.{why} No loss scale helps: {fix}."
     bits = -headroom(run, key) if run.exceeds(key) else None
     first = _flushed_before(run, key)
-    other = first and run.operation(first)
+    other = None if first is None else run.operation(first)
     return NumericFinding(kind, text, operation, other, bits)
 
 
@@ -198,7 +198,9 @@ def trouble_of(search: Search, run: Run, key: Key) -> tuple[str, str, str, str]:
         why = f"The largest is 2^{log2_of(run, key):.1f}." if is_small else ""
         return "underflow", what, why, fix
     if run.is_decided_otherwise(key):
-        share = "" if not found.shape else f" for {percent(found.flushed)} of the numbers"
+        share = (
+            "" if not found.shape else f" for {percent(found.flushed)} of the numbers"
+        )
         what = f"this is decided otherwise in float32{share}"
         return "decision", what, _why(run, key), _together(run, key, fix)
     what = f"the {noun} differ from float32 by {found.error:.2g} of the largest"
