@@ -42,11 +42,8 @@ def sentences() -> dict[Path, list[str]]:
 
     files = CPU, report.RESULTS / "compiled.json"
     rows = cells(report.summary_table(*map(report.load, files)))
-    steps, update, trainer, _ = (row[:3] for row in rows)
+    steps = rows[0][:3]
     more = [round(100 * float(ratio) - 100) for row in rows[:3] for ratio in row[-2:]]
-    table = report.compiling_table(report.load(report.RESULTS / "compiling.json"))
-    ours = cells(table[: table.index("| flax")])
-    accelerators, cpu = max(max(row[:-1]) for row in ours), max(row[-1] for row in ours)
 
     found = report.load(grpo.RESULTS)
     _, half, *others = (np.mean(grpo.differences(found, way)) for way in grpo.WAYS)
@@ -56,14 +53,12 @@ def sentences() -> dict[Path, list[str]]:
         README: [
             f"Adam's step moves {min(more)} to {max(more)}% more bytes,",
             f"with `minimize` takes {min(steps)} to {max(steps)} times as long as",
-            f"with `update` up to {max(update)}, in a trainer up to {max(trainer)}.",
-            f"up to {accelerators} times as long for a TPU or GPU, and up to {cpu}",
         ],
         DTYPES: [
             f"bfloat16 differs {as_written} as much as float16: {pair}.",
-            f"leaves out some roundings of bfloat16, and it is {default}.)",
+            f"leave out some roundings of bfloat16, it is {default}.)",
             f"**bfloat16 differs {as_written} as much as float16**",
-            f"**XLA's default makes that {default}.**",
+            f"**With XLA's default it is {default}.**",
         ],
     }
 

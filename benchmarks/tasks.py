@@ -1,6 +1,5 @@
 """Small tasks for float16: three that need no loss scaling, and one that does."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ import optax
 from sklearn.datasets import load_digits
 
 from benchmarks.workloads import BYTES
+from examples.common.precision import compute_in
 from examples.digits import train as patches
 from examples.language_model.config import Config
 from examples.language_model.data import make_corpus
@@ -85,11 +85,10 @@ def transformer(steps: int) -> Task:
     """The language model of the examples, on the bytes of Python source code."""
     config = Config("a*.py", BYTES, context=32, layers=2, width=32, heads=2)
     text = jnp.asarray(make_corpus(config).training, jnp.int32)
-    init, _ = make_functions(config)
+    init, loss = make_functions(config)
 
     def loss_fn(params, batch, dtype):
-        changed = dataclasses.replace(config, dtype=jnp.dtype(dtype).name)
-        return make_functions(changed)[1](params, batch)
+        return compute_in(jnp.dtype(dtype).name, loss)(params, batch)
 
     def batch(key):
         starts = jax.random.randint(key, (8,), 0, len(text) - config.context - 1)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.systems import SKIPS, System, make_systems
+from examples.common.precision import compute_in
 from examples.language_model.config import Config
 from examples.language_model.data import make_corpus
 from examples.language_model.model import make_functions
@@ -125,7 +126,8 @@ def transformer(
 ) -> Workload:
     """The language model of the examples in float16, on Python source: its bytes."""
     config = Config("a*.py", vocabulary, context, layers, width, **settings)
-    init, loss_fn = make_functions(config)
+    init, loss = make_functions(config)
+    loss_fn = compute_in(config.dtype, loss)
 
     def batches():
         corpus = make_corpus(config)

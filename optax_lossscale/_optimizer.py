@@ -319,15 +319,15 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> import jax
           >>> import jax.numpy as jnp
           >>> import optax
-          >>> from optax_lossscale import LossScaleOptimizer
+          >>> from optax_lossscale import LossScaleOptimizer, autocast
           >>> optimizer = LossScaleOptimizer(optax.sgd(0.1))
-          >>> state = optimizer.init(jnp.float16(0.0))
-          >>> half = jnp.float16(1e-4)
-          >>> tiny = lambda x: (x * half * half).astype(jnp.float32)
-          >>> print(jax.grad(tiny)(jnp.float16(1.0)))
+          >>> x, w = jnp.ones(2), jnp.full((2, 2), 5e-5)
+          >>> state = optimizer.init(x)
+          >>> tiny = autocast(lambda x: jnp.sum(x @ w @ w))
+          >>> print(jax.grad(tiny)(x)[0])
           0.0
-          >>> value, grad = optimizer.value_and_grad(tiny, state)(jnp.float16(1.0))
-          >>> print(f"{grad:.2g}")
+          >>> value, grads = optimizer.value_and_grad(tiny, state)(x)
+          >>> print(f"{grads[0]:.2g}")
           1e-08
         """
         # eqx.filter_value_and_grad has no argnums: it uses the first argument.

@@ -137,34 +137,35 @@ def with_loss_scale(
       >>> import optax
       >>> from optax_lossscale import (
       ...     LossScaleOptimizer,
+      ...     autocast,
       ...     scale_as_parameter,
       ...     with_loss_scale,
       ... )
       >>> optimizer = scale_as_parameter(
       ...     LossScaleOptimizer(optax.sgd(0.25), initial_scale=2.0**10)
       ... )
-      >>> def loss_fn(params, x):
-      ...     y = params["w"].astype(jnp.float16) * x
-      ...     return y.astype(jnp.float32) ** 2
-      >>> params = {"w": jnp.float32(2), "loss_scale": jnp.float32(2**10)}
+      >>> @autocast
+      ... def loss_fn(params, x):
+      ...     return (params["w"] @ x) ** 2
+      >>> params = {"w": jnp.float32([2, 0]), "loss_scale": jnp.float32(2**10)}
       >>> state = optimizer.init(params)
 
       The trainer does this:
 
       >>> grad_fn = jax.value_and_grad(with_loss_scale(loss_fn))
-      >>> loss, grads = grad_fn(params, jnp.float16(0.5))
+      >>> loss, grads = grad_fn(params, jnp.float32([0.5, 0]))
       >>> updates, state = optimizer.update(grads, state, params)
       >>> params = optax.apply_updates(params, updates)
       >>> print(loss, grads["w"], params["w"], params["loss_scale"])
-      1.0 1.0 1.75 1024.0
+      1.0 [1. 0.] [1.75 0.  ] 1024.0
 
       After an overflow, the scale among the parameters is lower:
 
-      >>> loss, grads = grad_fn(params, jnp.float16(100))
+      >>> loss, grads = grad_fn(params, jnp.float32([100, 0]))
       >>> updates, state = optimizer.update(grads, state, params)
       >>> params = optax.apply_updates(params, updates)
       >>> print(loss, grads["w"], params["w"], params["loss_scale"])
-      30625.0 0.0 1.75 512.0
+      30625.0 [0. 0.] [1.75 0.  ] 512.0
     """
     check.function("loss_fn", loss_fn)
     check.string("name", name)

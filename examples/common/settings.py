@@ -13,7 +13,6 @@ from examples.common.command_line import wrap
 from examples.common.logs import write_whole
 
 METAVARS: dict[Any, str] = {int: "N", float: "X"}
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 class SettingError(ValueError):

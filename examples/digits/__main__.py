@@ -10,12 +10,13 @@ from examples.common import command_line
 
 PROGRAM = "python -m examples.digits"
 DESCRIPTION = """
-Trains a network to find digits in patches of photographs, in four ways: in float32, and
-in float16 without loss scaling, with a fixed loss scale and with a dynamic one. One
-patch in 200 has a digit. The loss is the mean over a large batch, so each patch has a
-small gradient. In the hidden layers, the gradients of the patches without a digit are
-below 2^-25, and become zero in float16 without loss scaling. In batches of 1024 float16
-trains as well without it: try --batch-size 1024 --steps 300.
+Trains a network to find digits in patches of photographs, in five ways: in float32; in
+float16 by autocast without loss scaling, with a fixed loss scale and with a dynamic
+one; and in float16 that is cast by hand, with the dynamic scale. One patch in 200 has a
+digit. The loss is the mean over a large batch, so each patch has a small gradient. In
+the hidden layers, the gradients of the patches without a digit are below 2^-25, and
+become zero in float16 without loss scaling. In batches of 1024 float16 trains as well
+without it: try --batch-size 1024 --steps 300.
 """
 # On two CPU cores: the seconds to start and to compile, and those for each patch.
 START, PATCH = 20, 3e-6

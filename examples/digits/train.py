@@ -1,4 +1,4 @@
-"""The network, its data, and the four ways to train it: begin here."""
+"""The network, its data, and the five ways to train it: begin here."""
 
 import functools
 import sys
@@ -20,6 +20,7 @@ from optax_lossscale import (
     FixedLossScale,
     LossScale,
     LossScaleOptimizer,
+    autocast,
     diagnostics,
 )
 
@@ -39,26 +40,30 @@ class Way(NamedTuple):
 
     Attributes:
       name: Its name in the report and the figure.
-      dtype: The dtype of the computation.
+      cast: What makes the loss function compute in float16, if something does.
       rule: The rule for the loss scale.
       color: Its color in the figure.
+      dtype: The dtype of the layers: float16 if they are cast by hand.
     """
 
     name: str
-    dtype: Any
+    cast: Callable[[Callable[..., Any]], Callable[..., Any]] | None
     rule: LossScale
     color: str
+    dtype: Any = jnp.float32
 
 
 # A scale of 1 means no scaling. The dynamic scale starts at its default of 2**15, and
 # doubles every 6 steps, not 2000, as a run has only 80. Color-blind readers can tell
 # the colors apart.
-FLOAT32 = Way("float32", jnp.float32, FixedLossScale(1.0), "#8C8C8C")
-UNSCALED = Way("float16, no scaling", jnp.float16, FixedLossScale(1.0), "#D55E00")
-FIXED = Way("float16, fixed scale", jnp.float16, FixedLossScale(2.0**15), "#C9679C")
+FLOAT32 = Way("float32", None, FixedLossScale(1.0), "#8C8C8C")
+UNSCALED = Way("float16, no scaling", autocast, FixedLossScale(1.0), "#D55E00")
+FIXED = Way("float16, fixed scale", autocast, FixedLossScale(2.0**15), "#C9679C")
 DYNAMIC_RULE = DynamicLossScale(growth_interval=6)
-DYNAMIC = Way("float16, dynamic scale", jnp.float16, DYNAMIC_RULE, "#1F83CC")
-WAYS = (FLOAT32, UNSCALED, FIXED, DYNAMIC)
+DYNAMIC = Way("float16, dynamic scale", autocast, DYNAMIC_RULE, "#1F83CC")
+# The same without `autocast`. The figure leaves it out, because it would hide DYNAMIC.
+BY_HAND = Way("dynamic, cast by hand", None, DYNAMIC_RULE, "#000000", jnp.float16)
+WAYS = (FLOAT32, UNSCALED, FIXED, DYNAMIC, BY_HAND)
 
 
 class Run(NamedTuple):
@@ -87,10 +92,11 @@ class Run(NamedTuple):
 class Detector(nn.Module):
     """Says whether there is a digit in a patch, initialized as RetinaNet is.
 
-    Parameters are float32. Layers cast them to `dtype` when they use them.
+    An ordinary float32 network. With another `dtype` the layers cast by hand:
+    parameters stay float32, and are cast where they are used.
     """
 
-    dtype: Any
+    dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -207,6 +213,8 @@ def train(
         logits = network.apply(variables, patches)
         return optax.sigmoid_binary_cross_entropy(logits, has_digit).mean()
 
+    loss_fn = way.cast(loss_fn) if way.cast else loss_fn
+
     @jax.jit
     def train_step(variables, opt_state, key, *pictures):
         batch = batch_at(key, *pictures)
@@ -221,7 +229,7 @@ def train(
     @jax.jit
     def test(params, key, *pictures):
         patches, has_digit = batch_at(key, *pictures)
-        return Detector(jnp.float32).apply({"params": params}, patches), has_digit
+        return Detector().apply({"params": params}, patches), has_digit
 
     first, last, *keys = jax.random.split(jax.random.key(seed), steps + 2)
     variables = network.init(first, jnp.zeros((batch_size, SIDE**2)))

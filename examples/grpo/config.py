@@ -2,8 +2,8 @@
 
 import dataclasses
 
+from examples.common.precision import DTYPES
 from examples.common.settings import (
-    DTYPES,
     SettingError,
     check_ranges,
     may_change,
@@ -75,7 +75,7 @@ class Config:
 
     def __post_init__(self):
         check_ranges(self)
-        self.model(self.dtype)  # checks the heads
+        self.model()  # checks the heads
         if self.problems % self.minibatches:
             rule = f"divide the number of problems, {self.problems}"
             raise SettingError("minibatches", rule, self.minibatches)
@@ -85,13 +85,12 @@ class Config:
         """The number of steps of both kinds."""
         return self.supervised_steps + self.steps
 
-    def model(self, dtype: str) -> ModelConfig:
-        """Returns the settings of the transformer, computing in a dtype."""
+    def model(self) -> ModelConfig:
+        """Returns the settings of the transformer."""
         return ModelConfig(
             vocabulary=task.VOCABULARY,
             context=2 * self.digits,
             layers=self.layers,
             width=self.width,
             heads=self.heads,
-            dtype=dtype,
         )

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from examples.common.precision import compute_in
 from examples.grpo import task
 from examples.grpo.config import Config
 from examples.grpo.policy import Policy
@@ -67,8 +68,10 @@ class Trainer:
         self._config = config
         # Of the parameters, and of the problems and answers.
         self._keys = jax.random.split(jax.random.key(config.seed))
-        self._policy = Policy(config.model(config.dtype))
-        self._supervised = Policy(config.model("float32"))
+        self._policy = Policy(config.model())
+        # autocast, unless the dtype is float32.
+        self._sample_answers = compute_in(config.dtype, self._policy.sample)
+        self._loss_fn = compute_in(config.dtype, self._loss)
         # Adam's first updates are large, and the policy is to change little.
         first = config.learning_rate / WARMUP
         warmup = optax.linear_schedule(first, config.learning_rate, WARMUP - 1)
@@ -115,7 +118,7 @@ class Trainer:
 
         def loss_fn(params):
             answers = task.solve(prompts)
-            return -self._supervised.log_probs(params, prompts, answers).mean()
+            return -self._policy.log_probs(params, prompts, answers).mean()
 
         params, opt_state, loss = self._supervised_optimizer.minimize(loss_fn, *state)
         metrics = {"loss": loss, **scaling(opt_state)}
@@ -126,7 +129,7 @@ class Trainer:
         problem_key, answer_key = jax.random.split(key)
         prompts = task.draw(problem_key, problems, self._config.digits)
         prompts = jnp.repeat(prompts, group, axis=0)
-        answers, log_probs = self._policy.sample(params, prompts, answer_key)
+        answers, log_probs = self._sample_answers(params, prompts, answer_key)
         rewards = task.reward(prompts, answers)
         advantages = compare(rewards.reshape(problems, group)).reshape(-1)
         return Batch(prompts, answers, log_probs, advantages), rewards.mean()
@@ -136,7 +139,7 @@ class Trainer:
 
         def update(state, batch):
             params, opt_state, (loss, metrics) = self._optimizer.minimize(
-                self._loss, *state, batch, has_aux=True
+                self._loss_fn, *state, batch, has_aux=True
             )
             return TrainState(params, opt_state), {"loss": loss, **metrics}
 

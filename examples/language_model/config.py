@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Final
 
+from examples.common.precision import DTYPES
 from examples.common.settings import (
-    DTYPES,
     SettingError,
     check_ranges,
     may_change,

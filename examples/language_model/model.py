@@ -1,7 +1,6 @@
 """A decoder-only transformer, as GPT-2: pre-norm, learned positions, a tied head.
 
-It computes in `dtype`. Parameters, layer norms, the softmax of the attention and the
-logits that it returns are float32.
+It is an ordinary float32 model: whoever calls it wraps it in `autocast`.
 """
 
 import functools
@@ -25,19 +24,19 @@ class Block(nnx.Module):
     """Attention, then a perceptron, each after a layer norm and around a residual."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
-        width, dtype = config.width, jnp.dtype(config.dtype)
+        width = config.width
 
         def linear(inputs, outputs, std=STD):
             init = nnx.initializers.normal(std)
-            return nnx.Linear(inputs, outputs, kernel_init=init, dtype=dtype, rngs=rngs)
+            return nnx.Linear(inputs, outputs, kernel_init=init, rngs=rngs)
 
         # Each block adds twice to the residual stream: keep its variance near one.
         last = STD / (2 * config.layers) ** 0.5
         self.heads = config.heads
-        self.attention_norm = layer_norm(config, rngs)
+        self.attention_norm = nnx.LayerNorm(width, rngs=rngs)
         self.query_key_value = linear(width, 3 * width)
         self.attention_out = linear(width, width, last)
-        self.mlp_norm = layer_norm(config, rngs)
+        self.mlp_norm = nnx.LayerNorm(width, rngs=rngs)
         self.mlp_in = linear(width, 4 * width)
         self.mlp_out = linear(4 * width, width, last)
 
@@ -82,27 +81,19 @@ class Block(nnx.Module):
 
 
 def _scores(query, key, may_see):
-    # Not jax.nn.dot_product_attention, which knows no float16 on CPU.
     query = query * query.shape[-1] ** -0.5
-    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key).astype(jnp.float32)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key)
     return jnp.where(may_see, scores, -jnp.inf)
 
 
 def _mix(scores, value):
-    weights = jax.nn.softmax(scores).astype(value.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value)
 
 
 def _mix_then_divide(scores, value):
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
-    mixed = jnp.einsum(
-        "bhqk,bkhd->bqhd",
-        weights.astype(value.dtype),
-        value,
-        preferred_element_type=jnp.float32,
-    )
-    total = jnp.einsum("bhqk->bqh", weights)[..., None]
-    return (mixed / total).astype(value.dtype)
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+    return mixed / jnp.einsum("bhqk->bqh", weights)[..., None]
 
 
 class Transformer(nnx.Module):
@@ -125,14 +116,12 @@ class Transformer(nnx.Module):
             nnx.Embed,
             features=config.width,
             embedding_init=nnx.initializers.normal(STD),
-            dtype=jnp.dtype(config.dtype),
             rngs=rngs,
         )
         self.tokens = embed(config.vocabulary)
         self.positions = embed(config.context)
         self.blocks = _stack_blocks(config, rngs)
-        self.norm = layer_norm(config, rngs)
-        self.dtype = jnp.dtype(config.dtype)
+        self.norm = nnx.LayerNorm(config.width, rngs=rngs)
         self.layers = config.layers
         self.cached = config.context, config.heads, config.width // config.heads
         self.sharding = sharding
@@ -179,15 +168,10 @@ class Transformer(nnx.Module):
     def make_cache(self, batch: int) -> Cache:
         """Returns an empty cache of the keys and values of all blocks."""
         shape = self.layers, batch, *self.cached
-        return jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)
+        return jnp.zeros(shape), jnp.zeros(shape)
 
     def _predict(self, x: jax.Array) -> jax.Array:
-        return self.tokens.attend(self.norm(x)).astype(jnp.float32)
-
-
-def layer_norm(config: Config, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    """Returns a layer norm that computes in float32 and returns it."""
-    return nnx.LayerNorm(config.width, dtype=jnp.float32, rngs=rngs)
+        return self.tokens.attend(self.norm(x))
 
 
 def _stack_blocks(config: Config, rngs: nnx.Rngs) -> Block:

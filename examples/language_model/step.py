@@ -8,6 +8,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from optax.microbatching import AccumulationType
 
+from examples.common.precision import compute_in
 from examples.language_model.config import Config
 from examples.language_model.model import make_functions
 from examples.language_model.optimizer import averaged_parameters, make_optimizer
@@ -52,7 +53,8 @@ class Trainer:
     def __init__(self, config: Config, mesh: Mesh):
         self._config = config
         self._optimizer = make_optimizer(config)
-        self._init_params, self.loss = make_functions(config, shard_batch(mesh, ndim=3))
+        self._init_params, loss = make_functions(config, shard_batch(mesh, ndim=3))
+        self.loss = compute_in(config.dtype, loss)  # autocast, unless it is float32
         shapes = jax.eval_shape(self._init, jax.random.key(0))
         shardings = shard_state(shapes, mesh)
         self.state = jax.tree.map(_describe, shapes, shardings)

@@ -1,5 +1,6 @@
 """The code of the README and of the guide runs as pasted, and prints what is shown."""
 
+import re
 import sys
 import types
 
@@ -71,6 +72,16 @@ def test_page(path, loggers):
             exec(code, blocks[-1][2])
         for logger in loggers.values():
             assert list(dict.fromkeys(logger.steps)) == [100, 200, 300, 400]
+
+
+def test_the_diff_of_the_readme_ends_in_its_script():
+    (diff,) = re.findall(
+        r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+    )
+    script = iter(page_blocks("README.md")[0][0].splitlines())
+    assert sum(line[0] == "+" for line in diff.splitlines()) == 3
+    for line in diff.splitlines():
+        assert line[0] == "-" or line[1:] in script, line
 
 
 @pytest.mark.exhaustive

@@ -11,6 +11,7 @@ from grpo_run import main
 from helpers import assert_same_bits
 from runs import column, finish, last_state, read_rows, start
 
+from examples.common.precision import compute_in
 from examples.grpo import task
 from examples.grpo.config import Config
 from examples.grpo.policy import Policy
@@ -23,12 +24,14 @@ pytestmark = pytest.mark.usefixtures("standard_dtype_promotion")
 def difference(dtype, as_written=True):
     """Returns how far the log-probabilities of sampler and trainer are apart."""
     options = {"xla_allow_excess_precision": not as_written}
-    policy = Policy(Config(digits=4, layers=2, width=32).model(dtype))
+    policy = Policy(Config(digits=4, layers=2, width=32).model())
     params = jax.tree.map(lambda x: 5 * x, policy.init(jax.random.key(0)))
     prompts = task.draw(jax.random.key(1), 64, digits=4)
-    sample = jax.jit(policy.sample, compiler_options=options)
+    sample, score = (
+        jax.jit(compute_in(dtype, function), compiler_options=options)
+        for function in (policy.sample, policy.log_probs)
+    )
     answers, sampled = sample(params, prompts, jax.random.key(2))
-    score = jax.jit(policy.log_probs, compiler_options=options)
     scored = score(params, prompts, answers)
     assert answers.shape == sampled.shape == scored.shape == (64, 4)
     assert len(jnp.unique(answers)) > 50

@@ -165,24 +165,22 @@ def check_batch_norm(page, images, labels):
     import equinox as eqx
 
     optimizer, to_float16 = page["optimizer"], page["to_float16"]
+    Model = page["Model"]
 
-    class Naive(page["Model"]):
-        def __call__(self, x, model_state):
-            x, model_state = self.norm(self.first(x), model_state)
-            return self.last(jax.nn.relu(x)), model_state
-
-    class Default(Naive):
+    class Default(Model):
         def __init__(self, key):
             super().__init__(key)
             self.norm = eqx.nn.BatchNorm(64, axis_name="batch", mode="ema")
 
-    def gradients(make, keep):
+    def gradients(make, keep, by_hand=True):
         model, model_state = eqx.nn.make_with_state(make)(jax.random.key(0))
         # A unit that is the same for the whole batch.
         weight = model.first.weight.at[3].set(0)
         model = eqx.tree_at(lambda model: model.first.weight, model, weight)
 
         def loss_fn(model):
+            if not by_hand:
+                return page["norm_loss_fn"](model, model_state, images, labels)[0]
             axes = {"in_axes": (0, None), "out_axes": (0, None)}
             apply = jax.vmap(to_float16(model, keep), axis_name="batch", **axes)
             logits = apply(to_float16(images), model_state)[0].astype(jnp.float32)
@@ -200,13 +198,24 @@ def check_batch_norm(page, images, labels):
 
         return compiled(model, state)
 
-    assert np.all(np.isnan(gradients(Naive, ()).first.weight[3]))
+    assert np.all(np.isnan(gradients(Model, ()).first.weight[3]))
     with pytest.raises(TypeError, match="float32, float16"):
         gradients(Default, ())
-    mixed = gradients(page["Model"], eqx.nn.BatchNorm)
-    wide = gradients(Naive, object)  # casts nothing
-    for x, y in zip(arrays(mixed), arrays(wide), strict=True):
-        np.testing.assert_allclose(x, y, rtol=0.05, atol=1e-3)
+    wide = gradients(Model, object)  # casts nothing
+    mixed = gradients(page["ModelByHand"], eqx.nn.BatchNorm)
+    automatic = gradients(Model, (), by_hand=False)
+    for x, y, z in zip(*map(arrays, (mixed, automatic, wide)), strict=True):
+        np.testing.assert_allclose(x, z, rtol=0.05, atol=1e-3)
+        np.testing.assert_allclose(y, z, rtol=0.05, atol=1e-3)
+    pairs = (
+        (Model, page["norm_loss_fn"]),
+        (page["ModelByHand"], page["loss_fn_by_hand"]),
+    )
+    losses = [
+        loss_fn(*eqx.nn.make_with_state(make)(jax.random.key(0)), images, labels)[0]
+        for make, loss_fn in pairs
+    ]
+    np.testing.assert_allclose(*losses, rtol=1e-3)
 
 
 def check_keras(page):
@@ -285,7 +294,7 @@ def check_several_losses(page):
 
     def total(params):
         losses = page["drawing"], page["naming"]
-        return sum(loss_fn(params, *batch, dtype=jnp.float32) for loss_fn in losses)
+        return sum(loss_fn.__wrapped__(params, *batch) for loss_fn in losses)
 
     updates, _ = page["inner"].update(jax.grad(total)(params), state.inner_state)
     wanted = optax.apply_updates(params, updates)
@@ -310,7 +319,7 @@ def check_gradient_in_the_loss(page):
         assert error < 1e-3 if name in right else error > 0.1
     # Only the critic sees the poisoned images.
     state, images = page["state"], page["images"] * INF
-    args = images, jax.random.key(0), jnp.float16, 1e-9, 2.0**30
+    args = images, jax.random.key(0), page["autocast"], 1e-9, 2.0**30
     critic, critic_state, generator, *_ = page["train_step"](*state, *args)
     assert_same_bits((critic, critic_state.inner_state), (state[0], state[1][0]))
     assert critic_state.skipped_steps == state[1].skipped_steps + 1
@@ -342,8 +351,7 @@ def check_per_example_clipping(page):
         _, state, _ = jax.jit(minimize)(params, state, x, y)
         jax.effects_barrier()
         assert state.skipped_steps == (retries == 0)
-    wide = functools.partial(page["loss_fn"], dtype=jnp.float32)
-    _, wanted = jax.jit(per_example(wide))(params, x, y)
+    _, wanted = jax.jit(per_example(page["in_float32"]))(params, x, y)
     skipped, repeated = seen
     for x, y, z in zip(skipped, repeated, wanted, strict=True):
         np.testing.assert_array_equal(x, 2.0**-20)
