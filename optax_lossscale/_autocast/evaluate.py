@@ -1,5 +1,6 @@
 """Runs a program in the dtypes that its plan says."""
 
+import contextvars
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from optax_lossscale._jaxprs import flow, parts
 # They broadcast operands by themselves, and their derivatives add up in half precision.
 BROADCASTING = ("add", "sub", "mul", "div", "max", "min", "clamp")
 FLOAT32 = jnp.dtype(jnp.float32)
+# Whether a program casts its constants, so that diagnostics see their float32 numbers.
+SHOWS = contextvars.ContextVar("shows_constants", default=False)
 
 
 def run_plan(
@@ -78,7 +81,11 @@ class _Run:
         number = self.plan.program.scalar(atom)
         state = state if is_float32(atom.aval) else None
         if number is not None:
-            return number if state is None else number.astype(self.dtype_of(state))
+            if state is None:
+                return number
+            if SHOWS.get():  # JAX would round it while tracing.
+                return self._cast(jax.lax.optimization_barrier(number), state)
+            return number.astype(self.dtype_of(state))
         x = self._values[atom]
         if state is None or x.dtype == self.dtype_of(state):
             return x

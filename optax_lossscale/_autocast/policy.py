@@ -16,7 +16,11 @@ from jax.core import Tracer
 
 
 class Kind(enum.Enum):
-    """What is done with an equation; see the table below."""
+    """What is done with an equation; see the table below.
+
+    OUTER has no names there: it is a product that adds up nothing, of positions and
+    frequencies for example.
+    """
 
     PRODUCT = enum.auto()
     BOUNDED = enum.auto()
@@ -25,7 +29,6 @@ class Kind(enum.Enum):
     MOVE = enum.auto()
     SPREAD = enum.auto()
     FLOAT32 = enum.auto()
-    NESTED = enum.auto()
 
 
 class State(enum.IntEnum):
@@ -67,7 +70,7 @@ KINDS = {
     ),
 }  # fmt: skip
 KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
-# Each of these is a row of the table that does not fit the names above.
+# Their results are as wide as their operands.
 FOLLOWERS = Kind.ARITHMETIC, Kind.OUTER, Kind.MOVE, Kind.SPREAD
 # Beyond such a factor the product may leave the range that its other factor is in.
 LARGEST_FACTOR = 128

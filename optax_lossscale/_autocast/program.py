@@ -94,14 +94,17 @@ class Program:
         """Whether its backward pass may run parts of it again.
 
         Not so if it has effects, or loops, which do so for each iteration, or
-        `jax.checkpoint`, where the user says what is saved.
+        `jax.checkpoint`, where the user says what is saved, or complex numbers, which
+        JAX's policies cannot save.
         """
         effects = {type(x).__name__ for x in self.jaxpr.effects}
-        if effects - {"NamedAxisEffect"}:
+        types = [x.aval.dtype for step in self.steps for x in step.equation.outvars]
+        is_complex = any(getattr(x, "kind", "") == "c" for x in types)
+        if effects - {"NamedAxisEffect"} or is_complex:
             return False
-        parts = [body for step in self.steps for body, _ in step.bodies]
+        bodies = [body for step in self.steps for body, _ in step.bodies]
         is_flat = all(x.name not in ("scan", "remat2") for x in self.steps)
-        return is_flat and all(x.repeats for x in parts)
+        return is_flat and all(x.repeats for x in bodies)
 
 
 def read(

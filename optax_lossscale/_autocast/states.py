@@ -20,7 +20,7 @@ class Plan:
 
     Attributes:
       program: The program.
-      states: By variable, the states of all float32 numbers.
+      states: By variable, the states of all numbers; None for what is not float32.
       inputs: The states of its arguments; None for what is not float32.
       outputs: The states of its results.
       operands: By step, the states of its operands.
@@ -28,7 +28,7 @@ class Plan:
     """
 
     program: Program
-    states: dict[Any, State]
+    states: dict[Any, State | None]
     inputs: States
     outputs: States = ()
     operands: dict[Step, Sequence[State | None]] = dataclasses.field(
@@ -78,7 +78,7 @@ class Planner:
             for x in program.consts
         ]
         given = zip((*jaxpr.constvars, *jaxpr.invars), (*arrays, *inputs), strict=True)
-        plan.states.update((k, x) for k, x in given if is_float32(k.aval))
+        plan.states.update(given)
         wants = self._wanted(program, wanted)
         for step in program.steps:
             variables = step.equation.outvars
@@ -90,8 +90,8 @@ class Planner:
             else:
                 found = [self._result(plan, step, states, any(is_wanted))]
                 found *= len(variables)
-            pairs = zip(variables, found, strict=True)
-            plan.states.update((k, x) for k, x in pairs if is_float32(k.aval))
+            for variable, state in zip(variables, found, strict=True):
+                plan.states[variable] = state if is_float32(variable.aval) else None
         plan.outputs = tuple(self._state(plan, x) for x in jaxpr.outvars)
         return plan
 

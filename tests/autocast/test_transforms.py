@@ -223,6 +223,13 @@ def test_products_of_one_term():
     check(f, P, X)
 
 
+def test_complex_numbers():
+    def f(p, x):
+        return jnp.mean(jnp.tanh(jnp.abs(jnp.fft.rfft(x @ p["w"]) * 1j)))
+
+    check(f, P, X)
+
+
 def test_effects_run_once(capsys):
     def f(w):
         h = X @ w

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,29 +22,52 @@ def run_cond(
     """Follows every branch; only the one that is taken is measured."""
     index, *operands = inputs
     branches = equation.params["branches"]
-    measured: list[Any] = [None] * len(branches)
+    measured: list[Any] = []
 
     def run(k, operands):
         inner = place.inside(f"branch {k}")
         out = interpreter.enter(branches[k], operands, inner)
-        measured[k] = inner.recorder.keys
+        measured.append(inner.recorder.keys)
         return out, inner.recorder.finish()
 
     def complete(k, operands):
-        out, found = run(k, operands)
+        out, found = runs[k](operands)
         parts = [_neutral(interpreter, x) for x in shapes]
         parts[k] = found
-        values = [x.apart(known) for x, known in zip(out, keys, strict=True)]
-        return values, statistics.join_rows(parts)
+        values = map(Value.apart, out, keys, differ)
+        return list(values), statistics.join_rows(parts)
 
     numbers = range(len(branches))
-    found = [jax.eval_shape(functools.partial(run, k), operands) for k in numbers]
+    traced = (once(functools.partial(run, k), operands) for k in numbers)
+    runs, found = zip(*traced, strict=True)
     outs, shapes = zip(*found, strict=True)
     keys = [sum((x.keys for x in values), ()) for values in zip(*outs, strict=True)]
+    differ = [
+        any(x.wide is not None for x in values) for values in zip(*outs, strict=True)
+    ]
     chosen = [functools.partial(complete, k) for k in numbers]
     out, found = flow.switch(equation, index.real, chosen, operands)
     place.recorder.extend([key for keys in measured for key in keys], found)
-    return out
+    if index.wide is None:
+        return out
+    is_other = index.real != index.wide
+    out = [x._replace(keys=x.keys + index.keys) for x in out]
+    return _with_shadows(
+        equation, inputs, out, lambda new, x: jnp.where(is_other, new, x)
+    )
+
+
+def _with_shadows(equation, inputs, values, choose):
+    """Chooses between the shadows of results and those of a run of the shadow alone."""
+    found = equations.bind_wide(equation, [x.shadow for x in inputs])
+    return (
+        values
+        if found is None
+        else [
+            x if x.wide is None else x._replace(wide=choose(new, x.wide))
+            for x, new in zip(values, found, strict=True)
+        ]
+    )
 
 
 def run_scan(
@@ -90,7 +114,24 @@ def run_while(
     def loop_over(step, state):
         return lax.while_loop(continues, lambda s: step(s, None)[0], state), []
 
-    return _loop(interpreter, body, loop_over, carry, None, place, 0)
+    found = _loop(interpreter, body, loop_over, carry, None, place, 0)
+    if not interpreter.is_exact:
+        return found  # The shadow runs as often as the program.
+    return _with_shadows(equation, inputs, found, lambda new, _: new)
+
+
+def once(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], Any]:
+    """Traces a function; returns one that runs its jaxpr, and the results' types.
+
+    So a body is followed once, however deep loops and branches are in each other.
+    """
+    closed, types = jax.make_jaxpr(function, return_shape=True)(*args)
+
+    def run(*args):
+        out = eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(types), out)
+
+    return run, types
 
 
 def _loop(interpreter, body, loop_over, carry, x, place, first):
@@ -107,32 +148,32 @@ def _loop(interpreter, body, loop_over, carry, x, place, first):
     """
     states = [(*place.key, "loop", "state", i) for i in range(len(carry))]
     before = {key: x.keys for key, x in zip(states, carry, strict=True)}
-    after, measured = {}, []
+    after, measured, differ = {}, [], [x.wide is not None for x in carry]
 
     def as_state(values):
-        return [x.apart((key,)) for x, key in zip(values, states, strict=True)]
+        triples = zip(values, states, differ, strict=True)
+        return [x.apart((key,), is_other) for x, key, is_other in triples]
 
-    def step(state, x):
-        index, total, values = state
+    def iterate(index, values, x):
         inner = place.inside("loop", first)
         new, out = body(values, x, inner)
         after.update(zip(states, (x.keys for x in new), strict=True))
         found = statistics.in_iteration(inner.recorder.finish(), index)
         measured[:] = inner.recorder.keys
-        if total is not None:
-            found = statistics.merge(total, found)
-        return (index + 1, found, as_state(new)), [x.apart(x.keys) for x in out]
+        differ[:] = [x.wide is not None for x in new]
+        return found, as_state(new), [x.apart(x.keys) for x in out]
 
-    def marks():
-        for key, inputs in (*before.items(), *after.items()):
-            interpreter.mark(key, inputs)
-        return [[key in x for x in interpreter.marks] for key in states]
+    def step(state, x):
+        index, total, values = state
+        found, values, out = run(index, values, x)
+        return (index + 1, statistics.merge(total, found), values), out
 
     index, start = jnp.int32(0), as_state(carry)
-    known = shapes = None
-    # Until no more is marked: a part of the state may depend on any other.
-    while known != (known := marks()):
-        (_, shapes, _), _ = jax.eval_shape(step, (index, None, start), x)
+    run, (shapes, new, _) = once(iterate, index, start, x)
+    while jax.tree.structure(new) != jax.tree.structure(start):
+        # The loop decides what float32 decides otherwise, and carries it on.
+        start = as_state(carry)
+        run, (shapes, new, _) = once(iterate, index, start, x)
     total = _neutral(interpreter, shapes)
     (_, found, ends), ys = loop_over(step, (index, total, start))
     place.recorder.extend(measured, found)

@@ -42,10 +42,10 @@ class Effect(NamedTuple):
     is_fine: bool
 
     def __str__(self):
-        return f"loss {_percent(self.loss)}, gradients {_percent(self.gradients)}"
+        return f"loss {percent(self.loss)}, gradients {percent(self.gradients)}"
 
 
-def _percent(x: float) -> str:
+def percent(x: float) -> str:
     if not math.isfinite(x):
         return str(x)
     return f"{100 * x:.0f}%" if x >= 1 else f"{100 * x:.2g}%"

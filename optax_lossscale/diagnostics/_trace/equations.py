@@ -1,6 +1,5 @@
 """What the trace knows about primitives, and the same equation in float32."""
 
-import linecache
 import math
 import re
 from collections.abc import Sequence
@@ -10,15 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale._jaxprs.lines import AUTOCAST
 from optax_lossscale._jaxprs.parts import bind, is_jaxpr, opened
 
-NUMBER = re.compile(r"(?<![\w.])\d*\.?\d+(?:e-?\d+)?", re.IGNORECASE)
 # They return the magnitudes that they get, perhaps in another order.
 MOVES = (
     "reshape", "transpose", "broadcast_in_dim", "squeeze", "rev", "neg", "abs", "copy",
     "stop_gradient", "optimization_barrier", "pvary", "sharding_constraint",
     "mesh_cast", "reshard",
 )  # fmt: skip
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 # Compilers rewrite these together with the next operation, which rounds differently:
 # x * y + z, x / y / z, 1 / sqrt(x), exp(x) * exp(y) and the like.
 REWRITTEN = (
@@ -42,6 +42,11 @@ POLES = (
     "div", "sqrt", "rsqrt", "log", "log1p", "pow", "integer_pow", "acos", "asin",
     "atanh", "acosh", "erf_inv", "rem",
 )  # fmt: skip
+# The operand that has a pole at zero.
+POLE_AT_ZERO = {"div": 1, "log": 0, "rsqrt": 0, "integer_pow": 0}
+TINY = 2.0**-27
+# A product may name the dtype of its operands.
+ALGORITHMS = jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset
 BITS = ("bitcast_convert_type", "rng_uniform", "nextafter")
 HALF = [x for x in dir(jnp) if re.fullmatch(r"b?float16|float[48]_\w+", x)]
 
@@ -59,6 +64,13 @@ def in_half(x: Any) -> bool:
 def is_inexact(x: Any) -> bool:
     """Whether an array, or its type, is floating-point or complex."""
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def is_autocast(equation: Any) -> bool:
+    """Whether `autocast` made an equation."""
+    traceback = equation.source_info.traceback
+    frames = traceback.frames if traceback is not None else ()
+    return any(x.file_name.startswith(AUTOCAST) for x in frames)
 
 
 def is_exact_cast(equation: Any) -> bool:
@@ -85,7 +97,7 @@ def widen(x: Any) -> Any:
     return jnp.asarray(x, jnp.float32) if in_half(x) else x
 
 
-def as_written(x: Any, equation: Any, place: Any) -> Any:
+def as_written(x: Any, equation: Any) -> Any:
     """Returns what stands for a constant in float32.
 
     JAX rounds constants when it traces a program. So 1e-8 is 0 in float16, and -1e9 is
@@ -96,11 +108,36 @@ def as_written(x: Any, equation: Any, place: Any) -> Any:
     name, number = equation.primitive.name, float(x)
     if math.isinf(number) and name in ("mul", "add", "sub"):
         return np.float32(math.copysign(2.0**100, number))
-    is_tiny = name == "add"
-    if name in ("max", "clamp"):  # It may be a ReLU, so there must be such a number.
-        line = linecache.getline(place.source.file, place.source.line)
-        is_tiny = any(0 < float(n) < 2.0**-25 for n in NUMBER.findall(line))
-    return np.float32(2.0**-27) if number == 0 and is_tiny else x
+    return np.float32(TINY) if number == 0 and name == "add" else x
+
+
+def floored(jaxpr: Any) -> set[int]:
+    """Returns the identities of equations with a pole at zero that nobody reaches.
+
+    Nobody divides by `max(x, 0)`, or takes its logarithm: a tiny constant was there.
+    """
+    made = {x: equation for equation in jaxpr.eqns for x in equation.outvars}
+
+    def is_floor(x):
+        equation = made.get(x) if not hasattr(x, "val") else None
+        if equation is None:
+            return False
+        name, operands = equation.primitive.name, equation.invars
+        if name in (*MOVES, "convert_element_type"):
+            return is_floor(operands[0])
+        is_floor_of = {name, equation.params.get("name")} & {"max", "clamp", "clip"}
+        known = [v.val for v in operands if hasattr(v, "val") and in_half(v.aval)]
+        return bool(is_floor_of) and any(np.size(v) == 1 and v == 0 for v in known)
+
+    poles = ((x, POLE_AT_ZERO.get(x.primitive.name)) for x in jaxpr.eqns)
+    return {id(x) for x, i in poles if i is not None and is_floor(x.invars[i])}
+
+
+def above_zero(equation: Any, args: Sequence[Any]) -> list[Any]:
+    """Returns the operands of such an equation, of which one is not zero."""
+    args, i = list(args), POLE_AT_ZERO[equation.primitive.name]
+    args[i] = jnp.maximum(args[i], jnp.asarray(TINY, args[i].dtype))
+    return args
 
 
 def narrow(x: Any, aval: Any) -> Any:
@@ -121,6 +158,8 @@ def bind_wide(equation: Any, args: Sequence[Any]) -> list[Any] | None:
         return [widen(args[0])]  # `jax.checkpoint` rounds so what it saves.
     try:
         params = {name: _widen_parameter(x) for name, x in equation.params.items()}
+        if isinstance(params.get("precision"), ALGORITHMS):
+            params["precision"] = (jax.lax.Precision.HIGHEST,) * 2
         found = bind(equation, list(map(widen, args)), params)
         types = list(map(_wide_type, equation.outvars))
         return found if [(x.shape, x.dtype) for x in found] == types else None

@@ -1,6 +1,8 @@
 """Runs a jaxpr, and beside it the same one in float32, and measures every result."""
 
-from collections.abc import Iterable, Sequence
+import collections
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ from jax import lax
 from jax.core import Tracer
 
 from optax_lossscale._jaxprs import parts
-from optax_lossscale.diagnostics._trace import control_flow, equations
+from optax_lossscale.diagnostics._trace import control_flow, decisions, equations
 from optax_lossscale.diagnostics._trace.values import Key, Place, Site, Value
 
 FLOW = {
@@ -25,25 +27,24 @@ class Interpreter:
 
     Attributes:
       zero: u32[], a zero that the compiler does not know.
+      dtype: The dtype in question.
+      is_exact: Whether the shadow takes its own decisions, even where roundoff decides.
       varying: i32[], a zero that differs between devices for all that the compiler
         knows, inside of `jax.shard_map`.
       loss_scale: The variable that holds the loss scale. What depends on it is the
         backward pass.
-      scaled: The keys of what depends on it.
-      trained: The keys of what depends on the parameters.
-      marks: Both.
+      floored: See `equations.floored`.
       sites: By key, what was measured.
       before: By key, for the state of a loop: the keys before the loop, and those of
         the iteration before.
     """
 
-    def __init__(self, zero: Any, loss_scale: Any):
+    def __init__(self, zero: Any, loss_scale: Any, dtype: str, is_exact: bool):
         """Prepares a run; see the attributes."""
         self.zero, self.loss_scale = zero, loss_scale
+        self.dtype, self.is_exact = dtype, is_exact
         self.varying: Any = np.int32(0)
-        self.scaled: set[Key] = set()
-        self.trained: set[Key] = set()
-        self.marks = self.scaled, self.trained
+        self.floored: set[int] = set()
         self.sites: dict[Key, Site] = {}
         self.before: dict[Key, tuple[tuple[Key, ...], tuple[Key, ...]]] = {}
 
@@ -61,6 +62,7 @@ class Interpreter:
         def read(x, *about):
             return self.literal(x.val, *about) if hasattr(x, "val") else values[x]
 
+        self.floored |= equations.floored(jaxpr)
         for index, equation in enumerate(jaxpr.eqns):
             here = place.at(equation, index)
             inputs = [read(x, equation, here) for x in equation.invars]
@@ -79,7 +81,7 @@ class Interpreter:
 
     def literal(self, x: Any, *about: Any) -> Value:
         """Returns a constant in an equation, which is given with its place."""
-        wide = equations.as_written(x, *about) if about else x
+        wide = equations.as_written(x, about[0]) if about else x
         return Value(x, None if wide is x else wide)
 
     def value(self, x: Any) -> Value:
@@ -95,33 +97,30 @@ class Interpreter:
           place: Where it was computed.
           **about: What else is known of the site.
         """
-        inputs = [k for keys in about.get("inputs", ()) for k in keys]
+        numbers = x.real, x.shadow
         if not equations.is_inexact(x.real):
-            return x if x.wide is None else x._replace(keys=tuple(inputs))
-        self.mark(key, inputs)
-        phase = place.phase
-        if phase in ("forward", "backward"):
-            phase = "backward" if key in self.scaled else "forward"
+            if x.wide is None:
+                return x
+            if not about.get("decides"):
+                inputs = (k for keys in about.get("inputs", ()) for k in keys)
+                return x._replace(keys=tuple(inputs))
+            # What is decided otherwise is measured as numbers that are flushed.
+            same = (x.real == x.wide).astype(jnp.float32)
+            numbers = same, jnp.ones_like(same)
         site = Site(
             dtype=x.real.dtype.name,
             shape=x.real.shape,
             source=place.source,
             scope=place.scope,
-            phase=phase,
+            phase="forward" if place.phase == "backward" else place.phase,
             loops=place.loops,
             **about,
         )
         self.sites[key] = site
         place.recorder.known[(key,)] = site.moved or key
         if site.moved is None:
-            place.recorder.add(key, x.real, x.shadow)
+            place.recorder.add(key, *numbers)
         return x._replace(keys=(key,))
-
-    def mark(self, key: Key, inputs: Iterable[Key]) -> None:
-        """Notes of a value on what it depends, by the keys of its inputs."""
-        for marked in self.marks:
-            if not marked.isdisjoint(inputs):
-                marked.add(key)
 
     def _scale(self, equation, inputs, place):
         """Follows the equation that reads the loss scale, and hides what is inside."""
@@ -130,7 +129,6 @@ class Interpreter:
         self.sites = known
         outer = place._replace(phase="scale")
         keys = [(*inner.key, i) for i in range(len(found))]
-        self.scaled.update(keys)
         return [self.measure(k, x, outer) for k, x in zip(keys, found, strict=True)]
 
     def _follow(self, equation, inputs, place):
@@ -177,6 +175,7 @@ class Interpreter:
             "constants": tuple(constants),
             "moved": moved,
             "opaque": opaque,
+            "decides": decisions.is_decision(name, inputs),
         }
         return [
             self.measure((*place.key, i), Value(*pair), place, **about)
@@ -195,41 +194,37 @@ class Interpreter:
         is_whole = jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool
         return x ^ self.zero.astype(x.dtype) if is_whole else x
 
+    def written(self, equation: Any, args: Sequence[Any]) -> Sequence[Any]:
+        """Returns the operands that an equation has in float32."""
+        is_floored = id(equation) in self.floored
+        return equations.above_zero(equation, args) if is_floored else args
+
     def _shadows(self, equation, inputs, reals):
         """Returns the results in float32, and whether they could not be computed."""
         name = equation.primitive.name
-        keys = [k for x in inputs for k in x.keys]
-        is_fixed = self.trained.isdisjoint(keys)
-        followed = [_is_followed(x, inputs, is_fixed) for x in reals]
         has_half = any(equations.in_half(x.aval) for x in equation.outvars)
         is_wide = any(x.wide is not None for x in inputs)
-        if not any(followed) or not (has_half or is_wide or name in equations.OPAQUE):
+        if not (has_half or is_wide or name in equations.OPAQUE):
             return [None] * len(reals), False
-        found = equations.bind_wide(equation, [x.shadow for x in inputs])
+        args = self.written(equation, [equations.widen(x.shadow) for x in inputs])
+        found = equations.bind_wide(equation, args)
         if found is None:
             wide = [equations.widen(x) if equations.in_half(x) else None for x in reals]
             return wide, name not in equations.BITS
+        if self.is_exact:
+            return found, False
         if name in equations.POLES:
             # The shadow takes the decisions of the program, so it may come to a pole
             # that neither the program nor float32 would come to.
             is_pole = jnp.isfinite(reals[0]) & ~jnp.isfinite(found[0])
             found = [jnp.where(is_pole, equations.widen(reals[0]), found[0])]
-        pairs = zip(found, followed, strict=True)
-        return [x if has_shadow else None for x, has_shadow in pairs], False
-
-
-def _is_followed(x: Any, inputs: Sequence[Value], is_fixed: bool) -> bool:
-    """Whether a result has a shadow.
-
-    What depends on the parameters has one if it is floating-point, or quantized to 8
-    bits. Other integers are decisions, and the shadow takes those of the program, since
-    they jump: ReLU, maximum and the like. Masks and positions, which do not depend on
-    them (`is_fixed`), are like in float32.
-    """
-    if is_fixed or not jnp.issubdtype(x.dtype, jnp.integer):
-        return is_fixed or equations.is_inexact(x)
-    own = (y.real.dtype for y in inputs if y.wide is not None)
-    return x.dtype.itemsize == 1 or any(jnp.issubdtype(y, jnp.integer) for y in own)
+        if decisions.is_decision(name, inputs):
+            follows = decisions.follows(name, inputs, self.dtype)
+            found = [
+                x if equations.is_inexact(x) else jnp.where(follows, real, x)
+                for x, real in zip(found, reals, strict=True)
+            ]
+        return found, False
 
 
 def _keeps_magnitudes(equation: Any) -> bool:
@@ -244,3 +239,19 @@ def _constant(x: Any) -> list[float]:
     if isinstance(x, Tracer) or np.size(x) != 1 or jnp.iscomplexobj(x):
         return []
     return [float(np.asarray(x, np.float64).reshape(()))]
+
+
+def backward_keys(sites: dict[Key, Site], before: dict[Key, Any]) -> set[Key]:
+    """Returns the keys of what depends on the loss scale: see `Interpreter`."""
+    readers = collections.defaultdict(list)
+    inputs = {key: site.inputs for key, site in sites.items()} | before
+    for key, groups in inputs.items():
+        for k in itertools.chain(*groups):
+            readers[k].append(key)
+    ahead = [key for key, x in sites.items() if x.phase == "scale"]
+    found = set(ahead)
+    while ahead:
+        new = {*readers[ahead.pop()]} - found
+        found |= new
+        ahead += new
+    return found

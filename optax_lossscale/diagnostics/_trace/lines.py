@@ -2,7 +2,6 @@
 
 import functools
 import linecache
-import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from optax_lossscale.diagnostics._trace.effects import Effect
 from optax_lossscale.diagnostics._trace.findings import log2_of, power
 from optax_lossscale.diagnostics._trace.interpreter import Interpreter
 from optax_lossscale.diagnostics._trace.operations import INHERITED, Run, named
-from optax_lossscale.diagnostics._trace.search import HIGHEST, Search
+from optax_lossscale.diagnostics._trace.search import Search
 from optax_lossscale.diagnostics._trace.values import Key, Place, Value
 
 # Seconds between two lines that say how far the search is.
@@ -32,8 +31,6 @@ EXACT = (
     "reduce_min", "cummax", "cummin", "sort", "top_k", "reduce_window_max", "split",
     "select_and_gather_add", "all_gather", "all_to_all", "ppermute", "pmax", "pmin",
 )  # fmt: skip
-# Other scales to try, relative to the first.
-BITS = (-12, -9, -6, -3, 3, 6, 9, 12)
 Line = tuple[str, int]  # The file and the number; "" and 0 if they are not known.
 
 
@@ -134,7 +131,8 @@ def float32_lines(
       state: The state, for its loss scale: a pytree that holds one
         `LossScaleOptimizerState`.
       scale: The loss scale, from 2**-126 to 2**126, in place of a state. Without either
-        it chooses one, of at least 1, with which most operations are in range.
+        it is the largest with which nothing in the backward pass overflows, but at least
+        1.
       dtype: The dtype in question: "float16", "bfloat16" or a float8.
       tolerance: How far the loss and the gradients may be from float32, relative to the
         loss, and to the norm of all gradients.
@@ -174,8 +172,9 @@ def float32_lines(
         return Float32Lines([], scale, 0.0, 0.0, True, text)
     search = Search(followed, tolerance, scale)
     if not is_given:
-        search.run = search.at(_suited(search))
-    return _Minimizer(search).result(may_move=not is_given)
+        largest = search.predicted if search.best is None else search.best.scale
+        search.run = search.at(max(largest, 1.0))
+    return _Minimizer(search).result()
 
 
 class _Promoter(Interpreter):
@@ -184,17 +183,18 @@ class _Promoter(Interpreter):
     Half precision is kept in float32 arrays, so that its values may be wider.
     """
 
-    def __init__(self, lines: Sequence[Line], zero: Any, loss_scale: Any, is_wide: Any):
+    def __init__(self, lines: Sequence[Line], scaled: set[Key], *about: Any):
         """Prepares a run.
 
         Args:
           lines: The lines that may compute in float32.
-          zero: See `Interpreter`.
-          loss_scale: See `Interpreter`.
-          is_wide: Whether they do, bool[lines].
+          scaled: The keys of the backward pass.
+          *about: What `Interpreter` takes, and whether the lines do, bool[lines].
         """
-        super().__init__(zero, loss_scale)
+        *rest, is_wide = about
+        super().__init__(*rest)
         self._flags = {line: is_wide[i] for i, line in enumerate(lines)}
+        self._scaled = scaled
 
     def _flag(self, place):
         return self._flags.get(place.source.own[:2], False)
@@ -210,7 +210,6 @@ class _Promoter(Interpreter):
         return Value(real, found.wide)
 
     def measure(self, key: Key, x: Value, place: Place, **about: Any) -> Value:
-        self.mark(key, [k for keys in about.get("inputs", ()) for k in keys])
         return x._replace(keys=(key,))
 
     def _operation(self, equation, inputs, place):
@@ -219,21 +218,20 @@ class _Promoter(Interpreter):
         halves = list(map(equations.in_half, types))
         # In the backward pass nobody wrote a cast: it belongs to the line before.
         is_cast = equation.primitive.name == "convert_element_type"
-        is_scaled = any(not self.scaled.isdisjoint(x.keys) for x in inputs)
+        is_scaled = any(not self._scaled.isdisjoint(x.keys) for x in inputs)
         is_exact = halves[-1] if is_cast and is_scaled else _is_exact(equation)
         flag = is_exact or self._flag(place)
         rounded = list(map(equations.narrow, args, types))
         reals = list(map(equations.widen, parts.bind(equation, rounded)))
         wide = None
         if any(halves) and flag is not False:
-            wide = equations.bind_wide(equation, args)
+            wide = equations.bind_wide(equation, self.written(equation, args))
         if wide is not None:
             pairs = zip(wide, reals, strict=True)
             reals = wide if is_exact else [jnp.where(flag, *pair) for pair in pairs]
         shadows, _ = self._shadows(equation, inputs, reals)
-        keys = [x.keys for x in inputs]
         return [
-            self.measure((*place.key, i), Value(*pair), place, inputs=keys)
+            self.measure((*place.key, i), Value(*pair), place)
             for i, pair in enumerate(zip(reals, shadows, strict=True))
         ]
 
@@ -252,26 +250,26 @@ class _Minimizer:
         self._search = search
         self._suspects, self._sources = _suspects(search)
         self._lines = sorted(self._suspects, key=lambda x: -self._suspects[x][0])
-        make = functools.partial(_Promoter, self._lines)
+        make = functools.partial(_Promoter, self._lines, search.run.program.scaled)
         self._execute, _ = search.run.program.compile(make, self._mask(()))
         self.effect = functools.cache(self._effect)
-        self._scale, self._told = search.run.scale, time.monotonic()
+        self._told = time.monotonic()
 
     def _mask(self, lines):
         return np.array([x in lines for x in self._lines], bool)
 
-    def _effect(self, lines: frozenset[Line], scale: float) -> Effect:
+    def _effect(self, lines: frozenset[Line]) -> Effect:
         """Returns the effect of half precision with these lines in float32."""
-        _, losses, sizes = self._execute(scale, self._mask(lines))
+        _, losses, sizes = self._execute(self._search.run.scale, self._mask(lines))
         return self._search.judge(sizes, losses)
 
-    def _helps(self, lines: Sequence[Line], scale: float | None = None) -> bool:
+    def _helps(self, lines: Sequence[Line]) -> bool:
         now = time.monotonic()
         if now - self._told > PATIENCE:
             self._told = now
             text = f"float32_lines: {len(lines)} of {len(self._lines)} lines are left"
             print(text, file=sys.stderr, flush=True)
-        return self.effect(frozenset(lines), scale or self._scale).is_fine
+        return self.effect(frozenset(lines)).is_fine
 
     def _minimal(self) -> list[Line] | None:
         """Returns lines that help, of which none can be dropped."""
@@ -291,29 +289,18 @@ class _Minimizer:
                 return kept
             size = max(size // 2, 1)
 
-    def _move(self, kept: list[Line]) -> list[Line]:
-        """Returns fewer lines, if there are any with another loss scale."""
-        start = self._scale
-        for line in list(kept):
-            rest = [x for x in kept if x != line]
-            for bits in BITS:
-                scale = max(start * 2.0**bits, 1.0)
-                if len(rest) < len(kept) and self._helps(rest, scale):
-                    kept, self._scale = rest, scale
-        return kept
-
-    def result(self, *, may_move: bool) -> Float32Lines:
-        """Returns the lines, and what they do.
-
-        Args:
-          may_move: Whether another scale may be taken, with which fewer lines help.
-        """
+    def result(self) -> Float32Lines:
+        """Returns the lines, and what they do."""
         (first, *_), found = verdict.find_all(self._search), self._minimal()
-        kept = self._move(found) if found and may_move else found or []
-        effect, before = (self.effect(frozenset(x), self._scale) for x in (kept, ()))
-        followed = self._search.run.program
+        kept = found or []
+        effect, before = (self.effect(frozenset(x)) for x in (kept, ()))
+        followed, scale = self._search.run.program, self._search.run.scale
         tolerance = f"{100 * self._search.close:g}%"
-        text = f"at the loss scale {power(self._scale)} within {tolerance} ({effect}"
+        text = f"at the loss scale {power(scale)} within {tolerance} ({effect}"
+        advice = "Pass them: autocast(f, float32=lines)."
+        if not followed.is_autocast:
+            cast = f".astype(jnp.{followed.dtype})"
+            advice = f"Where half precision goes on, cast back with {cast}."
         if found is None:
             text = (
                 "No lines help: with all of them in float32, the loss or the gradients "
@@ -325,15 +312,14 @@ class _Minimizer:
             text = (
                 f"Compute {len(kept)} of the {len(self._lines)} lines that use half "
                 f"precision in float32. Then loss and gradients agree with float32 "
-                f"{text}; before: {before}). Where half precision goes on, "
-                f"cast back with .astype(jnp.{followed.dtype})."
+                f"{text}; before: {before}). {advice}"
             )
             text = f"{first.message} {text}" if first.kind == "no_scale" else text
         text = " ".join([text, *trace.not_followed(followed.sites.values())])
         keys = [key for line, (_, key) in self._suspects.items() if line in kept]
         lines = [_describe(self._search, self._sources, key) for key in keys]
         errors = effect.loss, effect.gradients
-        return Float32Lines(lines, self._scale, *errors, effect.is_fine, text)
+        return Float32Lines(lines, scale, *errors, effect.is_fine, text)
 
 
 def _suspects(search: Search) -> tuple[dict[Line, tuple[float, Key]], set[Key]]:
@@ -382,17 +368,22 @@ def _describe(search: Search, sources: set[Key], key: Key) -> Float32Line:
       key: The site that speaks for the line.
     """
     run = search.run
-    site, (kind, what, why, _) = run.site(key), verdict.trouble_of(search, run, key)
-    reason = f"{what}{' in the backward pass' * (site.phase == 'backward')}"
-    if kind == "precision" and run.range(key).error < search.close / 2:
+    site, (trouble, what, why, _) = run.site(key), verdict.trouble_of(search, run, key)
+    kind = "gradients" if site.phase == "backward" else "values"
+    reason = f"{what}{' in the backward pass' * (kind == 'gradients')}"
+    if trouble == "precision" and run.range(key).error < search.close / 2:
         reason += ", and other lines magnify that"
     reason += f". {why}" if why else ""
     half = verdict.half_of(run, key)
     beyond = [k for k in run.operands(key) if run.exceeds(k)]
     if beyond and not run.exceeds(key):
         reason = (
-            f"the inputs reach 2^{log2_of(run, beyond[0]):.1f}, too much for {half}."
+            f"it reads {kind} up to 2^{log2_of(run, beyond[0]):.1f}, which leave the "
+            f"range of {half}."
         )
+    if run.program.is_autocast and site.source.line:
+        fix = f'float32="{site.source.own[0]}:{site.source.own[1]}"'
+        return Float32Line(*site.source.own, reason, fix)
     fix = "cast each input with .astype(jnp.float32)"
     on_line = (x for x in run.program.sites.values() if x.source == site.source)
     if not site.source.line:
@@ -405,20 +396,3 @@ def _describe(search: Search, sources: set[Key], key: Key) -> Float32Line:
     elif site.scope:
         fix += "; for a layer, dtype=jnp.float32"
     return Float32Line(*site.source.own, reason, fix)
-
-
-def _suited(search: Search) -> float:
-    """Returns the scale with which most operations are in range, at least 1."""
-    best = search.best
-    if best is not None and best.scale >= 1 and search.effect(best).is_fine:
-        return best.scale
-    scales = np.arange(HIGHEST + 1)
-    run, votes = search.run, np.zeros(len(scales))
-    for key in run.backward:
-        limits, largest = run.limit(key), run.range(key).float32_largest
-        if limits and largest:
-            exponents = math.log2(largest / run.scale) + scales
-            fits = exponents < math.log2(limits.overflow)
-            votes += fits & (exponents >= math.log2(limits.normal))
-    suited = np.flatnonzero(votes == votes.max())
-    return 2.0 ** float(scales[suited[len(suited) // 2]])

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -18,8 +19,6 @@ from optax_lossscale.diagnostics._trace.values import Key, Site
 
 # An operation makes an error of its own if its inputs have so many times smaller ones.
 INHERITED = 4
-# A small error in an index or a condition is a large error in the result.
-CHOICES = ("gather", "dynamic_slice", "select_n")
 # How many lines to name that led to an operation.
 CALLERS = 3
 
@@ -166,11 +165,18 @@ def named(file: str, line: int, function: str) -> str:
 
 
 def _short(file: str) -> str:
-    """Returns the last two parts of a path; "In[3]" for a cell of a notebook."""
+    """Returns the last two parts of a path; all below the folder of libraries.
+
+    A cell of a notebook is "In[3]".
+    """
     ipython = sys.modules.get("IPython")
     shell = ipython and ipython.get_ipython()
     cell = shell and shell.compile.format_code_name(file)
-    return cell[1] if cell else "/".join(file.replace("\\", "/").split("/")[-2:])
+    if cell:
+        return cell[1]
+    *_, installed = re.split(r"-packages[\\/]", file)
+    parts = installed.replace("\\", "/").split("/")
+    return "/".join(parts if lines.is_installed(file) else parts[-2:])
 
 
 class Run:
@@ -391,21 +397,45 @@ class Run:
           key: The site of the result.
           small: An error that is not worth following.
         """
+
+        def wrong(k):
+            ranges = ((x, self.range(x)) for x in self.operands(k))
+            return [
+                x
+                for x, found in ranges
+                if found.error >= small or found.flushed or self.is_lost(x)
+            ]
+
+        # An inf or nan may be swallowed: 1 / inf is 0.
+        reached = self.ancestors([key], wrong)
+        lost = (k for k in self.keys if k in reached and self.is_lost(k))
+        for k in filter(self.is_origin, lost):
+            return k
         seen = set()
         while key not in seen:
             seen.add(key)
             operands = [k for k in self.operands(key) if k not in seen]
-            worst = max(operands, key=lambda k: self.range(k).error, default=key)
-            least = max(small, self.range(key).error / INHERITED)
+            otherwise = [k for k in operands if self.is_decided_otherwise(k)]
+            if otherwise and not self.site(key).primitive:
+                key = otherwise[0]  # It took another branch.
+                continue
+            numbers = [k for k in operands if k not in otherwise]
+            worst = max(numbers, key=lambda k: self.range(k).error, default=key)
+            least = max(small, min(self.range(key).error, 1) / INHERITED)
             if self.range(worst).error >= least:
                 key = worst
-            elif self.is_bad(key):
-                return (self.causes([key]) or [key])[0]
-            elif self.site(key).primitive in CHOICES and self.range(worst).error:
-                key = worst  # The index is wrong, or the mask.
-            else:  # An inf that is swallowed: 1 / inf is 0.
-                key = next(filter(self.is_bad, operands), key)
+            elif otherwise:  # The index is wrong, or the mask.
+                key = otherwise[0]
         return key
+
+    def is_lost(self, key: Key) -> bool:
+        """Whether there is inf or nan that is not in float32, too."""
+        found = self.range(key)
+        return self.is_bad(key) and found.infs + found.nans > found.float32_nonfinite
+
+    def is_decided_otherwise(self, key: Key) -> bool:
+        """Whether it is a decision that is another one in float32."""
+        return self.site(key).is_decision and self.range(key).flushed > 0
 
 
 def _decode(code: int, dtype: str) -> float:

@@ -1,5 +1,6 @@
 """The program that computes the loss and its scaled gradient, and measures them."""
 
+import dataclasses
 import functools
 import sys
 import threading
@@ -11,12 +12,15 @@ import jax.numpy as jnp
 
 from optax_lossscale import _check as check
 from optax_lossscale._gradients import loss_of
+from optax_lossscale._autocast.evaluate import SHOWS
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._scaling import scale_up
 from optax_lossscale._tree import is_argument, is_inexact
 from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._common import check_host
-from optax_lossscale.diagnostics._trace.interpreter import Interpreter
+from optax_lossscale.diagnostics._trace import equations
+from optax_lossscale.diagnostics._trace.equations import in_half
+from optax_lossscale.diagnostics._trace.interpreter import Interpreter, backward_keys
 from optax_lossscale.diagnostics._trace.statistics import Recorder, norms
 from optax_lossscale.diagnostics._trace.values import Place, Value
 
@@ -93,12 +97,16 @@ class Program:
     Attributes:
       dtype: The name of the dtype in question.
       closed: The jaxpr that it follows.
+      equations: All equations in it.
+      is_autocast: Whether `autocast` made it, so that it has the constants and the
+        decisions of the float32 function.
       judged: The dtype that all numbers should fit into; None if the program computes
         in the dtype in question.
       parameters: The keys of the parameters that are differentiated.
       keys: The keys of the statistics.
       sites: By key, what was measured, in order of execution.
       before: See `Interpreter`.
+      scaled: The keys of what depends on the loss scale: the backward pass.
       loss: The keys of the loss.
       gradients: For each of the parameters, the keys of its gradient.
       run: Maps a loss scale to the statistics of everything in `keys`; to the loss, and
@@ -125,12 +133,26 @@ class Program:
             (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(arrays[:count])
             return loss, grads
 
-        self.closed = jax.make_jaxpr(program)(jnp.float32(1), arrays)
+        shown = SHOWS.set(True)
+        try:
+            self.closed = jax.make_jaxpr(program)(jnp.float32(1), arrays)
+        finally:
+            SHOWS.reset(shown)
         self.parameters = [(name,) for name in names[:count]]
-        followed = list(parts.all_equations(self.closed.jaxpr))
+        self.equations = followed = list(parts.all_equations(self.closed.jaxpr))
+        self.is_autocast = any(map(equations.is_autocast, followed))
         results = (x.aval for equation in followed for x in equation.outvars)
         computes = any(str(getattr(x, "dtype", "")) == self.dtype for x in results)
         self.judged = None if computes else self.dtype
+        halves = {
+            x.aval.dtype.name for y in followed for x in y.outvars if in_half(x.aval)
+        }
+        for other in halves if self.judged else ():
+            if jnp.finfo(other).max < jnp.finfo(self.dtype).max:
+                raise ValueError(
+                    f"The program computes in {other}, whose range is smaller than that of "
+                    f'{self.dtype}. Pass dtype="{other}".'
+                )
         self._arrays, self._count = [*arrays, *self.closed.consts], len(followed)
         closed_over = range(len(self.closed.consts))
         names += [f"(array {i} that loss_fn closes over)" for i in closed_over]
@@ -138,6 +160,11 @@ class Program:
         run, about = self.compile(Interpreter)
         self.run = functools.cache(run)
         self.keys, self.sites, self.before, self.loss, self.gradients = about
+        self.scaled = backward_keys(self.sites, self.before)
+        for key in self.scaled.intersection(self.sites):
+            if self.sites[key].phase == "forward":
+                site = dataclasses.replace(self.sites[key], phase="backward")
+                self.sites[key] = site
 
     def compile(self, make: Callable[..., Interpreter], *options: Any) -> Any:
         """Compiles the program, as an interpreter runs it.
@@ -153,8 +180,8 @@ class Program:
         jaxpr, about = self.closed.jaxpr, []
 
         def follow(zero, scale, arrays, *options):
-            interpreter = make(zero, jaxpr.invars[0], *options)
-            interpreter.trained.update(self.parameters)
+            known = zero, jaxpr.invars[0], self.dtype, self.is_autocast
+            interpreter = make(*known, *options)
             place = Place((), Recorder(self.judged))
             outside = place._replace(phase="argument")
             inputs = [

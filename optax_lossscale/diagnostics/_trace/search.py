@@ -21,6 +21,8 @@ class Search:
       judge: Compares norms and losses of any run with float32: see
         `effects.effect_of`.
       effect: Compares one of these runs with float32.
+      predicted: The scale at which the largest number of the backward pass in float32
+        is in range.
       run: The run at the scale in question.
       best: The run at the largest scale with which the gradients are finite, and no
         overflow in the backward pass changes them; None if there is none.
@@ -38,6 +40,9 @@ class Search:
             terms=effects.terms_of(self.run),
         )
         self.effect = functools.cache(lambda run: self.judge(run.norms, run.losses))
+        rooms = [headroom(self.run, key) for key in self.run.backward]
+        predicted = math.log2(scale) + min([2.0 * HIGHEST, *rooms]) - 2**-20
+        self.predicted = 2.0 ** float(np.clip(math.floor(predicted), LOWEST, HIGHEST))
         self.best = self._find_largest()
 
     def _find_largest(self) -> Run | None:
@@ -48,9 +53,7 @@ class Search:
         """
         # What fits, and what does not; both are out of range until one was tried.
         below, above = LOWEST - 1, HIGHEST + 1
-        rooms = [headroom(self.run, key) for key in self.run.backward]
-        predicted = math.log2(self.run.scale) + min([2.0 * HIGHEST, *rooms]) - 2**-20
-        exponent = int(np.clip(math.floor(predicted), LOWEST, HIGHEST))
+        exponent = int(math.log2(self.predicted))
         step = 1
         while above - below > 1:
             if self.is_sound(self.at(2.0**exponent)):

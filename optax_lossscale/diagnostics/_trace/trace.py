@@ -9,10 +9,12 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale import _check as check
+from optax_lossscale._jaxprs.lines import Source, source_of
 from optax_lossscale.diagnostics._common import check_host, scale_of
 from optax_lossscale.diagnostics._trace.effects import closeness
+from optax_lossscale.diagnostics._trace.equations import PRODUCTS, in_half
 from optax_lossscale.diagnostics._trace.findings import NumericFinding, power
-from optax_lossscale.diagnostics._trace.operations import NumericOperation
+from optax_lossscale.diagnostics._trace.operations import NumericOperation, named
 from optax_lossscale.diagnostics._trace.program import Program, make_call
 from optax_lossscale.diagnostics._trace.search import Search
 from optax_lossscale.diagnostics._trace.verdict import find_all
@@ -43,6 +45,7 @@ class NumericsTrace(NamedTuple):
       computes_in_dtype: Whether the program computes in `dtype`. If not, the findings
         say what would overflow or underflow if it did.
       operations: All floating-point results, in order of execution.
+      summary: How many matrix products compute in `dtype`, and how constants count.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -69,9 +72,10 @@ class NumericsTrace(NamedTuple):
     dtype: str
     computes_in_dtype: bool
     operations: list[NumericOperation]
+    summary: str
 
     def __str__(self):
-        lines = []
+        lines = [wrapped(self.summary)] if self.summary else []
         if not self.computes_in_dtype:
             text = (
                 f"No operation computes in {self.dtype}. The findings say what would "
@@ -86,6 +90,37 @@ class NumericsTrace(NamedTuple):
             f"{power(self.scale)}, largest {largest}, operations {len(self.operations)}"
         )
         return "\n".join(lines)
+
+
+def summarize(program: Program) -> str:
+    """Says how many products compute in the dtype in question, and with what."""
+    products = [x for x in program.equations if x.primitive.name in PRODUCTS]
+    made = {x: y for y in program.equations for x in y.outvars}
+    types = [{str(x.aval.dtype) for x in y.invars} for y in products]
+    count, text = types.count({program.dtype}), []
+    if products:
+        text = [
+            f"{count} of {len(products)} matrix products compute in {program.dtype}."
+        ]
+
+    def was_half(x):
+        cast = None if hasattr(x, "val") else made.get(x)
+        is_cast = cast is not None and cast.primitive.name == "convert_element_type"
+        return in_half(x.aval) or (is_cast and in_half(cast.invars[0].aval))
+
+    for equation in products:
+        if {*map(was_half, equation.invars)} == {True, False}:
+            at = source_of(equation, Source(), is_backward=False)
+            place = named(at.file, at.line, at.function)
+            text.append(f"First in float32, since an operand is: {place}.")
+            break
+    variables = (x for y in program.equations for x in y.invars)
+    constants = any(hasattr(x, "val") and in_half(x.aval) for x in variables)
+    if constants and not program.is_autocast:
+        text.append(
+            f"Constants count as {program.dtype} rounds them; `autocast` knows them."
+        )
+    return " ".join(text)
 
 
 def wrapped(text: str) -> str:
@@ -179,6 +214,8 @@ def trace_numerics(
     search = Search(program, closeness(program.dtype), scale)
     run, best = search.run, search.best
     factual = [k for k in run.origins() if not run.range(k).is_finite]
+    sites = ((k, run.site(k)) for k in run.keys)
+    operations = [k for k, x in sites if x.primitive and not x.is_decision]
     loss, float32_loss = run.losses
     return NumericsTrace(
         findings=find_all(search),
@@ -189,7 +226,8 @@ def trace_numerics(
         float32_loss=float32_loss,
         dtype=program.dtype,
         computes_in_dtype=program.judged is None,
-        operations=[run.operation(k) for k in run.keys if run.site(k).primitive],
+        summary=summarize(program),
+        operations=list(map(run.operation, operations)),
     )
 
 

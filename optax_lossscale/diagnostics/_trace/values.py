@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from optax_lossscale._jaxprs import lines
 from optax_lossscale.diagnostics._trace import equations
@@ -33,14 +34,14 @@ class Value(NamedTuple):
         """The array in float32; the same object as `real` if they cannot differ."""
         return self.real if self.wide is None else self.wide
 
-    def apart(self, keys: tuple[Key, ...]) -> "Value":
+    def apart(self, keys: tuple[Key, ...], differs: bool = False) -> "Value":
         """Returns the same, with other keys, for a place where others may stand, too.
 
-        If it is floating-point, it has an array in float32 of its own.
+        If it is floating-point, or others differ from float32, it has a shadow.
         """
-        is_inexact = equations.is_inexact(self.real)
+        has_shadow = differs or equations.is_inexact(self.real)
         return Value(
-            self.real, equations.widen(self.shadow) if is_inexact else None, keys
+            self.real, equations.widen(self.shadow) if has_shadow else None, keys
         )
 
 
@@ -66,6 +67,8 @@ class Site:
       constants: The inputs that are constants in the program.
       moved: The key of the site that measured the same magnitudes, if not this one.
       opaque: Whether it was not followed in float32.
+      decides: Whether it decides by floating-point numbers. If it is no such number
+        itself, the share that float32 decides otherwise is measured as flushed.
     """
 
     primitive: str = ""
@@ -79,6 +82,12 @@ class Site:
     constants: tuple[float, ...] = ()
     moved: Key | None = None
     opaque: bool = False
+    decides: bool = False
+
+    @property
+    def is_decision(self) -> bool:
+        """Whether it decides by floating-point numbers, and is no such number."""
+        return self.decides and not jnp.issubdtype(self.dtype, jnp.inexact)
 
 
 class Place(NamedTuple):

@@ -9,9 +9,9 @@ import math
 import jax.numpy as jnp
 
 from optax_lossscale.diagnostics._trace import equations
-from optax_lossscale.diagnostics._trace.effects import LOST, Effect
+from optax_lossscale.diagnostics._trace.effects import LOST, Effect, percent
 from optax_lossscale.diagnostics._trace.findings import NumericFinding, log2_of, power
-from optax_lossscale.diagnostics._trace.operations import Run
+from optax_lossscale.diagnostics._trace.operations import Run, named
 from optax_lossscale.diagnostics._trace.search import HIGHEST, Search, headroom
 from optax_lossscale.diagnostics._trace.values import Key
 
@@ -21,7 +21,6 @@ SHOWN = 3
 USUAL_BITS = 4
 # They make large numbers of small ones.
 INVERSE = ("div", "rsqrt", "log", "log1p")
-PRODUCTS = ("dot_general", "conv_general_dilated")
 ROUNDED = "A constant like 1e-8 is 0 in float16, and one like -1e9 is -inf."
 POWERS = ("pow", "integer_pow")  # If the exponent is negative.
 # Their results are exact where they are subnormal.
@@ -148,12 +147,10 @@ def _explain(search: Search, run: Run, key: Key) -> NumericFinding:
     kind, what, why, fix = trouble_of(search, run, key)
     why = f" {why}" if why else ""
     text = f"{operation}: {what}.{why} No loss scale helps: {fix}."
-    if kind == "precision" and search.effect(run).loss <= search.close:
-        text += (
-            " The loss is right. Near a minimum, where gradients cancel, this is usual."
-        )
     bits = -headroom(run, key) if run.exceeds(key) else None
-    return NumericFinding(kind, text, operation, bits=bits)
+    first = _flushed_before(run, key)
+    other = None if first is None else run.operation(first)
+    return NumericFinding(kind, text, operation, other, bits)
 
 
 def trouble_of(search: Search, run: Run, key: Key) -> tuple[str, str, str, str]:
@@ -166,11 +163,16 @@ def trouble_of(search: Search, run: Run, key: Key) -> tuple[str, str, str, str]:
     is_half = equations.is_half(found.dtype)
     kind = "backward" if site.phase == "backward" else "forward"
     what = f"{_begins(run, key)} here"
-    fix = f"{'compute' if is_half else 'keep'} this line in float32"
+    noun = "gradients" if site.phase == "backward" else "results"
+    fix = f"{'compute' if is_half else 'keep'} {_line_to_change(run, key)} in float32"
+    if found.float32_nonfinite and site.primitive.startswith("exp"):
+        why = "The result is too large for float32 as well."
+        fix = "make its inputs smaller, for example by subtracting the maximum"
+        return kind, what, why, fix
     if limits is not None and run.exceeds(key):
         needed, end = log2_of(run, key), math.log2(limits.overflow)
         name = run.program.judged or found.dtype
-        why = f"The largest result would be 2^{needed:.1f}; {name} ends at 2^{end:.0f}."
+        why = f"The largest {noun[:-1]} would be 2^{needed:.1f}; {name} ends at 2^{end:.0f}."
         if not all(map(math.isfinite, site.constants)):
             why = ROUNDED
         kind = "would_overflow" if found.is_finite else kind
@@ -182,23 +184,26 @@ def trouble_of(search: Search, run: Run, key: Key) -> tuple[str, str, str, str]:
         return kind, what, why, fix
     if run.is_bad(key):
         why = _why(run, key)
-        if found.float32_nonfinite and site.primitive.startswith("exp"):
-            why = "The result is too large for float32 as well."
-            fix = "make its inputs smaller, for example by subtracting the maximum"
-        elif found.float32_nonfinite:
+        if found.float32_nonfinite:
             what += ", in float32 too" if is_half else ""
             fix = (
                 "keep its inputs in the domain of the operation and of its derivative. "
                 "Add an epsilon, or guard log, sqrt, norm and division with a second "
                 "jnp.where, before the operation"
             )
-        return kind, what, why, fix
+        return kind, what, why, _together(run, key, fix)
     if is_underflow(run, key):
-        what = f"{found.flushed:.0%} of the results are flushed to zero"
+        what = f"{found.flushed:.0%} of the {noun} are flushed to zero"
         is_small = limits and found.float32_largest < limits.normal
         why = f"The largest is 2^{log2_of(run, key):.1f}." if is_small else ""
         return "underflow", what, why, fix
-    what = f"the results differ from float32 by {found.error:.2g} of the largest"
+    if run.is_decided_otherwise(key):
+        share = (
+            "" if not found.shape else f" for {percent(found.flushed)} of the numbers"
+        )
+        what = f"this is decided otherwise in float32{share}"
+        return "decision", what, _why(run, key), _together(run, key, fix)
+    what = f"the {noun} differ from float32 by {found.error:.2g} of the largest"
     operations = map(run.operation, sources_of(search, run, key))
     places = dict.fromkeys(x.place for x in operations if x.line)
     places.pop(run.operation(key).place, None)
@@ -207,8 +212,35 @@ def trouble_of(search: Search, run: Run, key: Key) -> tuple[str, str, str, str]:
     return "precision", what, _loss_of_precision(run, key), fix
 
 
+def _line_to_change(run: Run, key: Key) -> str:
+    """Returns "this line", or the user's line that calls an installed library."""
+    source = run.site(key).source
+    if source.own[:2] == (source.file, source.line):
+        return "this line"
+    return f"the call at {named(*source.own)}"
+
+
+def _together(run: Run, key: Key, fix: str) -> str:
+    """Adds to the advice the line where zeros come from, if it is another one."""
+    first = _flushed_before(run, key)
+    if first is None:
+        return fix
+    place = run.operation(first).place
+    return f"compute {place}, and this line in float32, and cast nothing in between"
+
+
+def _flushed_before(run: Run, key: Key) -> Key | None:
+    """Returns where zeros come from that break an operation of another line."""
+    is_hidden = run.exceeds(key) or run.bad_operands(key)
+    if is_hidden or not (run.is_lost(key) or run.is_decided_otherwise(key)):
+        return None
+    first = _flushed_first(run, key)
+    same = first and run.site(first).source == run.site(key).source
+    return None if same else first
+
+
 def _why(run: Run, key: Key) -> str:
-    """Explains an operation that makes inf or nan without an overflow."""
+    """Explains an operation that makes inf or nan, or decides otherwise."""
     site, inputs = run.site(key), run.operands(key)
     is_constant = not all(map(math.isfinite, site.constants))
     if is_constant or run.bad_operands(key):
@@ -224,8 +256,10 @@ def _why(run: Run, key: Key) -> str:
         )
     if any(run.range(k).zeros for k in inputs):
         return "An input holds zeros."
-    if site.primitive in (*SUMS, *PRODUCTS):
+    if site.primitive in (*SUMS, *equations.PRODUCTS):
         return "Its terms overflow while they are added."
+    if site.decides:
+        return "Its operands are near each other."
     return "An input is outside of the domain of the function."
 
 
@@ -233,17 +267,19 @@ def _flushed_first(run: Run, key: Key) -> Key | None:
     """Returns where zeros that float32 would not have come from, if they go in here."""
 
     def flushed(k):
-        return [x for x in run.operands(k) if run.range(x).flushed]
+        operands = (x for x in run.operands(k) if not run.site(x).is_decision)
+        return [x for x in operands if run.range(x).flushed]
 
     reached = run.ancestors(flushed(key), flushed)
-    return next((k for k in run.keys if k in reached and run.operands(k)), None)
+    found = [k for k in run.keys if k in reached and run.operands(k)]
+    rounded = [k for k in found if 0.0 in run.site(k).constants]
+    return next(iter(rounded + found), None)
 
 
 def _cause(run: Run, key: Key) -> Key:
     """Returns where inf begins that is swallowed before, as in log(1 / inf)."""
-    first = _flushed_first(run, key)
-    operands = [] if first is None else run.operands(first)
-    return next(iter(run.causes(operands)), key)
+    found = run.beginning(key, math.inf)
+    return found if run.is_lost(found) else key
 
 
 def is_underflow(run: Run, key: Key) -> bool:
@@ -263,7 +299,8 @@ def half_of(run: Run, key: Key) -> str | None:
 def _loss_of_precision(run: Run, key: Key) -> str:
     """Explains a loss of precision in a sum."""
     operands, found = run.operands(key), run.range(key)
-    largest = max((run.range(k).largest for k in operands), default=0.0)
+    # Of a running sum, the result is the largest.
+    largest = max((run.range(k).largest for k in (*operands, key)), default=0.0)
     half = half_of(run, key)
     if run.site(key).primitive not in SUMS or half is None or not largest:
         return ""
@@ -282,7 +319,7 @@ def sources_of(search: Search, run: Run, key: Key) -> list[Key]:
     def parents(k):
         errors = ((x, run.range(x)) for x in run.operands(k))
         # In a product of matrices, the terms may be larger than the inputs.
-        end = 0 if run.site(k).primitive in PRODUCTS else least
+        end = 0 if run.site(k).primitive in equations.PRODUCTS else least
         return [x for x, found in errors if found.error * found.float32_largest > end]
 
     found = run.ancestors([key], parents)
@@ -336,10 +373,11 @@ def _underflow(search: Search, best: Run, wrong: list[int]) -> list[NumericFindi
     for key in _losers(run, wrong)[:SHOWN]:
         operation = run.operation(key)
         message = (
-            f"{operation}: {run.range(key).flushed:.0%} of the results are flushed to "
+            f"{operation}: {run.range(key).flushed:.0%} of the gradients are flushed to "
             f"zero at the loss scale {power(run.scale)}, and "
             f"{best.range(key).flushed:.0%} at {power(best.scale)}, the largest "
-            "with which nothing in the backward pass overflows."
+            "with which nothing in the backward pass overflows. Use that: "
+            f"initial_scale=2.0**{math.log2(best.scale):.0f}."
         )
         kind = "would_underflow" if run.program.judged else "underflow"
         found.append(NumericFinding(kind, message, operation))

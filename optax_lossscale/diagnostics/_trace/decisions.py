@@ -1,0 +1,80 @@
+"""Decisions of a program, and those of its shadow."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lossscale.diagnostics import _bits
+from optax_lossscale.diagnostics._trace.equations import is_inexact, widen
+from optax_lossscale.diagnostics._trace.values import Value
+
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+# They return the places of numbers.
+ORDERS = ("argmax", "argmin", "sort", "top_k")
+DECISIONS = (*COMPARISONS, *ORDERS, "is_finite")
+# Operands are near each other if they differ by at most so many units of roundoff.
+NEAR = 32
+
+
+def is_decision(name: str, inputs: Sequence[Value]) -> bool:
+    """Whether an operation decides by floating-point numbers that may differ."""
+    differ = (is_inexact(x.real) and x.wide is not None for x in inputs)
+    return name in DECISIONS and any(differ)
+
+
+def follows(name: str, inputs: Sequence[Value], dtype: str) -> Any:
+    """Whether the shadow takes the decisions of the program.
+
+    It does where roundoff decides, so that a sign that flips near zero is no error. It
+    does not where an operand is inf, nan or flushed in the program alone.
+
+    Args:
+      name: The name of the primitive.
+      inputs: Its operands.
+      dtype: The dtype in question.
+
+    Returns:
+      bool, of the shape of the result or of one number.
+    """
+    if name == "is_finite":
+        return np.bool_(False)
+    pairs = [(widen(x.real), widen(x.shadow)) for x in inputs if is_inexact(x.real)]
+    follow = _near if name in COMPARISONS else _sound
+    return follow(*pairs, dtype=dtype)
+
+
+@functools.partial(jax.jit, static_argnames="dtype", inline=True)
+def _sound(*pairs, dtype):
+    """Whether no number is inf, nan or flushed in the program alone."""
+    return ~functools.reduce(jnp.logical_or, (jnp.any(_lost(x, dtype)) for x in pairs))
+
+
+@functools.partial(jax.jit, static_argnames="dtype", inline=True)
+def _near(first, second, *, dtype):
+    """Whether two numbers differ by no more than roundoff, in float32, too."""
+    shadows = first[1], second[1]
+    sizes = jnp.maximum(*map(jnp.abs, shadows))
+    # Beside zero, the other numbers of the array say what is near.
+    is_zero = (shadows[0] == 0) | (shadows[1] == 0)
+    tops = (jnp.maximum(*map(_largest, x)) for x in zip(first, second, strict=True))
+    sizes = jnp.where(is_zero, jnp.minimum(*tops), sizes)
+    near = NEAR * float(jnp.finfo(dtype).eps) * sizes
+    is_lost = _lost(first, dtype) | _lost(second, dtype)
+    return ~is_lost & (jnp.abs(shadows[0] - shadows[1]) <= near)
+
+
+def _lost(pair, dtype):
+    real, shadow = pair
+    size = jnp.abs(shadow)
+    is_flushed = (real == 0) & (size > 0) & (size <= _bits.limits_of(dtype).flushed)
+    return is_flushed | (jnp.isfinite(shadow) & ~jnp.isfinite(real))
+
+
+def _largest(x):
+    """Returns the largest finite magnitude."""
+    size = jnp.abs(x)
+    return jnp.max(jnp.where(jnp.isfinite(size), size, 0), initial=0)

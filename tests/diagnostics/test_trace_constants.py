@@ -1,0 +1,128 @@
+"""What the trace says about constants, and about the dtypes of matrix products."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import exhaustive_but
+from jax import lax
+from tracing import Casts, by_hand, errors, half, line_of, total
+
+from optax_lossscale import autocast
+from optax_lossscale.diagnostics import float32_lines, trace_numerics
+from optax_lossscale.diagnostics._trace.equations import bind_wide
+
+CLOSE = 0.01
+rng = np.random.default_rng(0)
+X, W = (
+    jnp.asarray(rng.standard_normal(s), jnp.float32) * f
+    for s, f in [((8, 6), 1.0), ((6, 6), 0.4)]
+)
+
+
+def mean(x):
+    return jnp.mean(x.astype(jnp.float32))
+
+
+# Each has a constant that is zero in float16, below a pole.
+
+
+def clipped(cast, w, x):
+    p = jax.nn.softmax(cast(cast(x) @ cast(w) * 20, 1))
+    return -mean(jnp.log(jnp.clip(p, 1e-8, 1.0)))  # clipped
+
+
+def divided(cast, w, x):
+    x = cast(cast(x), 1)
+    x = x / jnp.maximum(jnp.abs(x).sum(-1, keepdims=True), 1e-8)  # divided
+    return mean(jnp.square(x @ cast(w, 1)))
+
+
+CASES = {clipped: (W, X), divided: (W, X.at[0].set(0))}
+
+
+@pytest.mark.parametrize("loss_fn", exhaustive_but(CASES, [clipped]))
+def test_a_tiny_constant_below_a_pole(loss_fn):
+    truth = by_hand(partial(loss_fn, Casts(jnp.float32)), *CASES[loss_fn])(1.0)
+    trace = trace_numerics(partial(loss_fn, Casts()), *CASES[loss_fn])
+    assert trace.findings[0].operation.line == line_of(loss_fn.__name__, __file__)
+    assert "this line in float32" in trace.findings[0].message
+    repaired = by_hand(partial(loss_fn, Casts(repaired=[1])), *CASES[loss_fn])(1.0)
+    assert np.max(errors(repaired, truth)) < CLOSE
+    assert float32_lines(partial(loss_fn, Casts()), *CASES[loss_fn]).verified
+
+
+def product(x, w, kind="float16"):
+    name = f"F16_F16_F{jnp.dtype(kind).itemsize * 8}"
+    return jnp.dot(  # algorithm
+        x, w, precision=lax.DotAlgorithmPreset[name], preferred_element_type=kind
+    )
+
+
+def test_the_shadow_of_an_algorithm():
+    def loss_fn(w):
+        y = product(half(X) * 300, half(w) * 300)
+        return total(y.astype(jnp.float32) * 2.0**-16)
+
+    trace = trace_numerics(loss_fn, W)
+    truth = jnp.sum((X * 300) @ (W * 300) * 2.0**-16)
+    assert np.isclose(trace.float32_loss, truth, rtol=1e-2)
+    assert trace.findings[0].operation.line == line_of("algorithm", __file__)
+    assert "in float32 too" not in str(trace)
+
+
+@pytest.mark.parametrize("kind", ["float16", "float32"])
+def test_an_algorithm_in_float32(kind):
+    """Not all devices have both; the shadow needs neither."""
+    (equation,) = jax.make_jaxpr(partial(product, kind=kind))(half(X), half(W)).eqns
+    (found,) = bind_wide(equation, [X, W])
+    assert found.dtype == jnp.float32
+    assert np.allclose(found, X @ W, rtol=1e-5)
+
+
+# What `autocast` makes is compared with the function itself.
+
+
+def moving_average(w, x):
+    def body(h, _):
+        h = (x @ w) * 0.001 + h * 0.9999  # moving_average
+        return h, None
+
+    return mean(jnp.square(lax.scan(body, x @ w, length=100)[0]))
+
+
+def products(w, x):
+    h = x @ w
+    return mean(
+        jnp.square(lax.scan(lambda h, _: (h * 0.9999, None), h, length=4000)[0])
+    )
+
+
+def thresholds(w, x):
+    h = (x @ w) @ w
+    return mean(jnp.where(h > h.mean(), h * 3, jnp.sin(h))) + mean(
+        h.argmax(-1).astype(jnp.float32) * h[:, 0]
+    )
+
+
+def iterations(w, x):
+    h = jnp.abs(x @ w) * 1e-3
+    h = lax.while_loop(
+        lambda h: jnp.sum(h) < 100, lambda h: h * 1.3, lax.stop_gradient(h)
+    )
+    return mean(h * (x @ w))
+
+
+AUTOCAST = [moving_average, products, thresholds, iterations]
+
+
+@pytest.mark.parametrize("loss_fn", exhaustive_but(AUTOCAST, [products, iterations]))
+def test_the_shadow_of_autocast_is_the_function(loss_fn):
+    trace = trace_numerics(lambda *args: autocast(loss_fn)(*args), W, X)
+    truth = by_hand(loss_fn, W, X)(1.0)
+    assert np.isclose(trace.float32_loss, truth[0], rtol=1e-5)
+    error = np.max(errors(by_hand(autocast(loss_fn), W, X)(1.0), truth))
+    assert (trace.findings[0].kind == "fine") == (error < CLOSE), str(trace)
+    assert "Constants count" not in trace.summary

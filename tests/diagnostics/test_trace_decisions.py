@@ -1,0 +1,125 @@
+"""The shadow decides by its own numbers where those of the program are lost."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import exhaustive_but
+from jax import lax
+from tracing import Casts, by_hand, errors, line_of
+
+from optax_lossscale.diagnostics import float32_lines, trace_numerics
+
+CLOSE = 0.01
+rng = np.random.default_rng(0)
+X, W = (
+    jnp.asarray(rng.standard_normal(s), jnp.float32) * f
+    for s, f in [((8, 6), 1.0), ((6, 6), 0.4)]
+)
+
+
+def mean(x):
+    return jnp.mean(x.astype(jnp.float32))
+
+
+# `cast(x, n)` casts to float32 where the advice about the line `NAME n` says so.
+
+
+def nan_to_num(cast, w, x):
+    x, w = cast(cast(x) * 300, 1), cast(cast(w), 1)
+    h = (x @ w) * 100  # nan_to_num 1
+    h = jnp.nan_to_num(h)
+    return mean(jnp.square(h.astype(jnp.float32) * 2.0**-14))
+
+
+def where_finite(cast, w, x):
+    x, w = cast(cast(x) * 300, 1), cast(cast(w), 1)
+    h = (x @ w) * 100  # where_finite 1
+    h = jnp.where(jnp.isfinite(h), h, 0)
+    return mean(jnp.square(h.astype(jnp.float32) * 2.0**-14))
+
+
+def where_positive(cast, w, x):
+    h = cast(cast(x) @ cast(w) * 2.0**-13, 1)
+    sq = jnp.square(h).sum(-1)  # where_positive 1
+    norm = jnp.where(sq > 0, jnp.sqrt(jnp.where(sq > 0, sq, 1)), 1)
+    return mean(jnp.sin(norm * 4096) ** 2)
+
+
+def branch_of_sum(cast, w, x):
+    h = cast(cast(x) @ cast(w) * 2.0**-13, 1)
+    total = jnp.square(h).mean()  # branch_of_sum 1
+    h = lax.cond(total > 0, lambda h: h * 4096, jnp.square, h)
+    return mean(jnp.square(h.astype(jnp.float32)))
+
+
+def not_itself(cast, w, x):
+    x, w = cast(cast(x) * 300, 1), cast(cast(w), 1)
+    h = (x @ w) * 100  # not_itself 1
+    h = h - h.mean()
+    return mean(jnp.square(jnp.where(h != h, 0, h).astype(jnp.float32) * 2.0**-14))
+
+
+def two_norms(cast, w, x):
+    def norm(x, n):
+        size = jnp.square(cast(x, n)).mean(-1, keepdims=True) + 1e-3  # two_norms 1
+        return cast(cast(x, n) * lax.rsqrt(size))
+
+    x = norm(cast(x) @ cast(w) * 300, 1)
+    return mean(jnp.sin(norm(cast(x) @ cast(w), 3).astype(jnp.float32)) ** 2)
+
+
+def norms_of_queries(cast, w, x):
+    def norm(x):
+        size = jnp.square(cast(x, 1)).mean(-1, keepdims=True)  # norms_of_queries 1
+        return cast(cast(x, 1) / jnp.sqrt(size + 1e-3))
+
+    x, w = cast(x) * 600, cast(w)
+    scores = norm(x @ w) @ norm(x @ w.T).T
+    return mean(jnp.square((jax.nn.softmax(scores) @ x).astype(jnp.float32) / 600))
+
+
+def box_areas(cast, w, x):
+    sizes = cast(jnp.abs(cast(x) @ cast(w)) * 2.0**-14, 1)
+    areas = sizes[:, :3] * sizes[:, 3:]  # box_areas 1
+    ratios = areas / areas.sum(-1, keepdims=True)  # box_areas 2
+    return mean(jnp.square(cast(ratios) * 3))
+
+
+def shares(cast, w, x):
+    h = cast(cast(x) @ cast(w) * 2.0**-14, 1)
+    h = h * h / jnp.sum(h * h)  # shares 1
+    return mean(jnp.square(h * 48))
+
+
+CASES = {
+    two_norms: [1],
+    norms_of_queries: [1],
+    box_areas: [1, 2],
+    shares: [1],
+    nan_to_num: [1],
+    where_finite: [1],
+    where_positive: [1],
+    branch_of_sum: [1],
+    not_itself: [1],
+}
+
+
+@pytest.mark.parametrize("loss_fn", exhaustive_but(CASES, [nan_to_num, branch_of_sum]))
+def test_what_a_decision_hides(loss_fn):
+    truth = by_hand(partial(loss_fn, Casts(jnp.float32)), W, X)(1.0)
+    scale = 1.0
+    broken = errors(by_hand(partial(loss_fn, Casts()), W, X)(scale), truth)
+    assert not np.max(broken) < 0.1
+    trace = trace_numerics(partial(loss_fn, Casts()), W, X, scale=scale)
+    assert np.isclose(trace.float32_loss, truth[0], rtol=1e-4)
+    operations = (y for x in trace.findings for y in (x.operation, x.other) if y)
+    found = [x.line for x in operations]
+    marks = [line_of(f"{loss_fn.__name__} {i}", __file__) for i in CASES[loss_fn]]
+    assert set(marks) <= set(found), str(trace)
+    repaired = by_hand(partial(loss_fn, Casts(repaired=CASES[loss_fn])), W, X)(scale)
+    assert np.max(errors(repaired, truth)) < CLOSE
+    lines = float32_lines(partial(loss_fn, Casts()), W, X, scale=scale)
+    assert lines.verified, str(lines)

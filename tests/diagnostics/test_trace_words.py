@@ -1,0 +1,93 @@
+"""What the findings of `trace_numerics` say."""
+
+import re
+import runpy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tracing import TWO, half, line_of, total
+
+from optax_lossscale.diagnostics import trace_numerics
+
+
+def said(loss_fn, *args, **options):
+    """Returns what is printed, as one line."""
+    return " ".join(str(trace_numerics(loss_fn, *args, **options)).split())
+
+
+def test_an_exp_that_overflows_in_float32_for_some_inputs():
+    text = said(lambda w: total(jnp.exp(half(w) * 40)), jnp.array([0.3, 0.5, 3.0]))
+    assert "too large for float32 as well" in text
+    assert "compute this line" not in text
+
+
+def test_an_underflow_names_the_scale_to_pass():
+    def loss_fn(w):
+        return total(jnp.sin(half(w))) * 2.0**-26
+
+    trace = trace_numerics(loss_fn, TWO)
+    text = " ".join(str(trace).split())
+    (exponent,) = re.findall(r"initial_scale=2.0\*\*(\d+)", text)
+    assert "of the gradients are flushed" in text
+    assert 2.0 ** int(exponent) == trace.largest_scale
+    grads = jax.grad(lambda w: loss_fn(w) * trace.largest_scale)(TWO)
+    truth = jnp.cos(TWO) * 2.0**-26 * trace.largest_scale
+    assert np.allclose(grads, truth, rtol=0.01)
+
+
+def test_the_spacing_of_a_running_sum():
+    def loss_fn(w):
+        sums = jnp.cumsum(half(w)) - jnp.arange(3000, dtype=jnp.float16)
+        return total(jnp.square(sums.astype(jnp.float32)))
+
+    text = said(loss_fn, jnp.full(3000, 1.01))
+    assert "spacing of 2^1 at 2^11" in text
+
+
+def test_a_line_in_a_library(tmp_path):
+    file = tmp_path / "site-packages" / "rlax" / "_src" / "vtrace.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("import jax.numpy as jnp\ndef f(x): return jnp.square(x) * 3")
+    f = runpy.run_path(str(file))["f"]
+
+    def loss_fn(w):
+        return total(f(half(w)))  # library
+
+    text = said(loss_fn, TWO * 300)
+    line = line_of("library", __file__)
+    assert text.count("rlax/_src/vtrace.py:2, in f") == 1
+    assert f"compute the call at diagnostics/test_trace_words.py:{line}" in text
+
+
+def test_a_wider_dtype_than_that_of_the_program():
+    with pytest.raises(ValueError, match=r'dtype="float16"'):
+        trace_numerics(lambda w: total(half(w)), TWO, dtype="bfloat16")
+
+
+def test_a_safe_norm():
+    def loss_fn(w, cast=half):
+        return optax.safe_norm(cast(w), 1e-6).astype(jnp.float32)
+
+    text = said(lambda w: jnp.sin(loss_fn(w) * 1e5), TWO * 1e-5)
+    assert "of the results are flushed to zero" in text
+    tiny = trace_numerics(loss_fn, TWO * 1e-5)
+    assert np.isclose(tiny.float32_loss, loss_fn(TWO * 1e-5, jnp.asarray), rtol=1e-3)
+    assert trace_numerics(loss_fn, TWO).findings[0].kind == "fine"
+
+
+@pytest.mark.parametrize(
+    ("own", "count", "place"), [("float32", 0, True), ("float16", 3, False)]
+)
+def test_how_much_computes_in_the_dtype(own, count, place):
+    def loss_fn(params, x):
+        with jax.numpy_dtype_promotion("standard"):
+            return total(x.astype(jnp.float16) @ params["w"].astype(own))  # promoted
+
+    x = jnp.ones((2, 2))
+    trace = trace_numerics(loss_fn, {"w": x}, x)
+    assert str(trace).startswith(f"{min(count, 2)} of 2 matrix products")
+    line = f"test_trace_words.py:{line_of('promoted', __file__)}"
+    assert (line in trace.summary) == place
