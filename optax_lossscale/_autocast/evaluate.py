@@ -86,7 +86,7 @@ class _Run:
             if SHOWS.get():  # JAX would round it while tracing.
                 return self._cast(jax.lax.optimization_barrier(number), state)
             return number.astype(self.dtype_of(state))
-        x = self._values[atom]
+        x = atom.val if hasattr(atom, "val") else self._values[atom]
         if state is None or x.dtype == self.dtype_of(state):
             return x
         if atom not in self._casts:  # Cast once: it has one other dtype.

@@ -173,15 +173,12 @@ def state_of_array(array: Any, dtype: Any) -> State:
     return State.WIDE if is_beyond else State.FLEXIBLE
 
 
-def state_of_result(
-    kind: Kind, states: Sequence[State], is_mixed: bool, is_wanted: bool
-) -> State:
+def state_of_result(kind: Kind, states: Sequence[State], is_wanted: bool) -> State:
     """Returns the state of the results of an equation.
 
     Args:
       kind: Its kind.
       states: The states of its operands.
-      is_mixed: Whether some of its operands would be rounded.
       is_wanted: Whether all that read the result compute in float32.
     """
     if kind == Kind.PRODUCT:
@@ -191,6 +188,6 @@ def state_of_result(
     if kind not in FOLLOWERS or not states:
         return State.WIDE
     found = max(states)
-    # Sums and squares read it in float32, so nobody gains if it is rounded before.
-    rounds = kind in (Kind.ARITHMETIC, Kind.OUTER) or is_mixed
-    return State.WIDE if is_wanted and rounds and found == State.HALF else found
+    # Otherwise it, or its gradient, would be rounded before it is added up: of a cross
+    # entropy the two parts of the gradient, p and -1, are nearly each other's opposite.
+    return State.WIDE if is_wanted and found == State.HALF else found

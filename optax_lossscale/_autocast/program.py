@@ -73,7 +73,8 @@ class Program:
     def number(self, atom: Any) -> Any:
         """Returns the number that an operand is or is filled with; None otherwise."""
         if _variable(atom) is None:
-            return np.asarray(atom.val, atom.aval.dtype)[()]
+            is_empty = atom.aval.dtype == jax.dtypes.float0  # An integer's gradient.
+            return None if is_empty else np.asarray(atom.val, atom.aval.dtype)[()]
         return self.numbers.get(atom)
 
     def scalar(self, atom: Any) -> Any:
@@ -134,6 +135,7 @@ def read(
             if program.scalar(equation.outvars[0]) is not None:
                 continue
         is_square = len(set(map(id, equation.invars))) == 1 < len(numbers)
+        is_square &= equation.primitive.name == "mul"
         kind = policy.kind_of(equation, numbers, is_square)
         program.steps.append(Step(equation, kind, source, bodies, carry))
     return program

@@ -1,5 +1,6 @@
 """Functions with derivatives of their own: `jax.custom_jvp` and `jax.custom_vjp`."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -83,11 +84,15 @@ class Call:
     def custom_vjp(self) -> Callable[..., list[Any]]:
         """Returns the function with the rule of a `jax.custom_vjp`."""
         inputs, outputs = self._plan.inputs, self._plan.outputs
+        # The function may close over arrays, which have no gradient.
+        k = self._step.equation.params.get("num_consts", 0)
+        wished = _floats(inputs[k:], self._step.equation.invars[k:])
         about: list[Any] = []  # of the residuals
 
         def forward(*args):
             def function(*args):
-                out, backward = jax.vjp(self._written, *args)
+                written = functools.partial(self._written, *args[:k])
+                out, backward = jax.vjp(written, *args[k:])
                 residuals, treedef = jax.tree.flatten(backward)
                 about[:] = [treedef]
                 return out, residuals
@@ -108,8 +113,8 @@ class Call:
                 return floats
 
             args, states = [*residuals, *taken], (*saved, *self._outputs)
-            found, _ = self._follow(function, args, states, self._inputs)
-            return joins[0](found)
+            found, _ = self._follow(function, args, states, wished)
+            return (*[None] * k, *joins[0](found))
 
         function = jax.custom_vjp(self._primal)
         function.defvjp(forward, backward)

@@ -10,8 +10,11 @@ from typing import Any
 from optax_lossscale._autocast import policy
 from optax_lossscale._autocast.policy import Kind, State
 from optax_lossscale._autocast.program import Program, Step
+from optax_lossscale._jaxprs import parts
 
 States = tuple[State | None, ...]
+# Calls that save nothing of their own, so that a number may be cast before it enters.
+CAST_BEFORE = [x for x in parts.CALLS if x != "remat2"]
 
 
 @dataclasses.dataclass(eq=False)
@@ -103,12 +106,8 @@ class Planner:
         for variable in step.equation.outvars:
             if program.number(variable) is not None:
                 return self._state(plan, variable)
-        pairs = zip(step.equation.invars, states, strict=True)
-        is_mixed = any(
-            x == State.FLEXIBLE and program.number(k) is None for k, x in pairs
-        )
         states = [x for x in states if x is not None]
-        return policy.state_of_result(step.kind, states, is_mixed, is_wanted)
+        return policy.state_of_result(step.kind, states, is_wanted)
 
     def _nested(self, plan, step, states, wanted):
         """Plans the programs in a step, and returns the states of its results."""
@@ -117,6 +116,12 @@ class Planner:
         for index, i in enumerate(step.carry):
             if states[i] is not None and self._adds_up(plan.program, step, index):
                 states[i] = State.WIDE
+        if step.name in CAST_BEFORE:
+            ((body, _),) = step.bodies
+            inner = self._wanted(body, tuple(wanted))
+            for i, x in enumerate(body.jaxpr.invars):
+                if x in inner and states[i] == State.HALF:
+                    states[i] = State.WIDE
         while True:
             # The last is the body of a loop; the first may be its condition.
             plans = tuple(

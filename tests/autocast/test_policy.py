@@ -7,7 +7,7 @@ import pytest
 from casting import check, error, normal
 from jax import lax
 
-from optax_lossscale._autocast import policy
+from optax_lossscale._autocast import policy, states
 from optax_lossscale._autocast.policy import Kind, State
 from optax_lossscale._autocast.states import Planner
 
@@ -155,6 +155,25 @@ def positions(p, x):
     return jnp.mean(jnp.sin(at) * (x @ p["w"]))
 
 
+MANY = normal(1280, 16)
+TOP2 = jnp.sort(MANY @ P["out"], 1)[:, -2:]
+CERTAIN = MANY[jnp.argsort(TOP2[:, 0] - TOP2[:, 1])[:100]]
+
+
+def confident(p, x):
+    logits = 3 * CERTAIN @ p["out"]
+    return cross_entropy(logits, jnp.argmax(logits, 1))
+
+
+def confident_by_parts(p, x):
+    logits = 3 * CERTAIN @ p["out"]
+    labels = jnp.argmax(logits, 1)
+    label_logits = jax.jit(lambda x: x[jnp.arange(100), labels])(logits)
+    return jnp.mean(
+        jax.jit(jax.nn.logsumexp, static_argnums=1)(logits, -1) - label_logits
+    )
+
+
 FORMULAS = {
     "rms_norm large": (rms_norm, 300), "rms_norm tiny": (rms_norm, 1e-2),
     "square by product": (square_by_product, 300), "softmax": (softmax_by_hand, 4),
@@ -164,6 +183,7 @@ FORMULAS = {
     "gaussian policy": (gaussian_policy, 1), "value head": (value_head, 1),
     "coordinates": (coordinates, 1), "hidden variance": (hidden_variance, 1),
     "ode": (ode, 1), "moving average": (moving_average, 1),
+    "confident": (confident, 1), "confident by parts": (confident_by_parts, 1),
 }  # fmt: skip
 
 
@@ -213,6 +233,10 @@ def without_terms(patch):
     patch.setattr(policy, "_terms", lambda equation: 2)
 
 
+def cast_inside(patch):
+    patch.setattr(states, "CAST_BEFORE", [])
+
+
 def only_through_arithmetic(patch):
     for name in ("reshape", "broadcast_in_dim", "squeeze", "stop_gradient"):
         move(name, Kind.BOUNDED)(patch)
@@ -224,7 +248,6 @@ MUTATIONS = {
     "exp": (move("exp", Kind.ARITHMETIC), exponential, 5),
     "sums": (move("reduce_sum", Kind.ARITHMETIC), long_sum, 1),
     "bounded": (move("logistic", Kind.ARITHMETIC), binary_cross_entropy, 6),
-    "constants": (without_range, masked, 1),
     "tiny constants": (without_range, tiny_constant, 1),
     "large factors": (without_factors, large_factor, 100),
     "look ahead": (without_wants, mean_of_products, 100),
@@ -236,6 +259,8 @@ MUTATIONS = {
     "rule B, best path": (without_sums, best_path, 1),
     "sums from zero": (without_sums, sum_in_a_loop, 1),
     "positions": (without_terms, positions, 1),
+    "opposite gradients": (without_wants, confident, 1),
+    "opposite gradients of calls": (cast_inside, confident_by_parts, 1),
 }
 
 

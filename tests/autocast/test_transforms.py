@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from casting import check, error, errors, normal, products, value_and_grad
 from jax import lax
@@ -218,6 +219,39 @@ def test_products_of_one_term():
     def f(p, x):
         h = jnp.sin(jnp.einsum("bi,i,j->bij", x, p["b"], p["b"]))  # learned frequencies
         h = h.mean(1) @ p["w"] + jnp.tanh(x[:, :1] @ p["w"][:1])  # one input
+        return mean_square(p, h)
+
+    check(f, P, X)
+
+
+def test_rules_with_closures_and_arrays_of_integers():
+    factor = jnp.arange(8.0) / 32
+
+    @jax.custom_vjp
+    def scaled(y):
+        return y * factor
+
+    scaled.defvjp(lambda y: (y * factor, None), lambda _, g: (g * factor,))
+
+    @jax.custom_vjp
+    def counted(y, i):
+        return 2 * y, i + 1
+
+    counted.defvjp(lambda *x: (counted(*x), None), lambda _, g: (2 * g[0], None))
+
+    @jax.custom_jvp
+    def passed(y, i):
+        return 2 * y, i
+
+    @passed.defjvp
+    def _(primals, tangents):
+        zeros = np.zeros(primals[1].shape, jax.dtypes.float0)
+        return passed(*primals), (2 * tangents[0], zeros)
+
+    def f(p, x):
+        h = scaled(x @ p["w"])
+        for rule in (counted, passed):
+            h = rule(h, jnp.arange(3))[0]
         return mean_square(p, h)
 
     check(f, P, X)
