@@ -138,7 +138,8 @@ class Program:
             SHOWS.reset(shown)
         self.parameters = [(name,) for name in names[:count]]
         self.equations = followed = list(parts.all_equations(self.closed.jaxpr))
-        self.is_autocast = any(map(equations.is_autocast, followed))
+        casts = (x for x in followed if x.primitive.name == "convert_element_type")
+        self.is_autocast = any(map(equations.is_autocast, casts))
         results = (x.aval for equation in followed for x in equation.outvars)
         halves = {x.dtype.name for x in results if equations.in_half(x)}
         self.computes_in_dtype = self.dtype in halves

@@ -147,8 +147,10 @@ def trace_numerics(
     parameter as well. Gradients that are roundoff in float32 do not count. If something
     is not fine, the first finding names the line where the error begins.
 
-    Both runs use the comparisons of the program, as in ReLU and maximum. So a sign that
-    flips near zero is no error.
+    Of `autocast(f)` it compares with `f`: with its constants and its decisions. In a
+    program with casts written by hand, a comparison of numbers that are near each other
+    counts as the program decides it, as in ReLU, so that a sign that flips near zero is
+    no error; and constants count as the dtype rounds them.
 
     Call it on the host with the arguments of a step that went wrong. It compiles one
     program, which returns a few numbers for each operation, so it needs little memory;
