@@ -63,8 +63,8 @@ class _Run:
         self.planner, self.plan, self.is_saved = planner, plan, is_saved
         jaxpr = plan.program.jaxpr
         variables = (*jaxpr.constvars, *jaxpr.invars)
-        pairs = zip(variables, (*plan.program.consts, *args), strict=True)
-        self._values = {k: self._cast(x, plan.states.get(k)) for k, x in pairs}
+        arrays = (*plan.program.consts, *args)
+        self._values: dict[Any, Any] = dict(zip(variables, arrays, strict=True))
         self._casts: dict[Any, Any] = {}
 
     def dtype_of(self, state: State | None) -> Any:
@@ -198,11 +198,14 @@ def _run_checkpoint(run: _Run, step: Step) -> list[Any]:
 def _run_call(run: _Run, step: Step) -> list[Any]:
     names = "in_shardings", "out_shardings"
     shardings = {x: step.equation.params.get(x, ()) for x in names}
-    chosen = [
-        type(x).__name__ != "UnspecifiedValue" for y in shardings.values() for x in y
-    ]
+    kinds = {type(x).__name__ for y in shardings.values() for x in y}
     body, args = run.body(step, 0), run.arguments(step)
-    if not any(chosen):
+    (plan,) = run.plan.bodies[step]
+    for i, x in enumerate(plan.program.jaxpr.invars):
+        # One cast for all calls, so that their gradients add up in float32.
+        if plan.inputs[i] == State.HALF and plan.is_read_wide(x):
+            args[i] = run.held(step.equation.invars[i], State.WIDE)
+    if kinds <= {"UnspecifiedValue"}:
         return body(*args)
     return list(jax.jit(lambda *x: tuple(body(*x)), **shardings)(*args))
 

@@ -39,6 +39,15 @@ class Plan:
     )
     bodies: dict[Step, tuple["Plan", ...]] = dataclasses.field(default_factory=dict)
 
+    def is_read_wide(self, variable: Any) -> bool:
+        """Whether a step, or perhaps a call in it, reads an argument in float32."""
+        steps = [x for x in self.program.steps if variable in x.inputs]
+        return any(
+            step.bodies or self.states[x] != State.HALF
+            for step in steps
+            for x in step.equation.outvars
+        )
+
 
 class Planner:
     """Plans programs; remembers what it found, so that nested loops cost nothing.

@@ -32,7 +32,6 @@ from optax_lossscale.diagnostics._trace.lines import (
 from optax_lossscale.diagnostics._trace.operations import (
     NumericOperation as NumericOperation,
 )
-from optax_lossscale.diagnostics._trace.plot import plot_numerics as plot_numerics
 from optax_lossscale.diagnostics._trace.trace import (
     NumericsTrace as NumericsTrace,
     trace_numerics as trace_numerics,

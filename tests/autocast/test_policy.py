@@ -235,6 +235,7 @@ def without_terms(patch):
 
 def cast_inside(patch):
     patch.setattr(states, "CAST_BEFORE", [])
+    patch.setattr(states.Plan, "is_read_wide", lambda *about: False)
 
 
 def only_through_arithmetic(patch):

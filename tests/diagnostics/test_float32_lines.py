@@ -167,7 +167,8 @@ def test_tolerance_and_other_dtypes():
         return jnp.mean(w.astype("bfloat16").astype(jnp.float32))  # cast
 
     params = jnp.full(3, 1 + 2.0**-8 * 1.1)
-    assert float32_lines(loss_fn, params).lines == []
+    with pytest.raises(ValueError, match="bfloat16"):
+        float32_lines(loss_fn, params)
     assert float32_lines(loss_fn, params, dtype="bfloat16").lines == []
     strict = float32_lines(loss_fn, params, dtype="bfloat16", tolerance=1e-3)
     assert [x.line for x in strict.lines] == [line_of("cast", __file__)]

@@ -252,36 +252,18 @@ def test_what_never_runs_and_empty_arrays(loss_fn):
     assert "exp" not in {x.primitive for x in ran}
 
 
-@pytest.mark.parametrize(
-    ("own", "dtype", "factor", "end"),
-    [
-        ("float32", "float16", 6e4, "2^16"),
-        ("float32", "float8_e4m3fn", 400, "2^9"),
-        ("bfloat16", "float16", 1e5, "2^16"),
-    ],
-)
-def test_a_program_in_another_dtype(own, dtype, factor, end):
-    def loss_fn(w):
-        return total(w.astype(own) * jnp.asarray(factor, own))  # would
-
-    trace = trace_numerics(loss_fn, TWO, dtype=dtype)
+def test_a_program_in_float32():
+    trace = trace_numerics(lambda w: total(w * 6e4), TWO)
     assert not trace.computes_in_dtype
-    assert trace.first_nonfinite is None
-    finding = trace.findings[0]
-    assert finding.kind == "would_overflow"
-    assert finding.operation.dtype == own
-    assert finding.operation.line == line_of("would", __file__)
-    assert f"{dtype} ends at {end}" in finding.message
-    assert np.isclose(trace.loss, 3 * factor, rtol=1e-2)
-    assert f"No operation computes in {dtype}" in str(trace)
-    own_trace = trace_numerics(loss_fn, TWO, dtype="bfloat16")
-    assert own_trace.findings[0].kind == "fine"
+    assert trace.findings[0].kind == "fine"
+    assert str(trace).startswith("No operation computes in float16")
 
 
-def test_a_scale_that_would_be_too_high():
-    trace = trace_numerics(lambda w: total(jnp.tanh(w)), TWO, scale=2.0**20)
-    assert trace.findings[0].kind == "scale_too_high"
-    assert trace.largest_scale < 2.0**20
+@pytest.mark.parametrize("own", ["float16", "bfloat16"])
+def test_a_program_in_another_dtype(own):
+    (other,) = {"float16", "bfloat16"} - {own}
+    with pytest.raises(ValueError, match=f"dtype='{own}'"):
+        trace_numerics(lambda w: total(w.astype(own)), TWO, dtype=other)
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")

@@ -43,7 +43,7 @@ def divided(cast, w, x):
 CASES = {clipped: (W, X), divided: (W, X.at[0].set(0))}
 
 
-@pytest.mark.parametrize("loss_fn", exhaustive_but(CASES, [clipped]))
+@pytest.mark.parametrize("loss_fn", exhaustive_but(CASES, []))
 def test_a_tiny_constant_below_a_pole(loss_fn):
     truth = by_hand(partial(loss_fn, Casts(jnp.float32)), *CASES[loss_fn])(1.0)
     trace = trace_numerics(partial(loss_fn, Casts()), *CASES[loss_fn])
@@ -118,7 +118,7 @@ def iterations(w, x):
 AUTOCAST = [moving_average, products, thresholds, iterations]
 
 
-@pytest.mark.parametrize("loss_fn", exhaustive_but(AUTOCAST, [products, iterations]))
+@pytest.mark.parametrize("loss_fn", exhaustive_but(AUTOCAST, [iterations]))
 def test_the_shadow_of_autocast_is_the_function(loss_fn):
     trace = trace_numerics(lambda *args: autocast(loss_fn)(*args), W, X)
     truth = by_hand(loss_fn, W, X)(1.0)

@@ -62,24 +62,21 @@ def test_a_line_in_a_library(tmp_path):
     assert f"compute the call at diagnostics/test_trace_words.py:{line}" in text
 
 
-def test_a_wider_dtype_than_that_of_the_program():
-    with pytest.raises(ValueError, match=r'dtype="float16"'):
-        trace_numerics(lambda w: total(half(w)), TWO, dtype="bfloat16")
-
-
 def test_a_safe_norm():
     def loss_fn(w, cast=half):
         return optax.safe_norm(cast(w), 1e-6).astype(jnp.float32)
 
-    text = said(lambda w: jnp.sin(loss_fn(w) * 1e5), TWO * 1e-5)
-    assert "of the results are flushed to zero" in text
-    tiny = trace_numerics(loss_fn, TWO * 1e-5)
-    assert np.isclose(tiny.float32_loss, loss_fn(TWO * 1e-5, jnp.asarray), rtol=1e-3)
-    assert trace_numerics(loss_fn, TWO).findings[0].kind == "fine"
+    trace = trace_numerics(loss_fn, TWO * 1e-5)
+    assert np.isclose(trace.float32_loss, loss_fn(TWO * 1e-5, jnp.asarray), rtol=1e-3)
+    assert "of the results are flushed to zero" in trace.findings[0].message
 
 
 @pytest.mark.parametrize(
-    ("own", "count", "place"), [("float32", 0, True), ("float16", 3, False)]
+    ("own", "count", "place"),
+    [
+        ("float32", 0, True),
+        pytest.param("float16", 2, False, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_how_much_computes_in_the_dtype(own, count, place):
     def loss_fn(params, x):
@@ -88,6 +85,6 @@ def test_how_much_computes_in_the_dtype(own, count, place):
 
     x = jnp.ones((2, 2))
     trace = trace_numerics(loss_fn, {"w": x}, x)
-    assert str(trace).startswith(f"{min(count, 2)} of 2 matrix products")
+    assert str(trace).startswith(f"{count} of 2 matrix products")
     line = f"test_trace_words.py:{line_of('promoted', __file__)}"
     assert (line in trace.summary) == place

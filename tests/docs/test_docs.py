@@ -51,7 +51,7 @@ def test_public_names():
         ExponentHistogram Float32Lines NonfiniteGradient NumericFinding
         NumericOperation NumericsTrace Report Underflow UnderflowStats
         check_health describe_nonfinite exponent_histogram float32_lines metrics
-        nonfinite_leaves plot_exponents plot_history plot_numerics report
+        nonfinite_leaves plot_exponents plot_history report
         suggest_loss_scale trace_numerics underflow_stats
     """
     assert DIAGNOSTICS.keys() == set(names.split())

@@ -56,12 +56,13 @@ def _sound(*pairs, dtype):
 @functools.partial(jax.jit, static_argnames="dtype", inline=True)
 def _near(first, second, *, dtype):
     """Whether two numbers differ by no more than roundoff, in float32, too."""
-    shadows = first[1], second[1]
+    pairs = list(zip(first, second, strict=True))
+    shadows = pairs[1]
     sizes = jnp.maximum(*map(jnp.abs, shadows))
     # Beside zero, the other numbers of the array say what is near.
     is_zero = (shadows[0] == 0) | (shadows[1] == 0)
-    tops = (jnp.maximum(*map(_largest, x)) for x in zip(first, second, strict=True))
-    sizes = jnp.where(is_zero, jnp.minimum(*tops), sizes)
+    top = jnp.minimum(*(_largest(jnp.maximum(*map(jnp.abs, x))) for x in pairs))
+    sizes = jnp.where(is_zero, top, sizes)
     near = NEAR * float(jnp.finfo(dtype).eps) * sizes
     is_lost = _lost(first, dtype) | _lost(second, dtype)
     return ~is_lost & (jnp.abs(shadows[0] - shadows[1]) <= near)
@@ -75,6 +76,5 @@ def _lost(pair, dtype):
 
 
 def _largest(x):
-    """Returns the largest finite magnitude."""
-    size = jnp.abs(x)
-    return jnp.max(jnp.where(jnp.isfinite(size), size, 0), initial=0)
+    """Returns the largest finite number of magnitudes."""
+    return jnp.max(jnp.where(jnp.isfinite(x), x, 0), initial=0)

@@ -19,8 +19,7 @@ class NumericFinding(NamedTuple):
         "underflow": results are flushed to zero.
         "precision": finite results differ too much from float32.
         "no_scale": no loss scale fits two operations.
-        "would_overflow", "would_underflow": the same, if the program computed in the
-        dtype in question.
+        "decision": float32 decides otherwise.
         "fine": the loss and the gradients agree with float32.
       message: What happens and what to do, in plain words.
       operation: The operation, or None.

@@ -131,8 +131,7 @@ def float32_lines(
       state: The state, for its loss scale: a pytree that holds one
         `LossScaleOptimizerState`.
       scale: The loss scale, from 2**-126 to 2**126, in place of a state. Without either
-        it is the largest with which nothing in the backward pass overflows, but at least
-        1.
+        it is the largest with which nothing in the backward pass overflows, at least 1.
       dtype: The dtype in question: "float16", "bfloat16" or a float8.
       tolerance: How far the loss and the gradients may be from float32, relative to the
         loss, and to the norm of all gradients.
@@ -167,7 +166,7 @@ def float32_lines(
     is_given = scale is not None or state is not None
     scale = trace.check_scale("float32_lines", state, scale)
     followed = program.Program(call, dtype)
-    if followed.judged:
+    if not followed.computes_in_dtype:
         text = f"No operation computes in {followed.dtype}, so no line needs float32."
         return Float32Lines([], scale, 0.0, 0.0, True, text)
     search = Search(followed, tolerance, scale)

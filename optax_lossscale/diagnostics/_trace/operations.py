@@ -296,10 +296,7 @@ class Run:
 
     def limit(self, key: Key) -> _bits.Limits | None:
         """Returns the limits of half precision that apply, if any do."""
-        site = self.site(key)
-        # The loss scale itself stays in float32, whatever all else computes in.
-        is_scale = site.phase == "scale"
-        dtype = site.dtype if is_scale else self.program.judged or site.dtype
+        dtype = self.site(key).dtype
         return _bits.limits_of(dtype) if equations.is_half(dtype) else None
 
     def exceeds(self, key: Key) -> bool:
@@ -310,9 +307,8 @@ class Run:
         return largest > limits.overflow or limits.tie_overflows
 
     def is_bad(self, key: Key) -> bool:
-        """Whether there is inf or nan, or would be in the dtype in question."""
-        is_judged = self.program.judged is not None
-        return self._nonfinite[self._row(key)] or (is_judged and self.exceeds(key))
+        """Whether there is inf or nan."""
+        return self._nonfinite[self._row(key)]
 
     def is_origin(self, key: Key) -> bool:
         """Whether inf or nan begins here."""
@@ -322,10 +318,8 @@ class Run:
         known = (k for keys in site.inputs for k in keys if k in self.program.sites)
         if any(0 in self.site(k).shape for k in known):
             return False  # The largest number of none is -inf.
-        bad, limits = self.bad_operands(key), self.limit(key)
-        is_mask = site.primitive in equations.MASKS and self.program.judged
-        end = limits.overflow if is_mask and limits else math.inf
-        constants = [x for x in site.constants if not abs(x) < end]
+        bad = self.bad_operands(key)
+        constants = [x for x in site.constants if not math.isfinite(x)]
         if not bad and not constants:
             return True
         found = self.range(key)

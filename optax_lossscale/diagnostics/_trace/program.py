@@ -11,15 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale import _check as check
-from optax_lossscale._gradients import loss_of
 from optax_lossscale._autocast.evaluate import SHOWS
+from optax_lossscale._gradients import loss_of
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._scaling import scale_up
 from optax_lossscale._tree import is_argument, is_inexact
 from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._common import check_host
 from optax_lossscale.diagnostics._trace import equations
-from optax_lossscale.diagnostics._trace.equations import in_half
 from optax_lossscale.diagnostics._trace.interpreter import Interpreter, backward_keys
 from optax_lossscale.diagnostics._trace.statistics import Recorder, norms
 from optax_lossscale.diagnostics._trace.values import Place, Value
@@ -100,8 +99,7 @@ class Program:
       equations: All equations in it.
       is_autocast: Whether `autocast` made it, so that it has the constants and the
         decisions of the float32 function.
-      judged: The dtype that all numbers should fit into; None if the program computes
-        in the dtype in question.
+      computes_in_dtype: Whether anything computes in the dtype in question.
       parameters: The keys of the parameters that are differentiated.
       keys: The keys of the statistics.
       sites: By key, what was measured, in order of execution.
@@ -140,19 +138,16 @@ class Program:
             SHOWS.reset(shown)
         self.parameters = [(name,) for name in names[:count]]
         self.equations = followed = list(parts.all_equations(self.closed.jaxpr))
-        self.is_autocast = any(map(equations.is_autocast, followed))
+        casts = (x for x in followed if x.primitive.name == "convert_element_type")
+        self.is_autocast = any(map(equations.is_autocast, casts))
         results = (x.aval for equation in followed for x in equation.outvars)
-        computes = any(str(getattr(x, "dtype", "")) == self.dtype for x in results)
-        self.judged = None if computes else self.dtype
-        halves = {
-            x.aval.dtype.name for y in followed for x in y.outvars if in_half(x.aval)
-        }
-        for other in halves if self.judged else ():
-            if jnp.finfo(other).max < jnp.finfo(self.dtype).max:
-                raise ValueError(
-                    f"The program computes in {other}, whose range is smaller than that of "
-                    f'{self.dtype}. Pass dtype="{other}".'
-                )
+        halves = {x.dtype.name for x in results if equations.in_half(x)}
+        self.computes_in_dtype = self.dtype in halves
+        if halves and not self.computes_in_dtype:
+            raise ValueError(
+                f"Nothing computes in {self.dtype}, but the program computes in "
+                f"{min(halves)}. Pass dtype={min(halves)!r}."
+            )
         self._arrays, self._count = [*arrays, *self.closed.consts], len(followed)
         closed_over = range(len(self.closed.consts))
         names += [f"(array {i} that loss_fn closes over)" for i in closed_over]
@@ -182,7 +177,7 @@ class Program:
         def follow(zero, scale, arrays, *options):
             known = zero, jaxpr.invars[0], self.dtype, self.is_autocast
             interpreter = make(*known, *options)
-            place = Place((), Recorder(self.judged))
+            place = Place((), Recorder())
             outside = place._replace(phase="argument")
             inputs = [
                 interpreter.measure((name,), interpreter.value(x), outside)
@@ -194,7 +189,7 @@ class Program:
             statistics, keys = place.recorder.finish(), [x.keys for x in gradients]
             about[:] = place.recorder.keys, interpreter.sites, interpreter.before
             about.extend((loss.keys, keys))
-            sizes = [norms(x.real, x.shadow, self.judged) for x in gradients]
+            sizes = [norms(x.real, x.shadow) for x in gradients]
             return statistics, (loss.real, loss.shadow), jnp.stack(sizes)
 
         def arguments(scale, *options):

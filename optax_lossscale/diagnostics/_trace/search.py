@@ -74,8 +74,6 @@ class Search:
         if any(map(run.is_bad, run.gradients)):
             return False
         origins = run.origins("backward")
-        if run.program.judged:
-            return not origins
         return not any(map(run.exceeds, origins)) or not self.effect(run).wrong
 
 

@@ -106,7 +106,7 @@ def join_rows(parts: list[Statistics]) -> Statistics:
     return jax.tree.map(lambda *x: jnp.concatenate(x), *map(pad, parts))
 
 
-def norms(real: Any, shadow: Any, judged: Any = None) -> Any:
+def norms(real: Any, shadow: Any) -> Any:
     """Returns the norms of a gradient in float32, of its error, and of what it lost.
 
     The fourth number is a projection: where the gradient is only roundoff, it differs
@@ -115,15 +115,12 @@ def norms(real: Any, shadow: Any, judged: Any = None) -> Any:
     Args:
       real: The gradient.
       shadow: The gradient in float32.
-      judged: The dtype that all numbers should fit into; None for their own.
 
     Returns:
-      f32[4]. A number is lost if it is (or would be) zero, but not zero in float32.
+      f32[4]. A number is lost if it is zero, but not zero in float32.
     """
     wide, narrow = (_as_real(x).astype(jnp.float32) for x in (shadow, real))
-    *_, limit = codes_of(wide.dtype, judged or wide.dtype)
-    is_lost = (narrow == 0) | (_bits.magnitudes(wide)[0] <= limit)
-    parts = wide, narrow - wide, jnp.where(is_lost, wide, 0)
+    parts = wide, narrow - wide, jnp.where(narrow == 0, wide, 0)
 
     def norm(x):
         largest = jnp.max(jnp.abs(x), initial=0)
@@ -138,15 +135,13 @@ class Recorder:
     """Measures arrays, in groups.
 
     Attributes:
-      dtype: The dtype that all numbers should fit into; None for their own.
       keys: The keys of what was measured, in the order of the statistics.
       known: For the keys of values that were measured here, and not in a loop or branch
         inside, the key of the same magnitudes.
     """
 
-    def __init__(self, dtype: Any = None):
+    def __init__(self):
         """Prepares to measure; see the attributes."""
-        self.dtype = dtype
         self.keys: list[Any] = []
         self.known: dict[Any, Any] = {}
         self._parts = [NOTHING]
@@ -154,7 +149,7 @@ class Recorder:
 
     def add(self, key: Any, real: Any, shadow: Any) -> None:
         """Measures an array, and remembers its key."""
-        judged = self.dtype or jnp.finfo(real.dtype).dtype
+        dtype = jnp.finfo(real.dtype).dtype
         has_shadow = shadow is not real
         real = _as_real(real)
         shadow = _as_real(shadow) if has_shadow else real
@@ -162,10 +157,10 @@ class Recorder:
         if 0 < size < ROW and ROW % size == 0:
             size = ROW
         if not size or 2 * size > GROUPED or not _is_replicated(real):
-            found = _measure(real, shadow, judged, tuple(range(real.ndim)))
+            found = _measure(real, shadow, dtype, tuple(range(real.ndim)))
             self.extend([key], jax.tree.map(lambda x: x[None], found))
         else:
-            kind = real.dtype, judged, has_shadow, size
+            kind = dtype, has_shadow, size
             group = self._groups.setdefault(kind, [])
             group.append((key, real, shadow))
             if (len(group) + 1) * size > GROUPED:
@@ -183,7 +178,7 @@ class Recorder:
         return join_rows(self._parts)
 
     def _measure_group(self, kind):
-        _, judged, has_shadow, size = kind
+        dtype, has_shadow, size = kind
         keys, reals, shadows = zip(*self._groups.pop(kind), strict=True)
 
         def stack(arrays):
@@ -197,7 +192,7 @@ class Recorder:
 
         real = stack(reals)
         shadow = stack(shadows) if has_shadow else real
-        found = _measure(real, shadow, judged, (1,))
+        found = _measure(real, shadow, dtype, (1,))
         share = jnp.asarray([[x.size / size] for x in reals], jnp.float32)
         self.extend(list(keys), found._replace(counts=found.counts * share))
 
@@ -215,16 +210,15 @@ def _is_replicated(x: Any) -> bool:
 
 
 @functools.lru_cache
-def codes_of(dtype: Any, judged: Any) -> list[int]:
+def codes_of(dtype: Any) -> list[int]:
     """Returns the bits of the smallest normal number, of inf, and of what is flushed.
 
     Args:
-      dtype: The dtype of the numbers, float32 or float64.
-      judged: The dtype that they should fit into.
+      dtype: The dtype of the numbers.
     """
     if dtype == jnp.float64:
         return [0x00100000, 0x7FF00000, 0]
-    limits = _bits.limits_of(jnp.dtype(judged).name)
+    limits = _bits.limits_of(jnp.dtype(dtype).name)
     numbers = np.array([limits.normal, np.inf, limits.flushed], np.float32)
     return numbers.view(np.int32).tolist()
 
@@ -234,10 +228,10 @@ def _code(x: Any) -> Any:
     return bits if bits.dtype == jnp.int32 else (bits >> 32).astype(jnp.int32)
 
 
-@functools.partial(jax.jit, static_argnames=("judged", "axes"), inline=True)
-def _summarize(real, shadow, judged, axes):
+@functools.partial(jax.jit, static_argnames=("dtype", "axes"), inline=True)
+def _summarize(real, shadow, dtype, axes):
     """Reduces two arrays, in one pass: on CPU each further pass costs as much."""
-    normal, infinity, flushed = codes_of(real.dtype, judged)
+    normal, infinity, flushed = codes_of(dtype)
     bits, wide, error = map(_code, (real, shadow, real - shadow))
     is_zero = bits == 0
     is_counted = ~is_zero & (bits < infinity)
@@ -256,11 +250,11 @@ def _summarize(real, shadow, judged, axes):
     return found[:n], found[n:]
 
 
-def _measure(real, shadow, judged, axes) -> Statistics:
+def _measure(real, shadow, dtype, axes) -> Statistics:
     size = float(np.prod([real.shape[i] for i in axes]))
     # No int32 count overflows: the rows of a huge array are counted apart.
     apart = axes[:1] if size >= _bits.COUNTABLE else ()
-    counts, maxima = _summarize(real, shadow, judged, axes[len(apart) :])
+    counts, maxima = _summarize(real, shadow, dtype, axes[len(apart) :])
     counts = [jnp.sum(x.astype(jnp.float32), apart) for x in counts]
     maxima = [jnp.max(x, apart) for x in maxima]
     return Statistics(

@@ -42,8 +42,7 @@ class NumericsTrace(NamedTuple):
       loss: The loss.
       float32_loss: The loss if every operation in half precision were in float32.
       dtype: The dtype in question.
-      computes_in_dtype: Whether the program computes in `dtype`. If not, the findings
-        say what would overflow or underflow if it did.
+      computes_in_dtype: Whether the program computes in `dtype`.
       operations: All floating-point results, in order of execution.
       summary: How many matrix products compute in `dtype`, and how constants count.
 
@@ -76,12 +75,6 @@ class NumericsTrace(NamedTuple):
 
     def __str__(self):
         lines = [wrapped(self.summary)] if self.summary else []
-        if not self.computes_in_dtype:
-            text = (
-                f"No operation computes in {self.dtype}. The findings say what would "
-                "overflow or underflow if all did."
-            )
-            lines.append(textwrap.fill(text, WIDTH))
         lines += [wrapped(x.message) for x in self.findings]
         lines += map(wrapped, not_followed(self.operations))
         largest = "none" if self.largest_scale is None else power(self.largest_scale)
@@ -95,18 +88,18 @@ class NumericsTrace(NamedTuple):
 def summarize(program: Program) -> str:
     """Says how many products compute in the dtype in question, and with what."""
     products = [x for x in program.equations if x.primitive.name in PRODUCTS]
-    made = {x: y for y in program.equations for x in y.outvars}
+    casts = [x for x in program.equations if x.primitive.name == "convert_element_type"]
+    halves = {y for x in casts if in_half(x.invars[0].aval) for y in x.outvars}
     types = [{str(x.aval.dtype) for x in y.invars} for y in products]
-    count, text = types.count({program.dtype}), []
-    if products:
-        text = [
-            f"{count} of {len(products)} matrix products compute in {program.dtype}."
-        ]
+    count, dtype = types.count({program.dtype}), program.dtype
+    text = [f"{count} of {len(products)} matrix products compute in {dtype}."]
+    if not program.computes_in_dtype:
+        text = [f"No operation computes in {dtype}: trace autocast(loss_fn) to try it."]
+    elif not products:
+        text = []
 
     def was_half(x):
-        cast = None if hasattr(x, "val") else made.get(x)
-        is_cast = cast is not None and cast.primitive.name == "convert_element_type"
-        return in_half(x.aval) or (is_cast and in_half(cast.invars[0].aval))
+        return in_half(x.aval) or (not hasattr(x, "val") and x in halves)
 
     for equation in products:
         if {*map(was_half, equation.invars)} == {True, False}:
@@ -117,9 +110,7 @@ def summarize(program: Program) -> str:
     variables = (x for y in program.equations for x in y.invars)
     constants = any(hasattr(x, "val") and in_half(x.aval) for x in variables)
     if constants and not program.is_autocast:
-        text.append(
-            f"Constants count as {program.dtype} rounds them; `autocast` knows them."
-        )
+        text.append(f"Constants count as {dtype} rounds them; `autocast` knows them.")
     return " ".join(text)
 
 
@@ -156,8 +147,10 @@ def trace_numerics(
     parameter as well. Gradients that are roundoff in float32 do not count. If something
     is not fine, the first finding names the line where the error begins.
 
-    Both runs use the comparisons of the program, as in ReLU and maximum. So a sign that
-    flips near zero is no error.
+    Of `autocast(f)` it compares with `f`: with its constants and its decisions. In a
+    program with casts written by hand, a comparison of numbers that are near each other
+    counts as the program decides it, as in ReLU, so that a sign that flips near zero is
+    no error; and constants count as the dtype rounds them.
 
     Call it on the host with the arguments of a step that went wrong. It compiles one
     program, which returns a few numbers for each operation, so it needs little memory;
@@ -175,7 +168,8 @@ def trace_numerics(
       scale: The loss scale, from 2**-126 to 2**126, in place of a state. Without either
         it is 1.
       dtype: The dtype in question: "float16", "bfloat16" or a float8. If no operation
-        computes in it, the trace says what would happen if all did.
+        computes in it, trace `autocast(loss_fn)` to see what would happen if products
+        did.
       has_aux: Whether `loss_fn` returns auxiliary data as well.
       **kwargs: More arguments of `loss_fn`. If it has a keyword `state`, `scale`,
         `dtype` or `has_aux` itself, bind that with `functools.partial`.
@@ -225,7 +219,7 @@ def trace_numerics(
         loss=loss,
         float32_loss=float32_loss,
         dtype=program.dtype,
-        computes_in_dtype=program.judged is None,
+        computes_in_dtype=program.computes_in_dtype,
         summary=summarize(program),
         operations=list(map(run.operation, operations)),
     )

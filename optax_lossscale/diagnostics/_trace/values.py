@@ -120,6 +120,6 @@ class Place(NamedTuple):
         """Returns the place inside a loop or a branch, which is measured apart."""
         return self._replace(
             key=(*self.key, name),
-            recorder=Recorder(self.recorder.dtype),
+            recorder=Recorder(),
             loops=(*self.loops, *loops),
         )

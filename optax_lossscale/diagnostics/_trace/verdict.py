@@ -32,13 +32,13 @@ def find_all(search: Search) -> list[NumericFinding]:
     run, best = search.run, search.best
     effect = search.effect(run)
     found = []
-    if run.program.judged or best is None or not effect.is_fine:
+    if best is None or not effect.is_fine:
         found = _nonfinite_arguments(run) or _wrong(search, effect)
     return found or [_fine(search, effect)]
 
 
 def _kinds_of(run: Run, key: Key) -> str:
-    """Returns "inf", "nan" or both; "overflow" if it would only overflow."""
+    """Returns "inf", "nan" or both; "overflow" in a run in which there is neither."""
     found = run.range(key)
     kinds = ["inf"] * (found.infs > 0) + ["nan"] * (found.nans > 0)
     return " and ".join(kinds) or "overflow"
@@ -55,8 +55,6 @@ def _fine(search: Search, effect: Effect) -> NumericFinding:
     text = f"Fine: the loss and the gradients agree with float32 ({effect})."
     if abs(run.losses[0] - run.losses[1]) > search.close * abs(run.losses[1]):
         text += " The loss is small because its terms cancel."
-    if run.program.judged:
-        text = f"Fine: nothing would overflow or be lost in {run.program.judged}."
     if best is not None:
         text += f" The largest loss scale is {power(best.scale)}."
     swallowed = next((k for k in run.origins() if not run.range(k).is_finite), None)
@@ -67,27 +65,21 @@ def _fine(search: Search, effect: Effect) -> NumericFinding:
 
 
 def _wrong(search: Search, effect: Effect) -> list[NumericFinding]:
-    """Says why the loss or the gradients are not those of float32.
-
-    If the program computes in another dtype, it says what would happen.
-    """
-    run, best, judged = search.run, search.best, search.run.program.judged
-    if judged:
-        causes, late = run.origins("forward"), run.origins("backward")
-    else:
-        losses = run.inputs(run.program.loss)
-        causes, late = run.causes(losses), run.causes(run.gradients)
+    """Says why the loss or the gradients are not those of float32."""
+    run, best = search.run, search.best
+    losses = run.inputs(run.program.loss)
+    causes, late = run.causes(losses), run.causes(run.gradients)
     if best is None:
         causes = causes or late
     if causes:
         return _nonfinite(search, causes)
-    if best is None or (effect.loss > search.close and not judged):
+    if best is None or effect.loss > search.close:
         return [_explain(search, run, beginning_of(search, run, []))]
     found, at_best = [], search.effect(best)
     if run.scale > best.scale:
         late = late or run.origins("backward")
         found = [_too_high(run, k, best, at_best.is_fine) for k in late[:1]]
-    if at_best.wrong and (not judged or _out_of_range(best, at_best.wrong)):
+    if at_best.wrong:
         return [_conflict(search, best, at_best.wrong), *found]
     return found or _underflow(search, best, effect.wrong)
 
@@ -171,11 +163,10 @@ def trouble_of(search: Search, run: Run, key: Key) -> tuple[str, str, str, str]:
         return kind, what, why, fix
     if limits is not None and run.exceeds(key):
         needed, end = log2_of(run, key), math.log2(limits.overflow)
-        name = run.program.judged or found.dtype
-        why = f"The largest {noun[:-1]} would be 2^{needed:.1f}; {name} ends at 2^{end:.0f}."
+        largest = f"The largest {noun[:-1]} would be 2^{needed:.1f}"
+        why = f"{largest}; {found.dtype} ends at 2^{end:.0f}."
         if not all(map(math.isfinite, site.constants)):
             why = ROUNDED
-        kind = "would_overflow" if found.is_finite else kind
         exponents = site.constants if site.primitive in POWERS else ()
         if site.primitive in INVERSE or min(exponents, default=0) < 0:
             fix += ", or keep its inputs away from zero"
@@ -373,14 +364,13 @@ def _underflow(search: Search, best: Run, wrong: list[int]) -> list[NumericFindi
     for key in _losers(run, wrong)[:SHOWN]:
         operation = run.operation(key)
         message = (
-            f"{operation}: {run.range(key).flushed:.0%} of the gradients are flushed to "
-            f"zero at the loss scale {power(run.scale)}, and "
+            f"{operation}: {run.range(key).flushed:.0%} of the gradients are flushed "
+            f"to zero at the loss scale {power(run.scale)}, and "
             f"{best.range(key).flushed:.0%} at {power(best.scale)}, the largest "
             "with which nothing in the backward pass overflows. Use that: "
             f"initial_scale=2.0**{math.log2(best.scale):.0f}."
         )
-        kind = "would_underflow" if run.program.judged else "underflow"
-        found.append(NumericFinding(kind, message, operation))
+        found.append(NumericFinding("underflow", message, operation))
     if not found and wrong:
         found = [_explain(search, run, beginning_of(search, run, wrong))]
     return found
