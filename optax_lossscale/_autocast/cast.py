@@ -128,7 +128,8 @@ def _evaluate(closed, arrays, dtype, lines):
     inputs = states(closed.jaxpr.invars, State.FLEXIBLE)
     outputs = states(closed.jaxpr.outvars, State.WIDE)
     # The caller reads the results in float32.
-    plan = planner.plan(read(closed), inputs, (True,) * len(outputs))
+    program = read(closed, dtype, programs=None if lines else {})
+    plan = planner.plan(program, inputs, (True,) * len(outputs))
     found = run_plan(planner, plan, arrays, outputs, is_saved=True)
     for text in sorted(missing):
         warn(

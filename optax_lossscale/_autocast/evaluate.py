@@ -43,17 +43,25 @@ def run_plan(
     """
     outputs, program = plan.outputs if outputs is None else outputs, plan.program
     if is_saved and program.repeats:
-        function = jax.checkpoint(
-            lambda *args: run_plan(planner, plan, args, outputs),
-            prevent_cse=False,
-            policy=policy.is_saved,
-        )
-        return function(*map(jnp.asarray, args))
+        function = _function(planner, plan, outputs, is_saved=False)
+        options = {"prevent_cse": False, "policy": policy.is_saved}
+        return jax.checkpoint(function, **options)(*map(jnp.asarray, args))
     found = _Run(planner, plan, args, is_saved)
     for step in program.steps:
         found.follow(step)
     pairs = zip(program.jaxpr.outvars, outputs, strict=True)
     return [found.held(x, state) for x, state in pairs]
+
+
+def _function(
+    planner: Planner, plan: Plan, outputs: States, *, is_saved: bool
+) -> Callable[..., list[Any]]:
+    """Returns a program as a function: the same each time, so JAX traces it once."""
+
+    def function(*args):
+        return run_plan(planner, plan, args, outputs, is_saved=is_saved)
+
+    return planner.functions.setdefault((plan, outputs, is_saved), function)
 
 
 class _Run:
@@ -124,7 +132,8 @@ class _Run:
         """Returns a program in a step as a function."""
         plan = self.plan.bodies[step][index]
         is_saved = self.is_saved and step.name not in ("remat2", "while")
-        return lambda *x: run_plan(self.planner, plan, x, outputs, is_saved=is_saved)
+        outputs = plan.outputs if outputs is None else outputs
+        return _function(self.planner, plan, outputs, is_saved=is_saved)
 
     def arguments(self, step: Step) -> list[Any]:
         """Returns the operands of a call as arrays."""
@@ -196,18 +205,20 @@ def _run_checkpoint(run: _Run, step: Step) -> list[Any]:
 
 
 def _run_call(run: _Run, step: Step) -> list[Any]:
-    names = "in_shardings", "out_shardings"
-    shardings = {x: step.equation.params.get(x, ()) for x in names}
-    kinds = {type(x).__name__ for y in shardings.values() for x in y}
     body, args = run.body(step, 0), run.arguments(step)
     (plan,) = run.plan.bodies[step]
     for i, x in enumerate(plan.program.jaxpr.invars):
         # One cast for all calls, so that their gradients add up in float32.
         if plan.inputs[i] == State.HALF and plan.is_read_wide(x):
             args[i] = run.held(step.equation.invars[i], State.WIDE)
-    if kinds <= {"UnspecifiedValue"}:
+    params = step.equation.params
+    if "in_shardings" not in params:
         return body(*args)
-    return list(jax.jit(lambda *x: tuple(body(*x)), **shardings)(*args))
+    before, after = params["in_shardings"], params["out_shardings"]
+    kinds = {type(x).__name__ for x in (*before, *after)}
+    if kinds <= {"UnspecifiedValue"} and not plan.program.is_shared:
+        return body(*args)
+    return jax.jit(body, in_shardings=before, out_shardings=list(after))(*args)
 
 
 def _run_custom(run: _Run, step: Step) -> list[Any]:

@@ -83,7 +83,7 @@ REPEATED = (
     "log1p", "max", "min", "neg", "pow", "reshape", "rsqrt", "select_n", "sqrt",
     "square", "squeeze", "stop_gradient", "transpose",
 )  # fmt: skip
-# From so many iterations on, the roundings of a sum in a loop add up.
+# From so many iterations on, the roundings of what a loop updates add up.
 LONG_LOOP = 128
 # Larger arrays are parameters rather than masks, and looking at them takes time.
 LARGEST_CONSTANT = 2**20
@@ -91,11 +91,12 @@ LARGEST_CONSTANT = 2**20
 SMALL = ("bool", "int8", "uint8", "int4", "uint4", "int2", "uint2")
 
 
-def kind_of(equation: Any, known: Sequence[Any], is_square: bool) -> Kind:
+def kind_of(equation: Any, dtype: Any, known: Sequence[Any], is_square: bool) -> Kind:
     """Returns the kind of an equation.
 
     Args:
       equation: The equation.
+      dtype: The dtype to compute in.
       known: For each operand, its number if the program knows it, else None.
       is_square: Whether it multiplies a number by itself.
     """
@@ -109,6 +110,8 @@ def kind_of(equation: Any, known: Sequence[Any], is_square: bool) -> Kind:
         return Kind.MOVE if is_same else Kind.BOUNDED if is_small else Kind.FLOAT32
     types = [x.aval.dtype for x in (*equation.invars, *equation.outvars)]
     floats = {x for x in types if jnp.issubdtype(x, jnp.inexact)}
+    if kind == Kind.PRODUCT and types[-1] == np.float32 and len(set(types[:-1])) > 1:
+        floats.discard(jnp.dtype(dtype))  # JAX promoted one operand for the other.
     if floats != {np.dtype(np.float32)}:
         return Kind.FLOAT32  # Somebody chose another dtype.
     if kind == Kind.PRODUCT:
@@ -145,6 +148,16 @@ def _terms(equation: Any) -> int:
         return 2
     (axes, _), _ = equation.params["dimension_numbers"]
     return math.prod(equation.invars[0].aval.shape[x] for x in axes)
+
+
+def may_add_up(equation: Any, start: Any) -> bool:
+    """Whether a part of a loop's state may be a sum, in which roundings add up.
+
+    Args:
+      equation: The loop.
+      start: What number that part is before the loop; None if that is not known.
+    """
+    return start == 0 or equation.params.get("length", LONG_LOOP) >= LONG_LOOP
 
 
 def is_saved(primitive: Any, *_: Any, **_params: Any) -> bool:

@@ -63,12 +63,14 @@ class Program:
       consts: The arrays that it closes over.
       numbers: By variable, the number that it is, or is filled with.
       steps: Its equations, but those of numbers.
+      is_shared: Whether it is called more than once.
     """
 
     jaxpr: Any
     consts: Sequence[Any]
     numbers: dict[Any, Any]
     steps: list[Step] = dataclasses.field(default_factory=list)
+    is_shared: bool = False
 
     def number(self, atom: Any) -> Any:
         """Returns the number that an operand is or is filled with; None otherwise."""
@@ -109,16 +111,27 @@ class Program:
 
 
 def read(
-    closed: Any, known: Sequence[Any] = (), outer: Callable[[], Source] = Source
+    closed: Any,
+    dtype: Any,
+    known: Sequence[Any] = (),
+    outer: Callable[[], Source] = Source,
+    programs: dict[Any, "Program"] | None = None,
 ) -> Program:
     """Returns the program of a jaxpr.
 
     Args:
       closed: The jaxpr.
+      dtype: The dtype to compute in.
       known: Of its first arguments, the numbers that they are or are filled with; None
         for what is not known.
       outer: Returns where it is called.
+      programs: What was read before, so that a function that is called often is read,
+        planned and traced once. None if it matters where each call stands.
     """
+    key = id(closed), *map(repr, known)
+    if programs is not None and key in programs:
+        programs[key].is_shared = True
+        return programs[key]
     jaxpr, consts = parts.opened(closed)
     pairs = zip(jaxpr.invars, known, strict=False)
     program = Program(jaxpr, consts, {k: x for k, x in pairs if x is not None})
@@ -128,7 +141,8 @@ def read(
         jaxprs, carry = _bodies(equation)
         # A loop changes its state, and a branch is not worth it.
         passed = numbers if equation.primitive.name in parts.CALLS else ()
-        bodies = [(read(x, passed, source), reads) for x, reads in jaxprs]
+        inner = functools.partial(read, programs=programs)
+        bodies = [(inner(x, dtype, passed, source), reads) for x, reads in jaxprs]
         number = _folded(equation, program, numbers) if equation.outvars else None
         if number is not None:
             program.numbers[equation.outvars[0]] = number
@@ -136,8 +150,10 @@ def read(
                 continue
         is_square = len(set(map(id, equation.invars))) == 1 < len(numbers)
         is_square &= equation.primitive.name == "mul"
-        kind = policy.kind_of(equation, numbers, is_square)
+        kind = policy.kind_of(equation, dtype, numbers, is_square)
         program.steps.append(Step(equation, kind, source, bodies, carry))
+    if programs is not None:
+        programs[key] = program
     return program
 
 

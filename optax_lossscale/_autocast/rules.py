@@ -1,11 +1,11 @@
 """Functions with derivatives of their own: `jax.custom_jvp` and `jax.custom_vjp`."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from optax_lossscale._autocast.program import Step, read
 from optax_lossscale._autocast.states import Plan, Planner, States
@@ -53,7 +53,7 @@ class Call:
         """
         pairs = zip(args, states, strict=True)
         closed = jax.make_jaxpr(function)(*(_type_of(x, state) for x, state in pairs))
-        found = read(closed, numbers, self._step.source)
+        found = read(closed, self._planner.dtype, numbers, self._step.source)
         plan = self._planner.plan(found, states, (False,) * len(found.outputs))
         others = plan.outputs[len(outputs) :]
         return self._run(self._planner, plan, args, (*outputs, *others)), others
@@ -84,26 +84,36 @@ class Call:
     def custom_vjp(self) -> Callable[..., list[Any]]:
         """Returns the function with the rule of a `jax.custom_vjp`."""
         inputs, outputs = self._plan.inputs, self._plan.outputs
+        params, variables = self._step.equation.params, self._step.equation.invars
         # The function may close over arrays, which have no gradient.
-        k = self._step.equation.params.get("num_consts", 0)
-        wished = _floats(inputs[k:], self._step.equation.invars[k:])
-        about: list[Any] = []  # of the residuals
+        consts = params.get("num_consts", 0)
+        is_symbolic = params["symbolic_zeros"]  # It asks which arguments have one.
+        about: dict[Any, Any] = {}  # the residuals, by the arguments with gradients
 
         def forward(*args):
+            mask = [i >= consts for i in range(len(args))]
+            if is_symbolic:
+                mask = [x and y.perturbed for x, y in zip(mask, args, strict=True)]
+                args = [x.value for x in args]
+
             def function(*args):
-                written = functools.partial(self._written, *args[:k])
-                out, backward = jax.vjp(written, *args[k:])
+                taken, join = _parted(args, mask)
+                written = lambda *taken: self._written(*join(taken))  # noqa: E731
+                out, backward = jax.vjp(written, *taken)
                 residuals, treedef = jax.tree.flatten(backward)
-                about[:] = [treedef]
+                about[tuple(mask)] = [treedef]
                 return out, residuals
 
             found, states = self._follow(function, args, inputs, outputs, self._numbers)
-            about.append(states)
-            return found[: len(outputs)], found[len(outputs) :]
+            about[tuple(mask)].append(states)
+            marks = tuple(() if x else None for x in mask)
+            return found[: len(outputs)], (marks, found[len(outputs) :])
 
-        def backward(residuals, cotangents):
-            treedef, saved = about
-            taken, join = split_arrays(list(cotangents), is_inexact)
+        def backward(saved, cotangents):
+            marks, residuals = saved
+            mask = tuple(x is not None for x in marks)
+            treedef, saved = about[mask]
+            taken, join = split_arrays(list(map(_array, cotangents)), is_inexact)
             n, joins = len(saved), []
 
             def function(*args):
@@ -113,15 +123,37 @@ class Call:
                 return floats
 
             args, states = [*residuals, *taken], (*saved, *self._outputs)
+            (held, _), (given, _) = _parted(inputs, mask), _parted(variables, mask)
+            wished = _floats(held, given)
             found, _ = self._follow(function, args, states, wished)
-            return (*[None] * k, *joins[0](found))
+            _, fill = _parted([None] * len(mask), mask)
+            return tuple(fill(joins[0](found)))
 
         function = jax.custom_vjp(self._primal)
-        function.defvjp(forward, backward)
+        function.defvjp(forward, backward, symbolic_zeros=is_symbolic)
         return function
 
 
-def _floats(states: States, variables: Sequence[Any]) -> States:
+def _parted(
+    values: Sequence[Any], mask: Sequence[bool]
+) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
+    """Returns the values of a mask, and what joins others with the rest."""
+    pairs = list(zip(values, mask, strict=True))
+
+    def join(taken):
+        rest = iter(taken)
+        return [next(rest) if is_taken else x for x, is_taken in pairs]
+
+    return [x for x, is_taken in pairs if is_taken], join
+
+
+def _array(x: Any) -> Any:
+    """Returns a cotangent as an array, if it is a zero that JAX did not make."""
+    kind: Any = getattr(x, "aval", None)
+    return jnp.zeros(kind.shape, kind.dtype) if isinstance(x, SymbolicZero) else x
+
+
+def _floats(states: Sequence[Any], variables: Sequence[Any]) -> States:
     pairs = zip(states, variables, strict=True)
     return tuple(state for state, x in pairs if is_inexact(x.aval))
 

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,11 +53,13 @@ class Planner:
 
     Attributes:
       dtype: The dtype to compute in.
+      functions: What JAX is to trace once, however often the program calls it.
     """
 
     def __init__(self, dtype: Any, is_float32: Callable[[Step], bool]):
         """Takes the dtype, and whether the user wants a step in float32."""
         self.dtype, self._is_float32 = dtype, is_float32
+        self.functions: dict[Any, Callable[..., Any]] = {}
         self._plans: dict[Any, Plan] = {}
         self._wants: dict[Any, set[Any]] = {}
 
@@ -122,8 +123,9 @@ class Planner:
         """Plans the programs in a step, and returns the states of its results."""
         n = len(step.carry)
         wanted[:n] = [False] * n
-        for index, i in enumerate(step.carry):
-            if states[i] is not None and self._adds_up(plan.program, step, index):
+        for i in step.carry:
+            start = plan.program.number(step.equation.invars[i])
+            if states[i] is not None and policy.may_add_up(step.equation, start):
                 states[i] = State.WIDE
         if step.name in CAST_BEFORE:
             ((body, _),) = step.bodies
@@ -146,34 +148,6 @@ class Planner:
                 return [*carry, *found[n:]]
             for i, state in zip(step.carry, carry, strict=True):
                 states[i] = state
-
-    def _adds_up(self, program, step, index):
-        """Whether a part of a loop's state is a sum, and a long one or from zero on."""
-        position = step.carry[index]
-        start = program.number(step.equation.invars[position])
-        length = step.equation.params.get("length", policy.LONG_LOOP)
-        if length < policy.LONG_LOOP and start != 0:
-            return False
-        body, reads = step.bodies[-1]
-        reached = self._reached(body, body.jaxpr.invars[reads.index(position)])
-        return reached.get(body.outputs[index], False)
-
-    def _reached(self, program: Program, start: Any) -> dict[Any, bool]:
-        """Returns what comes from a number by adding and moving; whether by adding."""
-        reached = {start: False}
-        for step in program.steps:
-            hits = [i for i, x in enumerate(step.inputs) if x in reached]
-            adds = step.name in ("add", "sub", "add_any")
-            adds |= any(reached[step.inputs[i]] for i in hits)
-            for body, reads in step.bodies:
-                for i in set(hits).intersection(reads):
-                    inner = self._reached(body, body.jaxpr.invars[reads.index(i)])
-                    for x, k in zip(step.equation.outvars, body.outputs, strict=False):
-                        if k in inner:
-                            reached[x] = adds or inner[k]
-            if hits and not step.bodies and _passes_on(step, program, hits):
-                reached.update((x, adds) for x in step.equation.outvars)
-        return reached
 
     def _wanted(self, program, outputs):
         """Returns what only operations in float32 read.
@@ -216,18 +190,3 @@ def is_float32(x: Any) -> bool:
 
 def _largest(states):
     return None if None in states else max(states)
-
-
-def _passes_on(step: Step, program: Program, indices: Sequence[int]) -> bool:
-    """Whether results are still the sum, perhaps smaller, that some operands are.
-
-    Args:
-      step: The operation.
-      program: The program that holds it.
-      indices: Which of its operands are such a sum.
-    """
-    if step.name not in ("mul", "div"):
-        return step.kind in policy.FOLLOWERS or step.name in ("add", "sub")
-    (other,) = {0, 1}.difference(indices[:1])
-    atom = step.equation.invars[other]
-    return math.prod(atom.aval.shape) == 1 or program.number(atom) is not None

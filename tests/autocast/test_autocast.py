@@ -87,7 +87,8 @@ def test_a_large_mask_that_the_function_closes_over():
 
 class Network(nnx.Module):
     def __init__(self, rngs):
-        self.hidden = nnx.Linear(8, 8, rngs=rngs)
+        # A bias before the norm would have no gradient but roundings.
+        self.hidden = nnx.Linear(8, 8, use_bias=False, rngs=rngs)
         self.norm = nnx.BatchNorm(8, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
         self.out = nnx.Linear(8, 8, rngs=rngs)

@@ -200,17 +200,17 @@ def move(name, kind):
 def without_rule_a(patch):
     original = policy.kind_of
 
-    def kind_of(equation, known, is_square):
+    def kind_of(equation, *about):
         if equation.primitive.name == "sub":
             return Kind.ARITHMETIC
-        return original(equation, known, is_square)
+        return original(equation, *about)
 
     patch.setattr(policy, "kind_of", kind_of)
 
 
 def without_squares(patch):
     original = policy.kind_of
-    patch.setattr(policy, "kind_of", lambda *about: original(*about[:2], False))
+    patch.setattr(policy, "kind_of", lambda *about: original(*about[:3], False))
 
 
 def without_wants(patch):
@@ -222,7 +222,7 @@ def without_range(patch):
 
 
 def without_sums(patch):
-    patch.setattr(Planner, "_adds_up", lambda *about: False)
+    patch.setattr(policy, "may_add_up", lambda *about: False)
 
 
 def without_factors(patch):

@@ -198,6 +198,35 @@ def test_precision_and_other_dtypes_stay():
     assert error(f, P, X) < 0.01
 
 
+@jax.numpy_dtype_promotion("standard")
+def test_promoted_operands_compute_in_half_precision():
+    # A frozen base of float16 under float32 adapters, as jnp.matmul promotes them.
+    def f(params, base, x):
+        return jnp.mean((x @ base + x @ params["down"] @ params["up"]) ** 2)
+
+    params = {"down": normal(8, 2), "up": normal(2, 8)}
+    check(f, params, normal(8, 8).astype(jnp.float16), X)
+
+
+@pytest.mark.parametrize("again", [jax.jit, jax.checkpoint])
+def test_a_function_that_is_called_often_is_traced_once(again):
+    @again
+    def block(w, h):
+        return h + jax.nn.gelu(h @ w)
+
+    def f(w, x):
+        for _ in range(8):
+            x = block(w, x)
+        return jnp.mean(x**2)
+
+    check(f, normal(8, 8, scale=0.1), X)
+    equations = all_equations(jax.make_jaxpr(autocast(f))(normal(8, 8), X).jaxpr)
+    found = [id(x) for x in equations if x.primitive.name == "dot_general"]
+    assert len(found) == 8
+    # The first reads an argument, and a square reads the last.
+    assert len(set(found)) == 3
+
+
 def test_nested_loops_cost_nothing():
     def nested(depth):
         def body(depth, h):
@@ -255,6 +284,27 @@ def test_rules_with_closures_and_arrays_of_integers():
         return mean_square(p, h)
 
     check(f, P, X)
+
+
+def test_rules_that_ask_which_arguments_have_gradients():
+    @jax.custom_vjp
+    def scaled(y, factor):
+        return y * factor, 2 * y
+
+    def forward(y, factor):
+        assert y.perturbed
+        assert not factor.perturbed
+        return scaled(y.value, factor.value), factor.value
+
+    def backward(factor, cotangents):
+        return cotangents[0] * factor, None
+
+    scaled.defvjp(forward, backward, symbolic_zeros=True)
+
+    def f(p, x):
+        return mean_square(p, scaled(x @ p["w"], 1 + x[0])[0])
+
+    check(f, P, X, scales=(1.0,))
 
 
 def test_complex_numbers():
