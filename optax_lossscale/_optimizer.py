@@ -29,6 +29,12 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     Equinox take one. In a chain put it outermost: `optax.clip` before the check would
     turn an inf into a finite number, and the step would be applied.
 
+    The derivatives through a step, as in MAML, are those of the step without loss
+    scaling, also with respect to a learning rate. Through a skipped step they may be
+    nan: wrap the outer optimizer, too, and it skips its step. A scale that begins anew
+    in each outer step never learns from an overflow, so choose a low one. With
+    `retries` there are only forward-mode derivatives.
+
     Args:
       inner_optimizer: A `GradientTransformation`, or an object with methods `init`
         and `update` (`optax.MultiSteps`).

@@ -119,7 +119,10 @@ def with_loss_scale(
       parameters: keep these in float32, and cast them in `loss_fn`. Gradients with
       respect to other arguments are true, too, but may hold inf or nan. Gradients with
       respect to arrays that `loss_fn` closes over, or to single variables of Flax nnx,
-      stay scaled.
+      stay scaled. JAX refuses forward mode, because the backward pass checks the
+      gradients. For second derivatives in float16 use `jax.hessian` (forward over
+      reverse mode), which is scaled: reverse over reverse mode is not, and small values
+      become zero.
 
     Raises:
       TypeError: If an argument is of the wrong type, or, when called, if the loss is
@@ -273,6 +276,15 @@ def scale_as_parameter(
 
     It is for a trainer that computes the gradients: pass the trainer this optimizer,
     and a loss function from `with_loss_scale`.
+
+    The inner optimizer sees None in the place of the scale. A mask or a tree of labels,
+    as of `optax.masked` and `optax.partition`, needs an entry there, of any value; a
+    function of the parameters works as it is. `HeadroomLossScale` sees the gradients
+    after the trainer has changed them: clipping makes them look smaller than they were
+    in the backward pass. A line search (`optax.lbfgs`) needs `value`, `grad` and
+    `value_fn`, which few trainers pass to `update`. Gradients of each example, as
+    `optax.contrib.dpsgd` takes them, may have one flag each: put the optimizer of
+    differential privacy inside. Then one example that overflows skips the step.
 
     Args:
       optimizer: The optimizer. Its inner optimizer and its rule do not see the scale.

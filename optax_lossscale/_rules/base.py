@@ -31,8 +31,14 @@ class LossScale(abc.ABC):
     A subclass is a frozen dataclass whose fields are its hyperparameters. It
     defines `init` and `update`; `get_config`, `from_config`, equality and hash
     follow from the fields. Everything that changes during training is in the
-    state, a named tuple with at least the field `loss_scale: f32[]`. Hyperparameters
-    named `min_scale` and `max_scale` bound the scale.
+    state, a named tuple with at least the field `loss_scale: f32[]`. `metrics` returns
+    its other scalars by name, and `dynamic_counter` one that is called `good_steps`.
+
+    You choose the names of the fields, but some have a meaning. `min_scale` and
+    `max_scale` bound the scale, and `initial_scale` and `growth_interval` are values of
+    properties of the optimizer. None may be called `loss_scale`, the name of a method.
+    `check_health` counts a skipped step as stuck if the scale was at `min_scale`;
+    without that field, if the scale did not fall.
 
     Attributes:
       skip_nonfinite: False promises that `update` never asks to skip a step. Then

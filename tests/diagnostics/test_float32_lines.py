@@ -11,6 +11,7 @@ from helpers import exhaustive_but
 from jax import lax
 from tracing import TWO, Casts, by_hand, errors, half, line_of, total
 
+from optax_lossscale import autocast
 from optax_lossscale.diagnostics import float32_lines, trace_numerics
 
 CLOSE = 0.01
@@ -101,6 +102,32 @@ def test_the_lines_that_a_person_would_choose(loss_fn):
         run = by_hand(partial(loss_fn, Casts(repaired=promoted)), W, X)
         agrees = np.max(errors(run(2.0**4), truth)) < CLOSE
         assert agrees == (promoted == chosen), promoted
+
+
+def two_products(w, x):
+    h = x @ (w * 1e5)  # two_products 1
+    h = jnp.tanh(h * 1e-6) @ w
+    h = (h * 300) @ (h * 300).T  # two_products 2
+    return jnp.mean(jax.nn.softmax(h / 1e5)[:, 0] * x[:, 0])
+
+
+@pytest.mark.parametrize("given", exhaustive_but([False, True], [True]))
+def test_lines_of_autocast_are_verified_by_autocast(given):
+    x, w = X * 10, W
+    marks = [line_of(f"two_products {n}", __file__) for n in (1, 2)]
+    names = [f"{Path(__file__).name}:{line}" for line in marks]
+    # Lines that are in float32 already are proposed again.
+    found = float32_lines(autocast(two_products, float32=names * given), w, x)
+    assert [x.line for x in found.lines] == marks, str(found)
+    assert found.verified
+    truth = by_hand(two_products, w, x)(1.0)
+    for lines in (names, names[:1], names[1:]):
+        run = by_hand(autocast(two_products, float32=lines), w, x)
+        found_errors = errors(run(found.scale), truth)
+        assert (np.max(found_errors) < CLOSE) == (lines == names), lines
+        if lines == names:
+            expected = found.loss_error, found.gradient_error
+            assert np.allclose(found_errors, expected, rtol=0.1, atol=1e-5)
 
 
 @pytest.mark.parametrize("scale", exhaustive_but([1.0, None], []))

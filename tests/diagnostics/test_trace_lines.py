@@ -122,7 +122,7 @@ def test_a_loop_in_a_checkpoint():
 
     trace = trace_numerics(lambda w: total(jax.checkpoint(run)(half(w))), TWO * 10)
     found = trace.first_nonfinite
-    assert (found.line, found.primitive, found.iteration) == (*lines("exp"), "exp", 0)
+    assert (found.line, found.primitive) == (*lines("exp"), "exp")
 
 
 def test_a_fault_in_a_library(tmp_path):

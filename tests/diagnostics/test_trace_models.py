@@ -114,12 +114,12 @@ MODELS = {
     "haiku": (run_haiku, "", "last"),
 }
 CASES = [(name, kind) for kind in OVERFLOWS for name in MODELS]
-# `other_tools.py` follows every fault. To save time, here are some, and one by default.
+# `other_tools.py` follows every fault. To save time, here are some.
 NAMED = ("logits", "residual", "sum", "data")
 KINDS = {"sum": "scale_too_high", "data": "nonfinite_argument"}
 
 
-@pytest.mark.parametrize("case", exhaustive_but(CASES, CASES[:5]), ids=str)
+@pytest.mark.parametrize("case", exhaustive_but(CASES, CASES[:4]), ids=str)
 def test_models_of_each_framework(case):
     name, kind = case
     run, *scopes = MODELS[name]
@@ -130,7 +130,7 @@ def test_models_of_each_framework(case):
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # Of -1e9, in NumPy.
-@pytest.mark.parametrize("name", exhaustive_but(NAMED, ["sum"]))
+@pytest.mark.parametrize("name", exhaustive_but(NAMED, []))
 def test_names_the_faulty_line(name):
     faulty = faulty_transformer.plant(name, layers=4 if name == "residual" else 1)
     program = faulty.loss_fn, faulty.params, *faulty.args

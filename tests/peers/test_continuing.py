@@ -23,7 +23,17 @@ from test_live_peers import (
 from optax_lossscale import DynamicLossScale, LossScaleOptimizer
 
 GUIDE = (ROOT / "docs/guide/coming-from-another-loss-scaler.md").read_text()
-LINES = dict(re.findall(r"^\*\*([^*]+)\*\*.*?```py\n(.*?)```", GUIDE, re.M | re.S))
+ROW = re.compile(r"^\| ([^|]+) \| [^|]+ \| `(saved.*?)` \| `(.*?)` \|(.*)\|$", re.M)
+
+
+def lines(scale, steps, more):
+    """Returns the lines of the guide, with a row of its table."""
+    arguments = f"loss_scale=jnp.float32({scale})", f"good_steps=jnp.int32({steps})"
+    arguments = ",\n".join([*arguments, *re.findall("`(.*?)`", more)])
+    return f"opt_state = optax.tree.set(opt_state,\n{arguments}\n)"
+
+
+LINES = {name: lines(*row) for name, *row in ROW.findall(GUIDE)}
 
 
 class Fields:
@@ -38,11 +48,11 @@ def carry_over(name, saved, loss_scale, params=0.0, inner=None):
     optimizer = LossScaleOptimizer(inner or optax.identity(), loss_scale)
     fresh = optimizer.init(jnp.float32(params))
     scope = {"optax": optax, "jnp": jnp, "saved": saved, "opt_state": fresh}
-    lines = LINES[name]
+    code = LINES[name]
     if loss_scale.get_config().get("hysteresis") == 1:
         # As the guide has it.
-        lines = re.sub(r".*hysteresis_left.*\n", "", lines)
-    exec(lines, scope)
+        code = re.sub(r".*hysteresis_left.*\n", "", code)
+    exec(code, scope)
     assert signature(scope["opt_state"]) == signature(fresh)
     return optimizer, scope["opt_state"]
 

@@ -23,7 +23,7 @@ BATCH, CONTEXT, VOCABULARY = 2, 16, 64
 HALF = jnp.float16
 
 
-# The table in docs/guide/troubleshooting.md says what each is, in this order.
+# The table in benchmarks/results/tools.md says what each is, in this order.
 FAULTS = (
     "logits", "mask", "softmax", "mean", "variance", "division", "exponential", "gelu",
     "residual", "sum", "logarithm", "data",

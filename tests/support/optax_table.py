@@ -381,7 +381,7 @@ ROWS = [
     Row(
         "optax.MultiSteps(inner, 2).gradient_transformation()",
         STOPS + FALLS,
-        "see [Accumulating gradients](accumulation.md)",
+        "see [Gradient accumulation](accumulation.md)",
     ),
     Row("optax.conditionally_transform(inner, lambda step: step % 2 == 0)", COUNTS),
     Row("optax.conditionally_mask(inner, lambda step: step % 2 == 0)", COUNTS),

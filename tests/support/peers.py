@@ -5,22 +5,17 @@ and returns our loss scale. The guide says the same for users; the tests compare
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from pages import page_blocks
 
+from examples.log_max import LogMax
 from optax_lossscale import (
     DynamicLossScale,
     FixedLossScale,
     LossScale,
     TolerantLossScale,
 )
-
-# The rule of this page is OpenSeq2Seq's.
-PAGE: dict[str, Any] = {"__name__": "page"}
-exec(page_blocks("docs/guide/rule-of-your-own.md")[0][0], PAGE)
-LogMax = PAGE["LogMax"]
 
 # The smallest scale there is, for peers that have no minimum.
 NO_MINIMUM = 2.0**-126

@@ -77,6 +77,7 @@ def assert_found(trace, mark, phase="forward", **expected):
     assert {k: getattr(found, k) for k in expected} == expected
     assert not found.output.is_finite
     assert trace.findings[0].kind != "fine"
+    assert trace.findings[0].operation.line == line
 
 
 def run_eagerly(jaxpr, consts, args):

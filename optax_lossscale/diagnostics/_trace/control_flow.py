@@ -1,6 +1,8 @@
 """Follows loops, branches and the programs of devices."""
 
+import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +28,8 @@ def run_cond(
 
     def run(k, operands):
         inner = place.inside(f"branch {k}")
-        out = interpreter.enter(branches[k], operands, inner)
+        arrived = interpreter.arrive("operand", operands, inner)
+        out = interpreter.enter(branches[k], arrived, inner)
         measured.append(inner.recorder.keys)
         return out, inner.recorder.finish()
 
@@ -78,7 +81,8 @@ def run_scan(
     consts, carry, xs = flow.scan_parts(equation, inputs)
 
     def body(values, x, inner):
-        out = interpreter.enter(params["jaxpr"], [*consts, *values, *x], inner)
+        args = interpreter.arrive("constant", consts, inner), values, x
+        out = interpreter.enter(params["jaxpr"], list(itertools.chain(*args)), inner)
         return out[: len(carry)], out[len(carry) :]
 
     def loop_over(step, state):
@@ -88,8 +92,7 @@ def run_scan(
         return x[0] if params["length"] else jnp.zeros(x.shape[1:], x.dtype)
 
     x = jax.tree.map(first_of, xs)
-    first = params["length"] - 1 if params["reverse"] else 0
-    return _loop(interpreter, body, loop_over, carry, x, place, first)
+    return _loop(interpreter, body, loop_over, carry, x, place)
 
 
 def run_while(
@@ -102,19 +105,21 @@ def run_while(
 
     def body(values, _, inner):
         asking = inner._replace(key=(*inner.key, "condition"))
-        interpreter.enter(condition, [*asked, *values], asking)
-        return interpreter.enter(params["body_jaxpr"], [*consts, *values], inner), []
+        args = interpreter.arrive("constant", [*asked, *consts], inner)
+        interpreter.enter(condition, [*args[: len(asked)], *values], asking)
+        args = [*args[len(asked) :], *values]
+        return interpreter.enter(params["body_jaxpr"], args, inner), []
 
     def continues(state):
-        pairs = zip([*asked, *state[2]], condition.jaxpr.invars, strict=True)
+        pairs = zip([*asked, *state[1]], condition.jaxpr.invars, strict=True)
         args = [equations.narrow(x.real, v.aval) for x, v in pairs]
         (again,) = eval_jaxpr(condition.jaxpr, condition.consts, *args)
         return again
 
     def loop_over(step, state):
-        return lax.while_loop(continues, lambda s: step(s, None)[0], state), []
+        return lax.while_loop(continues, lambda s: step(s, [])[0], state), []
 
-    found = _loop(interpreter, body, loop_over, carry, None, place, 0)
+    found = _loop(interpreter, body, loop_over, carry, [], place)
     if not interpreter.is_exact:
         return found  # The shadow runs as often as the program.
     return _with_shadows(equation, inputs, found, lambda new, _: new)
@@ -134,7 +139,7 @@ def once(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], 
     return run, types
 
 
-def _loop(interpreter, body, loop_over, carry, x, place, first):
+def _loop(interpreter, body, loop_over, carry, x, place):
     """Runs a loop whose state also holds statistics.
 
     Args:
@@ -144,64 +149,48 @@ def _loop(interpreter, body, loop_over, carry, x, place, first):
       carry: The initial state.
       x: One slice.
       place: Where it is.
-      first: The number of the iteration that runs first.
     """
     states = [(*place.key, "loop", "state", i) for i in range(len(carry))]
-    before = {key: x.keys for key, x in zip(states, carry, strict=True)}
-    after, measured, differ = {}, [], [x.wide is not None for x in carry]
+    sources, measured = [], []
+    differ = [x.wide is not None for x in carry]
 
     def as_state(values):
         triples = zip(values, states, differ, strict=True)
         return [x.apart((key,), is_other) for x, key, is_other in triples]
 
-    def iterate(index, values, x):
-        inner = place.inside("loop", first)
-        new, out = body(values, x, inner)
-        after.update(zip(states, (x.keys for x in new), strict=True))
-        found = statistics.in_iteration(inner.recorder.finish(), index)
+    def iterate(values, x):
+        inner = place.inside("loop")
+        values = [
+            interpreter.measure(k, x, inner, decides=x.wide is not None)
+            for k, x in zip(states, values, strict=True)
+        ]
+        new, out = body(values, interpreter.arrive("slice", x, inner), inner)
+        # The state comes from before the loop, and from the iteration before.
+        sources[:] = [(*x.keys, *y.keys) for x, y in zip(new, carry, strict=True)]
+        found = inner.recorder.finish()
         measured[:] = inner.recorder.keys
         differ[:] = [x.wide is not None for x in new]
         return found, as_state(new), [x.apart(x.keys) for x in out]
 
     def step(state, x):
-        index, total, values = state
-        found, values, out = run(index, values, x)
-        return (index + 1, statistics.merge(total, found), values), out
+        total, values = state
+        found, values, out = run(values, x)
+        return (statistics.merge(total, found), values), out
 
-    index, start = jnp.int32(0), as_state(carry)
-    run, (shapes, new, _) = once(iterate, index, start, x)
+    start = as_state(carry)
+    run, (shapes, new, _) = once(iterate, start, x)
     while jax.tree.structure(new) != jax.tree.structure(start):
         # The loop decides what float32 decides otherwise, and carries it on.
         start = as_state(carry)
-        run, (shapes, new, _) = once(iterate, index, start, x)
-    total = _neutral(interpreter, shapes)
-    (_, found, ends), ys = loop_over(step, (index, total, start))
+        run, (shapes, new, _) = once(iterate, start, x)
+    (found, ends), ys = loop_over(step, (_neutral(interpreter, shapes), start))
     place.recorder.extend(measured, found)
-    leave = _sources(interpreter, before, after)
-    return [x._replace(keys=leave(x.keys)) for x in (*ends, *ys)]
-
-
-def _sources(interpreter, before, after):
-    """Notes where the state of a loop comes from.
-
-    Args:
-      interpreter: The interpreter.
-      before: For the key of each part, the keys before the loop.
-      after: The same, after an iteration.
-
-    Returns:
-      A function that replaces keys of the state by those where it comes from.
-    """
-
-    def split(keys):
-        found = list(keys)
-        for key in found:  # It grows: parts of the state may change places.
-            found += [k for k in after.get(key, ()) if k not in found]
-        starts = tuple(k for key in found for k in before.get(key, ()))
-        return starts, tuple(key for key in found if key not in before)
-
-    interpreter.before |= {key: split([key]) for key in before}
-    return lambda keys: sum(split(keys), ())
+    for key, keys in zip(states, sources, strict=True):
+        if key in interpreter.sites:
+            site = dataclasses.replace(interpreter.sites[key], inputs=(keys,))
+            interpreter.sites[key] = site
+    ends = [x._replace(keys=keys) for x, keys in zip(ends, sources, strict=True)]
+    return [*ends, *ys]
 
 
 def _neutral(interpreter, like):
@@ -225,6 +214,7 @@ def run_shard_map(
     def body(zero, varying, values):
         interpreter.zero, interpreter.varying = zero, varying[0]
         inner = place.inside("device")
+        values = interpreter.arrive("operand", values, inner)
         out = interpreter.enter(params["jaxpr"], values, inner)
         found = jax.tree.map(lambda x: x[None], inner.recorder.finish())
         measured[:] = inner.recorder.keys

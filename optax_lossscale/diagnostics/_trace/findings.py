@@ -24,7 +24,6 @@ class NumericFinding(NamedTuple):
       message: What happens and what to do, in plain words.
       operation: The operation, or None.
       other: A second operation that matters, or None.
-      bits: How many bits are missing, or None.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -40,7 +39,6 @@ class NumericFinding(NamedTuple):
     message: str
     operation: NumericOperation | None = None
     other: NumericOperation | None = None
-    bits: float | None = None
 
 
 def log2_of(run: Run, key: Key) -> float:

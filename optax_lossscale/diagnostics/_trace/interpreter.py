@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,8 +36,6 @@ class Interpreter:
         backward pass.
       floored: See `equations.floored`.
       sites: By key, what was measured.
-      before: By key, for the state of a loop: the keys before the loop, and those of
-        the iteration before.
     """
 
     def __init__(self, zero: Any, loss_scale: Any, dtype: str, is_exact: bool):
@@ -46,7 +45,6 @@ class Interpreter:
         self.varying: Any = np.int32(0)
         self.floored: set[int] = set()
         self.sites: dict[Key, Site] = {}
-        self.before: dict[Key, tuple[tuple[Key, ...], tuple[Key, ...]]] = {}
 
     def run(self, jaxpr: Any, args: Sequence[Value], place: Place) -> list[Value]:
         """Evaluates a jaxpr.
@@ -67,10 +65,9 @@ class Interpreter:
             here = place.at(equation, index)
             inputs = [read(x, equation, here) for x in equation.invars]
             if any(x is self.loss_scale for x in equation.invars):
-                found = self._scale(equation, inputs, here)
+                here = here._replace(phase="scale")
                 place = place._replace(phase="backward")
-            else:
-                found = self._follow(equation, inputs, here)
+            found = self._follow(equation, inputs, here)
             values.update(zip(equation.outvars, found, strict=True))
         return list(map(read, jaxpr.outvars))
 
@@ -97,6 +94,7 @@ class Interpreter:
           place: Where it was computed.
           **about: What else is known of the site.
         """
+        about = {} if place.phase == "scale" else about  # Nobody wrote that.
         numbers = x.real, x.shadow
         if not equations.is_inexact(x.real):
             if x.wide is None:
@@ -113,23 +111,27 @@ class Interpreter:
             source=place.source,
             scope=place.scope,
             phase="forward" if place.phase == "backward" else place.phase,
-            loops=place.loops,
             **about,
         )
         self.sites[key] = site
         place.recorder.known[(key,)] = site.moved or key
         if site.moved is None:
-            place.recorder.add(key, *numbers)
+            inputs = list(itertools.chain(*site.inputs))
+            shapes = {self.sites[k].shape for k in inputs if k in self.sites}
+            is_elementwise = site.primitive in equations.ELEMENTWISE
+            is_elementwise &= shapes <= {site.shape}
+            # The largest number of none is -inf.
+            constants = site.constants + (math.inf,) * any(0 in x for x in shapes)
+            is_elementwise &= all(map(math.isfinite, constants))
+            place.recorder.add(key, *numbers, inputs, constants, is_elementwise)
         return x._replace(keys=(key,))
 
-    def _scale(self, equation, inputs, place):
-        """Follows the equation that reads the loss scale, and hides what is inside."""
-        known, inner = dict(self.sites), place.inside("scale")
-        found = self._follow(equation, inputs, inner)
-        self.sites = known
-        outer = place._replace(phase="scale")
-        keys = [(*inner.key, i) for i in range(len(found))]
-        return [self.measure(k, x, outer) for k, x in zip(keys, found, strict=True)]
+    def arrive(self, name: str, values: Sequence[Value], place: Place) -> list[Value]:
+        """Measures what a loop, a branch or a device gets from outside."""
+        return [
+            self.measure((*place.key, name, i), x, place, inputs=(x.keys,))
+            for i, x in enumerate(values)
+        ]
 
     def _follow(self, equation, inputs, place):
         name = equation.primitive.name
@@ -241,12 +243,11 @@ def _constant(x: Any) -> list[float]:
     return [float(np.asarray(x, np.float64).reshape(()))]
 
 
-def backward_keys(sites: dict[Key, Site], before: dict[Key, Any]) -> set[Key]:
+def backward_keys(sites: dict[Key, Site]) -> set[Key]:
     """Returns the keys of what depends on the loss scale: see `Interpreter`."""
     readers = collections.defaultdict(list)
-    inputs = {key: site.inputs for key, site in sites.items()} | before
-    for key, groups in inputs.items():
-        for k in itertools.chain(*groups):
+    for key, site in sites.items():
+        for k in itertools.chain(*site.inputs):
             readers[k].append(key)
     ahead = [key for key, x in sites.items() if x.phase == "scale"]
     found = set(ahead)

@@ -2,36 +2,21 @@
 
 import functools
 import linecache
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale import _check as check
-from optax_lossscale._jaxprs import parts
-from optax_lossscale.diagnostics._trace import equations, program, trace, verdict
+from optax_lossscale._autocast.cast import autocast
+from optax_lossscale.diagnostics._trace import causes, program, trace, verdict, verify
 from optax_lossscale.diagnostics._trace.effects import Effect
 from optax_lossscale.diagnostics._trace.findings import log2_of, power
-from optax_lossscale.diagnostics._trace.interpreter import Interpreter
 from optax_lossscale.diagnostics._trace.operations import INHERITED, Run, named
 from optax_lossscale.diagnostics._trace.search import Search
-from optax_lossscale.diagnostics._trace.values import Key, Place, Value
-
-# Seconds between two lines that say how far the search is.
-PATIENCE = 5
-# They return numbers that they get, so they round nothing.
-EXACT = (
-    *equations.MOVES, "select_n", "concatenate", "pad", "slice", "dynamic_slice",
-    "dynamic_update_slice", "gather", "scatter", "max", "min", "clamp", "reduce_max",
-    "reduce_min", "cummax", "cummin", "sort", "top_k", "reduce_window_max", "split",
-    "select_and_gather_add", "all_gather", "all_to_all", "ppermute", "pmax", "pmin",
-)  # fmt: skip
-Line = tuple[str, int]  # The file and the number; "" and 0 if they are not known.
+from optax_lossscale.diagnostics._trace.values import Key
+from optax_lossscale.diagnostics._trace.verify import Line
 
 
 class Float32Line(NamedTuple):
@@ -119,9 +104,12 @@ def float32_lines(
     count, too; kernels that JAX cannot look into stay as they are. The set belongs to
     these parameters and this batch: ask again later.
 
-    Call it on the host with the arguments of a step, as `trace_numerics`. It compiles
-    two programs and runs the second a few dozen times, and says on stderr how far it
-    is.
+    Of `autocast(f)` it runs `autocast(f, float32=lines)` and `f`, so it compiles the
+    gradient once for each set of lines that it tries. In a program with casts written
+    by hand, it compiles one program and runs that a few dozen times.
+
+    Call it on the host with the arguments of a step, as `trace_numerics`. It says on
+    stderr how far it is.
 
     Args:
       loss_fn: Called as `loss_fn(params, *args, **kwargs)`; returns a real scalar loss,
@@ -161,164 +149,68 @@ def float32_lines(
       >>> [x.line for x in found.lines], found.verified
       ([2, 3], True)
     """
-    call = program.make_call("float32_lines", loss_fn, params, args, kwargs, has_aux)
+    name = "float32_lines"
+
+    def call(function):
+        return program.make_call(name, function, params, args, kwargs, has_aux)
+
+    followed = program.Program(call(loss_fn), dtype)
     tolerance = check.share("tolerance", tolerance)
     is_given = scale is not None or state is not None
-    scale = trace.check_scale("float32_lines", state, scale)
-    followed = program.Program(call, dtype)
+    scale = trace.check_scale(name, state, scale)
     if not followed.computes_in_dtype:
         text = f"No operation computes in {followed.dtype}, so no line needs float32."
         return Float32Lines([], scale, 0.0, 0.0, True, text)
+    function = verify.function_of(loss_fn)
+    if function is not None:  # The lines that it has already are proposed, too.
+        followed = program.Program(call(autocast(function, followed.dtype)), dtype)
     search = Search(followed, tolerance, scale)
     if not is_given:
         largest = search.predicted if search.best is None else search.best.scale
         search.run = search.at(max(largest, 1.0))
-    return _Minimizer(search).result()
+    suspects, sources = _suspects(search)
+    lines = sorted(suspects, key=lambda x: -suspects[x][0])
+    if function is None:
+        compare = verify.promote_lines(search.run, lines)
+    else:
+        compare = verify.cast_lines(search.run, function, call)
+    effect = functools.cache(lambda lines: search.judge(*compare(lines)))
+    kept = verify.minimal(lines, lambda lines: effect(frozenset(lines)).is_fine)
+    effects = [effect(frozenset(x)) for x in (kept or (), ())]
+    text = _message(search, kept, len(lines), *effects)
+    keys = [key for line, (_, key) in suspects.items() if line in (kept or ())]
+    found = [_describe(search, sources, key) for key in keys]
+    after, _ = effects
+    errors = after.loss, after.gradients, after.is_fine
+    return Float32Lines(found, search.run.scale, *errors, text)
 
 
-class _Promoter(Interpreter):
-    """Runs a jaxpr in which some lines compute in float32, and measures nothing.
-
-    Half precision is kept in float32 arrays, so that its values may be wider.
-    """
-
-    def __init__(self, lines: Sequence[Line], scaled: set[Key], *about: Any):
-        """Prepares a run.
-
-        Args:
-          lines: The lines that may compute in float32.
-          scaled: The keys of the backward pass.
-          *about: What `Interpreter` takes, and whether the lines do, bool[lines].
-        """
-        *rest, is_wide = about
-        super().__init__(*rest)
-        self._flags = {line: is_wide[i] for i, line in enumerate(lines)}
-        self._scaled = scaled
-
-    def _flag(self, place):
-        return self._flags.get(place.source.own[:2], False)
-
-    def value(self, x: Any) -> Value:
-        return super().value(equations.widen(x))
-
-    def literal(self, x: Any, *about: Any) -> Value:
-        found = super().literal(x, *about)
-        real = equations.widen(found.real)
-        if found.wide is not None:
-            real = jnp.where(self._flag(about[1]), found.wide, real)
-        return Value(real, found.wide)
-
-    def measure(self, key: Key, x: Value, place: Place, **about: Any) -> Value:
-        return x._replace(keys=(key,))
-
-    def _operation(self, equation, inputs, place):
-        args = [x.real for x in inputs]
-        types = [x.aval for x in (*equation.invars, *equation.outvars)]
-        halves = list(map(equations.in_half, types))
-        # In the backward pass nobody wrote a cast: it belongs to the line before.
-        is_cast = equation.primitive.name == "convert_element_type"
-        is_scaled = any(not self._scaled.isdisjoint(x.keys) for x in inputs)
-        is_exact = halves[-1] if is_cast and is_scaled else _is_exact(equation)
-        flag = is_exact or self._flag(place)
-        rounded = list(map(equations.narrow, args, types))
-        reals = list(map(equations.widen, parts.bind(equation, rounded)))
-        wide = None
-        if any(halves) and flag is not False:
-            wide = equations.bind_wide(equation, self.written(equation, args))
-        if wide is not None:
-            pairs = zip(wide, reals, strict=True)
-            reals = wide if is_exact else [jnp.where(flag, *pair) for pair in pairs]
-        shadows, _ = self._shadows(equation, inputs, reals)
-        return [
-            self.measure((*place.key, i), Value(*pair), place)
-            for i, pair in enumerate(zip(reals, shadows, strict=True))
-        ]
-
-
-def _is_exact(equation: Any) -> bool:
-    """Whether the results are numbers of the inputs, or no floating-point numbers."""
-    if not any(equations.is_inexact(x.aval) for x in equation.outvars):
-        return True
-    return equations.is_exact_cast(equation) or equation.primitive.name in EXACT
-
-
-class _Minimizer:
-    """Finds lines that help, and drops those that are not needed."""
-
-    def __init__(self, search: Search):
-        self._search = search
-        self._suspects, self._sources = _suspects(search)
-        self._lines = sorted(self._suspects, key=lambda x: -self._suspects[x][0])
-        make = functools.partial(_Promoter, self._lines, search.run.program.scaled)
-        self._execute, _ = search.run.program.compile(make, self._mask(()))
-        self.effect = functools.cache(self._effect)
-        self._told = time.monotonic()
-
-    def _mask(self, lines):
-        return np.array([x in lines for x in self._lines], bool)
-
-    def _effect(self, lines: frozenset[Line]) -> Effect:
-        """Returns the effect of half precision with these lines in float32."""
-        _, losses, sizes = self._execute(self._search.run.scale, self._mask(lines))
-        return self._search.judge(sizes, losses)
-
-    def _helps(self, lines: Sequence[Line]) -> bool:
-        now = time.monotonic()
-        if now - self._told > PATIENCE:
-            self._told = now
-            text = f"float32_lines: {len(lines)} of {len(self._lines)} lines are left"
-            print(text, file=sys.stderr, flush=True)
-        return self.effect(frozenset(lines)).is_fine
-
-    def _minimal(self) -> list[Line] | None:
-        """Returns lines that help, of which none can be dropped."""
-        every, count = self._lines, 0
-        while not self._helps(every[:count]):
-            if count == len(every):
-                return None
-            count = min(2 * count or 1, len(every))
-        kept, size = every[:count], max(count // 2, 1)
-        while True:
-            before = len(kept)
-            for start in range(len(kept) - size, -size, -size):
-                chunk = kept[max(start, 0) : start + size]
-                rest = [x for x in kept if x not in chunk]
-                kept = rest if self._helps(rest) else kept
-            if size == 1 and len(kept) == before:
-                return kept
-            size = max(size // 2, 1)
-
-    def result(self) -> Float32Lines:
-        """Returns the lines, and what they do."""
-        (first, *_), found = verdict.find_all(self._search), self._minimal()
-        kept = found or []
-        effect, before = (self.effect(frozenset(x)) for x in (kept, ()))
-        followed, scale = self._search.run.program, self._search.run.scale
-        tolerance = f"{100 * self._search.close:g}%"
-        text = f"at the loss scale {power(scale)} within {tolerance} ({effect}"
-        advice = "Pass them: autocast(f, float32=lines)."
-        if not followed.is_autocast:
-            cast = f".astype(jnp.{followed.dtype})"
-            advice = f"Where half precision goes on, cast back with {cast}."
-        if found is None:
-            text = (
-                "No lines help: with all of them in float32, the loss or the gradients "
-                f"are not finite, or differ from float32. {first.message}"
-            )
-        elif not kept:
-            text = f"No line needs float32 {text})."
-        else:
-            text = (
-                f"Compute {len(kept)} of the {len(self._lines)} lines that use half "
-                f"precision in float32. Then loss and gradients agree with float32 "
-                f"{text}; before: {before}). {advice}"
-            )
-            text = f"{first.message} {text}" if first.kind == "no_scale" else text
-        text = " ".join([text, *trace.not_followed(followed.sites.values())])
-        keys = [key for line, (_, key) in self._suspects.items() if line in kept]
-        lines = [_describe(self._search, self._sources, key) for key in keys]
-        errors = effect.loss, effect.gradients
-        return Float32Lines(lines, scale, *errors, effect.is_fine, text)
+def _message(
+    search: Search, kept: list[Line] | None, count: int, after: Effect, before: Effect
+) -> str:
+    """Says what these lines do, of so many that use half precision."""
+    (first, *_), followed = verdict.find_all(search), search.run.program
+    tolerance = f"{100 * search.close:g}%"
+    text = f"at the loss scale {power(search.run.scale)} within {tolerance} ({after}"
+    advice = "Pass them: autocast(f, float32=lines)."
+    if not followed.is_autocast:
+        cast = f".astype(jnp.{followed.dtype})"
+        advice = f"Where half precision goes on, cast back with {cast}."
+    if kept is None:
+        text = (
+            "No lines help: with all of them in float32, the loss or the gradients "
+            f"are not finite, or differ from float32. {first.message}"
+        )
+    elif not kept:
+        text = f"No line needs float32 {text})."
+    else:
+        text = (
+            f"Compute {len(kept)} of the {count} lines that use half precision in "
+            f"float32. Then loss and gradients agree with float32 {text}; before: "
+            f"{before}). {advice}"
+        )
+        text = f"{first.message} {text}" if first.kind == "no_scale" else text
+    return " ".join([text, *trace.not_followed(followed.sites.values())])
 
 
 def _suspects(search: Search) -> tuple[dict[Line, tuple[float, Key]], set[Key]]:
@@ -332,11 +224,11 @@ def _suspects(search: Search) -> tuple[dict[Line, tuple[float, Key]], set[Key]]:
     sources = set()
     if not effect.is_fine:
         begins = verdict.beginning_of(search, run, effect.wrong)
-        sources = set(verdict.sources_of(search, run, begins))
+        sources = set(causes.sources_of(search, run, begins))
     reached = run.ancestors([*run.inputs(run.program.loss), *run.gradients])
     for key in run.keys:
         site = run.site(key)
-        if not site.primitive or verdict.half_of(run, key) is None:
+        if not site.primitive or causes.half_of(run, key) is None:
             continue
         severity = (key in sources) + (_severity(run, key) if key in reached else -1.0)
         line = site.source.own[:2]
@@ -353,7 +245,7 @@ def _severity(run: Run, key: Key) -> float:
         8 * run.exceeds(key)
         + 4 * any(map(run.exceeds, operands))
         + 2 * run.is_origin(key)
-        + verdict.is_underflow(run, key)
+        + causes.is_underflow(run, key)
         + min(error if error > INHERITED * inherited else error / 100, 1)
     )
 
@@ -367,13 +259,13 @@ def _describe(search: Search, sources: set[Key], key: Key) -> Float32Line:
       key: The site that speaks for the line.
     """
     run = search.run
-    site, (trouble, what, why, _) = run.site(key), verdict.trouble_of(search, run, key)
+    site, (trouble, what, why, _) = run.site(key), causes.trouble_of(search, run, key)
     kind = "gradients" if site.phase == "backward" else "values"
     reason = f"{what}{' in the backward pass' * (kind == 'gradients')}"
     if trouble == "precision" and run.range(key).error < search.close / 2:
         reason += ", and other lines magnify that"
     reason += f". {why}" if why else ""
-    half = verdict.half_of(run, key)
+    half = causes.half_of(run, key)
     beyond = [k for k in run.operands(key) if run.exceeds(k)]
     if beyond and not run.exceeds(key):
         reason = (
@@ -387,7 +279,7 @@ def _describe(search: Search, sources: set[Key], key: Key) -> Float32Line:
     on_line = (x for x in run.program.sites.values() if x.source == site.source)
     if not site.source.line:
         fix = "return the loss in float32"
-    elif all(x.primitive in (*EXACT, "convert_element_type") for x in on_line):
+    elif all(x.primitive in (*verify.EXACT, "convert_element_type") for x in on_line):
         casts = [k for k in sources if run.site(k).source == site.source]
         names = [k[0] for x in casts for k in run.operands(x) if len(k) == 1]
         what = ", ".join(dict.fromkeys(names)) or "it"

@@ -1,8 +1,6 @@
 """What is known of each operation after a run, as Python numbers."""
 
 import functools
-import itertools
-import math
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -34,7 +32,6 @@ class NumericRange(NamedTuple):
       float32_largest: The largest finite magnitude if every operation in half precision
         were in float32.
       zeros: The share of zeros, from 0 to 1.
-      subnormals: The share of subnormal numbers.
       infs: The share of inf and -inf.
       nans: The share of nan.
       flushed: The share that is zero, or too small for the dtype, but not zero in
@@ -59,7 +56,6 @@ class NumericRange(NamedTuple):
     largest: float
     float32_largest: float
     zeros: float
-    subnormals: float
     infs: float
     nans: float
     flushed: float
@@ -88,16 +84,14 @@ class NumericOperation(NamedTuple):
       primitive: The name of the JAX primitive.
       dtype: The name of its dtype.
       shape: Its shape.
-      iteration: If it is in a loop, the first iteration with inf or nan; a tuple for
-        loops in loops, the outermost first. Else None.
       inputs: The ranges of its floating-point inputs.
       output: The range of its result, a named tuple: `dtype` and `shape`; `smallest`
         and `largest`, the magnitudes that are neither zero nor inf or nan;
         `float32_largest`, the largest if half precision were float32; the shares
-        `zeros`, `subnormals`, `infs`, `nans` and `flushed` (zero, or too small for the
-        dtype, but not zero in float32), from 0 to 1; `float32_nonfinite`, the share of
-        inf and nan in float32; and `error`, the largest difference from float32,
-        relative to `float32_largest`.
+        `zeros`, `infs`, `nans` and `flushed` (zero, or too small for the dtype, but not
+        zero in float32), from 0 to 1; `float32_nonfinite`, the share of inf and nan in
+        float32; and `error`, the largest difference from float32, relative to
+        `float32_largest`.
       opaque: Whether JAX cannot look into it (a Pallas kernel, a callback), or it could
         not run in float32: `float32_largest` and `error` start anew here.
       in_rule: Whether it is in the backward rule of a `jax.custom_vjp` function, which
@@ -125,7 +119,6 @@ class NumericOperation(NamedTuple):
     primitive: str
     dtype: str
     shape: tuple[int, ...]
-    iteration: int | tuple[int, ...] | None
     inputs: tuple[NumericRange, ...]
     output: NumericRange
     opaque: bool
@@ -144,7 +137,6 @@ class NumericOperation(NamedTuple):
 
     def __str__(self):
         shape = ",".join(map(str, self.shape))
-        iteration = "" if self.iteration is None else f", iteration {self.iteration}"
         phase = f"{self.phase} pass"
         if self.in_rule:
             phase = "in its backward rule (jax.custom_vjp)"
@@ -152,10 +144,7 @@ class NumericOperation(NamedTuple):
             phase += ", for its derivative"
         own = [x for x in self.callers if not lines.is_installed(x[0])]
         calls = "".join(f", called from {named(*x)}" for x in own[:CALLERS])
-        return (
-            f"{self.place}{calls}: {self.primitive} {self.dtype}[{shape}]{iteration}, "
-            f"{phase}"
-        )
+        return f"{self.place}{calls}: {self.primitive} {self.dtype}[{shape}], {phase}"
 
 
 def named(file: str, line: int, function: str) -> str:
@@ -196,8 +185,8 @@ class Run:
         self._statistics, self.losses, self.norms = program.run(scale)
         self._rows = {key: i for i, key in enumerate(program.keys)}
         self.range = functools.cache(self._range)
-        seen, nonfinite = self._statistics.counts[:, 0], self._statistics.nonfinite
-        self._seen, self._nonfinite = (seen > 0).tolist(), (nonfinite > 0).tolist()
+        counts = self._statistics.counts
+        self._seen, self._nonfinite = counts[:, 0] > 0, counts[:, 2:4].any(1)
         self.keys = sorted(filter(self._ran, program.sites), key=self._order)
 
     def _row(self, key: Key) -> int:
@@ -207,56 +196,36 @@ class Run:
         return self._seen[self._row(key)]
 
     def _order(self, key: Key) -> Any:
-        """Returns what to sort by: the iteration of the first inf or nan counts."""
+        """Returns what to sort by."""
         if self.site(key).phase == "argument":
-            return ()
-        iterations = iter(self.first(key) if self.is_bad(key) else ())
-
-        def number(part):
-            if not isinstance(part, str):
-                return part
-            return next(iterations, 0) if part == "loop" else -(part == "condition")
-
-        return tuple(map(number, key))
+            return []
+        return [-(x == "condition") if isinstance(x, str) else x for x in key]
 
     def site(self, key: Key) -> Site:
         """Returns what is measured."""
         return self.program.sites[key]
 
-    def first(self, key: Key) -> tuple[int, ...]:
-        """Returns in which iteration of each loop the first inf or nan was."""
-        count = len(self.site(key).loops)
-        return tuple(self._statistics.first[self._row(key)][:count].tolist())
-
     def _range(self, key: Key) -> NumericRange:
         """Returns the numbers at a site."""
         site, found = self.site(key), self._statistics.row(self._row(key))
-        measured = self.site(site.moved or key).dtype
-        seen = max(found.pop("seen"), 1.0)
+        seen, _ = max(found.pop("seen"), 1.0), found.pop("begins")
         numbers = {
-            name: _decode(x, measured) if name in MAXIMA else x / seen
+            name: float(np.int32(x).view(np.float32)) if name in MAXIMA else x / seen
             for name, x in found.items()
         }
-        if site.dtype != measured:
-            numbers["subnormals"] = 0.0
         largest = numbers["float32_largest"]
         numbers["error"] = numbers["error"] / largest if largest else 0.0
         return NumericRange(dtype=site.dtype, shape=site.shape, **numbers)
 
     def operation(self, key: Key) -> NumericOperation:
         """Returns an operation."""
-        site, iteration = self.site(key), None
-        if site.loops and not self.range(key).is_finite:
-            pairs = zip(site.loops, self.first(key), strict=True)
-            found = tuple(abs(start - i) for start, i in pairs)
-            iteration = found[0] if len(found) == 1 else found
+        site = self.site(key)
         own = site.source.file, site.source.line, site.primitive
         inputs = (self.inputs(x) for x in site.inputs)
         names = ("phase", "scope", "primitive", "dtype", "shape", "opaque")
         return NumericOperation(
             **vars(site.source),
             **{name: getattr(site, name) for name in names},
-            iteration=iteration,
             inputs=tuple(self.range(x[-1]) for x in inputs if x),
             output=self.range(key),
             for_derivative=site.phase == "forward" and own not in self._needed,
@@ -270,8 +239,9 @@ class Run:
 
     @property
     def backward(self) -> list[Key]:
-        """The sites of the backward pass."""
-        return [key for key in self.keys if self.site(key).phase == "backward"]
+        """The operations of the backward pass."""
+        sites = ((key, self.site(key)) for key in self.keys)
+        return [k for k, x in sites if x.phase == "backward" and x.primitive]
 
     @property
     def gradients(self) -> list[Key]:
@@ -284,13 +254,7 @@ class Run:
 
     def inputs(self, keys: Iterable[Key]) -> list[Key]:
         """Returns the sites of an input that ran."""
-        found = []
-        for key in keys:
-            if key in self.program.before:
-                found += self.inputs(itertools.chain(*self.program.before[key]))
-            elif self._ran(key):
-                found.append(key)
-        return found
+        return [k for k in keys if k in self.program.sites and self._ran(k)]
 
     # What is not finite.
 
@@ -312,50 +276,19 @@ class Run:
 
     def is_origin(self, key: Key) -> bool:
         """Whether inf or nan begins here."""
+        return self._begins(key) > 0
+
+    def _begins(self, key):
+        """Returns 2 if inf or nan begins with finite inputs: see `Statistics`."""
         site = self.site(key)
-        if not site.primitive or not self.is_bad(key):
-            return False
-        known = (k for keys in site.inputs for k in keys if k in self.program.sites)
-        if any(0 in self.site(k).shape for k in known):
-            return False  # The largest number of none is -inf.
-        bad = self.bad_operands(key)
-        constants = [x for x in site.constants if not math.isfinite(x)]
-        if not bad and not constants:
-            return True
-        found = self.range(key)
-        shares = [self.range(k) for k in bad]
-        had_nan = any(x.nans for x in shares) or any(map(math.isnan, constants))
-        if found.nans and not had_nan:
-            return True
-        # Number by number: more of them than the inputs have.
-        is_elementwise = site.primitive in equations.ELEMENTWISE and not constants
-        return (
-            is_elementwise
-            and all(self.site(k).loops == site.loops for k in bad)
-            and all(x.shape == site.shape for x in shares)
-            and found.infs + found.nans > 1.001 * sum(x.infs + x.nans for x in shares)
-        )
+        if not site.primitive or site.moved:
+            return 0
+        return self._statistics.row(self._rows[key])["begins"]
 
     def bad_operands(self, key: Key) -> list[Key]:
-        """Returns the inputs that held inf or nan when an operation first did."""
-        inputs = (k for keys in self.site(key).inputs for k in keys)
-        return self.inputs(k for k in inputs if self._was_bad(k, key))
-
-    def _was_bad(self, key, reader):
-        """Whether `key` held inf or nan when `reader` first did."""
-        when = self.first(reader)
-        if key in self.program.before:
-            before, after = self.program.before[key]
-            depth = key.count("loop")
-            bad = filter(self.is_bad, self.inputs(after))
-            earlier = (self.first(k)[:depth] < when[:depth] for k in bad)
-            return any(self._was_bad(k, reader) for k in before) or any(earlier)
-        if not self._ran(key) or not self.is_bad(key):
-            return False
-        pairs = zip(key, reader, strict=False)
-        shared = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
-        depth = sum(part == "loop" for part, _ in shared)
-        return self.first(key)[:depth] == when[:depth]
+        """Returns the inputs with inf or nan from which an operation makes others."""
+        operands = self.operands(key) if self._begins(key) < 2 else ()
+        return list(filter(self.is_bad, operands))
 
     def origins(self, phase: str | None = None) -> list[Key]:
         """Returns where inf or nan begins, in order of execution."""
@@ -405,9 +338,10 @@ class Run:
         lost = (k for k in self.keys if k in reached and self.is_lost(k))
         for k in filter(self.is_origin, lost):
             return k
-        seen = set()
+        seen, found = set(), key
         while key not in seen:
             seen.add(key)
+            found = key if self.site(key).primitive else found
             operands = [k for k in self.operands(key) if k not in seen]
             otherwise = [k for k in operands if self.is_decided_otherwise(k)]
             if otherwise and not self.site(key).primitive:
@@ -420,7 +354,7 @@ class Run:
                 key = worst
             elif otherwise:  # The index is wrong, or the mask.
                 key = otherwise[0]
-        return key
+        return found
 
     def is_lost(self, key: Key) -> bool:
         """Whether there is inf or nan that is not in float32, too."""
@@ -430,10 +364,3 @@ class Run:
     def is_decided_otherwise(self, key: Key) -> bool:
         """Whether it is a decision that is another one in float32."""
         return self.site(key).is_decision and self.range(key).flushed > 0
-
-
-def _decode(code: int, dtype: str) -> float:
-    """Returns a number from its bits in `Statistics`."""
-    if dtype in ("float64", "complex128"):
-        return float(np.int64(code << 32).view(np.float64))
-    return float(np.int32(code).view(np.float32))

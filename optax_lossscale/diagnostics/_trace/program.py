@@ -90,6 +90,25 @@ def make_call(
     return function, list(chosen.values()), [names[i] for i in chosen], count
 
 
+def gradients_of(call: Any) -> Callable[..., Any]:
+    """Returns a function of a loss scale and arrays: the loss, the scaled gradients.
+
+    Args:
+      call: What `make_call` returns.
+    """
+    function, _, _, count = call
+
+    def program(scale, arrays):
+        def scaled(first):
+            loss = function([*first, *arrays[count:]])
+            return scale_up(loss, scale), loss
+
+        (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(arrays[:count])
+        return loss, grads
+
+    return program
+
+
 class Program:
     """A compiled program: the loss and its scaled gradient.
 
@@ -103,7 +122,6 @@ class Program:
       parameters: The keys of the parameters that are differentiated.
       keys: The keys of the statistics.
       sites: By key, what was measured, in order of execution.
-      before: See `Interpreter`.
       scaled: The keys of what depends on the loss scale: the backward pass.
       loss: The keys of the loss.
       gradients: For each of the parameters, the keys of its gradient.
@@ -113,7 +131,7 @@ class Program:
     """
 
     def __init__(self, call: Any, dtype: Any):
-        """Traces and compiles.
+        """Traces the program.
 
         Args:
           call: What `make_call` returns.
@@ -121,19 +139,10 @@ class Program:
         """
         self.dtype = check.dtype("dtype", dtype)
         _bits.limits_of(self.dtype)  # Some have no zero.
-        function, arrays, names, count = call
-
-        def program(scale, arrays):
-            def scaled(first):
-                loss = function([*first, *arrays[count:]])
-                return scale_up(loss, scale), loss
-
-            (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(arrays[:count])
-            return loss, grads
-
+        _, arrays, names, count = call
         shown = SHOWS.set(True)
         try:
-            self.closed = jax.make_jaxpr(program)(jnp.float32(1), arrays)
+            self.closed = jax.make_jaxpr(gradients_of(call))(jnp.float32(1), arrays)
         finally:
             SHOWS.reset(shown)
         self.parameters = [(name,) for name in names[:count]]
@@ -148,18 +157,22 @@ class Program:
                 f"Nothing computes in {self.dtype}, but the program computes in "
                 f"{min(halves)}. Pass dtype={min(halves)!r}."
             )
-        self._arrays, self._count = [*arrays, *self.closed.consts], len(followed)
+        self._arrays = [*arrays, *self.closed.consts]
         closed_over = range(len(self.closed.consts))
         names += [f"(array {i} that loss_fn closes over)" for i in closed_over]
         self._names = names
+
+    @functools.cached_property
+    def run(self) -> Callable[[float], Any]:
+        """Runs the program at a loss scale; compiles it the first time."""
         run, about = self.compile(Interpreter)
-        self.run = functools.cache(run)
-        self.keys, self.sites, self.before, self.loss, self.gradients = about
-        self.scaled = backward_keys(self.sites, self.before)
+        self.keys, self.sites, self.loss, self.gradients = about
+        self.scaled = backward_keys(self.sites)
         for key in self.scaled.intersection(self.sites):
             if self.sites[key].phase == "forward":
                 site = dataclasses.replace(self.sites[key], phase="backward")
                 self.sites[key] = site
+        return functools.cache(run)
 
     def compile(self, make: Callable[..., Interpreter], *options: Any) -> Any:
         """Compiles the program, as an interpreter runs it.
@@ -187,8 +200,7 @@ class Program:
             variables = [*inputs[n:], Value(scale), *inputs[:n]]
             loss, *gradients = interpreter.run(jaxpr, variables, place)
             statistics, keys = place.recorder.finish(), [x.keys for x in gradients]
-            about[:] = place.recorder.keys, interpreter.sites, interpreter.before
-            about.extend((loss.keys, keys))
+            about[:] = place.recorder.keys, interpreter.sites, loss.keys, keys
             sizes = [norms(x.real, x.shadow) for x in gradients]
             return statistics, (loss.real, loss.shadow), jnp.stack(sizes)
 
@@ -199,35 +211,38 @@ class Program:
             statistics, losses, sizes = execute(*arguments(*given))
             return statistics, [float(x) for x in losses], sizes.astype(float)
 
-        execute = compile_function(follow, arguments(1, *options), self._count)
+        count = len(self.equations)
+        text = f"Compiling {count} operations: 4 to 8 times as long as for the step."
+        delay = PATIENCE if count < MANY else 0
+        told = {"file": sys.stderr, "flush": True}
+        timer = threading.Timer(delay, print, [text], told)
+        timer.daemon = True
+        timer.start()
+        try:
+            execute = compile_function(follow, arguments(1, *options))
+        finally:
+            timer.cancel()
         return run, about
 
 
 def compile_function(
-    function: Callable[..., Any], arguments: tuple[Any, ...], count: int
+    function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> Callable[..., Any]:
     """Compiles a function that rounds as its program says.
 
     Args:
       function: The function.
       arguments: Arguments, for their shapes and dtypes.
-      count: The number of operations in it.
 
     Returns:
       A function that returns the results on the host; inf and nan raise no errors.
     """
-    text = f"Compiling {count} operations: 4 to 8 times as long as for the step."
-    options = {"file": sys.stderr, "flush": True}
-    delay = PATIENCE if count < MANY else 0
-    timer = threading.Timer(delay, print, [text], options)
-    timer.daemon = True
-    timer.start()
-    try:
-        with jax.disable_jit(False):
-            lowered = jax.jit(function).lower(*arguments)
-            compiled = lowered.compile({"xla_allow_excess_precision": False})
-    finally:
-        timer.cancel()
+    options: dict[str, Any] = {"xla_allow_excess_precision": False}
+    if jax.default_backend() == "cpu":
+        # It runs a few times only, and LLVM would take most of the time.
+        options["xla_backend_optimization_level"] = 0
+    with jax.disable_jit(False):
+        compiled = jax.jit(function).lower(*arguments).compile(options)
 
     def run(*arguments):
         with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):

@@ -1,6 +1,8 @@
 """A few numbers about each array: how large, how small, how many zeros, inf and nan."""
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +16,8 @@ from optax_lossscale.diagnostics import _bits
 # most GROUPED numbers, to save memory. Small arrays are repeated up to ROW numbers, if
 # that is a multiple of their size.
 ROW, GROUPED = 2**12, 2**20
-MAXIMA = ("largest", "float32_largest", "error", "smallest")
-COUNTS = (
-    "seen", "zeros", "subnormals", "infs", "nans", "flushed", "float32_nonfinite",
-)  # fmt: skip
+MAXIMA = ("largest", "float32_largest", "error", "smallest", "begins")
+COUNTS = "seen", "zeros", "infs", "nans", "flushed", "float32_nonfinite"
 # The smallest magnitude is kept as the difference from this, so it is a maximum, too.
 HIGHEST = np.iinfo(np.int32).max
 
@@ -25,27 +25,20 @@ HIGHEST = np.iinfo(np.int32).max
 class Statistics(NamedTuple):
     """What was measured of n arrays, over all iterations if they are in a loop.
 
-    Magnitudes are bits, as `_bits.magnitudes` returns them (of float64, the upper 32).
+    Magnitudes are bits, as `_bits.magnitudes` returns them.
 
     Attributes:
-      maxima: i32[n, 4], the largest finite magnitude, the largest one in float32, the
+      maxima: i32[n, 5], the largest finite magnitude, the largest one in float32, the
         largest difference from float32, and `HIGHEST` minus the smallest magnitude that
-        is not zero; 0 where there is none.
-      counts: f32[n, 7], how many numbers were measured; how many were zero, subnormal,
-        inf and nan; how many are zero, or would be, that are not zero in float32; how
-        many are inf or nan in float32.
-      first: i32[n, loops], in which iteration of each loop the first inf or nan was.
+        is not zero; 0 where there is none. Then 2 if inf or nan came from finite
+        inputs; 1 if there were more of them than in the inputs, or nan from inf.
+      counts: f32[n, 6], how many numbers were measured; how many were zero, inf and
+        nan; how many are zero, or would be, that are not zero in float32; how many are
+        inf or nan in float32.
     """
 
     maxima: Any
     counts: Any
-    first: Any
-
-    @property
-    def nonfinite(self) -> Any:
-        """How many numbers were inf or nan, f32[n]."""
-        infs = COUNTS.index("infs")
-        return self.counts[..., infs : infs + 2].sum(-1)
 
     def row(self, i: int) -> dict[str, Any]:
         """Returns the numbers of one array, by the names in `MAXIMA` and `COUNTS`."""
@@ -59,51 +52,22 @@ class Statistics(NamedTuple):
 NOTHING = Statistics(
     maxima=np.zeros((0, len(MAXIMA)), np.int32),
     counts=np.zeros((0, len(COUNTS)), np.float32),
-    first=np.zeros((0, 0), np.int32),
 )
 
 
 def merge(old: Statistics, new: Statistics) -> Statistics:
-    """Joins the statistics of the same arrays, those of an earlier iteration first."""
-    return Statistics(
-        maxima=jnp.maximum(old.maxima, new.maxima),
-        counts=old.counts + new.counts,
-        first=jnp.where(old.nonfinite[:, None] > 0, old.first, new.first),
-    )
+    """Joins the statistics of the same arrays in two iterations."""
+    return Statistics(jnp.maximum(old.maxima, new.maxima), old.counts + new.counts)
 
 
 def over_devices(statistics: Statistics) -> Statistics:
     """Joins the statistics of devices, which are along the first axis."""
-    # The earliest iteration, comparing the outer loops first.
-    late = np.iinfo(np.int32).max
-    first = jnp.where(statistics.nonfinite[..., None] > 0, statistics.first, late)
-    for i in range(first.shape[-1]):
-        earliest = first[..., i] == first[..., i].min(0)
-        first = jnp.where(earliest[..., None], first, late)
-    return Statistics(
-        maxima=statistics.maxima.max(0),
-        counts=statistics.counts.sum(0),
-        first=first.min(0),
-    )
-
-
-def in_iteration(statistics: Statistics, index: Any) -> Statistics:
-    """Adds an outer loop to `first`."""
-    index = jnp.full((len(statistics.first), 1), index, jnp.int32)
-    first = jnp.concatenate([index, statistics.first], axis=1)
-    return statistics._replace(first=first)
+    return Statistics(statistics.maxima.max(0), statistics.counts.sum(0))
 
 
 def join_rows(parts: list[Statistics]) -> Statistics:
     """Joins the statistics of different arrays."""
-    loops = max(part.first.shape[1] for part in parts)
-
-    def pad(part):
-        missing = loops - part.first.shape[1]
-        first = jnp.pad(part.first, ((0, 0), (0, missing)))
-        return part._replace(first=first)
-
-    return jax.tree.map(lambda *x: jnp.concatenate(x), *map(pad, parts))
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
 
 def norms(real: Any, shadow: Any) -> Any:
@@ -119,7 +83,7 @@ def norms(real: Any, shadow: Any) -> Any:
     Returns:
       f32[4]. A number is lost if it is zero, but not zero in float32.
     """
-    wide, narrow = (_as_real(x).astype(jnp.float32) for x in (shadow, real))
+    wide, narrow = map(_as_real, (shadow, real))
     parts = wide, narrow - wide, jnp.where(narrow == 0, wide, 0)
 
     def norm(x):
@@ -144,11 +108,30 @@ class Recorder:
         """Prepares to measure; see the attributes."""
         self.keys: list[Any] = []
         self.known: dict[Any, Any] = {}
+        self._inputs: dict[Any, tuple[Any, bool, Any]] = {}
         self._parts = [NOTHING]
         self._groups: dict[Any, list[Any]] = {}
 
-    def add(self, key: Any, real: Any, shadow: Any) -> None:
-        """Measures an array, and remembers its key."""
+    def add(
+        self,
+        key: Any,
+        real: Any,
+        shadow: Any,
+        inputs: Sequence[Any] = (),
+        constants: Sequence[float] = (),
+        is_elementwise: bool = False,
+    ) -> None:
+        """Measures an array, and remembers its key.
+
+        Args:
+          key: The key.
+          real: The array.
+          shadow: The array in float32.
+          inputs: The keys of the arrays that it was computed from.
+          constants: The constants that it was computed from.
+          is_elementwise: Whether each number was computed from one of each input.
+        """
+        self._inputs[key] = inputs, is_elementwise, constants
         dtype = jnp.finfo(real.dtype).dtype
         has_shadow = shadow is not real
         real = _as_real(real)
@@ -175,7 +158,31 @@ class Recorder:
         """Returns the statistics of all arrays, in the order of `keys`."""
         for kind in list(self._groups):
             self._measure_group(kind)
-        return join_rows(self._parts)
+        found, rows = join_rows(self._parts), {k: i for i, k in enumerate(self.keys)}
+        # Shares, since a number that is broadcast was measured once.
+        _, _, infs, nans, _, _ = (found.counts / jnp.maximum(found.counts[:, :1], 1)).T
+        sources: list[list[int]] = [[] for _ in rows]
+        # Nothing begins here in the rows of a loop or branch inside.
+        is_elementwise, constant = np.zeros(len(rows), bool), np.ones((2, len(rows)))
+        for key, (inputs, number_by_number, constants) in self._inputs.items():
+            row, known = rows[key], (self.known.get((k,), k) for k in inputs)
+            sources[row] = [rows[k] for k in known if k in rows]
+            is_elementwise[row] = number_by_number
+            is_bad = not all(map(math.isfinite, constants))
+            constant[:, row] = is_bad, any(map(math.isnan, constants))
+        width = max(map(len, sources), default=0)
+        index = [x + [len(rows)] * (width - len(x)) for x in sources]
+        shares = jnp.stack([infs + nans, nans])
+        shares = jnp.concatenate([shares, jnp.zeros((2, 1), jnp.float32)], 1)
+        index = np.array(index, np.int32).reshape(len(rows), width)
+        had = shares.at[:, index].get(mode="promise_in_bounds").sum(-1)
+        had, had_nan = had + constant.astype(np.float32)
+        is_new = (nans > 0) & (had_nan == 0)
+        is_new |= is_elementwise & (infs + nans > 1.001 * had)
+        begins = jnp.where((infs + nans > 0) & (had == 0), 2, is_new.astype(jnp.int32))
+        begins = jnp.maximum(found.maxima[:, -1], begins)[:, None]
+        maxima = jnp.concatenate([found.maxima[:, :-1], begins], 1)
+        return found._replace(maxima=maxima)
 
     def _measure_group(self, kind):
         dtype, has_shadow, size = kind
@@ -198,10 +205,13 @@ class Recorder:
 
 
 def _as_real(x):
-    """Returns an array in float32 or float64, with both parts if it is complex."""
+    """Returns an array in float32, with both parts if it is complex."""
     x = jnp.asarray(x)
     x = jnp.stack([lax.real(x), lax.imag(x)]) if jnp.iscomplexobj(x) else x
-    return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+    end = float(jnp.finfo(jnp.float32).max)  # What is finite in float64 stays finite.
+    if x.dtype == jnp.float64:
+        x = jnp.where(jnp.isfinite(x), jnp.clip(x, -end, end), x)
+    return x.astype(jnp.float32)
 
 
 def _is_replicated(x: Any) -> bool:
@@ -211,31 +221,19 @@ def _is_replicated(x: Any) -> bool:
 
 @functools.lru_cache
 def codes_of(dtype: Any) -> list[int]:
-    """Returns the bits of the smallest normal number, of inf, and of what is flushed.
-
-    Args:
-      dtype: The dtype of the numbers.
-    """
-    if dtype == jnp.float64:
-        return [0x00100000, 0x7FF00000, 0]
+    """Returns the bits of inf, and of the largest number that a dtype flushes."""
     limits = _bits.limits_of(jnp.dtype(dtype).name)
-    numbers = np.array([limits.normal, np.inf, limits.flushed], np.float32)
-    return numbers.view(np.int32).tolist()
-
-
-def _code(x: Any) -> Any:
-    (bits,) = _bits.magnitudes(x)
-    return bits if bits.dtype == jnp.int32 else (bits >> 32).astype(jnp.int32)
+    return np.array([np.inf, limits.flushed], np.float32).view(np.int32).tolist()
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "axes"), inline=True)
 def _summarize(real, shadow, dtype, axes):
     """Reduces two arrays, in one pass: on CPU each further pass costs as much."""
-    normal, infinity, flushed = codes_of(dtype)
-    bits, wide, error = map(_code, (real, shadow, real - shadow))
+    infinity, flushed = codes_of(dtype)
+    ((bits,), (wide,), (error,)) = map(_bits.magnitudes, (real, shadow, real - shadow))
     is_zero = bits == 0
     is_counted = ~is_zero & (bits < infinity)
-    flags = [is_zero, is_counted & (bits < normal), bits == infinity, bits > infinity]
+    flags = [is_zero, bits == infinity, bits > infinity]
     flags += [(wide > 0) & (is_zero | (wide <= flushed)), wide >= infinity]
     counts = [flag.astype(jnp.int32) for flag in flags]
     maxima = [jnp.where(x < infinity, x, 0) for x in (bits, wide, error)]
@@ -258,7 +256,6 @@ def _measure(real, shadow, dtype, axes) -> Statistics:
     counts = [jnp.sum(x.astype(jnp.float32), apart) for x in counts]
     maxima = [jnp.max(x, apart) for x in maxima]
     return Statistics(
-        maxima=jnp.stack(maxima, -1),
+        maxima=jnp.stack([*maxima, jnp.zeros_like(maxima[0])], -1),
         counts=jnp.stack([jnp.full_like(counts[0], size), *counts], -1),
-        first=jnp.zeros((*counts[0].shape, 0), jnp.int32),
     )

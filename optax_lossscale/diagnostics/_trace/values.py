@@ -61,8 +61,6 @@ class Site:
       source: The user's line.
       scope: The named scopes.
       phase: "forward" or "backward".
-      loops: For each loop around it, the outermost first, the number of the iteration
-        that runs first: 0, or that of the last one if the loop runs backwards.
       inputs: For each floating-point input, the keys of the sites that measured it.
       constants: The inputs that are constants in the program.
       moved: The key of the site that measured the same magnitudes, if not this one.
@@ -77,7 +75,6 @@ class Site:
     source: lines.Source = NOWHERE
     scope: str = ""
     phase: str = ""
-    loops: tuple[int, ...] = ()
     inputs: tuple[tuple[Key, ...], ...] = ()
     constants: tuple[float, ...] = ()
     moved: Key | None = None
@@ -99,7 +96,6 @@ class Place(NamedTuple):
       source: The user's line that calls it.
       scope: The named scopes around it.
       phase: "forward" or "backward"; "argument" for the arguments of the program.
-      loops: See `Site`.
     """
 
     key: Key
@@ -107,7 +103,6 @@ class Place(NamedTuple):
     source: lines.Source = NOWHERE
     scope: str = ""
     phase: str = "forward"
-    loops: tuple[int, ...] = ()
 
     def at(self, equation: Any, index: int) -> "Place":
         """Returns the place of an equation."""
@@ -116,10 +111,6 @@ class Place(NamedTuple):
         scope = lines.scope_of(equation, self.scope)
         return self._replace(key=(*self.key, index), source=source, scope=scope)
 
-    def inside(self, name: str, *loops: int) -> "Place":
+    def inside(self, name: str) -> "Place":
         """Returns the place inside a loop or a branch, which is measured apart."""
-        return self._replace(
-            key=(*self.key, name),
-            recorder=Recorder(),
-            loops=(*self.loops, *loops),
-        )
+        return self._replace(key=(*self.key, name), recorder=Recorder())
