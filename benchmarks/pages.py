@@ -9,12 +9,23 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import growth, grpo, guards, language_model, need, report, retries
+from benchmarks import (
+    casting,
+    growth,
+    grpo,
+    guards,
+    language_model,
+    need,
+    report,
+    retries,
+)
 
 CPU = report.RESULTS / "cpu.json"
 ROOT = Path(__file__).parents[1]
-README, DTYPES = ROOT / "README.md", ROOT / "docs/guide/float16-or-bfloat16.md"
-PAGES = [README, *sorted(ROOT.glob("docs/guide/*.md"))]
+README, DTYPES = ROOT / "README.md", ROOT / "docs/guide/do-you-need-it.md"
+EXAMPLES = [ROOT / f"examples/{name}/README.md" for name in ("grpo", "language_model")]
+RESULTS = [report.RESULTS / name for name in ("casting.md", "steps.md")]
+PAGES = [README, *sorted(ROOT.glob("docs/guide/*.md")), *EXAMPLES, *RESULTS]
 NUMBER = r"(?<![\w.])\d+(?:\.\d+)?(?:e-\d+)?"
 
 
@@ -31,6 +42,7 @@ def tables() -> list[str]:
         *(module.table(report.load(module.RESULTS)) for module in experiments),
         language_model.flushed_table(report.load(language_model.RESULTS)),
         *retries.tables(report.load(retries.RESULTS)),
+        *casting.tables(report.load(casting.RESULTS)),
     ]
 
 
@@ -56,7 +68,8 @@ def sentences() -> dict[Path, list[str]]:
         ],
         DTYPES: [
             f"bfloat16 differs {as_written} as much as float16: {pair}.",
-            f"leave out some roundings of bfloat16, it is {default}.)",
+        ],
+        EXAMPLES[0]: [
             f"**bfloat16 differs {as_written} as much as float16**",
             f"**With XLA's default it is {default}.**",
         ],

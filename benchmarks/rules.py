@@ -4,7 +4,7 @@ Trains three small networks in float16 with each rule. At every tenth step it me
 how far the scale is from the oracle: the largest power of two with which that step does
 not overflow, found by computing the gradients with other scales. It then replays the
 gradients of whole runs with other arguments of the headroom rule. Writes
-`results/rules.json`, which `notebooks/choosing_a_rule.ipynb` draws.
+`results/rules.json`.
 """
 
 import functools
