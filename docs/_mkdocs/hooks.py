@@ -23,6 +23,9 @@ FILES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/results/cpu.md": "benchmarks/cpu.md",
+    "benchmarks/results/casting.md": "benchmarks/casting.md",
+    "benchmarks/results/steps.md": "benchmarks/steps.md",
+    "benchmarks/results/tools.md": "benchmarks/tools.md",
     "examples/grpo/README.md": "examples/grpo.md",
     "examples/language_model/README.md": "examples/language_model.md",
 }
@@ -41,7 +44,6 @@ PAGES = {
 # What the search shows before other pages that have the same words.
 BOOSTS = {
     "guide/coming-from-another-loss-scaler.md": 3,
-    "guide/questions.md": 1.3,
     "guide/troubleshooting.md": 2,
     "recipes/accumulation.md": 2,
     "recipes/checkpoints.md": 2,
@@ -62,26 +64,29 @@ HERO = re.compile(r"^!\[.*?(?=^## )", re.DOTALL | re.MULTILINE)
 CARDS = """
 <div class="grid cards" markdown data-search-exclude>
 
-- **[Start](docs/guide/use.md)**
+- **[Start](docs/guide/autocast.md)**
 
-    Wrap your optimizer, and let it take the step.
+    `autocast(loss_fn)`, and `LossScaleOptimizer` around your optimizer: two lines.
 
 - **[Diagnose](docs/guide/troubleshooting.md)**
 
-    The loss is nan, or steps are skipped? Find the line.
+    The loss is nan, or does not fall? One call names the line.
 
 - **[Come from elsewhere](docs/guide/coming-from-another-loss-scaler.md)**
 
-    What to write for PyTorch's GradScaler, Flax, Keras or jmp.
+    PyTorch's `autocast` and `GradScaler`, Flax, Keras, jmp: what to write.
 
 </div>
 """
+# It shows these beside what follows, where the screen is wide.
+GAINS = re.compile(r"^## What you get\n.*?(?=^## )", re.DOTALL | re.MULTILINE)
 TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 ROW = re.compile(r"<tr>(.*?)</tr>", re.DOTALL)
 CELL = re.compile(r"<(t[hd])>(.*?)</t[hd]>", re.DOTALL)
 # The first paragraph of a page, unless it begins with a link or a picture.
 PARAGRAPH = re.compile(r"<p>(?!<a|<img)(.*?)</p>", re.DOTALL)
 TAG = re.compile(r"<.*?>", re.DOTALL)
+LONG = 25  # characters: a cell in which a text wraps
 NUMBER = re.compile(r"\u2013|-?[\d.,]+( to [\d.]+|%)?")
 VERSION = re.compile(r"^## \[(.*)\] - (.*)$", re.MULTILINE)
 
@@ -116,7 +121,7 @@ def on_page_markdown(markdown, page, config, files):
         page.meta["search"] = {"boost": BOOSTS[uri]}
     if uri == FILES["README.md"]:
         page.meta["hide"] = ["navigation", "toc"]
-        markdown = HERO.sub(_with_cards, BADGES.sub("", markdown), count=1)
+        markdown = _home(BADGES.sub("", markdown))
     is_notebook = uri.startswith("notebooks/")
     source = SOURCES.get(uri, uri if is_notebook else f"docs/{uri}")
     if (ROOT / source).exists():
@@ -134,8 +139,12 @@ def on_page_content(html, page, **_):
     return TABLE.sub(lambda match: _with_numbers(match[0]), html)
 
 
-def _with_cards(match):
-    return f'<div class="hero" markdown>\n\n{match[0]}{CARDS}\n</div>\n\n'
+def _home(markdown):
+    """Puts the cards beside the picture, and below them what one gets."""
+    hero, gains = HERO.search(markdown)[0], GAINS.search(markdown)[0]
+    top = f'<div class="hero" markdown>\n\n{hero}{CARDS}\n</div>\n\n'
+    top += f'<div class="gains" markdown>\n\n{gains}\n</div>\n\n'
+    return markdown.replace(gains, "").replace(hero, top)
 
 
 def _for_both_schemes(match, source):
@@ -147,18 +156,24 @@ def _for_both_schemes(match, source):
 
 
 def _with_numbers(table):
-    """Marks the cells of the columns of a table that hold numbers, or nothing."""
+    """Marks the columns of numbers of a table, and names the column in each cell.
+
+    On small screens the cells of a row are shown one below the other, if they hold long
+    texts, or if they are many and the rows few.
+    """
     rows = [[cell for _, cell in CELL.findall(row)] for row in ROW.findall(table)]
-    columns = zip(*rows[1:], strict=True)
-    are_numbers = itertools.cycle(
-        [all(not y or NUMBER.fullmatch(y) for y in x) for x in columns]
-    )
-
-    def mark(match):
-        name = f'{match[1]} class="number"' if next(are_numbers) else match[1]
-        return f"<{name}>{match[2]}</{match[1]}>"
-
-    return CELL.sub(mark, table)
+    columns = list(zip(*rows, strict=True))
+    classes = [
+        ' class="number"' * all(not x or NUMBER.fullmatch(x) for x in column[1:])
+        for column in columns
+    ]
+    labels = [f' data-label="{escape(unescape(TAG.sub("", x[0])))}"' for x in columns]
+    marks = itertools.cycle(map("".join, zip(classes, labels, strict=True)))
+    first, *rest = (max(len(TAG.sub("", x)) for x in column) for column in columns)
+    is_long = first > 2 * LONG or (len(columns) > 2 and max(rest) > LONG)
+    if is_long or (len(columns) > 5 and len(rows) <= 5):
+        table = table.replace("<table>", "<table data-stacked>")
+    return CELL.sub(lambda x: f"<{x[1]}{next(marks)}>{x[2]}</{x[1]}>", table)
 
 
 def _linked(markdown, source, uri, on_github):

@@ -23,7 +23,13 @@ from helpers import (
 )
 from pages import run_page
 
-from optax_lossscale import LossScaleOptimizer, select_applied
+from optax_lossscale import (
+    DynamicLossScale,
+    LossScaleOptimizer,
+    autocast,
+    diagnostics,
+    select_applied,
+)
 
 pytestmark = pytest.mark.usefixtures("standard_dtype_promotion")
 # The README lists the pages.
@@ -81,6 +87,10 @@ def check_plain_jax(page):
             return page["train_step"](*args, apply)
 
         check_training(page, losses, step, params, opt_state)
+    args = *page["results"]["Haiku"][:2], page["images"], page["labels"], apply
+    *_, loss = page["train_step"](*args)
+    *_, jmp_loss = page["jmp_step"](*args)
+    np.testing.assert_allclose(jmp_loss, loss, rtol=1e-3)
 
 
 def check_flax_linen(page):
@@ -90,16 +100,56 @@ def check_flax_linen(page):
     train_step, start = page["train_step"], page["state"]
     (state,) = check_training(page, page["losses"], train_step, start, read=read)
     assert state.step == state.opt_state.inner_state[0].count == 61
-    # With one optimizer and with the other.
-    assert train_step._cache_size() == 2
+    assert train_step._cache_size() == 1
 
-    # The part about DynamicScale: the same losses and scales, step by step.
-    flax_loss, our_loss, flax_scale, our_scale = np.array(page["records"]).T
+    check_dynamic_scale(page)
+
+
+def check_dynamic_scale(page):
+    """What the page has in place of Flax's `DynamicScale` does the same."""
+    from flax.training.dynamic_scale import DynamicScale
+
+    class FlaxTrainState(page["TrainState"]):
+        dynamic_scale: DynamicScale
+
+    @jax.jit
+    def flax_step(state, x, y):
+        @autocast
+        def loss_fn(params):
+            variables = {"params": params, "batch_stats": state.batch_stats}
+            mutable = {"mutable": ["batch_stats"]}
+            logits, new = state.apply_fn(variables, x, train=True, **mutable)
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+            return losses.mean(), new["batch_stats"]
+
+        grad_fn = state.dynamic_scale.value_and_grad(loss_fn, has_aux=True)
+        dynamic_scale, is_finite, (loss, batch_stats), grads = grad_fn(state.params)
+        new = state.apply_gradients(grads=grads).replace(batch_stats=batch_stats)
+        new = jax.tree.map(functools.partial(jnp.where, is_finite), new, state)
+        return new.replace(dynamic_scale=dynamic_scale), loss
+
+    model, images, labels = (page[name] for name in ("model", "images", "labels"))
+    start = model.init(jax.random.key(0), images[:1], train=False)
+    start["apply_fn"] = model.apply
+    adam = optax.adam(3e-3)
+    dynamic_scale = DynamicScale(scale=2.0**16, growth_interval=10)
+    theirs = FlaxTrainState.create(tx=adam, dynamic_scale=dynamic_scale, **start)
+    rule = DynamicLossScale(2.0**16, growth_interval=10 + 1, min_scale=2.0**-126)
+    tx = LossScaleOptimizer(adam, rule)
+    ours = page["TrainState"].create(tx=tx, **start).replace(step=jnp.int32(0))
+    records = []
+    for i in range(30):
+        rows = jax.random.permutation(jax.random.key(i), len(images))[:128]
+        x = images[rows].at[0, 0].multiply(INF if i == 15 else 1)
+        theirs, flax_loss = flax_step(theirs, x, labels[rows])
+        ours, our_loss = page["train_step"](ours, x, labels[rows])
+        scales = theirs.dynamic_scale.scale, tx.current_loss_scale(ours.opt_state)
+        records.append([flax_loss, our_loss, *scales])
+    flax_loss, our_loss, flax_scale, our_scale = np.array(records).T
     np.testing.assert_allclose(our_loss, flax_loss, rtol=1e-3)
     assert np.flatnonzero(np.isnan(our_loss)).tolist() == [15]
     assert our_scale.tolist() == flax_scale.tolist()
     assert set(np.diff(np.log2(our_scale))) == {-1, 0, 1}
-    ours, theirs = page["our_state"], page["flax_state"]
     assert ours.step == theirs.step == 29
     for x, y in zip(arrays(ours.batch_stats), arrays(theirs.batch_stats), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-2, atol=1e-3)
@@ -107,6 +157,8 @@ def check_flax_linen(page):
 
 def check_flax_nnx(page):
     from flax import nnx
+
+    images, labels = page["images"], page["labels"]
 
     kinds = nnx.Param, *page["SIDE_EFFECTS"]
 
@@ -124,13 +176,27 @@ def check_flax_nnx(page):
         state = page[f"{prefix}model"], page[f"{prefix}trainer"]
         assert len(jax.tree.leaves(read(*state)[0])) == count
         losses = page[f"{prefix}losses"]
+        steps = int(state[1].step[...])
         _, trainer = check_training(page, losses, step, *state, read=read)
         # As the page says: the one counts all steps, the other those that were applied.
-        assert trainer.step[...] == 62
-        assert trainer.opt_state.inner_state[0].count[...] == 61
+        assert trainer.step[...] == steps + 2
+        assert trainer.opt_state.inner_state[0].count[...] == steps + 1
         merged = nnx.merge(*nnx.split(trainer))
         assert merged.tx == page["optimizer"]
         assert_same_bits(arrays(merged.opt_state), arrays(trainer.opt_state))
+
+    # The average takes part in a step that is applied, and in no other.
+    state = [page[name] for name in ("model", "trainer", "average")]
+    model, _, average = state
+    for factor in (INF, 1):
+        old = arrays(nnx.state(average))
+        page["average_step"](*state, images[:128] * factor, labels[:128])
+        new = arrays(nnx.state(average))
+        if factor == 1:
+            params = arrays(nnx.state(model, nnx.Param))
+            old = [0.9 * x + 0.1 * y for x, y in zip(old, params, strict=True)]
+        for x, y in zip(new, old, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-6 if factor == 1 else 0)
 
     # The trainer that nobody edits: what it logs is true.
     logs = {x: page[x].log for x in ("in_float32", "in_float16", "scaled")}
@@ -164,8 +230,18 @@ def check_batch_norm(page, images, labels):
     """Asserts that the layer fails in float16 as the page says, and not on the page."""
     import equinox as eqx
 
-    optimizer, to_float16 = page["optimizer"], page["to_float16"]
-    Model = page["Model"]
+    optimizer, Model = page["optimizer"], page["Model"]
+
+    def to_float16(tree, keep=()):
+        def cast(x):
+            return x.astype(jnp.float16) if eqx.is_inexact_array(x) else x
+
+        return jax.tree.map(cast, tree, is_leaf=lambda node: isinstance(node, keep))
+
+    class ByHand(Model):
+        def __call__(self, x, model_state):
+            x, model_state = self.norm(self.first(x).astype(jnp.float32), model_state)
+            return self.last(jax.nn.relu(x).astype(jnp.float16)), model_state
 
     class Default(Model):
         def __init__(self, key):
@@ -202,20 +278,11 @@ def check_batch_norm(page, images, labels):
     with pytest.raises(TypeError, match="float32, float16"):
         gradients(Default, ())
     wide = gradients(Model, object)  # casts nothing
-    mixed = gradients(page["ModelByHand"], eqx.nn.BatchNorm)
+    mixed = gradients(ByHand, eqx.nn.BatchNorm)
     automatic = gradients(Model, (), by_hand=False)
     for x, y, z in zip(*map(arrays, (mixed, automatic, wide)), strict=True):
         np.testing.assert_allclose(x, z, rtol=0.05, atol=1e-3)
         np.testing.assert_allclose(y, z, rtol=0.05, atol=1e-3)
-    pairs = (
-        (Model, page["norm_loss_fn"]),
-        (page["ModelByHand"], page["loss_fn_by_hand"]),
-    )
-    losses = [
-        loss_fn(*eqx.nn.make_with_state(make)(jax.random.key(0)), images, labels)[0]
-        for make, loss_fn in pairs
-    ]
-    np.testing.assert_allclose(*losses, rtol=1e-3)
 
 
 def check_keras(page):
@@ -238,6 +305,17 @@ def check_checkpoints(page):
     (state,) = check_training(page, page["losses"], step, state, read=read)
     # As the page says: it counts the batches.
     assert state["step"] == 62
+
+    # A bfloat16 checkpoint: no number changes in float32, or in the range of float16.
+    found = page["state"]["params"]
+    for name, x in page["params"].items():
+        assert x.dtype == jnp.float32
+        np.testing.assert_array_equal(x, found[name].astype(jnp.bfloat16))
+    every = jnp.arange(2**15, dtype=jnp.uint16)
+    every = jax.lax.bitcast_convert_type(every, jnp.bfloat16).astype(jnp.float32)
+    exact = every == every.astype(jnp.float16).astype(jnp.float32)
+    assert np.all(exact[(every >= 2.0**-17) & (every <= 65504)])
+    assert not exact[np.flatnonzero(every == 2.0**-17) - 1]
 
 
 def check_float8(page):
@@ -370,8 +448,9 @@ def check_accumulation(page):
         return plain_step(loss_fn, optax.sgd(0.1))(params, state, x, y)[0]
 
     wanted = plain(x.reshape(32, 3), y.reshape(32))
-    for name in ("state", "whole_state", "window_state"):
-        np.testing.assert_allclose(page[name][0], wanted, rtol=5e-3)
+    states = page["train"]([0, 1, 2, 3]), page["whole_state"], page["window_state"]
+    for after, *_ in states:
+        np.testing.assert_allclose(after, wanted, rtol=5e-3)
     # The page has left out the poisoned micro-batch, and taken the first one twice.
     kept = np.array([0, 2, 3, 0])
     wanted = plain(x[kept].reshape(32, 3), y[kept].reshape(32))
@@ -381,16 +460,14 @@ def check_accumulation(page):
     for name, batch in (("whole_step", flat), ("window", (poisoned, y))):
         state = page[name.replace("step", "state").replace("window", "window_state")]
         assert_same_bits(arrays(page[name](*state, *batch)[:2]), arrays(state))
-    # The average follows the parameters, the mean the finite micro-batches.
-    params, average, mean, opt_state = page["state"]
-    np.testing.assert_allclose(average, 0.1 * params, rtol=1e-5)
-    wanted = 0
-    for part in x:
-        wanted = 0.9 * wanted + 0.1 * part.mean(axis=0)
-    np.testing.assert_allclose(mean, wanted, rtol=1e-5)
-    *after, opt_state, _ = page["averaging_step"](*page["state"], poisoned[1], y[1])
-    assert_same_bits(arrays(after), arrays(page["state"][:3]))
-    assert not opt_state.last_step_applied
+    # As the page says: an average follows `moved`, statistics the finite micro-batches.
+    state = page["start"], page["optimizer"].init(page["start"])
+    found = []
+    for i in (0, 1, 2, 3, 0):
+        *state, _, moved = page["train_step"](*state, poisoned[i], y[i])
+        found.append((bool(moved), bool(select_applied(state[1], 1.0, 0.0))))
+    pairs = (False, True), (False, False), (False, True), (False, True), (True, True)
+    assert found == [*pairs]
 
 
 def check_half_precision_parameters(page):
@@ -419,13 +496,33 @@ def check_half_precision_parameters(page):
 
 
 def check_optax(page):
-    """SAM by hand is SAM."""
     params, x = jnp.ones(3), page["x"]
+
+    def bare(inner, steps):
+        step, state = plain_step(page["loss_fn"].__wrapped__, inner), inner.init(params)
+        after = params
+        for _ in range(steps):
+            after, state, _ = step(after, state, x)
+        return after
+
+    # The steps that were applied are those of the bare optimizers, in float32.
+    wanted = bare(optax.adam(page["schedule"]), 3)
+    np.testing.assert_allclose(page["scheduled"][0], wanted, rtol=1e-3)
+    clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))
+    np.testing.assert_allclose(page["chained"][0], bare(clipped, 2), rtol=1e-3)
+    scaler, chain_state = page["scaler"], page["chained"][1]
+    assert chain_state[1].skipped_steps == 1
+    assert select_applied(chain_state, 1.0, 2.0) == 1
+    with pytest.raises(ValueError, match="must be the LossScaleOptimizerState"):
+        scaler.minimize(page["loss_fn"], params, chain_state, x)
+
+    # SAM by hand is SAM.
 
     def grad_fn(params, _=None):
         return jax.grad(page["loss_fn"])(params, x)
 
-    sam = page["sam"]
+    ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+    sam = optax.contrib.sam(optax.sgd(0.1), ascent, opaque_mode=True)
     updates, _ = sam.update(grad_fn(params), sam.init(params), params, grad_fn=grad_fn)
     wanted = optax.apply_updates(params, updates)
     np.testing.assert_allclose(page["params"], wanted, rtol=1e-4)
@@ -440,8 +537,6 @@ def check_numpyro(page):
     losses = page["in_float32"].losses
     np.testing.assert_allclose(result.losses, losses, rtol=2e-3)
     assert losses[-1] < losses[0] / 2
-    # Only the samples differ.
-    assert page["unscaled"].losses[-1] > losses[0] * 0.95
     again = svi.run(jax.random.key(0), 3, x, progress_bar=True, stable_update=True)
     np.testing.assert_allclose(again.losses, result.losses[:3], rtol=1e-5)
     # A loss that is not finite.
@@ -454,6 +549,47 @@ def check_numpyro(page):
     assert svi.get_params(state)["loss_scale"] == 2.0**40
     with pytest.raises(TypeError, match="forward-mode"):
         svi.update(result.state, x, forward_mode_differentiation=True)
+    # Without the scale only the samples differ.
+    page["with_loss_scale"] = lambda loss_fn, has_aux: loss_fn
+    _, unscaled = page["run"]("unscaled", page["adam"], page["Float16ELBO"]())
+    assert unscaled.losses[-1] > losses[0] * 0.95
+
+
+def check_lora(page):
+    optimizer, images, labels = (page[x] for x in ("optimizer", "images", "labels"))
+    adapters, opt_state, base = (page[x] for x in ("adapters", "opt_state", "base"))
+    loss_fn, batch = page["loss_fn"], (images[:128], labels[:128])
+    step = page["train_step"]
+    check_training(page, page["losses"], step, adapters, opt_state)
+    # All products are float16, and the gradients are those of float32.
+    trace = diagnostics.trace_numerics(loss_fn, adapters, base, *batch, state=opt_state)
+    assert "14 of 14 matrix products compute in float16" in str(trace)
+    wanted = jax.grad(loss_fn.__wrapped__)(adapters, base, *batch)
+    _, grads = optimizer.value_and_grad(loss_fn, opt_state)(adapters, base, *batch)
+    for x, y in zip(arrays(grads), arrays(wanted), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0.02, atol=1e-3)
+    moments = opt_state.inner_state[0].mu
+    assert jax.tree.structure(moments) == jax.tree.structure(adapters)
+
+    from flax import nnx
+
+    def nnx_step(model, trainer, *batch):
+        page["nnx_step"](model, trainer, *batch)
+        return model, trainer
+
+    def read(model, trainer):
+        params = nnx.to_pure_dict(nnx.state(model, nnx.LoRAParam))
+        return params, trainer.opt_state
+
+    model, trainer = page["model"], page["trainer"]
+    check_training(page, page["nnx_losses"], nnx_step, model, trainer, read=read)
+    frozen, start = (
+        nnx.state(x, nnx.Not(nnx.LoRAParam))
+        for x in (model, page["Model"](nnx.Rngs(0)))
+    )
+    assert_same_bits(arrays(frozen), arrays(start))
+    assert {x.dtype for x in arrays(frozen)} == {np.dtype("float16")}
+    assert len(jax.tree.leaves(trainer.opt_state.inner_state[0].mu)) == 4
 
 
 def check(name):

@@ -1,0 +1,96 @@
+"""The loss scale in 60 lines of Optax: the page runs it, and here are its corners."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import INF, NAN, assert_same_bits
+from pages import page_blocks, run_page
+
+from optax_lossscale import DynamicLossScale, LossScaleOptimizer
+
+PATH = "docs/guide/in-60-lines-of-optax.md"
+WRAPPER, _ = page_blocks(PATH)[0]
+SCOPE = {"__name__": "page"}
+exec(WRAPPER, SCOPE)
+dynamic_loss_scale = SCOPE["dynamic_loss_scale"]
+
+
+def test_is_60_lines_of_jax_and_optax():
+    assert sum(bool(line.strip()) for line in WRAPPER.splitlines()) <= 60
+    assert "optax_lossscale" not in WRAPPER
+
+
+@pytest.mark.usefixtures("standard_dtype_promotion")
+@pytest.mark.parametrize("bounds", [(1.0, 16.0), (4.0, 2.0**126)])
+def test_scales_are_those_of_the_rule(bounds):
+    """Any run of inf, nan and finite gradients, up to both bounds."""
+    choice = np.random.default_rng(0).choice
+    gradients = choice([1.0, 0.5, INF, -INF, NAN], 300, p=[0.4, 0.4, 0.1, 0.05, 0.05])
+    arguments = 8.0, 2
+    theirs = dynamic_loss_scale(optax.adam(0.1), *arguments, *bounds)
+    rule = DynamicLossScale(*arguments, min_scale=bounds[0], max_scale=bounds[1])
+    ours = LossScaleOptimizer(optax.adam(0.1), rule)
+
+    @jax.jit
+    def run(gradients):
+        def step(carry, gradient):
+            their_state, our_state = carry
+            scaled = gradient * their_state.loss_scale
+            updates, their_state = theirs.update(scaled, their_state, jnp.float32(1))
+            wanted, our_state = ours.update(gradient, our_state, jnp.float32(1))
+            scales = their_state.loss_scale, ours.current_loss_scale(our_state)
+            return (their_state, our_state), (updates, wanted, *scales)
+
+        states = theirs.init(jnp.float32(1)), ours.init(jnp.float32(1))
+        return jax.lax.scan(step, states, gradients)
+
+    (their_state, our_state), (updates, wanted, *scales) = run(jnp.float32(gradients))
+    assert_same_bits(*scales)
+    assert scales[0].min() == bounds[0]
+    assert scales[0].max() >= 16
+    np.testing.assert_allclose(updates, wanted, rtol=1e-5, atol=1e-7)
+    skipped = np.sum(~np.isfinite(gradients))
+    assert their_state.total_skipped == our_state.skipped_steps == skipped
+
+
+@pytest.mark.usefixtures("standard_dtype_promotion")
+def test_what_the_page_says_that_it_lacks():
+    wrapped = dynamic_loss_scale(optax.adam(0.1))
+    half = jnp.ones(2, jnp.float16)
+    with pytest.raises(TypeError, match="cond"):
+        wrapped.update(half, wrapped.init(half), half)
+
+    wrapped = dynamic_loss_scale(optax.sgd(0.1))
+    integers = {"w": jnp.ones(2), "count": jnp.arange(2)}
+    grads = jax.grad(lambda params: params["w"].sum(), allow_int=True)(integers)
+    with pytest.raises(ValueError, match="sequence"):
+        wrapped.update(grads, wrapped.init(integers), integers)
+
+    zero = jnp.float32(-0.0)
+    updates, _ = wrapped.update(zero * NAN, wrapped.init(zero), zero)
+    assert not np.signbit(optax.apply_updates(zero, updates))
+
+    state = wrapped.init(zero)._replace(loss_scale=jnp.float32(NAN))
+    for _ in range(2):
+        _, state = wrapped.update(zero, state, zero)
+    assert np.isnan(state.loss_scale)
+    assert state.total_skipped == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*imaginary")
+def test_complex_gradients_lose_their_imaginary_part():
+    wrapped, params = dynamic_loss_scale(optax.sgd(0.1)), jnp.ones(2, jnp.complex64)
+    updates, _ = wrapped.update(1j * params, wrapped.init(params), params)
+    assert not np.any(updates)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("standard_dtype_promotion")
+def test_page_compares_every_step():
+    page = run_page(PATH)
+    assert page["same"]
+    skips = page["theirs"][1].total_skipped, page["ours"][1].skipped_steps
+    assert skips[0] == skips[1] >= 30
+    assert_same_bits(page["theirs"][0], page["ours"][0])
