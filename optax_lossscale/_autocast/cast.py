@@ -14,7 +14,7 @@ from optax_lossscale._autocast.modules import Modules
 from optax_lossscale._autocast.policy import State
 from optax_lossscale._autocast.program import Step, read
 from optax_lossscale._autocast.states import Planner, is_float32
-from optax_lossscale._tree import is_argument, split_arrays
+from optax_lossscale._tree import is_argument, is_inexact, split_arrays
 from optax_lossscale._warn import warn
 
 
@@ -114,6 +114,10 @@ def _evaluate(closed, arrays, dtype, lines):
     missing = set(lines)
 
     def is_wanted(step: Step) -> bool:
+        equation = step.equation
+        types = [x.aval for x in (*equation.invars, *equation.outvars)]
+        if not all(is_float32(x) for x in types if is_inexact(x)):
+            return False  # Somebody chose another dtype.
         source = step.source()
         pairs = source.own[:2], (source.file, source.line)
         places = [f"/{file}:{line}".replace("\\", "/") for file, line in pairs]
@@ -133,9 +137,10 @@ def _evaluate(closed, arrays, dtype, lines):
     found = run_plan(planner, plan, arrays, outputs, is_saved=True)
     for text in sorted(missing):
         warn(
-            f"float32 has a line that nothing in the function stands on: {text}. The "
+            f"float32 has a line on which autocast casts nothing: {text}. The "
             "innermost line of your code counts, and the number of the line may have "
-            "changed: ask diagnostics.float32_lines again."
+            "changed: ask diagnostics.float32_lines again. If the line casts by "
+            "itself, remove its casts."
         )
     return found
 

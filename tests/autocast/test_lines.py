@@ -1,5 +1,7 @@
 """`float32=`: lines that stay in float32, and what the diagnostics say of them."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -55,6 +57,23 @@ def test_a_line_that_matches_nothing_warns():
         autocast(loss_fn, float32=f"lines.py:{line_of('plain', __file__)}")(W, X)
 
 
+def forgotten(w, x):
+    h = x.astype(jnp.float16) @ w.astype(jnp.float16)  # by hand
+    h = jnp.exp(30 * h)  # too large
+    return jnp.mean(h.astype(jnp.float32))
+
+
+def test_casts_by_hand_are_named():
+    line = f"test_lines.py:{line_of('too large', __file__)}"
+    with pytest.warns(UserWarning, match=f"casts nothing: {line}.*remove its casts"):
+        assert not jnp.isfinite(autocast(forgotten, float32=line)(W, X))
+    text = f"test_lines.py:{line_of('by hand', __file__)}, in forgotten casts by itself"
+    assert text in " ".join(str(trace_numerics(autocast(forgotten), W, X)).split())
+    assert text in " ".join(str(float32_lines(autocast(forgotten), W, X)).split())
+    assert "casts by itself" not in str(trace_numerics(forgotten, W, X))
+    assert "casts by itself" not in str(trace_numerics(autocast(loss_fn), W, X))
+
+
 def overflowing(w, x):
     h = x @ w
     h = h @ (5000 * w)  # beyond
@@ -67,6 +86,9 @@ def test_the_diagnostics_name_the_lines_of_the_user():
     line = line_of("beyond", __file__)
     assert f"test_lines.py:{line}, in overflowing: dot_general" in str(trace)
     assert trace.computes_in_dtype
+    (advised,) = re.findall(r'float32="(.*?)"', trace.findings[0].message)
+    mended = autocast(overflowing, float32=advised)
+    assert jnp.isfinite(mended(w, x))
     assert abs(trace.float32_loss / float(overflowing(w, x)) - 1) < 1e-4
 
     lines = float32_lines(autocast(overflowing), w, x)

@@ -44,6 +44,9 @@ def trouble_of(search: Search, run: Run, key: Key) -> tuple[str, str, str, str]:
     what = f"{begins(run, key)} here"
     noun = "gradients" if site.phase == "backward" else "results"
     fix = f"{'compute' if is_half else 'keep'} {_line_to_change(run, key)} in float32"
+    if run.program.is_autocast and site.source.line:
+        place = named(*site.source.own[:2], "")
+        fix += f' (float32="{place}")' * (not place.startswith("In["))
     if found.float32_nonfinite and site.primitive.startswith("exp"):
         why = "The result is too large for float32 as well."
         fix = "make its inputs smaller, for example by subtracting the maximum"
@@ -93,9 +96,8 @@ def trouble_of(search: Search, run: Run, key: Key) -> tuple[str, str, str, str]:
 def _line_to_change(run: Run, key: Key) -> str:
     """Returns "this line", or the user's line that calls an installed library."""
     source = run.site(key).source
-    if source.own[:2] == (source.file, source.line):
-        return "this line"
-    return f"the call at {named(*source.own)}"
+    is_own = source.own[:2] == (source.file, source.line)
+    return "this line" if is_own else f"the call at {named(*source.own)}"
 
 
 def _together(run: Run, key: Key, fix: str) -> str:

@@ -178,6 +178,7 @@ def float32_lines(
     kept = verify.minimal(lines, lambda lines: effect(frozenset(lines)).is_fine)
     effects = [effect(frozenset(x)) for x in (kept or (), ())]
     text = _message(search, kept, len(lines), *effects)
+    text = " ".join([text, *trace.casts_by_hand(loss_fn, call)])
     keys = [key for line, (_, key) in suspects.items() if line in (kept or ())]
     found = [_describe(search, sources, key) for key in keys]
     after, _ = effects
