@@ -102,15 +102,17 @@ def products(w, x):
 
 def thresholds(w, x):
     h = (x @ w) @ w
-    return mean(jnp.where(h > h.mean(), h * 3, jnp.sin(h))) + mean(
+    one = jnp.ones_like(x) @ jnp.full_like(w, 1.0003 / len(w))  # 1 in float16
+    return mean(jnp.where(one > 1, h * 3, jnp.sin(h))) + mean(
         h.argmax(-1).astype(jnp.float32) * h[:, 0]
     )
 
 
 def iterations(w, x):
     h = jnp.abs(x @ w) * 1e-3
+    one = (jnp.ones_like(x) @ jnp.full_like(w, 1.0003 / len(w)))[0, 0]  # 1 in float16
     h = lax.while_loop(
-        lambda h: jnp.sum(h) < 100, lambda h: h * 1.3, lax.stop_gradient(h)
+        lambda h: jnp.sum(h) < 100 * one**2000, lambda h: h * 1.3, lax.stop_gradient(h)
     )
     return mean(h * (x @ w))
 
