@@ -2,6 +2,7 @@
 
 import functools
 import re
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +42,8 @@ def autocast(
     Args:
       fun: A function of arrays in any pytrees, for example a loss function. Other
         leaves are static. Flax nnx modules may be arguments, and their changes in place
-        come back. It may close over arrays, but not over a module that it changes.
+        come back. It may close over arrays, but not over a module that it changes. If
+        it is an `autocast` already, its `dtype` changes, and `float32` is added to it.
       dtype: The dtype to compute in: float16 or bfloat16.
       float32: Lines to keep in float32, with their derivatives: "file.py:123", where
         the path may be the end of a path, or what `diagnostics.float32_lines` returns.
@@ -81,6 +83,8 @@ def autocast(
     if name not in ("float16", "bfloat16"):
         raise ValueError(f"dtype must be float16 or bfloat16, got {dtype!r}.")
     lines = _lines_of(float32)
+    if (written := function_of(fun)) is not None:
+        fun, lines = written, [*vars(fun)["float32"], *lines]
 
     @functools.wraps(fun, updated=())
     def cast(*args, **kwargs):
@@ -103,10 +107,21 @@ def autocast(
         modules.write(paths, variables)
         return out
 
+    vars(cast)["float32"] = lines
     inner = getattr(fun, "without_scale", None)  # What with_loss_scale wraps.
     if inner is not None:
-        vars(cast)["without_scale"] = autocast(inner, dtype, float32=float32)
+        vars(cast)["without_scale"] = autocast(inner, dtype, float32=lines)
     return cast
+
+
+def function_of(fun: Any) -> Any:
+    """Returns the function of `autocast(function)`; None if it is something else."""
+    if isinstance(fun, types.MethodType):
+        written = function_of(fun.__func__)
+        return written and types.MethodType(written, fun.__self__)
+    code = getattr(fun, "__code__", None)
+    is_cast = code is not None and code.co_filename == __file__
+    return fun.__wrapped__ if is_cast else None
 
 
 def _evaluate(closed, arrays, dtype, lines):

@@ -57,6 +57,19 @@ def test_a_line_that_matches_nothing_warns():
         autocast(loss_fn, float32=f"lines.py:{line_of('plain', __file__)}")(W, X)
 
 
+def test_lines_are_added_to_those_of_a_decorated_function():
+    first, second = (f"test_lines.py:{line_of(x, __file__)}" for x in MARKS[:2])
+    written = autocast(loss_fn, jnp.bfloat16, float32=first)
+    found = products(autocast(written, float32=second), W, X)
+    assert found == products(autocast(loss_fn, float32=[first, second]), W, X)
+
+    class Model:
+        loss = autocast(lambda self, w, x: loss_fn(w, x), float32=first)
+
+    found = products(autocast(Model().loss, float32=second), W, X)
+    assert found == products(autocast(loss_fn, float32=[first, second]), W, X)
+
+
 def forgotten(w, x):
     h = x.astype(jnp.float16) @ w.astype(jnp.float16)  # by hand
     h = jnp.exp(30 * h)  # too large

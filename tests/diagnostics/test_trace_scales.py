@@ -1,12 +1,16 @@
 """The largest loss scale of a trace: it fits, and twice that does not."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import exhaustive_but
 from tracing import half, run_eagerly, total
 
+from optax_lossscale import DynamicLossScale, LossScaleOptimizer, autocast
 from optax_lossscale.diagnostics import trace_numerics
 
 
@@ -69,6 +73,27 @@ def test_no_scale():
     assert trace.largest_scale is None
     assert trace.findings[0].kind == "backward"
     assert trace.findings[0].operation.in_rule
+
+
+def test_the_advice_of_a_scale_below_1():
+    @autocast
+    def loss_fn(w):
+        return jnp.mean((jnp.ones((4, 2)) @ w - 1e5) ** 2)
+
+    trace = trace_numerics(loss_fn, jnp.ones((2, 1)))
+    found = re.search(
+        r"DynamicLossScale\(2.0\*\*(.*), min_scale=2.0\*\*(.*)\)",
+        trace.findings[0].message,
+    )
+    rule = DynamicLossScale(2.0 ** int(found[1]), min_scale=2.0 ** int(found[2]))
+    for options, skipped in (({}, 3), ({"loss_scale": rule}, 0)):
+        optimizer = LossScaleOptimizer(optax.sgd(0.1), **options)
+        opt_state = optimizer.init(params := jnp.ones((2, 1)))
+        if not options:
+            opt_state = optax.tree.set(opt_state, loss_scale=jnp.float32(1))
+        for _ in range(3):
+            params, opt_state, _ = optimizer.minimize(loss_fn, params, opt_state)
+        assert opt_state.skipped_steps == skipped
 
 
 def test_nothing_overflows_at_any_scale():

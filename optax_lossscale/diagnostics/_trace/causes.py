@@ -44,7 +44,8 @@ def trouble_of(search: Search, run: Run, key: Key) -> tuple[str, str, str, str]:
     what = f"{begins(run, key)} here"
     noun = "gradients" if site.phase == "backward" else "results"
     fix = f"{'compute' if is_half else 'keep'} {_line_to_change(run, key)} in float32"
-    if run.program.is_autocast and site.source.line:
+    is_plain = run.program.is_autocast and run.program.by_hand is None
+    if is_plain and site.source.line:
         place = named(*site.source.own[:2], "")
         fix += f' (float32="{place}")' * (not place.startswith("In["))
     if found.float32_nonfinite and site.primitive.startswith("exp"):

@@ -9,7 +9,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale import _check as check
-from optax_lossscale._autocast.cast import autocast
+from optax_lossscale._autocast.cast import autocast, function_of
 from optax_lossscale.diagnostics._trace import causes, program, trace, verdict, verify
 from optax_lossscale.diagnostics._trace.effects import Effect
 from optax_lossscale.diagnostics._trace.findings import log2_of, power
@@ -154,16 +154,18 @@ def float32_lines(
     def call(function):
         return program.make_call(name, function, params, args, kwargs, has_aux)
 
-    followed = program.Program(call(loss_fn), dtype)
+    by_hand = program.cast_by_hand(loss_fn, call)
+    followed = program.Program(call(loss_fn), dtype, by_hand)
     tolerance = check.share("tolerance", tolerance)
     is_given = scale is not None or state is not None
     scale = trace.check_scale(name, state, scale)
     if not followed.computes_in_dtype:
         text = f"No operation computes in {followed.dtype}, so no line needs float32."
         return Float32Lines([], scale, 0.0, 0.0, True, text)
-    function = verify.function_of(loss_fn)
+    function = function_of(getattr(loss_fn, "without_scale", loss_fn))
     if function is not None:  # The lines that it has already are proposed, too.
-        followed = program.Program(call(autocast(function, followed.dtype)), dtype)
+        cast = call(autocast(function, followed.dtype))
+        followed = program.Program(cast, dtype, by_hand)
     search = Search(followed, tolerance, scale)
     if not is_given:
         largest = search.predicted if search.best is None else search.best.scale
@@ -178,7 +180,7 @@ def float32_lines(
     kept = verify.minimal(lines, lambda lines: effect(frozenset(lines)).is_fine)
     effects = [effect(frozenset(x)) for x in (kept or (), ())]
     text = _message(search, kept, len(lines), *effects)
-    text = " ".join([text, *trace.casts_by_hand(loss_fn, call)])
+    text = " ".join([*trace.casts_left(followed), text])
     keys = [key for line, (_, key) in suspects.items() if line in (kept or ())]
     found = [_describe(search, sources, key) for key in keys]
     after, _ = effects

@@ -1,6 +1,7 @@
 """What is known of each operation after a run, as Python numbers."""
 
 import functools
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -156,7 +157,8 @@ def named(file: str, line: int, function: str) -> str:
 def _short(file: str) -> str:
     """Returns the last two parts of a path; all below the folder of libraries.
 
-    A cell of a notebook is "In[3]".
+    Of a file below the current folder, parts of the way from there. A cell of a
+    notebook is "In[3]".
     """
     ipython = sys.modules.get("IPython")
     shell = ipython and ipython.get_ipython()
@@ -164,7 +166,8 @@ def _short(file: str) -> str:
     if cell:
         return cell[1]
     *_, installed = re.split(r"-packages[\\/]", file)
-    parts = installed.replace("\\", "/").split("/")
+    below = installed.removeprefix(os.getcwd() + os.sep)
+    parts = below.replace("\\", "/").split("/")
     return "/".join(parts if lines.is_installed(file) else parts[-2:])
 
 

@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale import _check as check
+from optax_lossscale._autocast.cast import function_of
 from optax_lossscale._autocast.evaluate import SHOWS
 from optax_lossscale._gradients import loss_of
 from optax_lossscale._jaxprs import parts
+from optax_lossscale._jaxprs.lines import Source, source_of
 from optax_lossscale._scaling import scale_up
 from optax_lossscale._tree import is_argument, is_inexact
 from optax_lossscale.diagnostics import _bits
@@ -72,7 +74,10 @@ def make_call(
                 "copy that was made before the step."
             )
     first = leaves[: len(jax.tree.leaves(params))]
-    chosen = {i: x for i, x in enumerate(first) if is_inexact(x) and not callable(x)}
+    floats = [i for i, x in enumerate(first) if is_inexact(x) and not callable(x)]
+    # Beside arrays, Python numbers are settings, as in the models of Equinox.
+    arrays = [i for i in floats if is_argument(first[i])]
+    chosen = {i: first[i] for i in arrays or floats}
     count = len(chosen)
     if not chosen:
         raise TypeError(
@@ -109,6 +114,27 @@ def gradients_of(call: Any) -> Callable[..., Any]:
     return program
 
 
+def cast_by_hand(loss_fn: Any, call: Callable[..., Any]) -> Source | None:
+    """Returns where a function in `autocast` casts to half precision by itself.
+
+    Args:
+      loss_fn: The loss function.
+      call: Takes a call of a function apart: see `make_call`.
+
+    Returns:
+      The first such line; None if there is none, or if it is not in `autocast`.
+    """
+    written = function_of(getattr(loss_fn, "without_scale", loss_fn))
+    if written is None:
+        return None
+    function, arrays, *_ = call(written)
+    for equation in parts.all_equations(jax.make_jaxpr(function)(arrays).jaxpr):
+        is_cast = equation.primitive.name == "convert_element_type"
+        if is_cast and equations.in_half(equation.outvars[0].aval):
+            return source_of(equation, Source(), is_backward=False)
+    return None
+
+
 class Program:
     """A compiled program: the loss and its scaled gradient.
 
@@ -118,6 +144,7 @@ class Program:
       equations: All equations in it.
       is_autocast: Whether `autocast` made it, so that it has the constants and the
         decisions of the float32 function.
+      by_hand: Where that function casts by itself: see `cast_by_hand`.
       computes_in_dtype: Whether anything computes in the dtype in question.
       parameters: The keys of the parameters that are differentiated.
       keys: The keys of the statistics.
@@ -130,13 +157,15 @@ class Program:
         `statistics.norms`.
     """
 
-    def __init__(self, call: Any, dtype: Any):
+    def __init__(self, call: Any, dtype: Any, by_hand: Source | None = None):
         """Traces the program.
 
         Args:
           call: What `make_call` returns.
           dtype: The dtype in question.
+          by_hand: What `cast_by_hand` returns.
         """
+        self.by_hand = by_hand
         self.dtype = check.dtype("dtype", dtype)
         _bits.limits_of(self.dtype)  # Some have no zero.
         _, arrays, names, count = call

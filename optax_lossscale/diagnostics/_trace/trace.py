@@ -4,23 +4,20 @@ import textwrap
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale import _check as check
 from optax_lossscale._jaxprs.lines import Source, source_of
-from optax_lossscale._jaxprs.parts import all_equations
 from optax_lossscale.diagnostics._common import check_host, scale_of
 from optax_lossscale.diagnostics._trace.effects import closeness
 from optax_lossscale.diagnostics._trace.equations import PRODUCTS, in_half
 from optax_lossscale.diagnostics._trace.findings import NumericFinding, power
 from optax_lossscale.diagnostics._trace.operations import NumericOperation, named
-from optax_lossscale.diagnostics._trace.program import Program, make_call
+from optax_lossscale.diagnostics._trace.program import Program, cast_by_hand, make_call
 from optax_lossscale.diagnostics._trace.search import Search
 from optax_lossscale.diagnostics._trace.verdict import find_all
-from optax_lossscale.diagnostics._trace.verify import function_of
 
 WIDTH = 79
 
@@ -117,24 +114,13 @@ def summarize(program: Program) -> str:
     return " ".join(text)
 
 
-def casts_by_hand(loss_fn: Any, call: Callable[..., Any]) -> list[str]:
-    """Says where a function in `autocast` casts to half precision by itself, if so.
-
-    Args:
-      loss_fn: The loss function, or `autocast` of it.
-      call: Takes a call of such a function apart: see `program.make_call`.
-    """
-    if (written := function_of(loss_fn)) is None:
+def casts_left(program: Program) -> list[str]:
+    """Says where a function in `autocast` casts to half precision by itself, if so."""
+    if (at := program.by_hand) is None:
         return []
-    function, arrays, *_ = call(written)
-    for equation in all_equations(jax.make_jaxpr(function)(arrays).jaxpr):
-        is_cast = equation.primitive.name == "convert_element_type"
-        if is_cast and in_half(equation.outvars[0].aval):
-            at = source_of(equation, Source(), is_backward=False)
-            place = named(at.file, at.line, at.function)
-            text = "casts by itself, which autocast leaves as it is"
-            return [f"{place} {text}: remove such casts where you can."]
-    return []
+    place = named(at.file, at.line, at.function)
+    text = f"{place} casts by itself, or a layer does that it calls, by its dtype."
+    return [f"{text} autocast leaves that as it is: remove such casts first."]
 
 
 def wrapped(text: str) -> str:
@@ -231,7 +217,7 @@ def trace_numerics(
         return make_call(name, function, params, args, kwargs, has_aux)
 
     scale = check_scale(name, state, scale)
-    program = Program(call(loss_fn), dtype)
+    program = Program(call(loss_fn), dtype, cast_by_hand(loss_fn, call))
     search = Search(program, closeness(program.dtype), scale)
     run, best = search.run, search.best
     factual = [k for k in run.origins() if not run.range(k).is_finite]
@@ -247,7 +233,7 @@ def trace_numerics(
         float32_loss=float32_loss,
         dtype=program.dtype,
         computes_in_dtype=program.computes_in_dtype,
-        summary=" ".join([summarize(program), *casts_by_hand(loss_fn, call)]),
+        summary=" ".join([summarize(program), *casts_left(program)]),
         operations=list(map(run.operation, operations)),
     )
 

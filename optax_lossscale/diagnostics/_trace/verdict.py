@@ -17,7 +17,7 @@ from optax_lossscale.diagnostics._trace.causes import (
 from optax_lossscale.diagnostics._trace.effects import LOST, Effect
 from optax_lossscale.diagnostics._trace.findings import NumericFinding, log2_of, power
 from optax_lossscale.diagnostics._trace.operations import Run
-from optax_lossscale.diagnostics._trace.search import HIGHEST, Search, headroom
+from optax_lossscale.diagnostics._trace.search import HIGHEST, LOWEST, Search, headroom
 from optax_lossscale.diagnostics._trace.values import Key
 
 # How many lines to name of each kind.
@@ -158,6 +158,10 @@ def _too_high(run: Run, key: Key, best: Run, alone: bool) -> NumericFinding:
             " Nothing is wrong: this is usual after the scale has grown. A dynamic "
             "scale skips the step and lowers itself."
         )
+    elif alone and best.scale < 1:
+        scale = math.log2(best.scale)
+        lowest = f"min_scale=2.0**{max(scale - 4, LOWEST):.0f}"
+        text += f" Start below 1: DynamicLossScale(2.0**{scale:.0f}, {lowest})."
     elif alone:
         text += " Start at a lower loss scale, or let a dynamic one come down."
     return NumericFinding("scale_too_high", text, operation)

@@ -12,7 +12,6 @@ import numpy as np
 
 from optax_lossscale._autocast.cast import autocast
 from optax_lossscale._jaxprs import parts
-from optax_lossscale._jaxprs.lines import AUTOCAST
 from optax_lossscale.diagnostics._trace import equations, program, statistics
 from optax_lossscale.diagnostics._trace.interpreter import Interpreter
 from optax_lossscale.diagnostics._trace.operations import Run
@@ -30,14 +29,6 @@ EXACT = (
 
 
 Line = tuple[str, int]  # The file and the number; "" and 0 if they are not known.
-
-
-def function_of(loss_fn: Any) -> Any:
-    """Returns the function of `autocast(function)`; None if it is something else."""
-    loss_fn = getattr(loss_fn, "without_scale", loss_fn)
-    code = getattr(loss_fn, "__code__", None)
-    is_cast = code is not None and code.co_filename.startswith(AUTOCAST)
-    return loss_fn.__wrapped__ if is_cast else None
 
 
 def cast_lines(run: Run, function: Any, call: Callable[..., Any]) -> Callable[..., Any]:
