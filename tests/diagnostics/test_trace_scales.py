@@ -81,11 +81,9 @@ def test_the_advice_of_a_scale_below_1():
         return jnp.mean((jnp.ones((4, 2)) @ w - 1e5) ** 2)
 
     trace = trace_numerics(loss_fn, jnp.ones((2, 1)))
-    found = re.search(
-        r"DynamicLossScale\(2.0\*\*(.*), min_scale=2.0\*\*(.*)\)",
-        trace.findings[0].message,
-    )
-    rule = DynamicLossScale(2.0 ** int(found[1]), min_scale=2.0 ** int(found[2]))
+    pattern = r"DynamicLossScale\(2.0\*\*(.*), min_scale=2.0\*\*(.*)\)"
+    ((first, lowest),) = re.findall(pattern, trace.findings[0].message)
+    rule = DynamicLossScale(2.0 ** int(first), min_scale=2.0 ** int(lowest))
     for options, skipped in (({}, 3), ({"loss_scale": rule}, 0)):
         optimizer = LossScaleOptimizer(optax.sgd(0.1), **options)
         opt_state = optimizer.init(params := jnp.ones((2, 1)))
