@@ -142,7 +142,7 @@ def counter(cast, w, x):
     def body(count, _):
         return count + 1, None  # counter
 
-    count, _ = lax.scan(body, cast(jnp.zeros(()), True), length=3000)
+    count, _ = lax.scan(body, cast(jnp.zeros(()), True), length=2200)
     return distance(cast(w), X[:6]) * count.astype(jnp.float32)
 
 
