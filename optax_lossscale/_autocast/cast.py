@@ -89,7 +89,7 @@ def autocast(
     @functools.wraps(fun, updated=())
     def cast(*args, **kwargs):
         modules = Modules((args, kwargs))
-        arrays, join = split_arrays(modules.tree, is_argument)
+        arrays, join = split_arrays(modules.tree, _is_traced)
         paths: list[Any] = []
 
         def flat(*arrays):
@@ -150,6 +150,7 @@ def _evaluate(closed, arrays, dtype, lines):
     program = read(closed, dtype, programs=None if lines else {})
     plan = planner.plan(program, inputs, (True,) * len(outputs))
     found = run_plan(planner, plan, arrays, outputs, is_saved=True)
+    found = list(map(jnp.asarray, found))  # Known numbers are none yet.
     for text in sorted(missing):
         warn(
             f"float32 has a line on which autocast casts nothing: {text}. The "
@@ -176,6 +177,11 @@ def _lines_of(float32: Any) -> list[str]:
         raise ValueError(wanted)
     # The gradient of the loss has no line: it is float32 already.
     return [x.replace("\\", "/") for x in found if not x.endswith(":0")]
+
+
+def _is_traced(x: Any) -> bool:
+    """Whether it is an argument of the program; NumPy's integers and flags are not."""
+    return is_argument(x) and (isinstance(x, jax.Array) or is_inexact(x))
 
 
 def _is_array(x: Any) -> bool:

@@ -126,7 +126,8 @@ class _Run:
             return list(map(self._cast, found, states))
         if params.get("preferred_element_type") is not None:
             params = params | {"preferred_element_type": self.dtype_of(State.HALF)}
-        return parts.bind(equation, [self.read(x, State.HALF) for x in inputs], params)
+        held = states if step.is_parallel else [State.HALF] * len(inputs)
+        return parts.bind(equation, list(map(self.read, inputs, held)), params)
 
     def body(self, step: Step, index: int, outputs: States | None = None) -> Callable:
         """Returns a program in a step as a function."""

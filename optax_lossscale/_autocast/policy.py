@@ -70,6 +70,8 @@ KINDS = {
     ),
 }  # fmt: skip
 KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
+# Each of their results is of the operand in its place.
+PARALLEL = ("optimization_barrier", "sort")
 # Their results are as wide as their operands.
 FOLLOWERS = Kind.ARITHMETIC, Kind.OUTER, Kind.MOVE, Kind.SPREAD
 # Beyond such a factor the product may leave the range that its other factor is in.
@@ -114,6 +116,9 @@ def kind_of(equation: Any, dtype: Any, known: Sequence[Any], is_square: bool) ->
         floats.discard(jnp.dtype(dtype))  # JAX promoted one operand for the other.
     if floats != {np.dtype(np.float32)}:
         return Kind.FLOAT32  # Somebody chose another dtype.
+    fill = params.get("fill_value")
+    if fill is not None and state_of_number(fill, dtype) == State.WIDE:
+        return Kind.FLOAT32  # What x.at[i].get(fill_value=1e5) puts in.
     if kind == Kind.PRODUCT:
         if not _is_default(params.get("precision")):
             return Kind.FLOAT32  # Somebody asked for precision.
@@ -157,7 +162,7 @@ def may_add_up(equation: Any, start: Any) -> bool:
       equation: The loop.
       start: What number that part is before the loop; None if that is not known.
     """
-    return start == 0 or equation.params.get("length", LONG_LOOP) >= LONG_LOOP
+    return start is not None or equation.params.get("length", LONG_LOOP) >= LONG_LOOP
 
 
 def is_saved(primitive: Any, *_: Any, **_params: Any) -> bool:
@@ -175,15 +180,19 @@ def state_of_number(number: Any, dtype: Any) -> State:
 
 
 def state_of_array(array: Any, dtype: Any) -> State:
-    """Returns the state of an array that the program closes over."""
+    """Returns the state of an array that the program closes over.
+
+    WIDE if `dtype` cannot hold a number of it, or if all are too small for it.
+    """
     is_known = not isinstance(array, Tracer) and getattr(
         array, "is_fully_addressable", True
     )
     if not is_known or np.size(array) > LARGEST_CONSTANT:
         return State.FLEXIBLE
     sizes = np.abs(np.asarray(array, np.float32))
-    is_beyond = np.any((sizes > float(jnp.finfo(dtype).max)) & np.isfinite(sizes))
-    return State.WIDE if is_beyond else State.FLEXIBLE
+    largest, info = np.max(sizes, initial=0, where=np.isfinite(sizes)), jnp.finfo(dtype)
+    fits = largest == 0 or float(info.tiny) <= largest <= float(info.max)
+    return State.FLEXIBLE if fits else State.WIDE
 
 
 def state_of_result(kind: Kind, states: Sequence[State], is_wanted: bool) -> State:

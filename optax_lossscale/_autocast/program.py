@@ -48,6 +48,12 @@ class Step:
         """The name of the primitive."""
         return self.equation.primitive.name
 
+    @property
+    def is_parallel(self) -> bool:
+        """Whether each result is of one operand, as in sorting several arrays alike."""
+        counts = len(self.equation.invars), len(self.equation.outvars)
+        return self.name in policy.PARALLEL and counts[0] == counts[1]
+
     @functools.cached_property
     def inputs(self) -> list[Any]:
         """The variables among its operands; None for a number."""
@@ -76,7 +82,8 @@ class Program:
         """Returns the number that an operand is or is filled with; None otherwise."""
         if _variable(atom) is None:
             is_empty = atom.aval.dtype == jax.dtypes.float0  # An integer's gradient.
-            return None if is_empty else np.asarray(atom.val, atom.aval.dtype)[()]
+            is_number = not is_empty and not atom.aval.shape
+            return np.asarray(atom.val, atom.aval.dtype)[()] if is_number else None
         return self.numbers.get(atom)
 
     def scalar(self, atom: Any) -> Any:

@@ -100,6 +100,9 @@ class Planner:
             plan.operands[step] = states
             if step.bodies:
                 found = self._nested(plan, step, states, is_wanted)
+            elif step.is_parallel:
+                pairs = zip(states, is_wanted, strict=True)
+                found = [self._result(plan, step, [x], y) for x, y in pairs]
             else:
                 found = [self._result(plan, step, states, any(is_wanted))]
                 found *= len(variables)
@@ -173,10 +176,11 @@ class Planner:
                     wants[step.inputs[i]].append(x in inner and i not in step.carry)
             if not step.bodies:
                 is_wide = self._is_float32(step) or step.kind == Kind.FLOAT32
-                for x in step.inputs:
+                for i, x in enumerate(step.inputs):
                     # Not through the adds of a residual stream, which others read, too.
                     is_passed = step.kind != Kind.ARITHMETIC or count[x] == 1
-                    is_passed &= step.kind in policy.FOLLOWERS and any(found)
+                    is_read = found[i] if step.is_parallel else any(found)
+                    is_passed &= step.kind in policy.FOLLOWERS and is_read
                     wants[x].append(is_wide or is_passed)
         return self._wants.setdefault(
             key, {k for k, x in wants.items() if x and all(x)}

@@ -48,6 +48,11 @@ def test_arguments_and_results():
     assert static == same
     # A compiled function takes NumPy's arrays, and so does this one.
     assert autocast(lambda x: x @ x)(np.eye(2, dtype=np.float32)).dtype == jnp.float32
+    # Flags and counts may decide, as without autocast.
+    power = autocast(lambda x, flag, n: jnp.tile(x, n) if flag else x)
+    assert power(W[0], np.bool_(True), np.int64(2)).shape == (2 * len(W),)
+    # A known number is an array as any other.
+    assert isinstance(autocast(lambda x: 2 * jnp.ones(()))(W), jax.Array)
 
 
 def test_keys_and_integers():

@@ -174,6 +174,32 @@ def confident_by_parts(p, x):
     )
 
 
+def barrier(p, x):
+    times, h = lax.optimization_barrier((100 * x[:, 0], x @ p["w"]))
+    return cross_entropy((h * jnp.cos(3 * times)[:, None]) @ p["out"])
+
+
+def sorted_together(p, x):
+    times, h = lax.sort((100 * x[:, 0], (x @ p["w"])[:, 0]), num_keys=1)
+    return cross_entropy((h * jnp.cos(3 * times))[:, None] * (x @ p["out"]))
+
+
+def running_product(p, x):
+    def step(carry, _):
+        h, size = carry
+        h = h @ (8 * p["w"])
+        norm = jnp.max(jnp.abs(h)) / 4
+        return (h / norm, size * norm), None
+
+    (h, size), _ = lax.scan(step, (x, jnp.float32(1.0)), length=20)
+    return jnp.log(size) + jnp.mean(h**2)
+
+
+def filled(p, x):
+    h = (x @ p["w"]).at[jnp.arange(50, 70)].get(mode="fill", fill_value=1e5)
+    return cross_entropy(jnp.where(h == 1e5, 0.0, h) @ p["out"], Y[:20])
+
+
 FORMULAS = {
     "rms_norm large": (rms_norm, 300), "rms_norm tiny": (rms_norm, 1e-2),
     "square by product": (square_by_product, 300), "softmax": (softmax_by_hand, 4),
@@ -184,6 +210,8 @@ FORMULAS = {
     "coordinates": (coordinates, 1), "hidden variance": (hidden_variance, 1),
     "ode": (ode, 1), "moving average": (moving_average, 1),
     "confident": (confident, 1), "confident by parts": (confident_by_parts, 1),
+    "barrier": (barrier, 1), "sorted together": (sorted_together, 1),
+    "running product": (running_product, 100), "filled": (filled, 1),
 }  # fmt: skip
 
 
@@ -243,6 +271,10 @@ def only_through_arithmetic(patch):
         move(name, Kind.BOUNDED)(patch)
 
 
+def without_parallels(patch):
+    patch.setattr(policy, "PARALLEL", ())
+
+
 MUTATIONS = {
     "squares": (move("square", Kind.ARITHMETIC), square, 300),
     "squares of products": (without_squares, square_by_product, 300),
@@ -259,6 +291,10 @@ MUTATIONS = {
     "rule B, moving average": (without_sums, moving_average, 1),
     "rule B, best path": (without_sums, best_path, 1),
     "sums from zero": (without_sums, sum_in_a_loop, 1),
+    "products from one": (without_sums, running_product, 100),
+    "results of one operand each": (without_parallels, sorted_together, 1),
+    "barriers": (without_parallels, barrier, 1),
+    "what fills": (without_range, filled, 1),
     "positions": (without_terms, positions, 1),
     "opposite gradients": (without_wants, confident, 1),
     "opposite gradients of calls": (cast_inside, confident_by_parts, 1),
