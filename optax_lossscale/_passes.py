@@ -13,7 +13,7 @@ from optax_lossscale._tree import is_key, split_arrays, strongly_typed
 # Operations on single elements: XLA fuses them with their readers.
 CHEAP = {
     *("add", "and", "broadcast_in_dim", "convert_element_type", "copy", "div", "eq"),
-    *("exp", "expand_dims", "ge", "gt", "integer_pow", "le", "logistic", "lt", "max"),
+    *("exp", "ge", "gt", "integer_pow", "le", "logistic", "lt", "max"),
     *("min", "mul", "ne", "neg", "not", "or", "reshape", "rsqrt", "select_n", "sqrt"),
     *("square", "squeeze", "sub", "tanh", "transpose"),
 }

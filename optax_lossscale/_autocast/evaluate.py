@@ -91,7 +91,7 @@ class _Run:
         if number is not None:
             if state is None:
                 return number
-            if SHOWS.get():  # JAX would round it while tracing.
+            if SHOWS.get() and number == number:  # JAX would round it while tracing.
                 return self._cast(jax.lax.optimization_barrier(number), state)
             return number.astype(self.dtype_of(state))
         x = atom.val if hasattr(atom, "val") else self._values[atom]
@@ -217,7 +217,8 @@ def _run_call(run: _Run, step: Step) -> list[Any]:
         return body(*args)
     before, after = params["in_shardings"], params["out_shardings"]
     kinds = {type(x).__name__ for x in (*before, *after)}
-    if kinds <= {"UnspecifiedValue"} and not plan.program.is_shared:
+    is_plain = kinds <= {"UnspecifiedValue"} and not plan.program.is_shared
+    if is_plain and not SHOWS.get():  # A call has the line that an old jaxpr has not.
         return body(*args)
     return jax.jit(body, in_shardings=before, out_shardings=list(after))(*args)
 

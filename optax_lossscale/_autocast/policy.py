@@ -45,7 +45,7 @@ class State(enum.IntEnum):
 KINDS = {
     # Nearly all the work, and what the hardware is fast at. Results are HALF.
     Kind.PRODUCT: (
-        "dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general",
+        "dot_general", "conv_general_dilated", "ragged_dot_general",
     ),
     # Computed in float32, since log(1 - sigmoid(x)) needs all digits. But the result is
     # small and harmless, so it is FLEXIBLE: silu(x) is HALF where x is.
@@ -54,8 +54,8 @@ KINDS = {
     Kind.ARITHMETIC: ("add", "add_any", "sub", "mul", "div"),
     # They round nothing: as wide as what they move.
     Kind.MOVE: (
-        "abs", "all_to_all", "clamp", "concatenate", "copy", "copy_p", "dynamic_slice",
-        "dynamic_update_slice", "expand_dims", "max", "mesh_cast", "min", "name", "neg",
+        "abs", "all_to_all", "clamp", "concatenate", "copy", "dynamic_slice",
+        "dynamic_update_slice", "max", "min", "name", "neg",
         "optimization_barrier", "pad", "ppermute", "reshape", "reshard", "rev",
         "select_n", "sharding_constraint", "slice", "split", "squeeze", "stop_gradient",
         "transpose", "layout_constraint",
@@ -64,7 +64,7 @@ KINDS = {
     # sums. They run in float32 between two casts, so that these sums are float32.
     Kind.SPREAD: (
         "all_gather", "broadcast_in_dim", "cummax", "cummin", "gather", "pbroadcast",
-        "pcast", "pmax", "pmin", "pvary", "reduce_max", "reduce_min",
+        "pmax", "pmin", "pvary", "reduce_max", "reduce_min",
         "reduce_window_max", "reduce_window_min", "scatter", "select_and_gather_add",
         "sort",
     ),
@@ -81,7 +81,7 @@ LARGEST_FACTOR = 128
 # of the backward pass of a softmax would each run all that leads to it.
 REPEATED = (
     *KINDS[Kind.BOUNDED], *KINDS[Kind.ARITHMETIC], "abs", "broadcast_in_dim", "clamp",
-    "convert_element_type", "copy", "erfc", "expand_dims", "integer_pow", "log",
+    "convert_element_type", "copy", "erfc", "integer_pow", "log",
     "log1p", "max", "min", "neg", "pow", "reshape", "rsqrt", "select_n", "sqrt",
     "square", "squeeze", "stop_gradient", "transpose",
 )  # fmt: skip

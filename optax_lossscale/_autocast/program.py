@@ -22,7 +22,7 @@ FOLDS: dict[str, Callable[..., Any]] = {
     "integer_pow": lambda x, y: x**y, "stop_gradient": lambda x: x,
 }  # fmt: skip
 # They keep a number that fills an array. That it varies over devices must be kept, too.
-FILLS = ("broadcast_in_dim", "reshape", "pvary", "pcast", "pbroadcast", "squeeze")
+FILLS = ("broadcast_in_dim", "reshape", "pvary", "pbroadcast", "squeeze")
 
 
 @dataclasses.dataclass(eq=False)

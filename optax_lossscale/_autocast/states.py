@@ -56,9 +56,9 @@ class Planner:
       functions: What JAX is to trace once, however often the program calls it.
     """
 
-    def __init__(self, dtype: Any, is_float32: Callable[[Step], bool]):
+    def __init__(self, dtype: Any, is_chosen: Callable[[Step], bool]):
         """Takes the dtype, and whether the user wants a step in float32."""
-        self.dtype, self._is_float32 = dtype, is_float32
+        self.dtype, self._is_chosen = dtype, is_chosen
         self.functions: dict[Any, Callable[..., Any]] = {}
         self._plans: dict[Any, Plan] = {}
         self._wants: dict[Any, set[Any]] = {}
@@ -113,7 +113,7 @@ class Planner:
 
     def _result(self, plan, step, states, is_wanted):
         """Returns the state of the results of a step without programs in it."""
-        if self._is_float32(step):
+        if self._is_chosen(step):
             return State.WIDE
         program = plan.program
         for variable in step.equation.outvars:
@@ -175,7 +175,7 @@ class Planner:
                 for i, x in zip(reads, body.jaxpr.invars, strict=True):
                     wants[step.inputs[i]].append(x in inner and i not in step.carry)
             if not step.bodies:
-                is_wide = self._is_float32(step) or step.kind == Kind.FLOAT32
+                is_wide = self._is_chosen(step) or step.kind == Kind.FLOAT32
                 for i, x in enumerate(step.inputs):
                     # Not through the adds of a residual stream, which others read, too.
                     is_passed = step.kind != Kind.ARITHMETIC or count[x] == 1

@@ -93,6 +93,11 @@ def overflowing(w, x):
     return jnp.mean(jax.nn.softmax(h / 1e5) ** 2)
 
 
+def poisoned(w, x):
+    h = jnp.where(x > 0, 0.0, jnp.nan)  # library
+    return jnp.mean((x + h) @ w)
+
+
 def test_the_diagnostics_name_the_lines_of_the_user():
     x, w = 10 * X, 10 * W
     trace = trace_numerics(autocast(overflowing), w, x)
@@ -104,6 +109,14 @@ def test_the_diagnostics_name_the_lines_of_the_user():
     assert jnp.isfinite(mended(w, x))
     assert abs(trace.float32_loss / float(overflowing(w, x)) - 1) < 1e-4
 
+    # JAX keeps the jaxpr of a library's function, without the lines of its callers.
+    trace = trace_numerics(autocast(poisoned), w, x)
+    line = line_of("library", __file__)
+    assert trace.findings[0].operation.line == line, str(trace)
+
+
+def test_the_lines_mend_it():
+    x, w, line = 10 * X, 10 * W, line_of("beyond", __file__)
     lines = float32_lines(autocast(overflowing), w, x)
     assert lines.verified
     assert line in [x.line for x in lines.lines]

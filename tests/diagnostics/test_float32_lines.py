@@ -130,6 +130,21 @@ def test_lines_of_autocast_are_verified_by_autocast(given):
             assert np.allclose(found_errors, expected, rtol=0.1, atol=1e-5)
 
 
+def test_a_scale_that_float32_can_bear():
+    """Where all is zero in float16, nothing overflows at any scale."""
+
+    def loss_fn(w, x, size):
+        h = (x @ w) * size  # all are zero
+        return jnp.mean((h @ w / size) ** 2)
+
+    args = W, X, jnp.float32(1e-8)
+    found = float32_lines(autocast(loss_fn), *args)
+    assert found.verified, str(found)
+    mended = by_hand(autocast(loss_fn, float32=found), *args)
+    truth = by_hand(loss_fn, *args)(1.0)
+    assert np.max(errors(mended(found.scale), truth)) < CLOSE
+
+
 @pytest.mark.parametrize("scale", exhaustive_but([1.0, None], []))
 def test_a_healthy_program_needs_no_line(scale):
     def loss_fn(w, cast=half):

@@ -33,13 +33,18 @@ def put(tree, sharding):
     return jax.device_put(tree, sharding)
 
 
+def vertices(grads, state):
+    import matplotlib.figure
+
+    axes = matplotlib.figure.Figure().subplots()
+    axes = diagnostics.plot_exponents(grads, state, ax=axes)
+    return [patch.get_path().vertices for patch in axes.patches]
+
+
 ON_HOST = {
     "describe_nonfinite": lambda grads, state: diagnostics.describe_nonfinite(grads),
     "report": lambda grads, state: diagnostics.report(state, grads),
-    "plot_exponents": lambda grads, state: [
-        patch.get_path().vertices
-        for patch in diagnostics.plot_exponents(grads, state).patches
-    ],
+    "plot_exponents": vertices,
 }
 ANYWHERE = {
     "all_finite": lambda grads, state: all_finite(grads),

@@ -1,5 +1,6 @@
 """What the trace says about constants, and about the dtypes of matrix products."""
 
+import re
 from functools import partial
 
 import jax
@@ -115,6 +116,23 @@ def iterations(w, x):
         lambda h: jnp.sum(h) < 100 * one**2000, lambda h: h * 1.3, lax.stop_gradient(h)
     )
     return mean(h * (x @ w))
+
+
+def forward_algorithm(w, x):
+    h = jnp.abs(x @ w) * 2.0**-6
+    for _ in range(3):
+        h = h * h[:, :1]  # underflows
+    return mean(jnp.log(h.sum(-1)))  # breaks
+
+
+def test_the_advice_for_two_lines():
+    trace = trace_numerics(autocast(forward_algorithm), W, X)
+    text = " ".join(trace.findings[0].message.split())
+    lines = re.findall(r'"([^"]*:\d+)"', text)
+    assert len(lines) == 2
+    truth = by_hand(forward_algorithm, W, X)(1.0)
+    mended = by_hand(autocast(forward_algorithm, float32=lines), W, X)(1.0)
+    assert np.max(errors(mended, truth)) < CLOSE
 
 
 AUTOCAST = [moving_average, products, thresholds, iterations]

@@ -8,7 +8,7 @@ import optax
 from optax_lossscale import FixedLossScale, LossScaleOptimizer, autocast
 from optax_lossscale._jaxprs.parts import all_equations
 
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot")
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
 def normal(*shape, scale=1.0, seed=0):

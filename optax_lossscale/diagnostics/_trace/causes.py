@@ -44,10 +44,8 @@ def trouble_of(search: Search, run: Run, key: Key) -> tuple[str, str, str, str]:
     what = f"{begins(run, key)} here"
     noun = "gradients" if site.phase == "backward" else "results"
     fix = f"{'compute' if is_half else 'keep'} {_line_to_change(run, key)} in float32"
-    is_plain = run.program.is_autocast and run.program.by_hand is None
-    if is_plain and site.source.line:
-        place = named(*site.source.own[:2], "")
-        fix += f' (float32="{place}")' * (not place.startswith("In["))
+    passed = lines_to_pass(run, [key])
+    fix += f" ({passed})" if passed else ""
     if found.float32_nonfinite and site.primitive.startswith("exp"):
         why = "The result is too large for float32 as well."
         fix = "make its inputs smaller, for example by subtracting the maximum"
@@ -66,7 +64,9 @@ def trouble_of(search: Search, run: Run, key: Key) -> tuple[str, str, str, str]:
         return kind, what, why, fix
     if run.is_bad(key):
         why = _why(run, key)
-        if found.float32_nonfinite:
+        if any(map(math.isnan, site.constants)):
+            fix = "use another number there"
+        elif found.float32_nonfinite:
             what += ", in float32 too" if is_half else ""
             fix = (
                 "keep its inputs in the domain of the operation and of its derivative. "
@@ -91,7 +91,20 @@ def trouble_of(search: Search, run: Run, key: Key) -> tuple[str, str, str, str]:
     places.pop(run.operation(key).place, None)
     if places:
         fix += f", and the lines that feed it: {'; '.join(places)}"
+    if passed:
+        fix += ". diagnostics.float32_lines finds all lines that it takes"
     return "precision", what, _loss_of_precision(run, key), fix
+
+
+def lines_to_pass(run: Run, keys: list[Key]) -> str:
+    """Returns how to keep lines in float32 by `autocast`; "" if that is no way."""
+    sources = [run.site(key).source for key in keys]
+    names = [named(*x.own[:2], "") for x in sources if x.line]
+    is_cell = any(x.startswith("In[") for x in names)
+    if not names or is_cell or not run.program.is_autocast or run.program.by_hand:
+        return ""
+    text = ", ".join(f'"{x}"' for x in names)
+    return f"float32={text}" if len(names) == 1 else f"float32=[{text}]"
 
 
 def _line_to_change(run: Run, key: Key) -> str:
@@ -106,8 +119,9 @@ def _together(run: Run, key: Key, fix: str) -> str:
     first = flushed_before(run, key)
     if first is None:
         return fix
-    place = run.operation(first).place
-    return f"compute {place}, and this line in float32, and cast nothing in between"
+    place, passed = run.operation(first).place, lines_to_pass(run, [first, key])
+    more = f" ({passed})" if passed else ", and cast nothing in between"
+    return f"compute {place}, and this line in float32{more}"
 
 
 def flushed_before(run: Run, key: Key) -> Key | None:
@@ -124,6 +138,8 @@ def _why(run: Run, key: Key) -> str:
     """Explains an operation that makes inf or nan, or decides otherwise."""
     site, inputs = run.site(key), run.operands(key)
     is_constant = not all(map(math.isfinite, site.constants))
+    if any(map(math.isnan, site.constants)):
+        return "A constant is nan."
     if is_constant or run.bad_operands(key):
         text = "An input holds inf, and inf - inf, inf / inf and 0 * inf are nan."
         return f"{text} {ROUNDED}" if is_constant else text

@@ -16,9 +16,9 @@ from optax_lossscale._jaxprs.parts import bind, is_jaxpr, opened
 MOVES = (
     "reshape", "transpose", "broadcast_in_dim", "squeeze", "rev", "neg", "abs", "copy",
     "stop_gradient", "optimization_barrier", "pvary", "sharding_constraint",
-    "mesh_cast", "reshard",
+    "reshard",
 )  # fmt: skip
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 # Compilers rewrite these together with the next operation, which rounds differently:
 # x * y + z, x / y / z, 1 / sqrt(x), exp(x) * exp(y) and the like.
 REWRITTEN = (

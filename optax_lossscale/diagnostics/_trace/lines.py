@@ -2,6 +2,7 @@
 
 import functools
 import linecache
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -168,8 +169,9 @@ def float32_lines(
         followed = program.Program(cast, dtype, by_hand)
     search = Search(followed, tolerance, scale)
     if not is_given:
-        largest = search.predicted if search.best is None else search.best.scale
-        search.run = search.at(max(largest, 1.0))
+        # Where all is flushed to zero, nothing overflows, but in float32 it would.
+        found = math.inf if search.best is None else search.best.scale
+        search.run = search.at(max(min(found, search.predicted), 1.0))
     suspects, sources = _suspects(search)
     lines = sorted(suspects, key=lambda x: -suspects[x][0])
     if function is None:
@@ -276,7 +278,7 @@ def _describe(search: Search, sources: set[Key], key: Key) -> Float32Line:
             f"range of {half}."
         )
     if run.program.is_autocast and site.source.line:
-        fix = f'float32="{site.source.own[0]}:{site.source.own[1]}"'
+        fix = causes.lines_to_pass(run, [key]) or "float32=lines"
         return Float32Line(*site.source.own, reason, fix)
     fix = "cast each input with .astype(jnp.float32)"
     on_line = (x for x in run.program.sites.values() if x.source == site.source)

@@ -168,8 +168,8 @@ class Recorder:
             row, known = rows[key], (self.known.get((k,), k) for k in inputs)
             sources[row] = [rows[k] for k in known if k in rows]
             is_elementwise[row] = number_by_number
-            is_bad = not all(map(math.isfinite, constants))
-            constant[:, row] = is_bad, any(map(math.isnan, constants))
+            # An inf may be a mask, but with a constant of nan the nan begins here.
+            constant[:, row] = any(map(math.isinf, constants)), False
         width = max(map(len, sources), default=0)
         index = [x + [len(rows)] * (width - len(x)) for x in sources]
         shares = jnp.stack([infs + nans, nans])
