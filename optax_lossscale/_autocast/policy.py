@@ -156,7 +156,7 @@ def _terms(equation: Any) -> int:
 
 
 def may_add_up(equation: Any, start: Any) -> bool:
-    """Whether a part of a loop's state may be a sum, in which roundings add up.
+    """Whether a part of a loop's state may be a sum or a product of many numbers.
 
     Args:
       equation: The loop.
