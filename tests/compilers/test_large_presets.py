@@ -11,11 +11,13 @@ from examples.language_model.config import PRESETS
 from examples.language_model.sharding import make_mesh
 from examples.language_model.step import Trainer
 
+# All of its structure, at a quarter of the compile time.
+NARROW = {"width": 256, "heads": 4, "vocabulary": 4096, "context": 256}
 COLLECTIVES = r"all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 
 
-def lower(preset, devices, loss_scale):
-    config = dataclasses.replace(PRESETS[preset], loss_scale=loss_scale)
+def lower(preset, sizes, devices, loss_scale):
+    config = dataclasses.replace(PRESETS[preset], loss_scale=loss_scale, **sizes)
     trainer = Trainer(config, make_mesh(config.mesh, devices))
     with jax.numpy_dtype_promotion("standard"):
         return trainer.step.trace(trainer.state, trainer.batch).lower()
@@ -35,14 +37,16 @@ def held(compiled):
 
 
 @pytest.mark.parametrize(
-    ("target", "preset"), [(H100, "gpt2-small"), (TPU, "gpt2-small-tpu")]
+    ("target", "preset", "sizes"),
+    [(H100, "gpt2-small", {}), (TPU, "gpt2-small-tpu", NARROW)],
 )
-def test_loss_scaling_adds_next_to_nothing(target, preset):
+def test_loss_scaling_adds_next_to_nothing(target, preset, sizes):
     found = devices(target)
     if found is None:
         pytest.skip(f"the compiler for {target} is not installed")
     plain, scaled = (
-        lower(preset, found, loss_scale).compile() for loss_scale in ("none", "dynamic")
+        lower(preset, sizes, found, loss_scale).compile()
+        for loss_scale in ("none", "dynamic")
     )
     # Scalars: the check of the gradients, and the largest of them, which is logged.
     (plain_big, plain_scalars), (big, scalars) = map(collectives, (plain, scaled))
@@ -51,7 +55,7 @@ def test_loss_scaling_adds_next_to_nothing(target, preset):
     assert sum(big.values()) <= sum(plain_big.values())
     assert scalars - plain_scalars <= 2
     print(f"{target}: {held(plain)} bytes held without, {held(scaled)} with")
-    assert held(scaled) <= 1.01 * held(plain) + 4096
+    assert held(scaled) <= 1.02 * held(plain) + 4096
     costs = [(compiled.cost_analysis() or {}) for compiled in (plain, scaled)]
     if all("bytes accessed" in cost for cost in costs):
         before, after = (cost["bytes accessed"] for cost in costs)
