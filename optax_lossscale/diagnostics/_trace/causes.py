@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from optax_lossscale.diagnostics._trace import equations
 from optax_lossscale.diagnostics._trace.effects import LOST, percent
 from optax_lossscale.diagnostics._trace.findings import log2_of, power
-from optax_lossscale.diagnostics._trace.operations import Run, named
+from optax_lossscale.diagnostics._trace.operations import INHERITED, Run, named
 from optax_lossscale.diagnostics._trace.search import Search
 from optax_lossscale.diagnostics._trace.values import Key
 
@@ -15,6 +15,11 @@ from optax_lossscale.diagnostics._trace.values import Key
 INVERSE = ("div", "rsqrt", "log", "log1p")
 ROUNDED = "A constant like 1e-8 is 0 in float16, and one like -1e9 is -inf."
 POWERS = ("pow", "integer_pow")  # If the exponent is negative.
+# They pass on the errors of their inputs, and others that are small beside these.
+PASSES = (
+    "convert_element_type", "reduce_precision", "gather", "concatenate", "select_n",
+    "clamp",
+)  # fmt: skip
 # Their results are exact where they are subnormal.
 SUMS = ("add", "sub", "add_any", "reduce_sum", "cumsum", "scatter-add", "psum")
 
@@ -44,6 +49,7 @@ def trouble_of(search: Search, run: Run, key: Key) -> tuple[str, str, str, str]:
     what = f"{begins(run, key)} here"
     noun = "gradients" if site.phase == "backward" else "results"
     fix = f"{'compute' if is_half else 'keep'} {_line_to_change(run, key)} in float32"
+    fix += ", without its precision=" if site.has_algorithm else ""
     passed = lines_to_pass(run, [key])
     fix += f" ({passed})" if passed else ""
     if found.float32_nonfinite and site.primitive.startswith("exp"):
@@ -137,7 +143,8 @@ def flushed_before(run: Run, key: Key) -> Key | None:
 def _why(run: Run, key: Key) -> str:
     """Explains an operation that makes inf or nan, or decides otherwise."""
     site, inputs = run.site(key), run.operands(key)
-    is_constant = not all(map(math.isfinite, site.constants))
+    before = map(run.site, run.ancestors([key], run.bad_operands))
+    is_constant = not all(math.isfinite(c) for x in before for c in x.constants)
     if any(map(math.isnan, site.constants)):
         return "A constant is nan."
     if is_constant or run.bad_operands(key):
@@ -168,7 +175,9 @@ def _flushed_first(run: Run, key: Key) -> Key | None:
         return [x for x in operands if run.range(x).flushed]
 
     reached = run.ancestors(flushed(key), flushed)
-    found = [k for k in run.keys if k in reached and run.site(k).primitive]
+    # In float32, a difference may be zero, but nothing is flushed.
+    found = [k for k in run.keys if k in reached and run.limit(k)]
+    found = [k for k in found if run.site(k).primitive]
     rounded = [k for k in found if 0.0 in run.site(k).constants]
     return next(iter(rounded + found), None)
 
@@ -204,14 +213,25 @@ def _loss_of_precision(run: Run, key: Key) -> str:
 
 
 def sources_of(search: Search, run: Run, key: Key) -> list[Key]:
-    """Returns the operations before whose errors are large beside a result."""
+    """Returns the operations before that may have made the error of a result.
+
+    These are those whose errors are large beside the result; if there are none, as in
+    `acos(x)` near 1 or `log(1 - x)`, the nearest ones in half precision.
+    """
     least = search.close / 2 * run.range(key).float32_largest
 
     def parents(k):
-        errors = ((x, run.range(x)) for x in run.operands(k))
+        site = run.site(k)
+        errors = {x: run.range(x).error for x in run.operands(k)}
         # In a product of matrices, the terms may be larger than the inputs.
-        end = 0 if run.site(k).primitive in equations.PRODUCTS else least
-        return [x for x, found in errors if found.error * found.float32_largest > end]
+        end = 0 if site.primitive in equations.PRODUCTS else least
+        large = [x for x, e in errors.items() if e * run.range(x).float32_largest > end]
+        is_passed = site.primitive in PASSES or site.moved or site.constants
+        if large or (run.limit(k) and not is_passed):
+            return large
+        own = run.range(k).error if run.limit(k) else math.inf
+        worst = min(own, max(errors.values(), default=0.0))
+        return [x for x, e in errors.items() if 0 < worst <= INHERITED * e]
 
     found = run.ancestors([key], parents)
     return [k for k in run.keys if k in found and run.site(k).primitive]

@@ -67,7 +67,7 @@ def _with_shadows(equation, inputs, values, choose):
         values
         if found is None
         else [
-            x if x.wide is None else x._replace(wide=choose(new, x.wide))
+            x._replace(wide=choose(new, x.shadow))
             for x, new in zip(values, found, strict=True)
         ]
     )
@@ -120,9 +120,19 @@ def run_while(
         return lax.while_loop(continues, lambda s: step(s, [])[0], state), []
 
     found = _loop(interpreter, body, loop_over, carry, [], place)
-    if not interpreter.is_exact:
-        return found  # The shadow runs as often as the program.
-    return _with_shadows(equation, inputs, found, lambda new, _: new)
+    if all(x.wide is None for x in (*asked, *found)):
+        return found
+    if interpreter.is_exact:
+        return _with_shadows(equation, inputs, found, lambda new, _: new)
+    # The shadow runs as often as the program, or longer.
+    last = place._replace(key=(*place.key, "end"))
+    (again,) = interpreter.enter(condition, [*asked, *found], last)
+    if again.wide is None:
+        return found
+    found = [x._replace(keys=x.keys + again.keys) for x in found]
+    return _with_shadows(
+        equation, inputs, found, lambda new, x: jnp.where(again.wide, new, x)
+    )
 
 
 def once(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], Any]:

@@ -71,6 +71,11 @@ def is_autocast(equation: Any) -> bool:
     return any(x.file_name.startswith(AUTOCAST) for x in frames)
 
 
+def has_algorithm(equation: Any) -> bool:
+    """Whether a product names the dtypes that it computes in."""
+    return isinstance(equation.params.get("precision"), ALGORITHMS)
+
+
 def is_exact_cast(equation: Any) -> bool:
     """Whether it converts numbers to a dtype that has all of them."""
     types = [x.aval for x in (*equation.invars, *equation.outvars)]
@@ -156,7 +161,7 @@ def bind_wide(equation: Any, args: Sequence[Any]) -> list[Any] | None:
         return [widen(args[0])]  # `jax.checkpoint` rounds so what it saves.
     try:
         params = {name: _widen_parameter(x) for name, x in equation.params.items()}
-        if isinstance(params.get("precision"), ALGORITHMS):
+        if has_algorithm(equation):
             params["precision"] = (jax.lax.Precision.HIGHEST,) * 2
         found = bind(equation, list(map(widen, args)), params)
         types = list(map(_wide_type, equation.outvars))

@@ -177,6 +177,7 @@ class Interpreter:
             "constants": tuple(constants),
             "moved": moved,
             "opaque": opaque,
+            "has_algorithm": equations.has_algorithm(equation),
             "decides": decisions.is_decision(name, inputs),
         }
         return [

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from optax_lossscale import _check as check
 from optax_lossscale._autocast.cast import autocast, function_of
+from optax_lossscale._jaxprs.lines import Source
 from optax_lossscale.diagnostics._trace import causes, program, trace, verdict, verify
 from optax_lossscale.diagnostics._trace.effects import Effect
 from optax_lossscale.diagnostics._trace.findings import log2_of, power
@@ -190,6 +191,12 @@ def float32_lines(
     return Float32Lines(found, search.run.scale, *errors, text)
 
 
+def _overflows_on(run: Run, key: Key, source: Source) -> bool:
+    """Whether a gradient is cast on a line, from numbers that are out of range."""
+    is_there = run.site(key).source == source
+    return is_there and any(map(run.exceeds, run.operands(key)))
+
+
 def _message(
     search: Search, kept: list[Line] | None, count: int, after: Effect, before: Effect
 ) -> str:
@@ -287,6 +294,13 @@ def _describe(search: Search, sources: set[Key], key: Key) -> Float32Line:
     elif all(x.primitive in (*verify.EXACT, "convert_element_type") for x in on_line):
         casts = [k for k in sources if run.site(k).source == site.source]
         names = [k[0] for x in casts for k in run.operands(x) if len(k) == 1]
+        if kind == "gradients":  # Those of other parameters may leave the range, too.
+            pairs = zip(run.program.parameters, run.program.gradients, strict=True)
+            names = [
+                name
+                for (name,), keys in pairs
+                if any(_overflows_on(run, k, site.source) for k in run.inputs(keys))
+            ]
         what = ", ".join(dict.fromkeys(names)) or "it"
         fix = f"keep {what} in float32: without the cast to {half}"
     elif site.scope:

@@ -65,6 +65,7 @@ class Site:
       constants: The inputs that are constants in the program.
       moved: The key of the site that measured the same magnitudes, if not this one.
       opaque: Whether it was not followed in float32.
+      has_algorithm: Whether its `precision` is a `jax.lax.DotAlgorithm`.
       decides: Whether it decides by floating-point numbers. If it is no such number
         itself, the share that float32 decides otherwise is measured as flushed.
     """
@@ -79,6 +80,7 @@ class Site:
     constants: tuple[float, ...] = ()
     moved: Key | None = None
     opaque: bool = False
+    has_algorithm: bool = False
     decides: bool = False
 
     @property
