@@ -74,6 +74,8 @@ KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
 PARALLEL = ("optimization_barrier", "sort")
 # Their results are as wide as their operands.
 FOLLOWERS = Kind.ARITHMETIC, Kind.OUTER, Kind.MOVE, Kind.SPREAD
+# They compute in float32.
+WIDE_KINDS = Kind.BOUNDED, Kind.FLOAT32
 # Beyond such a factor the product may leave the range that its other factor is in.
 LARGEST_FACTOR = 128
 # Cheap operations, number by number. The backward pass runs them again, since it reads

@@ -175,7 +175,7 @@ class Planner:
                 for i, x in zip(reads, body.jaxpr.invars, strict=True):
                     wants[step.inputs[i]].append(x in inner and i not in step.carry)
             if not step.bodies:
-                is_wide = self._is_chosen(step) or step.kind == Kind.FLOAT32
+                is_wide = self._is_chosen(step) or step.kind in policy.WIDE_KINDS
                 for i, x in enumerate(step.inputs):
                     # Not through the adds of a residual stream, which others read, too.
                     is_passed = step.kind != Kind.ARITHMETIC or count[x] == 1
