@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.source_info_util import current_name_stack, user_context
 
 from optax_lossscale._autocast import policy
@@ -123,7 +124,10 @@ class _Run:
         if State.HALF not in states or _spreads(step):
             bind = _multiply if step.kind == Kind.OUTER else parts.bind
             found = bind(equation, [self.read(x, State.WIDE) for x in inputs])
-            return list(map(self._cast, found, states))
+            found = list(map(self._cast, found, states))
+            if step.kind == Kind.ARITHMETIC and State.HALF in states:
+                return [checkpoint_name(x, "autocast") for x in found]
+            return found
         if params.get("preferred_element_type") is not None:
             params = params | {"preferred_element_type": self.dtype_of(State.HALF)}
         held = states if step.is_parallel else [State.HALF] * len(inputs)

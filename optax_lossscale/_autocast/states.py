@@ -42,7 +42,7 @@ class Plan:
         """Whether a step, or perhaps a call in it, reads an argument in float32."""
         steps = [x for x in self.program.steps if variable in x.inputs]
         return any(
-            step.bodies or self.states[x] != State.HALF
+            step.bodies or self.states[x] == State.WIDE
             for step in steps
             for x in step.equation.outvars
         )
