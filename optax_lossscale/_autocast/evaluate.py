@@ -184,7 +184,7 @@ def _run_while(run: _Run, step: Step) -> list[Any]:
         [run.held(x, State.WIDE) for x in part] for part in (asked, consts)
     )
     condition, body = run.body(step, 0), run.body(step, 1, outputs)
-    return jax.lax.while_loop(
+    return flow.while_loop(
         lambda state: condition(*asked, *state)[0],
         lambda state: body(*consts, *state),
         list(map(run.held, carry, outputs)),

@@ -84,17 +84,14 @@ class Call:
     def custom_vjp(self) -> Callable[..., list[Any]]:
         """Returns the function with the rule of a `jax.custom_vjp`."""
         inputs, outputs = self._plan.inputs, self._plan.outputs
-        params, variables = self._step.equation.params, self._step.equation.invars
+        variables = self._step.equation.invars
         # The function may close over arrays, which have no gradient.
-        consts = params.get("num_consts", 0)
-        is_symbolic = params["symbolic_zeros"]  # It asks which arguments have one.
+        consts = self._step.equation.params.get("num_consts", 0)
         about: dict[Any, Any] = {}  # the residuals, by the arguments with gradients
 
         def forward(*args):
-            mask = [i >= consts for i in range(len(args))]
-            if is_symbolic:
-                mask = [x and y.perturbed for x, y in zip(mask, args, strict=True)]
-                args = [x.value for x in args]
+            mask = [i >= consts and x.perturbed for i, x in enumerate(args)]
+            args = [x.value for x in args]
 
             def function(*args):
                 taken, join = _parted(args, mask)
@@ -130,7 +127,7 @@ class Call:
             return tuple(fill(joins[0](found)))
 
         function = jax.custom_vjp(self._primal)
-        function.defvjp(forward, backward, symbolic_zeros=is_symbolic)
+        function.defvjp(forward, backward, symbolic_zeros=True)
         return function
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from optax_lossscale._jaxprs import parts
@@ -45,6 +46,28 @@ def while_parts(equation: Any, values: Sequence[Any]) -> tuple[Any, Any, Any]:
     """Splits values: the constants of the condition, those of the body, the state."""
     n, m = equation.params["cond_nconsts"], equation.params["body_nconsts"]
     return values[:n], values[n : n + m], values[n + m :]
+
+
+def while_loop(
+    condition: Callable[..., Any], body: Callable[..., Any], state: Any
+) -> Any:
+    """Runs a `while`, where under `jax.vmap` each example has a condition."""
+
+    def step(state):
+        return choose(condition(state), body(state), state)
+
+    return lax.while_loop(lambda state: jnp.any(condition(state)), step, state)
+
+
+def choose(flags: Any, new: Any, old: Any) -> Any:
+    """Returns new arrays; of examples with the flag False, the first axes, old ones."""
+    if not flags.ndim:
+        return new
+
+    def choose_one(x, y):
+        return jnp.where(jnp.expand_dims(flags, range(flags.ndim, x.ndim)), x, y)
+
+    return jax.tree.map(choose_one, new, old)
 
 
 def shard_map(

@@ -28,11 +28,16 @@ def called_jaxpr(equation: Any) -> Any:
 def all_equations(jaxpr: Any) -> Iterator[Any]:
     """Yields the equations of a jaxpr, and of the jaxprs in their parameters."""
     for equation in jaxpr.eqns:
-        yield equation
-        for parameter in equation.params.values():
-            for x in parameter if isinstance(parameter, tuple) else (parameter,):
-                if is_jaxpr(x):
-                    yield from all_equations(opened(x)[0])
+        yield from equations_in(equation)
+
+
+def equations_in(equation: Any) -> Iterator[Any]:
+    """Yields an equation, and those of the jaxprs in its parameters."""
+    yield equation
+    for parameter in equation.params.values():
+        for x in parameter if isinstance(parameter, tuple) else (parameter,):
+            if is_jaxpr(x):
+                yield from all_equations(opened(x)[0])
 
 
 def manual_axes(equation: Any) -> tuple[str, ...]:

@@ -22,8 +22,13 @@ def cross_entropy(logits, y=Y):
 
 
 def shrunk(x):
-    """Returns numbers that are 1e5 in the range of tanh, without a tiny factor."""
+    """Divides by 1e5, without a tiny factor."""
     return 0.1 * (0.01 * (0.01 * x))
+
+
+def read(p, h):
+    """Returns a loss that reads `h` by a product, which wants no float32."""
+    return jnp.mean((h @ p["out"]) ** 2)
 
 
 def rms_norm(p, x):
@@ -34,7 +39,7 @@ def rms_norm(p, x):
 
 def square_by_product(p, x):
     h = x @ p["w"]
-    return jnp.mean(jnp.tanh(shrunk(h * h)))
+    return read(p, shrunk(h * h))
 
 
 def softmax_by_hand(p, x):
@@ -58,7 +63,7 @@ def masked(p, x):
 def tiny_constant(p, x):
     h = x @ p["w"]
     least = jnp.maximum(-jnp.abs(h), 1e-6) * 100 * 100 * 100
-    return jnp.mean(jnp.tanh(least)) + 0.01 * jnp.mean(h**2)
+    return read(p, least) + 0.01 * jnp.mean(h**2)
 
 
 def mean_of_products(p, x):
@@ -77,7 +82,7 @@ def scaled_norm(p, x):
 
 
 def large_factor(p, x):
-    return jnp.mean(jnp.tanh(shrunk(1000 * (x @ p["w"]) + x)))
+    return read(p, shrunk(1000 * (x @ p["w"]) + x))
 
 
 def gaussian_policy(p, x):
@@ -89,19 +94,19 @@ def gaussian_policy(p, x):
 def near_difference(p, x):
     mean = x @ p["w"]
     near = lax.stop_gradient(mean) + 0.02 * (0.2 * jnp.sin(X))
-    return jnp.mean(jnp.tanh((near - mean) * 100))
+    return read(p, (near - mean) * 100)
 
 
 def square(p, x):
-    return jnp.mean(jnp.tanh(shrunk(jnp.square(x @ p["w"]))))
+    return read(p, shrunk(jnp.square(x @ p["w"])))
 
 
 def exponential(p, x):
-    return jnp.mean(jnp.tanh(shrunk(jnp.exp(x @ p["w"]))))
+    return read(p, shrunk(jnp.exp(x @ p["w"])))
 
 
 def long_sum(p, x):
-    return jnp.mean(jnp.tanh(0.01 * jnp.sum(1000 + x @ p["w"], 0) - 640))
+    return read(p, 0.01 * jnp.sum(1000 + x @ p["w"], 0) - 640)
 
 
 def value_head(p, x):
@@ -174,14 +179,18 @@ def confident_by_parts(p, x):
     )
 
 
+def waves(times):
+    return jnp.cos(3 * times) + jnp.sin(2 * times)
+
+
 def barrier(p, x):
     times, h = lax.optimization_barrier((100 * x[:, 0], x @ p["w"]))
-    return cross_entropy((h * jnp.cos(3 * times)[:, None]) @ p["out"])
+    return cross_entropy((h * waves(times)[:, None]) @ p["out"])
 
 
 def sorted_together(p, x):
     times, h = lax.sort((100 * x[:, 0], (x @ p["w"])[:, 0]), num_keys=1)
-    return cross_entropy((h * jnp.cos(3 * times))[:, None] * (x @ p["out"]))
+    return cross_entropy((h * waves(times))[:, None] * (x @ p["out"]))
 
 
 def running_product(p, x):

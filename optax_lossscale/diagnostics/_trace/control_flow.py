@@ -95,6 +95,14 @@ def run_scan(
     return _loop(interpreter, body, loop_over, carry, x, place)
 
 
+def _chosen(again: Value, new: Value, old: Value) -> Value:
+    """Returns the state that goes on; under `jax.vmap`, of each example."""
+    wide = new.wide
+    if again.real.ndim and not new.wide is old.wide is again.wide is None:
+        wide = flow.choose(again.shadow, new.shadow, old.shadow)
+    return new._replace(real=flow.choose(again.real, new.real, old.real), wide=wide)
+
+
 def run_while(
     interpreter: Any, equation: Any, inputs: list[Value], place: Place
 ) -> list[Value]:
@@ -106,15 +114,16 @@ def run_while(
     def body(values, _, inner):
         asking = inner._replace(key=(*inner.key, "condition"))
         args = interpreter.arrive("constant", [*asked, *consts], inner)
-        interpreter.enter(condition, [*args[: len(asked)], *values], asking)
+        (again,) = interpreter.enter(condition, [*args[: len(asked)], *values], asking)
         args = [*args[len(asked) :], *values]
-        return interpreter.enter(params["body_jaxpr"], args, inner), []
+        new = interpreter.enter(params["body_jaxpr"], args, inner)
+        return [_chosen(again, *pair) for pair in zip(new, values, strict=True)], []
 
     def continues(state):
         pairs = zip([*asked, *state[1]], condition.jaxpr.invars, strict=True)
         args = [equations.narrow(x.real, v.aval) for x, v in pairs]
         (again,) = eval_jaxpr(condition.jaxpr, condition.consts, *args)
-        return again
+        return jnp.any(again)
 
     def loop_over(step, state):
         return lax.while_loop(continues, lambda s: step(s, [])[0], state), []
@@ -131,7 +140,7 @@ def run_while(
         return found
     found = [x._replace(keys=x.keys + again.keys) for x in found]
     return _with_shadows(
-        equation, inputs, found, lambda new, x: jnp.where(again.wide, new, x)
+        equation, inputs, found, lambda *pair: flow.choose(again.wide, *pair)
     )
 
 
