@@ -78,6 +78,8 @@ FOLLOWERS = Kind.ARITHMETIC, Kind.OUTER, Kind.MOVE, Kind.SPREAD
 WIDE_KINDS = Kind.BOUNDED, Kind.FLOAT32
 # Beyond such a factor the product may leave the range that its other factor is in.
 LARGEST_FACTOR = 128
+# Such a factor is of a moving average: of 0.99 * x, half precision loses what it adds.
+NEAR_ONE = 1 / 64
 # Cheap operations, number by number. The backward pass runs them again, since it reads
 # HALF numbers faster than what they would save in float32. Not exp: several kernels
 # of the backward pass of a softmax would each run all that leads to it.
@@ -89,6 +91,8 @@ REPEATED = (
 )  # fmt: skip
 # From so many iterations on, the roundings of what a loop updates add up.
 LONG_LOOP = 128
+# Of so many units of roundoff, a number may be one that a loop is to come down to.
+TOLERANCE = 16
 # Larger arrays are parameters rather than masks, and looking at them takes time.
 LARGEST_CONSTANT = 2**20
 # They mark what is certain to fit.
@@ -124,6 +128,8 @@ def kind_of(equation: Any, dtype: Any, known: Sequence[Any], is_square: bool) ->
     if kind == Kind.PRODUCT:
         if not _is_default(params.get("precision")):
             return Kind.FLOAT32  # Somebody asked for precision.
+        if is_square and equation.outvars[0].aval.size * _terms(equation) == old.size:
+            return Kind.FLOAT32  # x @ x of a vector, the square of its norm.
         # Nothing is added up: a product of each with each, of positions for example.
         return Kind.OUTER if _terms(equation) == 1 else kind
     if name == "reduce_sum" and math.prod(old.shape[x] for x in params["axes"]) == 1:
@@ -141,7 +147,9 @@ def kind_of(equation: Any, dtype: Any, known: Sequence[Any], is_square: bool) ->
 
 def _is_moderate(factor: Any) -> bool:
     size = abs(float(factor))
-    return size == 0 or 1 / LARGEST_FACTOR <= size <= LARGEST_FACTOR
+    if size in (0, 1):
+        return True
+    return 1 / LARGEST_FACTOR <= size <= LARGEST_FACTOR and abs(size - 1) > NEAR_ONE
 
 
 def _is_default(precision: Any) -> bool:
@@ -165,6 +173,11 @@ def may_add_up(equation: Any, start: Any) -> bool:
       start: What number that part is before the loop; None if that is not known.
     """
     return start is not None or equation.params.get("length", LONG_LOOP) >= LONG_LOOP
+
+
+def is_tolerance(sizes: Sequence[float], dtype: Any) -> bool:
+    """Whether one of the numbers that a loop compares with is near roundoff."""
+    return any(0 < x < TOLERANCE * float(jnp.finfo(dtype).eps) for x in sizes)
 
 
 def is_saved(primitive: Any, *_: Any, **_params: Any) -> bool:

@@ -12,6 +12,7 @@ from optax_lossscale._autocast import policy
 from optax_lossscale._autocast.policy import Kind
 from optax_lossscale._jaxprs import flow, parts
 from optax_lossscale._jaxprs.lines import Source, source_of
+from optax_lossscale._tree import is_inexact
 
 # How to compute with numbers while tracing.
 FOLDS: dict[str, Callable[..., Any]] = {
@@ -145,7 +146,7 @@ def read(
     for equation in jaxpr.eqns:
         numbers = list(map(program.number, equation.invars))
         source = functools.partial(_source, equation, outer)
-        jaxprs, carry = _bodies(equation)
+        jaxprs, carry = _bodies(equation, dtype)
         # A loop changes its state, and a branch is not worth it.
         passed = numbers if equation.primitive.name in parts.CALLS else ()
         inner = functools.partial(read, programs=programs)
@@ -156,7 +157,7 @@ def read(
             if program.scalar(equation.outvars[0]) is not None:
                 continue
         is_square = len(set(map(id, equation.invars))) == 1 < len(numbers)
-        is_square &= equation.primitive.name == "mul"
+        is_square &= equation.primitive.name in ("mul", "dot_general")
         kind = policy.kind_of(equation, dtype, numbers, is_square)
         program.steps.append(Step(equation, kind, source, bodies, carry))
     if programs is not None:
@@ -172,13 +173,15 @@ def _source(equation, outer):
     return source_of(equation, outer(), is_backward=False)
 
 
-def _bodies(equation: Any) -> tuple[list[tuple[Any, Sequence[int]]], Sequence[int]]:
+def _bodies(
+    equation: Any, dtype: Any
+) -> tuple[list[tuple[Any, Sequence[int]]], Sequence[int]]:
     """Returns jaxprs with the operands that each reads, and the state of a loop."""
     name, params = equation.primitive.name, equation.params
     operands = range(len(equation.invars))
     if name == "scan":
         return [(params["jaxpr"], operands)], flow.scan_parts(equation, operands)[1]
-    if name == "while":
+    if name == "while" and not _converges(equation, dtype):
         asked, consts, carry = flow.while_parts(equation, operands)
         found = [(params["cond_jaxpr"], [*asked, *carry])]
         return [*found, (params["body_jaxpr"], [*consts, *carry])], carry
@@ -186,6 +189,38 @@ def _bodies(equation: Any) -> tuple[list[tuple[Any, Sequence[int]]], Sequence[in
         return [(x, operands[1:]) for x in params["branches"]], ()
     is_call = name == "shard_map" or name in parts.CALLS
     return [(parts.called_jaxpr(equation), operands)] if is_call else [], ()
+
+
+def _converges(equation: Any, dtype: Any) -> bool:
+    """Whether a `while` goes on until what its products make has converged.
+
+    So it compares with a small number, and roundoff of half precision may never be as
+    small.
+    """
+    condition, body = (
+        parts.opened(equation.params[x])[0] for x in ("cond_jaxpr", "body_jaxpr")
+    )
+    asked, consts, _ = flow.while_parts(equation, equation.invars)
+    steps = condition.eqns
+    wanted = {_variable(x) for step in steps for x in step.invars}
+    state = enumerate(condition.invars[len(asked) :])
+    needed, before = {i for i, x in state if x in wanted}, None
+    while needed != before:
+        before, steps = needed, condition.eqns
+        wanted = {_variable(body.outvars[i]) for i in needed}
+        for step in reversed(body.eqns):
+            if not wanted.isdisjoint(step.outvars):
+                steps = [*steps, step]
+                wanted.update(map(_variable, step.invars))
+        state = enumerate(body.invars[len(consts) :])
+        needed = needed | {i for i, x in state if x in wanted}
+    inner = [x for step in steps for x in parts.equations_in(step)]
+    numbers = [x.val for step in inner for x in step.invars if hasattr(x, "val")]
+    sizes = [abs(float(x)) for x in numbers if is_inexact(x) and not np.ndim(x)]
+    has_product = any(
+        policy.KIND_OF.get(x.primitive.name) == Kind.PRODUCT for x in inner
+    )
+    return has_product and policy.is_tolerance(sizes, dtype)
 
 
 def _folded(equation: Any, program: Program, numbers: Sequence[Any]) -> Any:

@@ -132,7 +132,7 @@ def ode(p, x):
 
 def moving_average(p, x):
     def step(e, x):
-        e = 0.99 * e + 0.01 * (x @ p["w"])
+        e = 0.98 * e + 0.02 * (x @ p["w"])
         return e, None
 
     x = jnp.concatenate([1 + x] * 4)
