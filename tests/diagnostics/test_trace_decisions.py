@@ -1,4 +1,4 @@
-"""The shadow decides by its own numbers where those of the program are lost."""
+"""What float16 hides: decisions by lost numbers, and errors that others magnify."""
 
 from functools import partial
 
@@ -94,7 +94,32 @@ def shares(cast, w, x):
     return mean(jnp.square(h * 48))
 
 
+def angles(cast, w, x):
+    u = (cast(x + 9) @ cast(w)).astype(jnp.float32)
+    u = u / jnp.linalg.norm(u, axis=-1, keepdims=True)
+    cosines = cast(u[::2], 1) @ cast(u[1::2], 1).T  # angles 1
+    return mean(jnp.arccos(jnp.clip(cosines.astype(jnp.float32), -0.999999, 0.999999)))
+
+
+def squashed(cast, w, x):
+    actions = jnp.tanh(cast(x, 1) @ cast(w, 1) * 2)  # squashed 1
+    return mean(jnp.log(1 - jnp.square(actions.astype(jnp.float32)) + 1e-6))
+
+
+def halvings(cast, w, x):
+    def goes_on(state):
+        size, step = cast(state[0], 1), state[1]
+        return (size * size > 0) & (step < 20)  # halvings 1
+
+    start = cast(jnp.ones(())), 0
+    _, steps = lax.while_loop(goes_on, lambda s: (s[0] * 0.5, s[1] + 1), start)
+    return steps * mean(jnp.square(cast(x) @ cast(w)))
+
+
 CASES = {
+    angles: [1],
+    squashed: [1],
+    halvings: [1],
     two_norms: [1],
     norms_of_queries: [1],
     box_areas: [1, 2],
@@ -107,7 +132,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("loss_fn", exhaustive_but(CASES, [branch_of_sum]))
+@pytest.mark.parametrize("loss_fn", exhaustive_but(CASES, [branch_of_sum, squashed]))
 def test_what_a_decision_hides(loss_fn):
     truth = by_hand(partial(loss_fn, Casts(jnp.float32)), W, X)(1.0)
     scale = 1.0

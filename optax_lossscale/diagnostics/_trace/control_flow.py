@@ -120,10 +120,7 @@ def run_while(
         return [_chosen(again, *pair) for pair in zip(new, values, strict=True)], []
 
     def continues(state):
-        pairs = zip([*asked, *state[1]], condition.jaxpr.invars, strict=True)
-        args = [equations.narrow(x.real, v.aval) for x, v in pairs]
-        (again,) = eval_jaxpr(condition.jaxpr, condition.consts, *args)
-        return jnp.any(again)
+        return jnp.any(interpreter.holds(condition, [*asked, *state[1]], place))
 
     def loop_over(step, state):
         return lax.while_loop(continues, lambda s: step(s, [])[0], state), []

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
+from jax.core import Tracer, eval_jaxpr
 
 from optax_lossscale._jaxprs import parts
 from optax_lossscale.diagnostics._trace import control_flow, decisions, equations
@@ -75,6 +75,12 @@ class Interpreter:
         """Evaluates a jaxpr of an equation, whose constants are not measured."""
         jaxpr, consts = parts.opened(jaxpr)
         return self.run(jaxpr, [*map(self.value, consts), *args], place)
+
+    def holds(self, condition: Any, args: Sequence[Value], _place: Place) -> Any:
+        """Returns whether a condition holds, and measures nothing."""
+        jaxpr, consts = parts.opened(condition)
+        (found,) = eval_jaxpr(jaxpr, consts, *(x.real for x in args))
+        return found
 
     def literal(self, x: Any, *about: Any) -> Value:
         """Returns a constant in an equation, which is given with its place."""

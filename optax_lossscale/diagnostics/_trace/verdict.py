@@ -121,7 +121,7 @@ def _explain(search: Search, run: Run, key: Key) -> NumericFinding:
     halves = [k for k in sources_of(search, run, key) if run.limit(k)]
     if not run.limit(key) and not run.is_bad(key) and halves:
         # A line in float32 magnifies an error of half precision.
-        key = max(halves, key=lambda k: run.range(k).error)
+        key = halves[-1]
     operation = run.operation(key)
     kind, what, why, fix = trouble_of(search, run, key)
     why = f" {why}" if why else ""

@@ -86,6 +86,10 @@ class _Promoter(Interpreter):
     def value(self, x: Any) -> Value:
         return super().value(equations.widen(x))
 
+    def holds(self, condition: Any, args: Sequence[Value], place: Place) -> Any:
+        (found,) = self.enter(condition, args, place)
+        return found.real
+
     def literal(self, x: Any, *about: Any) -> Value:
         found = super().literal(x, *about)
         real = equations.widen(found.real)
