@@ -122,7 +122,7 @@ class _Run:
         if step.name == "convert_element_type" and step.kind == Kind.MOVE:
             return [self.read(inputs[0], states[0])]
         if State.HALF not in states or _spreads(step):
-            bind = _multiply if step.kind == Kind.OUTER else parts.bind
+            bind = MULTIPLIED.get(step.kind, parts.bind)
             found = bind(equation, [self.read(x, State.WIDE) for x in inputs])
             found = list(map(self._cast, found, states))
             if step.kind == Kind.ARITHMETIC and State.HALF in states:
@@ -258,6 +258,17 @@ def _multiply(equation: Any, args: Sequence[Any]) -> list[Any]:
         jnp.expand_dims(y, range(len(batches[0]), x.ndim)),
     )
     return [(x * y).reshape(equation.outvars[0].aval.shape)]
+
+
+def _add_squares(equation: Any, args: Sequence[Any]) -> list[Any]:
+    """Runs x @ x of vectors, which takes no product of matrices."""
+    (axes, _), (batch, _) = equation.params["dimension_numbers"]
+    x = args[0].transpose(*batch, *axes)
+    return [jnp.sum(x * x, range(len(batch), x.ndim))]
+
+
+# How to run products that are not multiplied as matrices.
+MULTIPLIED = {Kind.OUTER: _multiply, Kind.LENGTH: _add_squares}
 
 
 def _spreads(step: Step) -> bool:

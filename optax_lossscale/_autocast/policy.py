@@ -18,14 +18,15 @@ from jax.core import Tracer
 class Kind(enum.Enum):
     """What is done with an equation; see the table below.
 
-    OUTER has no names there: it is a product that adds up nothing, of positions and
-    frequencies for example.
+    Two have no names there. OUTER is a product that adds up nothing, of positions and
+    frequencies for example. LENGTH is x @ x of a vector, the square of its length.
     """
 
     PRODUCT = enum.auto()
     BOUNDED = enum.auto()
     ARITHMETIC = enum.auto()
     OUTER = enum.auto()
+    LENGTH = enum.auto()
     MOVE = enum.auto()
     SPREAD = enum.auto()
     FLOAT32 = enum.auto()
@@ -75,7 +76,7 @@ PARALLEL = ("optimization_barrier", "sort")
 # Their results are as wide as their operands.
 FOLLOWERS = Kind.ARITHMETIC, Kind.OUTER, Kind.MOVE, Kind.SPREAD
 # They compute in float32.
-WIDE_KINDS = Kind.BOUNDED, Kind.FLOAT32
+WIDE_KINDS = Kind.BOUNDED, Kind.LENGTH, Kind.FLOAT32
 # Beyond such a factor the product may leave the range that its other factor is in.
 LARGEST_FACTOR = 128
 # Such a factor is of a moving average: of 0.99 * x, half precision loses what it adds.
@@ -128,8 +129,8 @@ def kind_of(equation: Any, dtype: Any, known: Sequence[Any], is_square: bool) ->
     if kind == Kind.PRODUCT:
         if not _is_default(params.get("precision")):
             return Kind.FLOAT32  # Somebody asked for precision.
-        if is_square and equation.outvars[0].aval.size * _terms(equation) == old.size:
-            return Kind.FLOAT32  # x @ x of a vector, the square of its norm.
+        if is_square and _is_length(equation):
+            return Kind.LENGTH  # x @ x of a vector.
         # Nothing is added up: a product of each with each, of positions for example.
         return Kind.OUTER if _terms(equation) == 1 else kind
     if name == "reduce_sum" and math.prod(old.shape[x] for x in params["axes"]) == 1:
@@ -163,6 +164,13 @@ def _terms(equation: Any) -> int:
         return 2
     (axes, _), _ = equation.params["dimension_numbers"]
     return math.prod(equation.invars[0].aval.shape[x] for x in axes)
+
+
+def _is_length(equation: Any) -> bool:
+    """Whether a product of an array with itself adds up squares alone."""
+    ((x, y), (batch, other)) = equation.params["dimension_numbers"]
+    shape = equation.invars[0].aval.shape
+    return x == y and batch == other and len(x) + len(batch) == len(shape)
 
 
 def may_add_up(equation: Any, start: Any) -> bool:

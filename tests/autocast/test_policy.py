@@ -31,6 +31,11 @@ def read(p, h):
     return jnp.mean((h @ p["out"]) ** 2)
 
 
+def unit_length(p, x):
+    v = 1e-4 * (p["b"] + x[0])
+    return read(p, v / jnp.sqrt(v @ v))
+
+
 def rms_norm(p, x):
     h = x @ p["w"]
     h = h * lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6)
@@ -139,6 +144,14 @@ def moving_average(p, x):
     return jnp.mean(lax.scan(step, jnp.ones(16), x)[0] ** 2)
 
 
+def short_average(p, x):
+    def step(e, x):
+        return 0.99 * e + 0.01 * (3 + x @ p["w"]), None
+
+    start = 1 + p["b"]
+    return jnp.mean((lax.scan(step, start, jnp.concatenate([x, x[:32]]))[0] - 2) ** 2)
+
+
 def best_path(p, x):
     def step(score, e):
         return jnp.max(score[:, None] + p["w"], 0) + e, None
@@ -221,6 +234,7 @@ FORMULAS = {
     "confident": (confident, 1), "confident by parts": (confident_by_parts, 1),
     "barrier": (barrier, 1), "sorted together": (sorted_together, 1),
     "running product": (running_product, 100), "filled": (filled, 1),
+    "unit length": (unit_length, 1), "short average": (short_average, 1),
 }  # fmt: skip
 
 
@@ -290,6 +304,8 @@ MUTATIONS = {
     "exp": (move("exp", Kind.ARITHMETIC), exponential, 5),
     "sums": (move("reduce_sum", Kind.ARITHMETIC), long_sum, 1),
     "bounded": (move("logistic", Kind.ARITHMETIC), binary_cross_entropy, 6),
+    "squares of lengths": (without_squares, unit_length, 1),
+    "short averages": (without_factors, short_average, 1),
     "tiny constants": (without_range, tiny_constant, 1),
     "large factors": (without_factors, large_factor, 100),
     "look ahead": (without_wants, mean_of_products, 100),

@@ -154,6 +154,53 @@ def test_while_loop():
     assert float(jnp.max(jnp.abs(difference))) < 0.01 * float(jnp.max(f(x)))
 
 
+def test_each_example_stops_by_itself():
+    def halve(x):
+        return lax.while_loop(lambda x: jnp.sum(x**2) > 1, lambda x: x / 2, x)
+
+    def f(p, x):
+        return mean_square(p, jax.vmap(halve)(4 * x) @ p["w"])
+
+    check(f, P, X)
+    lengths = jnp.arange(len(X)) % 4
+
+    def repeated(p, x):
+        step = lambda _, x: jnp.tanh(x @ p["w"])  # noqa: E731
+        return jax.vmap(lambda n, x: lax.fori_loop(0, n, step, x))(lengths, x)
+
+    difference = autocast(repeated)(P, X) - repeated(P, X)
+    assert 0 < float(jnp.max(jnp.abs(difference))) < 0.01
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_a_loop_converges_as_in_float32(dtype):
+    def iterations(w):
+        def goes_on(state):
+            x, before, n = state
+            return (jnp.max(jnp.abs(x - before)) > 1e-5) & (n < 300)
+
+        def step(state):
+            x, _, n = state
+            return jnp.tanh(0.5 * x @ w + X), x, n + 1
+
+        return lax.while_loop(goes_on, step, (X, 0 * X, 0))[2]
+
+    assert autocast(iterations, dtype)(P["w"]) == iterations(P["w"]) < 100
+
+
+def test_the_adjoint_of_an_ode():
+    from jax.experimental.ode import odeint
+
+    def f(p, x):
+        def velocity(x, _, w):
+            return jnp.tanh(x @ w)
+
+        ends = jax.vmap(lambda x: odeint(velocity, x, jnp.arange(2.0), p["w"])[-1])
+        return mean_square(p, ends(x))
+
+    assert error(f, P, X[:4]) < 0.01
+
+
 @pytest.mark.parametrize(
     "transform", [jax.hessian, jax.jacfwd, jax.jacrev, lambda f: jax.vmap(jax.grad(f))]
 )
