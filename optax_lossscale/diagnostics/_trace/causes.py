@@ -18,7 +18,7 @@ POWERS = ("pow", "integer_pow")  # If the exponent is negative.
 # They pass on the errors of their inputs, and others that are small beside these.
 PASSES = (
     "convert_element_type", "reduce_precision", "gather", "concatenate", "select_n",
-    "clamp",
+    "clamp", "mul", "div",
 )  # fmt: skip
 # Their results are exact where they are subnormal.
 SUMS = ("add", "sub", "add_any", "reduce_sum", "cumsum", "scatter-add", "psum")

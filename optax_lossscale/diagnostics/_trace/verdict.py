@@ -119,7 +119,9 @@ def _distinct_lines(run: Run, keys: list[Key]) -> list[Key]:
 def _explain(search: Search, run: Run, key: Key) -> NumericFinding:
     """Says why an operation is wrong at every loss scale, and what to do."""
     halves = [k for k in sources_of(search, run, key) if run.limit(k)]
-    if not run.limit(key) and not run.is_bad(key) and halves:
+    is_own = run.range(key).float32_nonfinite or run.bad_operands(key)
+    is_own = is_own or flushed_before(run, key) is not None
+    if halves and not run.limit(key) and not (run.is_bad(key) and is_own):
         # A line in float32 magnifies an error of half precision.
         key = halves[-1]
     operation = run.operation(key)
