@@ -185,6 +185,7 @@ def _run_while(run: _Run, step: Step) -> list[Any]:
     )
     condition, body = run.body(step, 0), run.body(step, 1, outputs)
     return flow.while_loop(
+        step.equation,
         lambda state: condition(*asked, *state)[0],
         lambda state: body(*consts, *state),
         list(map(run.held, carry, outputs)),

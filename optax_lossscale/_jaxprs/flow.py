@@ -49,25 +49,23 @@ def while_parts(equation: Any, values: Sequence[Any]) -> tuple[Any, Any, Any]:
 
 
 def while_loop(
-    condition: Callable[..., Any], body: Callable[..., Any], state: Any
+    equation: Any, condition: Callable[..., Any], body: Callable[..., Any], state: Any
 ) -> Any:
-    """Runs a `while`, where under `jax.vmap` each example has a condition."""
+    """Runs a `while`; under `jax.vmap`, each example has a condition."""
+    if not equation.params["cond_jaxpr"].jaxpr.outvars[0].aval.shape:
+        return lax.while_loop(condition, body, state)
 
     def step(state):
-        return choose(condition(state), body(state), state)
+        goes_on = condition(state)
+        pairs = zip(body(state), state, strict=True)
+        return [choose(goes_on, *pair) for pair in pairs]
 
     return lax.while_loop(lambda state: jnp.any(condition(state)), step, state)
 
 
 def choose(flags: Any, new: Any, old: Any) -> Any:
-    """Returns new arrays; of examples with the flag False, the first axes, old ones."""
-    if not flags.ndim:
-        return new
-
-    def choose_one(x, y):
-        return jnp.where(jnp.expand_dims(flags, range(flags.ndim, x.ndim)), x, y)
-
-    return jax.tree.map(choose_one, new, old)
+    """Returns an array; where the flags of the first axes are False, the old one."""
+    return jnp.where(jnp.expand_dims(flags, range(flags.ndim, new.ndim)), new, old)
 
 
 def shard_map(

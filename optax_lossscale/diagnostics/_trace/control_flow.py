@@ -97,8 +97,10 @@ def run_scan(
 
 def _chosen(again: Value, new: Value, old: Value) -> Value:
     """Returns the state that goes on; under `jax.vmap`, of each example."""
-    wide = new.wide
-    if again.real.ndim and not new.wide is old.wide is again.wide is None:
+    if not again.real.ndim:
+        return new
+    wide = None
+    if not new.wide is old.wide is again.wide is None:
         wide = flow.choose(again.shadow, new.shadow, old.shadow)
     return new._replace(real=flow.choose(again.real, new.real, old.real), wide=wide)
 
