@@ -143,6 +143,7 @@ def read(
     jaxpr, consts = parts.opened(closed)
     pairs = zip(jaxpr.invars, known, strict=False)
     program = Program(jaxpr, consts, {k: x for k, x in pairs if x is not None})
+    reshaped: dict[Any, Any] = {}  # what was reshaped, and to which shape
     for equation in jaxpr.eqns:
         numbers = list(map(program.number, equation.invars))
         source = functools.partial(_source, equation, outer)
@@ -156,7 +157,12 @@ def read(
             program.numbers[equation.outvars[0]] = number
             if program.scalar(equation.outvars[0]) is not None:
                 continue
-        is_square = len(set(map(id, equation.invars))) == 1 < len(numbers)
+        if equation.primitive.name == "reshape":
+            # `jnp.vdot(x, x)` reshapes x twice.
+            (new,) = equation.outvars
+            reshaped[new] = _variable(equation.invars[0]), new.aval.shape
+        operands = {reshaped.get(x, x) for x in map(_variable, equation.invars)}
+        is_square = operands != {None} and len(operands) == 1 < len(numbers)
         is_square &= equation.primitive.name in ("mul", "dot_general")
         kind = policy.kind_of(equation, dtype, numbers, is_square)
         program.steps.append(Step(equation, kind, source, bodies, carry))
