@@ -226,7 +226,7 @@ def sources_of(search: Search, run: Run, key: Key) -> list[Key]:
         # In a product of matrices, the terms may be larger than the inputs.
         end = 0 if site.primitive in equations.PRODUCTS else least
         large = [x for x, e in errors.items() if e * run.range(x).float32_largest > end]
-        is_passed = site.primitive in PASSES or site.moved or site.constants
+        is_passed = site.primitive in PASSES or site.moved
         if large or (run.limit(k) and not is_passed):
             return large
         own = run.range(k).error if run.limit(k) else math.inf
