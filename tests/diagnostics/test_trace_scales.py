@@ -114,3 +114,22 @@ def test_no_scale_fits_two_branches():
     assert "19 bits apart" in found.message
     assert "a scale of its own" in found.message
     assert found.other.output.dtype == "float16"
+
+
+def test_no_scale_fits_two_lines_of_autocast():
+    def loss_fn(w, v):
+        large = jnp.sum(jnp.ones((16, 2)) @ w) * 3e3
+        return large + 1e-9 * jnp.sum(jnp.square(jnp.ones((16, 2)) @ v))
+
+    arguments = jnp.ones((2, 4)), jnp.ones((2, 4))
+    trace = trace_numerics(lambda p: autocast(loss_fn)(*p), arguments)
+    message = trace.findings[0].message
+    assert trace.findings[0].kind == "no_scale", message
+    (line,) = re.findall(r'float32="(.*?)"', message)
+    repaired = trace_numerics(lambda p: autocast(loss_fn, float32=line)(*p), arguments)
+    scale = repaired.largest_scale
+    assert scale > 2.0**20 * trace.largest_scale
+    last = trace_numerics(
+        lambda p: autocast(loss_fn, float32=line)(*p), arguments, scale=scale
+    )
+    assert last.findings[0].kind == "fine", str(last)

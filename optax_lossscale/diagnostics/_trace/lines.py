@@ -100,11 +100,11 @@ def float32_lines(
     lines until none can be dropped.
 
     A line in float32 casts its inputs, and computes the result and its derivative in
-    float32. If the next line is in the set, too, pass it the float32 result. If not,
-    cast the result back. Otherwise JAX computes everything after it in float32, too.
-    Lines in loops, branches, `jax.checkpoint`, `jax.shard_map` and rules of derivatives
-    count, too; kernels that JAX cannot look into stay as they are. The set belongs to
-    these parameters and this batch: ask again later.
+    float32. If half precision goes on after it, cast the result back: otherwise JAX
+    computes everything after it in float32, too. Lines in loops, branches,
+    `jax.checkpoint`, `jax.shard_map` and rules of derivatives count, too; kernels that
+    JAX cannot look into stay as they are. The set belongs to these parameters and this
+    batch: ask again later.
 
     Of `autocast(f)` it runs `autocast(f, float32=lines)` and `f`, so it compiles the
     gradient once for each set of lines that it tries. In a program with casts written

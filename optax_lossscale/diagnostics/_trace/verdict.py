@@ -11,6 +11,7 @@ from optax_lossscale.diagnostics._trace.causes import (
     flushed_before,
     gain,
     kinds_of,
+    lines_to_pass,
     sources_of,
     trouble_of,
 )
@@ -221,11 +222,13 @@ def _conflict(search: Search, best: Run, wrong: list[int]) -> NumericFinding:
     (low, bits), *_ = missing.items()
     high = min(best.backward, key=lambda k: headroom(best, k))
     first, second = best.operation(high), best.operation(low)
+    passed = lines_to_pass(best, [high])
+    lines = f"the first ({passed})" if passed else "one of the two lines"
     message = (
         f"No loss scale fits both: above {power(best.scale)}, {first} "
         f"overflows; at that scale {best.range(low).flushed:.0%} of the results of "
         f"{second} are flushed to zero, and the largest is 2^{log2_of(best, low):.1f}. "
-        f"They are {bits} bits apart. Keep one of the two lines in float32, or give "
-        "the loss that feeds the second a scale of its own."
+        f"They are {bits} bits apart. Keep {lines} in float32, or "
+        "give the loss that feeds the second a scale of its own."
     )
     return NumericFinding("no_scale", message, first, second)
