@@ -11,13 +11,11 @@ from examples.language_model.config import PRESETS
 from examples.language_model.sharding import make_mesh
 from examples.language_model.step import Trainer
 
-# All of its structure, at a quarter of the compile time.
-NARROW = {"width": 256, "heads": 4, "vocabulary": 4096, "context": 256}
 COLLECTIVES = r"all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 
 
-def lower(preset, sizes, devices, loss_scale):
-    config = dataclasses.replace(PRESETS[preset], loss_scale=loss_scale, **sizes)
+def lower(preset, devices, loss_scale):
+    config = dataclasses.replace(PRESETS[preset], loss_scale=loss_scale)
     trainer = Trainer(config, make_mesh(config.mesh, devices))
     with jax.numpy_dtype_promotion("standard"):
         return trainer.step.trace(trainer.state, trainer.batch).lower()
@@ -36,17 +34,16 @@ def held(compiled):
     return memory.temp_size_in_bytes + memory.argument_size_in_bytes
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("target", "preset", "sizes"),
-    [(H100, "gpt2-small", {}), (TPU, "gpt2-small-tpu", NARROW)],
+    ("target", "preset"), [(H100, "gpt2-small"), (TPU, "gpt2-small-tpu")]
 )
-def test_loss_scaling_adds_next_to_nothing(target, preset, sizes):
+def test_loss_scaling_adds_next_to_nothing(target, preset):
     found = devices(target)
     if found is None:
         pytest.skip(f"the compiler for {target} is not installed")
     plain, scaled = (
-        lower(preset, sizes, found, loss_scale).compile()
-        for loss_scale in ("none", "dynamic")
+        lower(preset, found, loss_scale).compile() for loss_scale in ("none", "dynamic")
     )
     # Scalars: the check of the gradients, and the largest of them, which is logged.
     (plain_big, plain_scalars), (big, scalars) = map(collectives, (plain, scaled))
@@ -55,7 +52,7 @@ def test_loss_scaling_adds_next_to_nothing(target, preset, sizes):
     assert sum(big.values()) <= sum(plain_big.values())
     assert scalars - plain_scalars <= 2
     print(f"{target}: {held(plain)} bytes held without, {held(scaled)} with")
-    assert held(scaled) <= 1.02 * held(plain) + 4096
+    assert held(scaled) <= 1.01 * held(plain) + 4096
     costs = [(compiled.cost_analysis() or {}) for compiled in (plain, scaled)]
     if all("bytes accessed" in cost for cost in costs):
         before, after = (cost["bytes accessed"] for cost in costs)

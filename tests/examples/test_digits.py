@@ -54,7 +54,7 @@ def test_scaling_makes_float16_as_precise_as_float32(capsys, monkeypatch, tmp_pa
 
     monkeypatch.setattr(train, "train_all_ways", keep)
     path = tmp_path / "figure.png"
-    digits.main(["--steps=50", "--batch-size=32768", "--plot", str(path)])
+    digits.main(["--steps=40", "--batch-size=32768", "--plot", str(path)])
 
     assert list(kept) == list(train.WAYS)
     assert kept[train.FLOAT32].precision > 0.5
@@ -77,8 +77,8 @@ def test_scaling_makes_float16_as_precise_as_float32(capsys, monkeypatch, tmp_pa
 
     out, err = capsys.readouterr()
     # No progress bar where there is no terminal, but a line for each way.
-    assert err.splitlines() == [f"{way.name}: 50 steps" for way in train.WAYS]
-    assert out.startswith("Finding digits in photographs: steps=50, seed=0, ")
+    assert err.splitlines() == [f"{way.name}: 40 steps" for way in train.WAYS]
+    assert out.startswith("Finding digits in photographs: steps=40, seed=0, ")
     assert report.describe(kept) in " ".join(out.split())
     assert f"The figure is in {path}." in out
     check_figure(path)
@@ -86,7 +86,7 @@ def test_scaling_makes_float16_as_precise_as_float32(capsys, monkeypatch, tmp_pa
 
 def check_scale(way, run):
     """Checks that the scale follows its rule, and that only overflows are skipped."""
-    assert run.column("step").tolist() == list(range(1, 51))
+    assert run.column("step").tolist() == list(range(1, 41))
     scales = np.array([run.start["loss_scale"], *run.column("loss_scale")])
     applied = run.column("last_step_applied")
     if way not in (train.DYNAMIC, train.BY_HAND):
