@@ -126,6 +126,7 @@ class _Run:
             found = bind(equation, [self.read(x, State.WIDE) for x in inputs])
             found = list(map(self._cast, found, states))
             if step.kind == Kind.ARITHMETIC and State.HALF in states:
+                # `policy.is_saved`: saved in place of the product, which is as large.
                 return [checkpoint_name(x, "autocast") for x in found]
             return found
         if params.get("preferred_element_type") is not None:

@@ -222,7 +222,7 @@ def _converges(equation: Any, dtype: Any) -> bool:
         needed = needed | {i for i, x in state if x in wanted}
     inner = [x for step in steps for x in parts.equations_in(step)]
     numbers = [x.val for step in inner for x in step.invars if hasattr(x, "val")]
-    sizes = [abs(float(x)) for x in numbers if is_inexact(x) and not np.ndim(x)]
+    sizes = [float(abs(x)) for x in numbers if is_inexact(x) and not np.ndim(x)]
     has_product = any(
         policy.KIND_OF.get(x.primitive.name) == Kind.PRODUCT for x in inner
     )
