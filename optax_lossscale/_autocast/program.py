@@ -157,13 +157,16 @@ def read(
             program.numbers[equation.outvars[0]] = number
             if program.scalar(equation.outvars[0]) is not None:
                 continue
-        if equation.primitive.name == "reshape":
+        name, is_square = equation.primitive.name, False
+        if name == "reshape":
             # `jnp.vdot(x, x)` reshapes x twice.
             (new,) = equation.outvars
             reshaped[new] = _variable(equation.invars[0]), new.aval.shape
-        operands = {reshaped.get(x, x) for x in map(_variable, equation.invars)}
-        is_square = operands != {None} and len(operands) == 1 < len(numbers)
-        is_square &= equation.primitive.name in ("mul", "dot_general")
+        elif name in ("mul", "dot_general"):
+            first, second = (
+                reshaped.get(x, x) for x in map(_variable, equation.invars)
+            )
+            is_square = first is not None and first == second
         kind = policy.kind_of(equation, dtype, numbers, is_square)
         program.steps.append(Step(equation, kind, source, bodies, carry))
     if programs is not None:
@@ -207,10 +210,10 @@ def _converges(equation: Any, dtype: Any) -> bool:
         parts.opened(equation.params[x])[0] for x in ("cond_jaxpr", "body_jaxpr")
     )
     asked, consts, _ = flow.while_parts(equation, equation.invars)
-    steps = condition.eqns
-    wanted = {_variable(x) for step in steps for x in step.invars}
+    steps, before = [], None
+    read_first = {_variable(x) for step in condition.eqns for x in step.invars}
     state = enumerate(condition.invars[len(asked) :])
-    needed, before = {i for i, x in state if x in wanted}, None
+    needed = {i for i, x in state if x in read_first}
     while needed != before:
         before, steps = needed, condition.eqns
         wanted = {_variable(body.outvars[i]) for i in needed}

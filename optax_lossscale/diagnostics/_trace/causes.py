@@ -176,8 +176,8 @@ def _flushed_first(run: Run, key: Key) -> Key | None:
 
     reached = run.ancestors(flushed(key), flushed)
     # In float32, a difference may be zero, but nothing is flushed.
-    found = [k for k in run.keys if k in reached and run.limit(k)]
-    found = [k for k in found if run.site(k).primitive]
+    halves = (k for k in run.keys if k in reached and run.limit(k))
+    found = [k for k in halves if run.site(k).primitive]
     rounded = [k for k in found if 0.0 in run.site(k).constants]
     return next(iter(rounded + found), None)
 

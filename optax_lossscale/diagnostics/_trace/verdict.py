@@ -119,12 +119,10 @@ def _distinct_lines(run: Run, keys: list[Key]) -> list[Key]:
 
 def _explain(search: Search, run: Run, key: Key) -> NumericFinding:
     """Says why an operation is wrong at every loss scale, and what to do."""
-    halves = [k for k in sources_of(search, run, key) if run.limit(k)]
-    is_own = run.range(key).float32_nonfinite or run.bad_operands(key)
-    is_own = is_own or flushed_before(run, key) is not None
-    if halves and not run.limit(key) and not (run.is_bad(key) and is_own):
+    if not run.limit(key) and not _has_cause(run, key):
         # A line in float32 magnifies an error of half precision.
-        key = halves[-1]
+        halves = [k for k in sources_of(search, run, key) if run.limit(k)]
+        key = halves[-1] if halves else key
     operation = run.operation(key)
     kind, what, why, fix = trouble_of(search, run, key)
     why = f" {why}" if why else ""
@@ -132,6 +130,14 @@ def _explain(search: Search, run: Run, key: Key) -> NumericFinding:
     first = flushed_before(run, key)
     other = None if first is None else run.operation(first)
     return NumericFinding(kind, text, operation, other)
+
+
+def _has_cause(run: Run, key: Key) -> bool:
+    """Whether there is inf or nan for which no error of half precision is needed."""
+    if not run.is_bad(key):
+        return False
+    is_known = run.range(key).float32_nonfinite or run.bad_operands(key)
+    return bool(is_known) or flushed_before(run, key) is not None
 
 
 def _cause(run: Run, key: Key) -> Key:
