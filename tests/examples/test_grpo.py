@@ -1,24 +1,34 @@
 """The reinforcement learning samples, rewards and learns as it says."""
 
-import signal
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grpo_run import main
 from helpers import assert_same_bits
-from runs import column, finish, last_state, read_rows, start
+from runs import column, last_state, read_rows
 
+from examples.common.checkpoint import Checkpoints
 from examples.common.precision import compute_in
-from examples.grpo import task
+from examples.grpo import cli, task
 from examples.grpo.config import Config
 from examples.grpo.policy import Policy
 from examples.grpo.step import Batch, clipped_loss, compare
 from examples.language_model import model
 
 pytestmark = pytest.mark.usefixtures("standard_dtype_promotion")
+# Few and short problems.
+ARGUMENTS = [
+    *("--digits=2", "--layers=1", "--width=32", "--heads=2", "--problems=16"),
+    *("--supervised-steps=60", "--supervised-batch=64", "--supervised-rate=1e-2"),
+    *("--steps=40", "--minibatches=2", "--group=4", "--save-every=20"),
+    "--learning-rate=2e-3",
+]
+
+
+def main(*arguments):
+    cli.main([*ARGUMENTS, *arguments])
 
 
 def difference(dtype, as_written=True):
@@ -87,28 +97,32 @@ def test_a_bad_argument_gets_one_line(argument, message, tmp_path, capsys):
     assert capsys.readouterr().err == error
 
 
-LONGER = "--supervised-steps=60", "--steps=40", "--learning-rate=2e-3"
+class Died(Exception):
+    """Stands for the end of a process."""
 
 
 @pytest.mark.exhaustive
-def test_rewards_rise_and_no_batch_is_lost(tmp_path, capsys):
-    main(*LONGER, "--out", str(tmp_path))
-    rewards = np.array(column(tmp_path, "reward"))
+def test_rewards_rise_and_a_run_that_died_comes_to_the_same_end(tmp_path, capsys):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    main("--out", str(whole))
+    rewards = np.array(column(whole, "reward"))
     assert len(rewards) == 40
     assert rewards[-10:].mean() > rewards[:10].mean() + 0.1
-    last = read_rows(tmp_path)[-1]
-    assert last["skipped_steps"] == "0"
+    assert read_rows(whole)[-1]["skipped_steps"] == "0"
     text = " ".join(capsys.readouterr().out.split())
     assert f"reward {rewards[-5:].mean():.3f}, sampler and trainer " in text
     assert text.endswith(" apart: means of the last 5 of 100 steps")
 
+    save = Checkpoints.save
 
-@pytest.mark.exhaustive
-def test_killed_it_comes_to_the_same_end(tmp_path):
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    finish(start("grpo", "--out", whole))
-    # It goes on from step 20, where its optimizer changes.
-    finish(start("grpo", "SIGKILL", 24, "--out", stopped), -signal.SIGKILL)
-    finish(start("grpo", "--out", stopped))
+    def fatal_save(self, step, state):
+        if step == 80:
+            raise Died
+        save(self, step, state)
+
+    # It goes on from step 60, where its optimizer changes.
+    with mock.patch.object(Checkpoints, "save", fatal_save), pytest.raises(Died):
+        main("--out", str(stopped))
+    main("--out", str(stopped))
     assert read_rows(stopped) == read_rows(whole)
     assert_same_bits(last_state(stopped), last_state(whole))

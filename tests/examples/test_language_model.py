@@ -38,7 +38,7 @@ def whole(tmp_path_factory):
     out = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "80")
-        return out, finish(start("language_model", "--out", out)).splitlines()
+        return out, finish(start("--out", out)).splitlines()
 
 
 class TestCommandLine:
@@ -133,13 +133,11 @@ class TestCommandLine:
 @pytest.mark.exhaustive
 def test_killed_or_stopped_it_comes_to_the_same_end(whole, tmp_path):
     stopped = tmp_path / "stopped"
-    finish(start("language_model", "SIGKILL", 4, "--out", stopped), -signal.SIGKILL)
-    text = finish(
-        start("language_model", "SIGINT", 8, "--out", stopped), 128 + signal.SIGINT
-    )
+    finish(start("SIGKILL", 4, "--out", stopped), -signal.SIGKILL)
+    text = finish(start("SIGINT", 8, "--out", stopped), 128 + signal.SIGINT)
     assert "stopped after step 9; the same command goes on from there" in text
     assert column(stopped, "step")[-1] == 9
-    finish(start("language_model", "--out", stopped))
+    finish(start("--out", stopped))
     assert read_rows(stopped) == read_rows(whole[0])
     assert_same_bits(last_state(stopped), last_state(whole[0]))
 
@@ -160,7 +158,6 @@ def run_two_processes(out, *arguments, send=(), codes=(0, 0)):
     common += ["--mesh=data=2,fsdp", *arguments]
     processes = [
         start(
-            "language_model",
             *(send if rank else ()),
             *common,
             "--process",

@@ -1,6 +1,5 @@
 """Training goes on from a checkpoint as if it had never stopped."""
 
-import os
 import re
 import shutil
 import signal
@@ -16,7 +15,8 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
-from helpers import INF, ROOT, SUPPORT, assert_same_bits, signature
+from helpers import INF, SUPPORT, assert_same_bits, signature
+from runs import environment
 
 from optax_lossscale import (
     DynamicLossScale,
@@ -62,15 +62,10 @@ def run(path, devices, *death):
     Returns:
       The first step of each training that it came to.
     """
-    environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiling takes most of the time
-    }
     result = subprocess.run(
         [sys.executable, "-W", "error", str(SUPPORT / "checkpointing.py"), *death],
         cwd=path,
-        env=environment,
+        env=environment(devices),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,11 +1,19 @@
-"""Runs the language model on a few tokens, in which one batch overflows."""
+"""Runs the language model on a few tokens, in which one batch overflows.
+
+As a script it takes the arguments of the command line. Before them `SIGKILL 8` kills
+the process while it saves the state of step 8.
+"""
 
 import contextlib
+import os
+import signal
+import sys
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
+from examples.common.checkpoint import Checkpoints
 from examples.language_model import cli
 from examples.language_model.data import Corpus
 from examples.language_model.model import Transformer
@@ -52,3 +60,27 @@ def overflow():
 def main(*arguments):
     with overflow():
         cli.main([*ARGUMENTS, *arguments])
+
+
+@contextlib.contextmanager
+def signal_while_saving(number, fatal_step):
+    """Sends this process a signal while it saves the state of a step."""
+    save = Checkpoints.save
+
+    def fatal_save(self, step, state):
+        save(self, step, state)
+        if step == fatal_step:
+            os.kill(os.getpid(), number)
+
+    with mock.patch.object(Checkpoints, "save", fatal_save):
+        yield
+
+
+if __name__ == "__main__":
+    _, *arguments = sys.argv
+    sent = contextlib.nullcontext()
+    if arguments[0].startswith("SIG"):
+        name, step, *arguments = arguments
+        sent = signal_while_saving(signal.Signals[name], int(step))
+    with sent:
+        main(*arguments)

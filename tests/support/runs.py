@@ -32,9 +32,9 @@ def last_state(out):
     return jax.tree.map(np.asarray, restored)
 
 
-def start(example, *arguments, devices=1):
-    """Starts the command line of an example in a process of its own."""
-    environment = os.environ | {
+def environment(devices):
+    """Returns the variables of a process with so many devices."""
+    found = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "",
         "JAX_NUM_CPU_DEVICES": str(devices),
@@ -44,11 +44,16 @@ def start(example, *arguments, devices=1):
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     if folder := jax.config.jax_compilation_cache_dir:
-        environment["JAX_COMPILATION_CACHE_DIR"] = folder
-    script = str(SUPPORT / "run_example.py")
+        found["JAX_COMPILATION_CACHE_DIR"] = folder
+    return found
+
+
+def start(*arguments, devices=1):
+    """Starts the command line of the language model in a process of its own."""
+    script = str(SUPPORT / "language_model_run.py")
     return subprocess.Popen(
-        [sys.executable, *WARNINGS, script, example, *map(str, arguments)],
-        env=environment,
+        [sys.executable, *WARNINGS, script, *map(str, arguments)],
+        env=environment(devices),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
