@@ -33,14 +33,14 @@ class Model(eqx.Module):
     loss_scale: jax.Array
 
 
-def equinox_model(make, dtype):
+def equinox_model(dtype):
     def apply(params, x):
         arrays, rest = eqx.partition((params, x), eqx.is_array)
         params, x = eqx.combine(optax.tree.cast(arrays, dtype), rest)
-        return jax.vmap(params["network"] if make is dict else params.network)(x)
+        return jax.vmap(params.network)(x)
 
     network = eqx.nn.MLP(1, 1, 8, 1, jnp.tanh, key=jax.random.key(0))
-    return make(network=network, loss_scale=LEAF), apply
+    return Model(network=network, loss_scale=LEAF), apply
 
 
 def nnx_model(kind, dtype):
@@ -101,8 +101,7 @@ def nnx_loop(kind, loss_fn, model, tx, data):
 
 TRAINERS = {
     "linen": (linen_model, one_program),
-    "Equinox, dict": (functools.partial(equinox_model, dict), one_program),
-    "Equinox, module": (functools.partial(equinox_model, Model), one_program),
+    "Equinox": (equinox_model, one_program),
     "nnx": [functools.partial(f, nnx.Param) for f in (nnx_model, nnx_loop)],
     "LoRA": [functools.partial(f, nnx.LoRAParam) for f in (nnx_model, nnx_loop)],
 }

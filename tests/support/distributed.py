@@ -233,16 +233,19 @@ def one_overflow(way, axis_name=None, bad=64.0):
     return jax.device_get(results)
 
 
-def main(path, leaf=""):
+def main(path):
     """Runs the sharded step in one of several processes, which each save what came."""
     jax.distributed.initialize()
     assert jax.device_count() == 8
-    params, _, rows = sharded_jit(leaf=leaf or None)
-    scales, applied, skipped = map(np.array, zip(*rows, strict=True))
-    record = {"scales": scales, "applied": applied, "skipped": skipped}
+    record = {}
+    for leaf in ("", "loss_scale"):
+        params, _, rows = sharded_jit(leaf=leaf or None)
+        names = "scales", "applied", "skipped"
+        found = dict(zip(names, zip(*rows, strict=True), strict=True)) | params
+        record |= {f"{leaf}.{name}": np.array(x) for name, x in found.items()}
     repeated = [one_overflow(*way) for way in (("sharded jit",), ("shard_map", "i"))]
     record["retries"] = [(param, state.retries) for param, state, _ in repeated]
-    np.savez(f"{path}.{jax.process_index()}.npz", **record, **params)
+    np.savez(f"{path}.{jax.process_index()}.npz", **record)
     jax.distributed.shutdown()
 
 
