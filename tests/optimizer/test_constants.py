@@ -124,20 +124,6 @@ class TestEquinox:
         assert_same_bits(skipped.inner_state, state.inner_state)
         assert not skipped.last_step_applied
 
-    def test_apply_gradients_and_update(self, init):
-        optimizer, model = LossScaleOptimizer(INNER), Model()
-        state = optimizer.init(init(model))
-        value_and_grad = optimizer.value_and_grad(
-            loss_fn, state, transform=eqx.filter_value_and_grad
-        )
-        _, grads = value_and_grad(model, X)
-        moved, after = optimizer.apply_gradients(grads, model, state)
-        assert_same_model(moved, plain(1)[0])
-        updates, again = optimizer.update(grads, state, model)
-        assert jax.tree.structure(updates) == jax.tree.structure(grads)
-        assert_same_model(eqx.apply_updates(model, updates), moved)
-        assert_same_bits(again, after)
-
 
 @pytest.mark.exhaustive
 def test_a_line_search():

@@ -1,7 +1,6 @@
 """Extra arguments of the inner optimizer: what reaches it, and what does not."""
 
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -129,18 +128,3 @@ def test_minimize_serves_what_needs_them(make, skip):
     np.testing.assert_allclose(loss, value, rtol=1e-5)
     np.testing.assert_allclose(params["w"], expected["w"], rtol=1e-5)
     assert aux.keys() == {"aux"}
-
-
-UPDATES = {
-    "none": (lambda u, state, params=None: (-u, state), -1),
-    "any": (lambda u, state, params=None, **extra: (-u * extra["value"], state), -3),
-    "named": (lambda u, state, params=None, *, value: (-u * value, state), -3),
-}
-
-
-@pytest.mark.parametrize(("update", "expected"), UPDATES.values(), ids=UPDATES)
-def test_what_is_taken_of_an_object_with_init_and_update(update, expected):
-    inner = types.SimpleNamespace(init=lambda params: (), update=update)
-    optimizer, one = LossScaleOptimizer(inner), jnp.float32(1)
-    updates, _ = optimizer.update(one, optimizer.init(one), value=3 * one, grad=one)
-    assert updates == expected

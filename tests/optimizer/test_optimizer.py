@@ -57,6 +57,7 @@ class TestConstruction:
             ({"dynamic": 1}, TypeError, "dynamic must be True or False, got 1"),
             ({"loss_scale": jnp.float32(8)}, ValueError, "static_args"),
             ({"skip": "never"}, ValueError, "skip must be .*'never'"),
+            ({"check_loss": 1}, TypeError, "check_loss must be True or False, got 1"),
             ({"axis_name": ["batch"]}, TypeError, "axis_name.*batch"),
             ({"axis_name": (["batch"],)}, TypeError, "axis_name.*batch"),
         ],
@@ -92,11 +93,6 @@ class TestIsAGradientTransformation:
         updates, state = update(jnp.float32(2), init(jnp.float32(1)))
         assert updates == -1
         assert isinstance(state, LossScaleOptimizerState)
-
-    def test_repr_shows_the_configuration(self):
-        text = repr(self.optimizer)
-        assert "FixedLossScale(loss_scale_value=8.0" in text
-        assert "axis_name='i', skip='cond'" in text
 
 
 @every_skip

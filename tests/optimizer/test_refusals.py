@@ -121,14 +121,6 @@ def test_arguments_in_the_wrong_order():
         optimizer.value_and_grad(state, loss_fn)
 
 
-def test_the_state_of_nnx_optimizer_holds_variables():
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    trainer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
-    params = nnx.state(model, nnx.Param)
-    with pytest.raises(ValueError, match=r"State.*, got (?s:.*)nnx.Optimizer.update"):
-        optimizer.apply_gradients(params, params, trainer.opt_state)
-
-
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 class TestWhatDoesNotFit:
@@ -203,11 +195,6 @@ def test_a_float16_loss_warns_when_it_is_traced(wrap):
             step(PARAMS, state)  # Traced already.
         for dtype in (jnp.float32, jnp.bfloat16):
             wrap(functools.partial(call, loss_of(dtype)))(PARAMS, state)
-
-
-def test_an_array_is_no_state():
-    with pytest.raises(ValueError, match=r"exactly one .* got 0 in (?!a Array)"):
-        optimizer.current_loss_scale(jnp.ones(3))
 
 
 def test_pairs_of_gradients_and_variables():

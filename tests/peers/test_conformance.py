@@ -255,24 +255,6 @@ def test_one_code_path_for_all_dtypes(dtype):
     assert not np.any(np.isfinite(bare[0]))
 
 
-def test_what_users_of_keras_write():
-    optimizer = LossScaleOptimizer(optax.sgd(0.1), dynamic=False, initial_scale=10.0)
-    params, grads = [jnp.ones(2)], [jnp.ones(2)]
-    state = optimizer.init(params)
-    assert (optimizer.loss_scale == 10.0) is False
-    assert (optimizer.dynamic_counter is None) is False
-    assert optimizer.current_loss_scale(state) == 10.0
-    assert optimizer.dynamic_counter(state) is None
-
-    scaled = [grad * 10 for grad in grads]
-    unscaled = optimizer.get_unscaled_gradients(scaled, state)
-    for given, step in ((grads, 0.1), (unscaled, 0.1), (scaled, 1.0)):
-        (new,), _ = optimizer.apply_gradients(given, params, state)
-        np.testing.assert_allclose(new, 1 - step, rtol=1e-6, atol=1e-6)
-    with pytest.raises(TypeError, match="'params' and 'state'"):
-        optimizer.apply_gradients(zip(grads, params, strict=True))
-
-
 def guide_entries():
     """Returns what the guide says: of each peer its call, and what to write."""
     text = (ROOT / "docs/guide/coming-from-another-loss-scaler.md").read_text()

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import OUT_OF_BOUNDS, signature
+from helpers import signature
 
 from optax_lossscale import (
     DynamicLossScale,
@@ -90,16 +90,6 @@ class TestSubclass:
             assert optimizer.current_loss_scale(state) == expected
         assert params == 0
 
-    def test_config(self):
-        assert Halving(8.0).get_config() == {"start": 8.0}
-        assert Halving.from_config({"start": 8.0}) == Halving(8.0)
-
-    @pytest.mark.parametrize("restored", OUT_OF_BOUNDS)
-    def test_its_scale_is_read_within_bounds(self, restored):
-        state = Halving().init()._replace(loss_scale=jnp.float32(restored))
-        expected = restored if restored >= 2.0**-126 else 2.0**-126
-        assert Halving()(state) == min(expected, 2.0**126)
-
     def test_its_own_bounds_hold_where_it_has_any(self):
         @dataclasses.dataclass(frozen=True)
         class Bounded(Halving):
@@ -116,24 +106,6 @@ class TestSubclass:
         # Bounds out of all bounds do not make it worse.
         assert read(0.0, min_scale=0) == 2.0**-126
         assert read(math.inf, max_scale=math.inf) == 2.0**126
-
-    def test_needs_its_methods(self):
-        class Nothing(LossScale):
-            pass
-
-        with pytest.raises(TypeError, match="abstract"):
-            Nothing()  # pyright: ignore[reportAbstractUsage]
-
-    def test_config_of_a_plain_class_says_what_is_missing(self):
-        class Plain(LossScale):
-            def init(self):
-                return FixedLossScaleState(jnp.float32(8))
-
-            def update(self, grads, state, *, axis_name=None):
-                return state, jnp.bool_(True)
-
-        with pytest.raises(TypeError, match="dataclass"):
-            Plain().get_config()
 
 
 class CountingState(NamedTuple):

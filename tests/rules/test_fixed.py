@@ -18,11 +18,6 @@ def test_is_tensorflows():
     assert not should_apply
 
 
-def boxed(x):
-    """Returns an array in a box, as Flax nnx has it."""
-    return {"value": x}
-
-
 class TestFixedScaleInAStateThatSaysOtherwise:
     @pytest.mark.parametrize("skip", [False, True])
     @pytest.mark.parametrize("restored", [*OUT_OF_BOUNDS, 1.0, 64.0])
@@ -34,13 +29,3 @@ class TestFixedScaleInAStateThatSaysOtherwise:
             after, _ = scale.update(gradient, state)
             assert signature(after) == signature(scale.init())
             assert after.loss_scale == 8
-
-    def test_is_of_the_shape_of_the_state(self):
-        scale, several = FixedLossScale(8.0), jnp.array([jnp.nan, 8, jnp.inf])
-        assert scale(FixedLossScaleState(several)).tolist() == [8, 8, 8]
-        assert scale(FixedLossScaleState(boxed(several))).tolist() == [8, 8, 8]
-        assert scale(FixedLossScaleState(128)) == 8
-        states = FixedLossScaleState(several)
-        assert jax.vmap(scale)(states).tolist() == [8, 8, 8]
-        after, _ = jax.vmap(scale.update)(jnp.ones(3), states)
-        assert after.loss_scale.tolist() == [8, 8, 8]

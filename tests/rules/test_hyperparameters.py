@@ -156,14 +156,3 @@ class TestGetLossScale:
             assert "loss_scale_value" not in str(error.value)
         with pytest.raises(ValueError, match=r"^initial_scale must"):
             LossScaleOptimizer(optax.sgd(0.1), dynamic=False, initial_scale=number)
-
-    def test_the_error_of_a_fixed_scale_says_where_its_minimum_comes_from(self):
-        message = r"at least 1, as in TensorFlow, .* got 0\.5\.$"
-        with pytest.raises(ValueError, match=message):
-            get_loss_scale(0.5)
-
-    @pytest.mark.parametrize("rule", [DynamicLossScale, HeadroomLossScale])
-    def test_a_class_is_to_be_called(self, rule):
-        message = rf"Call the class to make an instance: {rule.__name__}\(\)\."
-        with pytest.raises(ValueError, match=message):
-            LossScaleOptimizer(optax.sgd(0.1), rule)

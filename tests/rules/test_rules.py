@@ -7,7 +7,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from helpers import (
     OUT_OF_BOUNDS,
@@ -25,7 +24,6 @@ from optax_lossscale import (
     FixedLossScale,
     HeadroomLossScale,
     LossScale,
-    LossScaleOptimizer,
     TolerantLossScale,
 )
 
@@ -36,9 +34,6 @@ RULES = {
     "headroom": HeadroomLossScale(),
 }
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-every_adaptive_rule = pytest.mark.parametrize(
-    "rule", list(RULES.values())[1:], ids=list(RULES)[1:]
-)
 GRADS = jnp.array([1.0, 3.0, np.inf, np.nan, 0.0, 1e-30, 1e30, 0.01], jnp.float32)
 
 
@@ -92,21 +87,6 @@ def test_a_state_of_other_types_becomes_one_of_arrays(rule, convert):
     for gradient in (1.0, jnp.nan):
         after, _ = rule.update(gradient, converted)
         assert_same_bits(after, rule.update(gradient, rule.init())[0])
-
-
-@every_adaptive_rule
-def test_drives_an_optimizer(rule):
-    optimizer = LossScaleOptimizer(optax.sgd(0.5, momentum=0.5), rule)
-    assert optimizer.dynamic
-    assert optimizer.initial_scale == 2.0**15
-    assert optimizer.dynamic_growth_steps == rule.growth_interval
-    params = jnp.float32(1)
-    state = optimizer.init(params)
-    params, state, _ = optimizer.minimize(lambda p: 0.5 * p**2, params, state)
-    assert params == 0.5
-    assert_same_bits(state.loss_scale_state, rule.update(params * 2, rule.init())[0])
-    counter = optimizer.dynamic_counter(state)
-    assert counter == getattr(state.loss_scale_state, "good_steps", None)
 
 
 @every_rule

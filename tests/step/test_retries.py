@@ -29,7 +29,6 @@ from optax_lossscale import (
     LossScaleOptimizer,
     TolerantLossScale,
 )
-from optax_lossscale.diagnostics import metrics
 
 RULE = DynamicLossScale(2.0**24)
 ONE = jnp.float32(1)
@@ -135,27 +134,6 @@ class TestModel:
         # And once more, with moments that are not zero.
         state = state._replace(loss_scale_state=start.loss_scale_state)
         check_step(step, params, state, *args)
-
-    def test_no_batch_is_lost(self):
-        @functools.partial(jax.jit, static_argnums=0)
-        def train(optimizer):
-            def step(carry, seed):
-                key = jax.random.key(seed)
-                stats, x = jnp.zeros((2, 16)), jax.random.normal(key, self.x.shape)
-                *carry, (loss, _) = optimizer.minimize(
-                    self.loss_fn, *carry, stats, key, x, has_aux=True
-                )
-                return tuple(carry), loss
-
-            start = self.params, optimizer.init(self.params)
-            (_, state), losses = lax.scan(step, start, jnp.arange(20))
-            return losses, state.skipped_steps, state.inner_state[0].count
-
-        losses, skipped, count = train(self.optimizer)
-        assert (skipped, count) == (0, 20)
-        assert np.mean(losses[10:]) < np.mean(losses[:10])
-        _, skipped, count = train(LossScaleOptimizer(self.inner, RULE))
-        assert 9 <= skipped == 20 - count
 
 
 # Of each step of a training, the gradient. The loss is not finite if it is not.
@@ -311,17 +289,6 @@ def test_is_compiled_once_and_takes_donated_and_restored_states():
     assert step(param, full, ONE)[1].retries == 2**31 - 1
 
 
-def test_programs_without_it_have_nothing_more():
-    inner = optax.identity()
-    off, on = (LossScaleOptimizer(inner, retries=n) for n in (0, 3))
-    assert off == LossScaleOptimizer(inner) != on
-    state = scaled_step(told, off)(ONE, off.init(ONE), ONE)[1]
-    assert state.retries is None
-    assert "retries" not in metrics(state)
-    # And whoever switches it off goes on from the same state.
-    assert scaled_step(told, off)(ONE, on.init(ONE), ONE)[1].retries == 0
-
-
 def square(params, x):
     return jnp.sum((half(x @ params) - 1).astype(jnp.float32) ** 2)
 
@@ -433,20 +400,6 @@ def test_gradients_are_logged_once(wrap):
     assert state.retries == 9
     # That of the pass that is applied, still scaled.
     assert logged == [(2.0**15, 1.0)]
-
-
-@every_wrap
-def test_auxiliary_data_are_arrays_of_jax(wrap):
-    optimizer = LossScaleOptimizer(optax.sgd(0.5), RULE, retries=24)
-
-    def loss_fn(x):
-        aux = {"constant": jnp.float32(3), "zeros": jnp.zeros(()), "x": jnp.arange(2)}
-        return told(x, ONE), aux
-
-    step = wrap(functools.partial(optimizer.minimize, loss_fn, has_aux=True))
-    found = step(ONE, optimizer.init(ONE))[2][1]
-    assert all(isinstance(x, jax.Array) for x in found.values())
-    assert_same_bits(found, loss_fn(ONE)[1])
 
 
 def test_dropout_in_a_checkpoint_reuses_no_key():

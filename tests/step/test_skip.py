@@ -123,19 +123,6 @@ class TestSkip:
         np.testing.assert_allclose(updates[::2], np.full((2, 2), -0.1), rtol=1e-6)
         assert not updates[1].any()
 
-    def test_the_flag_of_a_state_is_written_by_each_step(self):
-        class Never(DynamicLossScale):
-            skip_nonfinite = False
-
-        before = LossScaleOptimizer(optax.sgd(0.1), check_loss=True)
-        _, state = before.update(
-            self.good, before.init(self.params), self.params, value=jnp.float32(NAN)
-        )
-        assert not state.last_step_applied
-        after = LossScaleOptimizer(optax.sgd(0.1), Never())
-        _, state = after.update(self.good, state, self.params)
-        assert state[2:7] == (True, 1, 0, 0, 1)
-
 
 class TestCompiledPrograms:
     params = jnp.ones((8, 8), jnp.float32)
@@ -254,36 +241,6 @@ class TestUpdate:
         # The first step of Adam subtracts the learning rate.
         derivative = jax.jit(jax.grad(distance))(0.1, self.params)
         np.testing.assert_allclose(derivative, -1, rtol=1e-4)
-
-    def test_a_state_may_hold_a_constant(self):
-        inner = optax.GradientTransformation(
-            lambda params: jnp.float32(3),
-            lambda updates, state, params=None: (-params, jnp.float32(3)),
-        )
-        optimizer, step = self.step_of(inner)
-        params, state = jax.jit(step)(
-            self.params, optimizer.init(self.params), self.good
-        )
-        assert_same_bits(params, jnp.zeros_like(params))
-        assert_same_bits(state.inner_state, jnp.float32(3))
-
-    def test_a_state_of_another_structure_is_named(self):
-        inner = optax.GradientTransformation(
-            lambda params: {"a": params},
-            lambda updates, state, params=None: (updates, {"a": updates, "b": updates}),
-        )
-        optimizer, step = self.step_of(inner)
-        with pytest.raises(ValueError, match="structure"):
-            jax.jit(step)(self.params, optimizer.init(self.params), self.good)
-
-    def test_a_scalar_is_no_subtree(self):
-        inner = optax.GradientTransformation(
-            lambda params: {"a": jnp.int32(0)},
-            lambda updates, state, params=None: (updates, jnp.int32(0)),
-        )
-        optimizer, step = self.step_of(inner)
-        with pytest.raises(ValueError, match="Pass grads of the structure"):
-            step(self.params, optimizer.init(self.params), self.good * jnp.nan)
 
     @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
     def test_updates_may_be_python_numbers(self, wrap):

@@ -25,10 +25,6 @@ class TestSelectApplied:
             assert chosen["n"] == expected["n"]
             assert chosen["f"] is max
 
-    def test_under_jit(self):
-        chosen = jax.jit(select_applied)(self.skipped, jnp.ones(2), jnp.zeros(2))
-        assert chosen.tolist() == [0, 0]
-
     def test_refuses_the_state_of_an_ensemble(self):
         states = jax.vmap(self.optimizer.init)(jnp.ones(3))
         with pytest.raises(ValueError, match="inside the vmap or pmap"):

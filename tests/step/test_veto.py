@@ -10,7 +10,7 @@ import pytest
 from helpers import INF, NAN, WRAPS, assert_same_bits, auto_skip, relaxed
 from jax.sharding import AxisType, PartitionSpec as P
 
-from optax_lossscale import DynamicLossScale, LossScaleOptimizer, all_finite
+from optax_lossscale import DynamicLossScale, LossScaleOptimizer
 
 every_wrap = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 PARAMS = {"w": jnp.array([0.5, -0.0], jnp.float32), "b": jnp.float32(-3)}
@@ -121,30 +121,6 @@ def test_a_loss_that_is_not_finite_is_no_veto():
         assert (state.skipped_steps, in_a_row, losses) == expected
 
 
-def test_two_optimizers_skip_together():
-    rule = DynamicLossScale(8.0, growth_interval=2)
-    both = [LossScaleOptimizer(optax.sgd(rate, 0.5), rule) for rate in (0.25, 0.5)]
-
-    @jax.jit
-    def step(params, states, grads):
-        skip_if = ~all_finite(grads)
-        steps = [
-            optimizer.apply_gradients(*arguments, skip_if=skip_if)
-            for optimizer, *arguments in zip(both, grads, params, states, strict=True)
-        ]
-        return list(zip(*steps, strict=True))
-
-    params, states = (ONE, ONE), [optimizer.init(ONE) for optimizer in both]
-    for grads in ((1, 1), (INF, 1), (1, NAN), (1, 1)):
-        params, states = step(params, states, tuple(map(jnp.float32, grads)))
-    # Two steps were taken, with a momentum of 0.5 in the second.
-    assert params == (1 - 0.25 * 2.5, 1 - 0.5 * 2.5)
-    assert [state.inner_state[0].trace for state in states] == [1.5, 1.5]
-    assert [state[2:6] for state in states] == [(True, 2, 0, 0)] * 2
-    # Each rule saw one overflow, after one finite step or after two.
-    assert [x.loss_scale_state[:2] for x in states] == [(8, 0), (8, 1)]
-
-
 def test_one_device_of_eight():
     optimizer = LossScaleOptimizer(optax.sgd(0.5), 8, axis_name="i")
     mesh = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))
@@ -171,10 +147,3 @@ def test_each_member_has_a_veto_of_its_own():
     params, state = step(PARAMS, optimizer.init(PARAMS), jnp.ones(2), flags)
     assert params["b"].tolist() == [-3, -3.5]
     assert state.skipped_steps.tolist() == [1, 0]
-
-
-def test_a_function_that_forgets_to_return():
-    optimizer = LossScaleOptimizer(optax.sgd(0.5))
-    state = optimizer.init(1.0)
-    with pytest.raises(TypeError, match=r"^skip_if must be a bool .* got None"):
-        optimizer.minimize(lambda x: x, 1.0, state, skip_if=lambda loss, grads: None)
