@@ -8,54 +8,12 @@ import numpy as np
 import pytest
 from helpers import exhaustive_but
 
-from benchmarks import hlo, pages, report
-from benchmarks.measure import measure
+from benchmarks import hlo, pages
 from benchmarks.systems import PLAIN, SKIPS, lower
 from benchmarks.workloads import mlp, optimizer_step, transformer
 
-PROGRAM = """\
-HloModule jit_step, is_scheduled=true
-
-%fused (p.0: f32[4,2]) -> f32[4,2] {
-  %p.0 = f32[4,2]{1,0} parameter(0)
-  ROOT %negate = f32[4,2]{1,0} negate(%p.0)
-}
-
-%keep (k: (f32[4,2])) -> (f32[4,2]) {
-  ROOT %k = (f32[4,2]{1,0}) parameter(0)
-}
-
-%run (r: (f32[4,2])) -> (f32[4,2]) {
-  %r = (f32[4,2]{1,0}) parameter(0)
-  %g = f32[4,2]{1,0} get-tuple-element(%r), index=0
-  %f = f32[4,2]{1,0} fusion(%g), kind=kLoop, calls=%fused
-  ROOT %t = (f32[4,2]{1,0}) tuple(%f)
-}
-
-ENTRY %main.9 (a: f32[4,2], /*index=1*/b: pred[]) -> (f32[4,2]) {
-  %a = f32[4,2]{1,0:T(8,128)} parameter(0), metadata={op_name="a{b}"}
-  %b = pred[] parameter(1)
-  %copy.1 = f32[4,2]{1,0} copy(%a)
-  %ab = (f32[4,2]{1,0}) tuple(%copy.1)
-  ROOT %c = (f32[4,2]{1,0}) conditional(%b, %ab, %ab), branch_computations={%keep, %run}
-}
-"""
-
 
 class TestHlo:
-    def test_reads_a_program(self):
-        module = hlo.parse(PROGRAM)
-        assert module.entry == "main.9"
-        assert module.kernels() == 2  # the copy, and the fusion in the longer branch
-        assert module.count("conditional") == 1
-        assert module.bytes_of("copy") == 32
-        assert module.bytes_moved() == 4 * 32
-
-    def test_size_of_a_type(self):
-        assert hlo.type_bytes("(f16[3], /*index=1*/pred[5])") == 11
-        assert hlo.type_bytes("c64[2]") == 16
-        assert hlo.type_bytes("u32[0,7]") == hlo.type_bytes("token[]") == 0
-
     def test_reads_what_this_jax_compiles(self):
         x = jnp.ones((64, 64))
         compiled = jax.jit(lambda x: x * 2, donate_argnums=0).lower(x).compile()
@@ -124,21 +82,6 @@ def test_overflows_are_skipped():
     params = steps(workload, "minimize, auto", 20)
     assert all(np.isfinite(p).all() for p in params)
     assert not all(np.isfinite(p).all() for p in steps(workload, PLAIN, 20))
-
-
-def test_measures_every_requested_system():
-    workload = optimizer_step(1000, 2)._replace(column="1e3")
-    with jax.numpy_dtype_promotion("standard"):
-        rows = list(measure(workload, 0.01, "apply_gradients"))
-    assert [row["system"] for row in rows] == [
-        PLAIN,
-        "apply_gradients of unscaled, auto",
-    ]
-    results = {**report.about(), "rows": rows}
-    (text,) = report.timing_tables(results)
-    assert "| optimizer step / plain | 1e3 |" in text
-    assert f"| apply_gradients of unscaled | {rows[1]['ratio']:.2f} |" in text
-    assert workload.name in report.full_report(results)
 
 
 def test_every_table_is_on_a_page():

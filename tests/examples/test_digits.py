@@ -1,16 +1,12 @@
 """The digits: what they show, their report, figure and command line."""
 
 import itertools
-import signal
-import subprocess
 import sys
 
 import jax
 import numpy as np
 import pytest
-from helpers import ROOT
 
-import optax_lossscale
 from examples.digits import __main__ as digits, report, train
 from optax_lossscale import DynamicLossScale
 from optax_lossscale.diagnostics import exponent_histogram
@@ -158,15 +154,14 @@ def test_patches_have_digits_where_the_labels_say():
         ),
     ],
 )
-@pytest.mark.parametrize("width", [80, 120])
-def test_report(precisions, words, width, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(width))
+def test_report(precisions, words, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     runs = fake_runs(precisions)
     assert report.describe(runs) == words
     report.print_report(runs)
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= width
+    assert max(map(len, lines)) <= 80
     # No word is broken at the end of a line.
     text = " ".join(" ".join(lines).split())
     assert text.endswith(f"{report.LEGEND} {words}")
@@ -202,57 +197,6 @@ def test_a_missing_package_is_named_with_the_fix(capsys, monkeypatch):
         "python -m examples.digits: error: needs examples.digits.train; "
         "install it with: pip install -e '.[demo]'\n"
     )
-
-
-def test_help_and_version_need_no_extra():
-    code = """
-import sys
-sys.modules.update(dict.fromkeys(("flax", "matplotlib", "rich", "sklearn")))
-from examples.digits.__main__ import main
-main(sys.argv[1:])
-"""
-    command = [sys.executable, "-W", "error", "-c", code]
-    found = {
-        option: subprocess.check_output([*command, option], text=True, cwd=ROOT)
-        for option in ("--help", "--version")
-    }
-    assert found["--version"].split()[1] == optax_lossscale.__version__
-    text = " ".join(found["--help"].split())
-    assert "Train for N steps in each way; 1 to 10000 (default: 80)." in text
-    assert "Use N patches in each batch; 256 to 1048576 (default: 131072)." in text
-    assert "--plot FILE.png Write a figure" in text
-
-
-def test_options_reach_the_experiment(monkeypatch, capsys):
-    seen = []
-
-    def train_all_ways(**options):
-        seen.append(options)
-        return fake_runs((0.9, 0.1, 0.9, 0.9, 0.9))
-
-    monkeypatch.setattr(train, "train_all_ways", train_all_ways)
-    digits.main([])
-    assert "This takes about a minute on two CPU cores." in capsys.readouterr().out
-    numbers = ["--steps=700", "--seed=3", "--batch-size=65536", "--retries=5"]
-    digits.main([*numbers, "--optimizer=sgd"])
-    assert "This takes about 3 minutes on two" in capsys.readouterr().out
-    shared = {"seed": 0, "retries": 0, "optimizer": "adam"}
-    others = {"seed": 3, "retries": 5, "optimizer": "sgd"}
-    assert seen == [
-        {"steps": 80, "batch_size": 2**17} | shared,
-        {"steps": 700, "batch_size": 2**16} | others,
-    ]
-
-
-def test_interrupt_ends_it_with_status_130():
-    command = [sys.executable, "-W", "error", "-m", "examples.digits"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes, cwd=ROOT) as process:
-        assert process.stdout.readline().startswith("Finding")
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate()
-    assert process.returncode == 130
-    assert err.splitlines()[-1] == "python -m examples.digits: interrupted"
 
 
 @pytest.mark.parametrize(

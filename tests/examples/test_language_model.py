@@ -94,8 +94,6 @@ class TestCommandLine:
         ("arguments", "message"),
         [
             (["--steps=many"], "--steps: must be a whole number, got 'many'"),
-            (["--clip-norm=nan"], "--clip-norm: must be at least 0, got nan"),
-            (["--heads=3"], "--heads: must divide the width, 32, got 3"),
             (
                 ["--accumulate=4"],
                 "--batch-size: must be a multiple of accumulate x devices, 4 x 8, "
@@ -103,18 +101,9 @@ class TestCommandLine:
             ),
             (["--mesh=data=3"], "--mesh: must have all 8 devices, got 'data=3'"),
             (
-                ["--corpus=/data/*.txt"],
-                "--corpus: must be a glob pattern relative to the library, such as "
-                "'*.py', got '/data/*.txt'",
-            ),
-            (
                 ["--retries=3", "--accumulate=2"],
                 "--retries: must be 0 without a loss scale, and with several "
                 "micro-batches in a step, got 3",
-            ),
-            (
-                ["--coordinator=somewhere"],
-                "--coordinator: must be HOST:PORT or auto, got 'somewhere'",
             ),
             (
                 ["--coordinator=127.0.0.1:1", "--processes=2", "--process=2"],

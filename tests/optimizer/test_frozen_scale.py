@@ -83,40 +83,26 @@ class TestWarning:
             # It names a line of the user, not one of ours or of JAX.
             assert [warning.filename for warning in caught] == [__file__]
 
-    def test_not_of_an_argument(self, make, optimizer):
-        @jax.jit
-        def step(params, state):
-            return make(optimizer, state)(params)
-
-        step(self.params, optimizer.init(self.params))
-
-    def test_not_where_nothing_is_compiled(self, make, optimizer):
-        call = make(optimizer, optimizer.init(self.params))
-        call(self.params)
-        jax.vmap(call)(self.params[None])
+    def test_not_where_the_scale_is_that_of_the_state(self, make, optimizer):
+        params, state = self.params, optimizer.init(self.params)
+        jax.jit(lambda params, state: make(optimizer, state)(params))(params, state)
+        # Made there, fixed, or not compiled.
+        jax.jit(lambda p: make(optimizer, optimizer.init(p))(p))(params)
+        fixed = LossScaleOptimizer(optax.sgd(1e-3), FixedLossScale(8.0, True))
+        jax.jit(make(fixed, fixed.init(params)))(params)
+        make(optimizer, state)(params)
+        jax.vmap(make(optimizer, state))(params[None])
 
     def test_not_of_a_loop_that_is_not_compiled(self, make, optimizer):
         """It runs at once, with the state of now, which the body may close over."""
         state, batch = optimizer.init(self.params), self.params[None]
 
-        def closed_over(carry, params):
-            return carry, make(optimizer, state)(params)
-
         def carried(state, params):
             return state, make(optimizer, state)(params)
 
-        lax.scan(closed_over, None, batch)
         lax.scan(carried, state, batch)
         lax.map(make(optimizer, state), batch)
         jax.jit(lambda state: lax.scan(carried, state, batch))(state)
-
-    def test_not_of_a_state_made_there(self, make, optimizer):
-        jax.jit(lambda p: make(optimizer, optimizer.init(p))(p))(self.params)
-
-    def test_not_of_a_fixed_scale(self, make, optimizer):
-        del optimizer
-        fixed = LossScaleOptimizer(optax.sgd(1e-3), FixedLossScale(8.0, True))
-        jax.jit(make(fixed, fixed.init(self.params)))(self.params)
 
 
 def test_reading_a_scale_under_jit_is_no_reason_to_warn(optimizer):

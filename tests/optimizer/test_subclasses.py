@@ -1,7 +1,6 @@
 """Subclasses, copies, and optimizers as constants of compiled functions."""
 
 import copy
-import functools
 import pickle
 
 import equinox as eqx
@@ -112,9 +111,7 @@ def test_copies(optimizer, again):
     copied = again(optimizer)
     assert type(copied) is type(optimizer)
     assert copied == optimizer
-    assert (copied != optimizer) is False
     assert hash(copied) == hash(optimizer)
-    assert repr(copied) == repr(optimizer)
     if optimizer is WEIGHTED:
         # The functions of the tuple are those of the copy.
         copied.weight = 4.0
@@ -153,8 +150,3 @@ def test_functions_can_be_replaced_as_in_any_optimizer(optimizer):
         assert params.tolist() == [expected] * 2
     assert state.skipped_steps == 1
     assert compiled._cache_size() == 1
-
-    counted = functools.partial(optimizer.init)
-    other = optimizer._replace(init=counted)
-    assert other.init is counted
-    assert other.update(ONES, other.init(ONES), ONES)[0].tolist() == [-0.5, -0.5]
