@@ -254,11 +254,6 @@ class TestPlotHistory:
         ]
         assert crosses(ax) == [([[10, 4.0], [20, 16.0]], "skipped steps: 3 (marks: 2)")]
 
-    def test_one_record_is_seen(self):
-        ax = plot_history(records_of([4.0], last_step_applied=[False]))
-        assert ax.lines[0].get_marker() == "o"
-        assert crosses(ax) == [([[0, 4.0]], "skipped steps: 1")]
-
     @pytest.mark.parametrize("rows", [[], [{}], [{"a/loss_scale": 1.0}]])
     def test_refuses_records_without_a_scale(self, rows):
         with pytest.raises(ValueError, match=r"has a 'loss_scale'.*prefix="):

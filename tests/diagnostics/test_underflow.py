@@ -2,7 +2,6 @@
 
 import functools
 import math
-import re
 import warnings
 
 import jax
@@ -12,7 +11,7 @@ import optax
 import pytest
 from helpers import INF, NAN, WRAPS, assert_same_bits, signature
 from hypothesis import given, strategies as st
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 from optax_lossscale import LossScaleOptimizer
 from optax_lossscale.diagnostics import (
@@ -241,11 +240,6 @@ class TestUnderflowStats:
             underflow_stats(grads, 2.0, "bfloat16")
             underflow_stats(grads["b"], 2.0)
 
-    def test_one_pass(self):
-        text = jax.jit(underflow_stats).lower(jnp.ones(1000), 1.0).as_text()
-        reductions = re.findall(r"reduce\(.*: \(tensor<1000x", text)
-        assert len(reductions) == 1
-
     def test_wrong_arguments(self):
         optimizer = LossScaleOptimizer(optax.sgd(1.0))
         states = jax.vmap(lambda _: optimizer.init(jnp.ones(1)))(jnp.arange(2))
@@ -412,17 +406,6 @@ class TestTransformations:
         scan = jax.jit(lambda *rows: jax.lax.scan(step, self.both(self.x[0]), rows)[1])
         for mapped in (jax.vmap(self.both), scan):
             assert_same_bits(mapped(self.x, scales), expected)
-
-    @pytest.mark.parametrize("spec", [P("a"), P(None, "a")])
-    def test_sharded_arrays(self, spec):
-        mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
-        sharded = jax.device_put(self.x, NamedSharding(mesh, spec))
-        both = jax.jit(self.both)
-        assert_same_bits(jax.block_until_ready(both(sharded)), self.both(self.x))
-        # Only counts travel between devices.
-        text = both.lower(sharded).compile().as_text()
-        assert "f32[8,8]" not in text
-        assert "s32[8,8]" not in text
 
     @pytest.mark.parametrize("check_vma", [True, False])
     def test_shard_map(self, check_vma):

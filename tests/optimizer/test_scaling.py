@@ -171,14 +171,6 @@ class TestValueAndGrad:
         with pytest.raises(TypeError, match=f"{wanted}, the loss a floating-point sc"):
             optimizer.value_and_grad(fun, state, has_aux=has_aux)(jnp.float32(1))
 
-    def test_integer_arguments(self):
-        transform = functools.partial(jax.value_and_grad, allow_int=True)
-        loss = lambda p: p["w"] * p["n"].astype(jnp.float32)  # noqa: E731
-        params = {"w": jnp.float32(2), "n": jnp.int32(3)}
-        _, grads = optimizer.value_and_grad(loss, state, transform=transform)(params)
-        assert grads["w"] == 3
-        assert grads["n"].dtype == float0
-
     @pytest.mark.parametrize("dtype", ["complex64", *(["float64"] * X64)])
     def test_other_dtypes(self, dtype):
         loss, x = lambda x: jnp.abs(x) ** 3, jnp.asarray(1 / 3, dtype)

@@ -9,16 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import ROOT, assert_same_bits, exhaustive_but, signature
+from helpers import ROOT, signature
 from peers import PEERS
 from test_conformance import REFUSED_RUNS, RUNS, late_growth, liveliest
-from test_live_peers import (
-    LEARNING_RATE,
-    flax_step,
-    jmp_step,
-    loss_fn,
-    random_gradients,
-)
 
 from optax_lossscale import DynamicLossScale, LossScaleOptimizer
 
@@ -226,47 +219,6 @@ def test_late_growth_of_deepspeed(monkeypatch):
             assert ours[:-1] == theirs[1:]
         else:
             assert ours == theirs
-
-
-def flax_run():
-    from flax.training.dynamic_scale import DynamicScale
-
-    arguments = {"growth_interval": 3, "growth_factor": 4.0}
-    scaler = DynamicScale(**arguments, fin_steps=jnp.int32(0))
-    loss_scale = PEERS["Flax, up to 0.12.12"].ours(**arguments)
-    return "Flax", flax_step, scaler.replace(scale=jnp.float32(2.0**20)), loss_scale
-
-
-def jmp_run():
-    jmp = pytest.importorskip("jmp")
-
-    arguments = {"period": 3, "factor": 4}
-    scaler = jmp.DynamicLossScale(jnp.float32(2.0**20), **arguments)
-    scaler = jax.tree.map(jnp.asarray, scaler)
-    return "jmp", jmp_step, scaler, PEERS["jmp"].ours(**arguments)
-
-
-@pytest.mark.parametrize("live", [flax_run, jmp_run])
-@pytest.mark.parametrize("split", exhaustive_but([1, 13, 14, 30], [13]))
-def test_a_live_run_goes_on_with_ours(live, split):
-    gradients = random_gradients(runs=1)[0]
-    name, step, scaler, loss_scale = live()
-    with jax.numpy_dtype_promotion("standard"):
-        start = jnp.float32(1), scaler
-        (param, saved), _ = jax.lax.scan(step, start, gradients[:split])
-        _, theirs = jax.lax.scan(step, (param, saved), gradients[split:])
-    sgd = optax.sgd(LEARNING_RATE)
-    optimizer, state = carry_over(name, saved, loss_scale, param, sgd)
-
-    def our_step(carry, gradient):
-        param, state, _ = optimizer.minimize(loss_fn, *carry, gradient)
-        scale = optimizer.current_loss_scale(state)
-        return (param, state), (param, scale, state.last_step_applied)
-
-    _, ours = jax.lax.scan(our_step, (param, state), gradients[split:])
-    assert_same_bits(ours, theirs)
-    assert np.any(np.diff(ours[1]) > 0)
-    assert np.any(np.diff(ours[1]) < 0)
 
 
 def test_keras_itself(monkeypatch):

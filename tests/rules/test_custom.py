@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from helpers import signature
 
 from optax_lossscale import (
@@ -51,22 +50,7 @@ class Careless(LossScale):
         return FixedLossScaleState(state.loss_scale / 2), jnp.array(1)
 
 
-@dataclasses.dataclass(frozen=True)
-class Longer(Halving):
-    """A rule with a longer state of the same type."""
-
-    def init(self):
-        return super().init()._replace(history=(jnp.int32(0), jnp.int32(0)))
-
-
 class TestSubclass:
-    def test_the_state_of_another_setting_is_named(self):
-        optimizer = LossScaleOptimizer(optax.sgd(0.5), Halving())
-        one = jnp.float32(1)
-        state = LossScaleOptimizer(optax.sgd(0.5), Longer()).init(one)
-        with pytest.raises(ValueError, match="Use the loss_scale that the state was"):
-            optimizer.update(one, state)
-
     def test_careless_types_become_stable(self):
         optimizer = LossScaleOptimizer(optax.sgd(0.5), Careless())
         one = jnp.float32(1)

@@ -45,26 +45,9 @@ def test_a_scale_set_by_hand_loses_no_gradient(restored):
     assert 1 <= optimizer.current_loss_scale(state) <= 2.0**126
 
 
-class TestHysteresisLeft:
-    """The state holds it if there is a hysteresis."""
-
-    @pytest.mark.parametrize("saved", [1, 2])
-    def test_update_makes_what_a_restored_state_lacks(self, saved):
-        state = DynamicLossScale(16.0, hysteresis=saved).init()
-        rule = DynamicLossScale(16.0, hysteresis=3 - saved)
-        after, _ = rule.update(jnp.nan, state)
-        assert_same_bits(after, rule.update(jnp.nan, rule.init())[0])
-
-    @pytest.mark.parametrize(("saved", "now"), [(1, 2), (2, 1)])
-    def test_the_optimizer_says_which_state_it_needs(self, saved, now):
-        def optimizer(hysteresis):
-            rule = DynamicLossScale(hysteresis=hysteresis)
-            return LossScaleOptimizer(optax.sgd(0.1), rule)
-
-        one = jnp.float32(1)
-        state = optimizer(saved).init(one)
-        fields = {1: "hysteresis_left=None", 2: r"hysteresis_left=Shaped.*int32\[\]\)"}
-        message = rf"must be .*{fields[now]}\), got .*{fields[saved]}\)\. Use the loss"
-        for update in (optimizer(now).update, jax.jit(optimizer(now).update)):
-            with pytest.raises(ValueError, match=message):
-                update(one, state)
+@pytest.mark.parametrize("saved", [1, 2])
+def test_update_makes_the_hysteresis_that_a_restored_state_lacks(saved):
+    state = DynamicLossScale(16.0, hysteresis=saved).init()
+    rule = DynamicLossScale(16.0, hysteresis=3 - saved)
+    after, _ = rule.update(jnp.nan, state)
+    assert_same_bits(after, rule.update(jnp.nan, rule.init())[0])

@@ -89,16 +89,6 @@ def test_a_state_of_other_types_becomes_one_of_arrays(rule, convert):
 
 
 @every_rule
-def test_an_ensemble_has_a_scale_each(rule):
-    grads = jnp.stack([GRADS, GRADS[::-1]])
-    together, applied = jax.vmap(lambda g: scan_updates(rule, g))(grads)
-    for member, grad in enumerate(grads):
-        alone = scan_updates(rule, grad)[0].loss_scale
-        assert together.loss_scale[member].tolist() == alone.tolist()
-    assert applied.tolist() == np.isfinite(grads).tolist()
-
-
-@every_rule
 @pytest.mark.parametrize(
     "tree", [None, (), jnp.zeros((0, 3)), {"a": None, "b": jnp.arange(3)}], ids=repr
 )

@@ -142,6 +142,17 @@ def test_with_a_fixed_scale_the_loss_alone_decides():
     assert counts(state) == (0, 0, 0, 0)
 
 
+def test_a_step_that_checks_nothing_says_that_it_was_applied():
+    one = jnp.float32(1)
+    checking, other = (
+        LossScaleOptimizer(optax.sgd(0.5), 8.0, check_loss=check)
+        for check in (True, False)
+    )
+    _, state = checking.update(one, checking.init(one), value=NAN)
+    assert state[2:7] == (False, 1, 1, 0, 1)
+    assert other.update(one, state)[1][2:7] == (True, 1, 0, 0, 1)
+
+
 class TestValue:
     one = jnp.float32(1)
     optimizer = LossScaleOptimizer(optax.sgd(0.5), check_loss=True)

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import socket
 import subprocess
 import sys
 
@@ -46,6 +47,12 @@ def environment(devices):
     if folder := jax.config.jax_compilation_cache_dir:
         found["JAX_COMPILATION_CACHE_DIR"] = folder
     return found
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def start(*arguments, devices=1):
