@@ -138,6 +138,10 @@ class TestValueAndGrad:
         )
         assert value == np.float32(1 / 3)
 
+    def test_value_keeps_its_dtype(self):
+        value, grad = optimizer.value_and_grad(lambda x: x, state)(jnp.bfloat16(3))
+        assert (value.dtype, grad.dtype) == (jnp.bfloat16, jnp.float32)
+
     def test_rescues_gradients_that_underflow(self):
         def loss(x):
             x = x * jnp.float16(1e-4)

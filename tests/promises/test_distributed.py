@@ -481,6 +481,17 @@ class TestLocalLoss:
         )
         np.testing.assert_array_equal(params["own"], 1 - self.x / 8)
 
+    def test_of_a_transform_that_averages_is_quiet(self):
+        def averaging(fun, **options):
+            def value_and_grad(*args, **kwargs):
+                value, grads = jax.value_and_grad(fun, **options)(*args, **kwargs)
+                return value, grads / 8
+
+            return value_and_grad
+
+        params = self.minimize(self.local, P(), transform=averaging)
+        np.testing.assert_array_equal(params, np.full(8, 1 - 28 / 64))
+
 
 class TestAxisName:
     def test_an_unknown_axis_is_named(self):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import (
+    OUT_OF_BOUNDS,
     assert_same_bits,
     exhaustive_but,
     scan_updates,
@@ -252,3 +253,24 @@ def test_a_state_of_whatever_numbers_heals(rule):
         elif np.isfinite(grads).all():
             # The first state is not tampered with.
             assert np.all(scales[-1] == scales[-1, 0])
+
+
+@pytest.mark.parametrize("rule", QUICK_RULES.values(), ids=QUICK_RULES)
+def test_update_starts_from_the_scale_that_is_read(rule):
+    low = getattr(rule, "min_scale", 2.0**9)
+    high = getattr(rule, "max_scale", 2.0**9)
+
+    @jax.jit
+    def read_and_update(number, grad):
+        state = rule.init()._replace(loss_scale=number)
+        read = rule(state)
+        as_read = state._replace(loss_scale=read)
+        return read, rule.update(grad, state)[0], rule.update(grad, as_read)[0]
+
+    for restored in [*OUT_OF_BOUNDS, 0.25, 2.0**40]:
+        for grad in (1.0, np.inf):
+            args = jnp.float32(restored), jnp.float32(grad)
+            read, after, expected = read_and_update(*args)
+            assert read == np.fmin(np.fmax(np.float32(restored), low), high)
+            assert rule(rule.init()._replace(loss_scale=args[0])) == read
+            assert_same_bits(after, expected)

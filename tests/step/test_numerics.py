@@ -124,6 +124,17 @@ class TestLeavesThatVaryOverDifferentAxes:
             assert reduced.type == f"{dtype}[]"
 
 
+def test_the_largest_magnitude_is_finite_and_that_of_a_part():
+    top = np.finfo(np.float32).max
+    for tree, largest in [
+        (jnp.array([1 - 4j, 3 + 1j]), 4),
+        (jnp.array([1.0, -np.inf]), top),
+        ([jnp.ones(2), {"x": np.float16(-8), "y": None}], 8),
+    ]:
+        assert largest_magnitude(tree) == largest
+    assert np.isfinite(largest_magnitude([jnp.nan, jnp.ones(2)]))
+
+
 @pytest.mark.parametrize(
     ("function", "bad", "one", "found"),
     [(all_finite, np.inf, True, False), (largest_magnitude, -7, 1, 7)],

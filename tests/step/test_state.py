@@ -12,7 +12,7 @@ class TestSelectApplied:
     optimizer = LossScaleOptimizer(optax.sgd(0.1))
     state = optimizer.init(jnp.float32(1))
     skipped = state._replace(last_step_applied=jnp.array(False))
-    new = {"mean": jnp.ones(2, jnp.float16), "key": jax.random.key(1), "f": max, "n": 3}
+    new = {"mean": jnp.ones(2, jnp.float16), "key": jax.random.key(1), "f": min, "n": 3}
     old = {"mean": jnp.zeros(2), "key": jax.random.key(0), "f": max, "n": 2}
 
     @pytest.mark.parametrize("nest", [lambda s: s, lambda s: ({"opt": s}, None)])
