@@ -316,6 +316,7 @@ class TestWhere:
             16,
             "No step has been taken yet.",
         )
+        assert metrics(optimizer.opt_state)["log2_loss_scale"] == 4
         model.kernel[...] = model.kernel[...] * NAN
         with pytest.raises(FloatingPointError, match="kernel"):
             check_health(optimizer.opt_state, nnx.state(model, nnx.Param))
