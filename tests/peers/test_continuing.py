@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.dynamic_scale import DynamicScale
 from helpers import ROOT, signature
 from peers import PEERS
 from test_conformance import REFUSED_RUNS, RUNS, late_growth, liveliest
@@ -36,10 +37,10 @@ class Fields:
         vars(self).update(fields)
 
 
-def carry_over(name, saved, loss_scale, params=0.0, inner=None):
+def carry_over(name, saved, loss_scale):
     """Returns an optimizer and its state, after the lines of the guide."""
-    optimizer = LossScaleOptimizer(inner or optax.identity(), loss_scale)
-    fresh = optimizer.init(jnp.float32(params))
+    optimizer = LossScaleOptimizer(optax.identity(), loss_scale)
+    fresh = optimizer.init(jnp.float32(0))
     scope = {"optax": optax, "jnp": jnp, "saved": saved, "opt_state": fresh}
     code = LINES[name]
     if loss_scale.get_config().get("hysteresis") == 1:
@@ -219,6 +220,17 @@ def test_late_growth_of_deepspeed(monkeypatch):
             assert ours[:-1] == theirs[1:]
         else:
             assert ours == theirs
+
+
+def test_flax_and_jmp_themselves():
+    jmp = pytest.importorskip("jmp")
+    scale, steps = jnp.float32(8), jnp.int32(3)
+    for name, peer, saved in [
+        ("Flax", "Flax, up to 0.12.12", DynamicScale(scale=scale, fin_steps=steps)),
+        ("jmp", "jmp", jmp.DynamicLossScale(scale, steps)),
+    ]:
+        _, state = carry_over(name, saved, PEERS[peer].ours())
+        assert state.loss_scale_state[:2] == (8, 3)
 
 
 def test_keras_itself(monkeypatch):

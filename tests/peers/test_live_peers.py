@@ -20,9 +20,10 @@ FINITE_MOSTLY = [0.3, 0.2, 0.2, 0.2, 0.04, 0.03, 0.03]
 LEARNING_RATE = 0.25
 
 
-def random_gradients(runs=100, steps=60):
+def random_gradients():
+    """Returns the gradients of 60 steps of 100 runs."""
     rng = np.random.default_rng(0)
-    return jnp.float32(rng.choice(GRADIENTS, (runs, steps), p=FINITE_MOSTLY))
+    return jnp.float32(rng.choice(GRADIENTS, (100, 60), p=FINITE_MOSTLY))
 
 
 def loss_fn(param, gradient):
