@@ -91,10 +91,11 @@ class _Run:
         state = state if is_float32(atom.aval) else None
         if number is not None:
             if state is None:
-                return number
+                return _weak(number, atom.aval)
             if SHOWS.get() and number == number:  # JAX would round it while tracing.
                 return self._cast(jax.lax.optimization_barrier(number), state)
-            return number.astype(self.dtype_of(state))
+            dtype = self.dtype_of(state)
+            return _weak(number.astype(dtype), atom.aval.update(dtype=dtype))
         x = atom.val if hasattr(atom, "val") else self._values[atom]
         if state is None or x.dtype == self.dtype_of(state):
             return x
@@ -120,7 +121,10 @@ class _Run:
         equation, states = step.equation, self.outputs(step)
         inputs, params = equation.invars, equation.params
         if step.name == "convert_element_type" and step.kind == Kind.MOVE:
-            return [self.read(inputs[0], states[0])]
+            x = self.read(inputs[0], states[0])
+            is_weak = inputs[0].aval.weak_type and states[0] != State.HALF
+            # Then its gradient stays weakly typed, and a step compiles once.
+            return [jax.lax.convert_element_type(x, x.dtype) if is_weak else x]
         if State.HALF not in states or _spreads(step):
             bind = MULTIPLIED.get(step.kind, parts.bind)
             found = bind(equation, [self.read(x, State.WIDE) for x in inputs])
@@ -148,6 +152,11 @@ class _Run:
     def outputs(self, step: Step) -> States:
         """Returns the states of the results of a step."""
         return tuple(self.plan.states.get(x) for x in step.equation.outvars)
+
+
+def _weak(number: Any, aval: Any) -> Any:
+    """Returns a number as a Python number, if that has the type: it is weakly typed."""
+    return number.item() if jax.typeof(number.item()) == aval else number
 
 
 def _run_cond(run: _Run, step: Step) -> list[Any]:

@@ -55,6 +55,18 @@ def test_arguments_and_results():
     assert isinstance(autocast(lambda x: 2 * jnp.ones(()))(W), jax.Array)
 
 
+def test_weak_types_stay():
+    def f(scale, x):
+        loss = jnp.mean((x @ W * scale) ** 2)
+        return loss, (2.0 * scale, jnp.sin(scale), scale + 1, jnp.asarray(1.0))
+
+    def run(f):
+        return jax.value_and_grad(f, has_aux=True)(jnp.asarray(2.0), X)
+
+    # Else a step with such a parameter compiles twice.
+    assert same_types(run(autocast(f)), run(f))
+
+
 def test_keys_and_integers():
     def f(w, key, index):
         keep = jax.random.bernoulli(key, 0.5, X.shape)
