@@ -155,8 +155,9 @@ class _Run:
 
 
 def _weak(number: Any, aval: Any) -> Any:
-    """Returns a number as a Python number, if that has the type: it is weakly typed."""
-    return number.item() if jax.typeof(number.item()) == aval else number
+    """Returns a number of a type; as Python's number, if that is weakly typed."""
+    is_python = aval.weak_type and jax.typeof(number.item()) == aval
+    return number.item() if is_python else number
 
 
 def _run_cond(run: _Run, step: Step) -> list[Any]:

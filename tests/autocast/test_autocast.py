@@ -58,7 +58,9 @@ def test_arguments_and_results():
 def test_weak_types_stay():
     def f(scale, x):
         loss = jnp.mean((x @ W * scale) ** 2)
-        return loss, (2.0 * scale, jnp.sin(scale), scale + 1, jnp.asarray(1.0))
+        # Python's numbers are int32, and this one is not.
+        bits = jnp.uint32(2**32 - 1) ^ x.astype(jnp.uint32)
+        return loss, (2.0 * scale, jnp.sin(scale), scale + 1, jnp.asarray(1.0), bits)
 
     def run(f):
         return jax.value_and_grad(f, has_aux=True)(jnp.asarray(2.0), X)
