@@ -21,7 +21,6 @@ class Call:
         self._run, self._planner, self._step, self._plan = run, planner, step, plan
         self._numbers = list(map(plan.program.number, plan.program.jaxpr.invars))
         equation = step.equation
-        self._inputs = _floats(plan.inputs, equation.invars)
         self._outputs = _floats(plan.outputs, equation.outvars)
 
     def _primal(self, *args):
@@ -63,22 +62,25 @@ class Call:
         inputs, outputs = self._plan.inputs, self._plan.outputs
 
         def rule(primals, tangents):
-            taken, join = split_arrays(tangents, is_inexact)
+            mask = [not isinstance(x, SymbolicZero) for x in tangents]
             n, m, joins = len(inputs), len(outputs), []
 
             def function(*args):
-                out, tangents = jax.jvp(self._written, args[:n], tuple(join(args[n:])))
+                taken, join = _parted(args[:n], mask)
+                written = lambda *taken: self._written(*join(taken))  # noqa: E731
+                out, tangents = jax.jvp(written, tuple(taken), args[n:])
                 floats, join_out = split_arrays(tangents, is_inexact)
                 joins.append(join_out)
                 return out, floats
 
-            args, states = [*primals, *taken], (*inputs, *self._inputs)
+            (moved, _), (states, _) = _parted(tangents, mask), _parted(inputs, mask)
+            args, states = [*primals, *moved], (*inputs, *states)
             wished = (*outputs, *self._outputs)
             found, _ = self._follow(function, args, states, wished, self._numbers)
             return found[:m], joins[0](found[m:])
 
         function = jax.custom_jvp(self._primal)
-        function.defjvp(rule)
+        function.defjvp(rule, symbolic_zeros=True)
         return function
 
     def custom_vjp(self) -> Callable[..., list[Any]]:

@@ -9,6 +9,7 @@ import pytest
 from casting import check, error, errors, normal, products, value_and_grad
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optax_lossscale import autocast
@@ -348,8 +349,20 @@ def test_rules_that_ask_which_arguments_have_gradients():
 
     scaled.defvjp(forward, backward, symbolic_zeros=True)
 
+    @jax.custom_jvp
+    def shifted(y, shift):
+        return y + shift
+
+    def rule(primals, tangents):
+        moved, fixed = tangents
+        assert isinstance(fixed, SymbolicZero)
+        return shifted(*primals), moved
+
+    shifted.defjvp(rule, symbolic_zeros=True)
+
     def f(p, x):
-        return mean_square(p, scaled(x @ p["w"], 1 + x[0])[0])
+        h = shifted(x @ p["w"], x[0])
+        return mean_square(p, scaled(h, 1 + x[0])[0])
 
     check(f, P, X, scales=(1.0,))
 
