@@ -218,7 +218,10 @@ def sources_of(search: Search, run: Run, key: Key) -> list[Key]:
     These are those whose errors are large beside the result; if there are none, as in
     `acos(x)` near 1 or `log(1 - x)`, the nearest ones in half precision.
     """
-    least = search.close / 2 * run.range(key).float32_largest
+    sizes = [run.range(key).float32_largest]
+    if run.site(key).primitive == "select_n":  # Its constants may be large masks.
+        sizes = [run.range(k).float32_largest for k in run.operands(key)] or sizes
+    least = search.close / 2 * min(sizes)
 
     def parents(k):
         site = run.site(k)

@@ -13,9 +13,9 @@ from optax_lossscale.diagnostics._trace.equations import is_inexact, widen
 from optax_lossscale.diagnostics._trace.values import Value
 
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-# They return the places of numbers.
-ORDERS = ("argmax", "argmin", "sort", "top_k")
-DECISIONS = (*COMPARISONS, *ORDERS, "is_finite")
+# They return the places of numbers along an axis, as their last results.
+PLACES = ("argmax", "argmin", "top_k")
+DECISIONS = (*COMPARISONS, *PLACES, "sort", "is_finite")
 # Operands are near each other if they differ by at most so many units of roundoff.
 NEAR = 32
 
@@ -26,25 +26,49 @@ def is_decision(name: str, inputs: Sequence[Value]) -> bool:
     return name in DECISIONS and any(differ)
 
 
-def follows(name: str, inputs: Sequence[Value], dtype: str) -> Any:
+def follows(
+    equation: Any, inputs: Sequence[Value], reals: Any, wide: Any, dtype: str
+) -> Any:
     """Whether the shadow takes the decisions of the program.
 
     It does where roundoff decides, so that a sign that flips near zero is no error. It
     does not where an operand is inf, nan or flushed in the program alone.
 
     Args:
-      name: The name of the primitive.
+      equation: The equation.
       inputs: Its operands.
+      reals: Its results.
+      wide: What the shadow's own decisions are.
       dtype: The dtype in question.
 
     Returns:
-      bool, of the shape of the result or of one number.
+      bool, of the shape of the results or of one number.
     """
+    name, params = equation.primitive.name, equation.params
     if name == "is_finite":
         return np.bool_(False)
     pairs = [(widen(x.real), widen(x.shadow)) for x in inputs if is_inexact(x.real)]
-    follow = _near if name in COMPARISONS else _sound
-    return follow(*pairs, dtype=dtype)
+    if name in COMPARISONS:
+        return _near(*pairs, dtype=dtype)
+    follow = _sound(*pairs, dtype=dtype)
+    if name in PLACES:
+        axis = (*params.get("axes", ()), params.get("axis", -1))[0]
+        places = [jnp.asarray(x[-1]) for x in (reals, wide)]
+        follow &= _near_places(pairs[0][1], *places, axis=axis, dtype=dtype)
+    return follow
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "dtype"), inline=True)
+def _near_places(x, *places, axis, dtype):
+    """Whether the numbers at two places are as good as the same, each along an axis."""
+    is_one = places[0].ndim < x.ndim
+    places = [jnp.expand_dims(i, axis) if is_one else i for i in places]
+    first, second = (jnp.take_along_axis(x, i, axis) for i in places)
+    sizes = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
+    top = jnp.max(sizes, axis, keepdims=True, initial=0)
+    near = NEAR * float(jnp.finfo(dtype).eps) * top
+    found = (first == second) | (jnp.abs(first - second) <= near)
+    return jnp.squeeze(found, axis) if is_one else found
 
 
 @functools.partial(jax.jit, static_argnames="dtype", inline=True)

@@ -228,7 +228,7 @@ class Interpreter:
             is_pole = jnp.isfinite(reals[0]) & ~jnp.isfinite(found[0])
             found = [jnp.where(is_pole, equations.widen(reals[0]), found[0])]
         if decisions.is_decision(name, inputs):
-            follows = decisions.follows(name, inputs, self.dtype)
+            follows = decisions.follows(equation, inputs, reals, found, self.dtype)
             found = [
                 x if equations.is_inexact(x) else jnp.where(follows, real, x)
                 for x, real in zip(found, reals, strict=True)
