@@ -94,6 +94,7 @@ REPEATED = (
 LONG_LOOP = 128
 # Of so many units of roundoff, a number may be one that a loop is to come down to.
 TOLERANCE = 16
+COMPARISONS = ("lt", "le", "gt", "ge")
 # Larger arrays are parameters rather than masks, and looking at them takes time.
 LARGEST_CONSTANT = 2**20
 # They mark what is certain to fit.
@@ -183,9 +184,20 @@ def may_add_up(equation: Any, start: Any) -> bool:
     return start is not None or equation.params.get("length", LONG_LOOP) >= LONG_LOOP
 
 
-def is_tolerance(sizes: Sequence[float], dtype: Any) -> bool:
-    """Whether one of the numbers that a loop compares with is near roundoff."""
-    return any(0 < x < TOLERANCE * float(jnp.finfo(dtype).eps) for x in sizes)
+def has_tolerance(compared: Sequence[float], used: Sequence[float], dtype: Any) -> bool:
+    """Whether a loop ends when something is as small as roundoff.
+
+    Args:
+      compared: The sizes of the numbers that it compares with.
+      used: Those of all numbers that its end depends on.
+      dtype: The dtype to compute in.
+    """
+    eps = float(jnp.finfo(dtype).eps)
+    below, small = (
+        [x for x in sizes if 0 < x < TOLERANCE * eps] for sizes in (compared, used)
+    )
+    # Of a solver's two tolerances, the larger counts.
+    return bool(below) or 0 < max(small, default=0) < eps
 
 
 def is_saved(primitive: Any, *_: Any, **_params: Any) -> bool:

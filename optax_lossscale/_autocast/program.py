@@ -204,7 +204,7 @@ def _converges(equation: Any, dtype: Any) -> bool:
     """Whether a `while` goes on until what its products make has converged.
 
     So it compares with a small number, and roundoff of half precision may never be as
-    small.
+    small; or it is a solver, whose steps become as small as its tolerance.
     """
     condition, body = (
         parts.opened(equation.params[x])[0] for x in ("cond_jaxpr", "body_jaxpr")
@@ -224,12 +224,17 @@ def _converges(equation: Any, dtype: Any) -> bool:
         state = enumerate(body.invars[len(consts) :])
         needed = needed | {i for i, x in state if x in wanted}
     inner = [x for step in steps for x in parts.equations_in(step)]
-    numbers = [x.val for step in inner for x in step.invars if hasattr(x, "val")]
-    sizes = [float(abs(x)) for x in numbers if is_inexact(x) and not np.ndim(x)]
-    has_product = any(
-        policy.KIND_OF.get(x.primitive.name) == Kind.PRODUCT for x in inner
+    compares = [x for x in inner if x.primitive.name in policy.COMPARISONS]
+    names = {x.primitive.name for x in inner}
+    return not names.isdisjoint(policy.KINDS[Kind.PRODUCT]) and policy.has_tolerance(
+        _sizes([*condition.eqns, *compares]), _sizes(inner), dtype
     )
-    return has_product and policy.is_tolerance(sizes, dtype)
+
+
+def _sizes(equations: Sequence[Any]) -> list[float]:
+    """Returns the magnitudes of the numbers in equations."""
+    numbers = [x.val for step in equations for x in step.invars if hasattr(x, "val")]
+    return [float(abs(x)) for x in numbers if is_inexact(x) and not np.ndim(x)]
 
 
 def _folded(equation: Any, program: Program, numbers: Sequence[Any]) -> Any:

@@ -189,6 +189,31 @@ def test_a_loop_converges_as_in_float32(dtype):
     assert autocast(iterations, dtype)(P["w"]) == iterations(P["w"]) < 100
 
 
+@pytest.mark.parametrize(("tolerance", "dtype"), [(1e-3, "float16"), (1e-5, "float32")])
+def test_a_solver_takes_as_many_steps_as_in_float32(tolerance, dtype):
+    def steps(x):
+        def step(state):
+            x, time, size, n = state
+            slope = jnp.tanh(x @ P["w"])
+            new = x + size * slope
+            other = x + size / 2 * (slope + jnp.tanh(new @ P["w"]))
+            allowed = 1e-7 + tolerance * jnp.abs(x)
+            error = jnp.sqrt(jnp.mean(((other - new) / allowed) ** 2))
+            is_good = error <= 1
+            x = jnp.where(is_good, other, x)
+            time = jnp.where(is_good, time + size, time)
+            factor = jnp.clip(0.9 / jnp.sqrt(error), 0.2, 5)
+            return x, time, jnp.minimum(size * factor, 1 - time), n + 1
+
+        start = jnp.abs(X) + 1, 0.0, 0.1, 0
+        return lax.while_loop(lambda s: (s[1] < 1) & (s[3] < 1000), step, start)[3]
+
+    closed = jax.make_jaxpr(autocast(steps))(X)
+    dots = [x for x in all_equations(closed.jaxpr) if x.primitive.name == "dot_general"]
+    assert {x.outvars[0].aval.dtype.name for x in dots} == {dtype}
+    assert abs(int(autocast(steps)(X)) - int(steps(X))) <= 1
+
+
 def test_the_adjoint_of_an_ode():
     from jax.experimental.ode import odeint
 
