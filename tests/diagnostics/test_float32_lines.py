@@ -122,6 +122,19 @@ def test_lines_of_autocast_are_verified_by_autocast(given):
             assert np.allclose(found_errors, expected, rtol=0.1, atol=1e-5)
 
 
+def test_the_state_of_a_loop():
+    def loss_fn(cast, w, x):
+        def step(h, _):
+            return h + 1e-3 * jnp.tanh(h @ cast(w)), None
+
+        return total(jnp.square(lax.scan(step, cast(x, 1), length=300)[0]))
+
+    found = float32_lines(partial(loss_fn, Casts()), jnp.eye(4), normal(3, 4, std=4))
+    assert found.verified
+    fixes = " ".join(x.fix for x in found.lines)
+    assert "keep the state of the loop in float32" in fixes, str(found)
+
+
 def test_a_scale_that_float32_can_bear():
     """Where all is zero in float16, nothing overflows at any scale."""
 

@@ -288,10 +288,17 @@ def _describe(search: Search, sources: set[Key], key: Key) -> Float32Line:
         fix = causes.lines_to_pass(run, [key]) or "float32=lines"
         return Float32Line(*site.source.own, reason, fix)
     fix = "cast each input with .astype(jnp.float32)"
-    on_line = (x for x in run.program.sites.values() if x.source == site.source)
+    sites = run.program.sites
+    on_line = {k: x for k, x in sites.items() if x.source == site.source}
+    states = (x.inputs for k, x in sites.items() if k[-2:-1] == ("state",))
+    if any(k in on_line for inputs in states for keys in inputs for k in keys):
+        fix += ", and keep the state of the loop in float32"
     if not site.source.line:
         fix = "return the loss in float32"
-    elif all(x.primitive in (*verify.EXACT, "convert_element_type") for x in on_line):
+    elif {x.primitive for x in on_line.values()} <= {
+        *verify.EXACT,
+        "convert_element_type",
+    }:
         casts = [k for k in sources if run.site(k).source == site.source]
         names = [k[0] for x in casts for k in run.operands(x) if len(k) == 1]
         if kind == "gradients":  # Those of other parameters may leave the range, too.
