@@ -13,7 +13,7 @@ from jax.extend.source_info_util import current_name_stack, user_context
 from optax_lossscale._autocast import policy
 from optax_lossscale._autocast.policy import Kind, State
 from optax_lossscale._autocast.program import Step
-from optax_lossscale._autocast.rules import Call
+from optax_lossscale._autocast.rules import Call, nowhere
 from optax_lossscale._autocast.states import Plan, Planner, States, is_float32
 from optax_lossscale._jaxprs import flow, parts
 
@@ -111,7 +111,10 @@ class _Run:
         """Runs a step."""
         source = step.equation.source_info
         names = current_name_stack() + source.name_stack
-        with user_context(source.traceback, name_stack=names):
+        # In a rule of a derivative, they have the line of the function.
+        is_known = source.traceback is not nowhere()
+        traceback = source.traceback if is_known else None
+        with user_context(traceback, name_stack=names):
             found = NESTED.get(step.name, _run_call) if step.bodies else _Run.bind
             results = zip(step.equation.outvars, found(self, step), strict=True)
             self._values.update(results)

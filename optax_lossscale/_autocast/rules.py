@@ -1,16 +1,27 @@
 """Functions with derivatives of their own: `jax.custom_jvp` and `jax.custom_vjp`."""
 
+import functools
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.source_info_util import user_context
 
 from optax_lossscale._autocast.program import Step, read
 from optax_lossscale._autocast.states import Plan, Planner, States
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._tree import is_inexact, split_arrays
+
+
+@functools.cache
+def nowhere() -> Any:
+    """Returns a traceback without a line of the user: that of a thread."""
+    with futures.ThreadPoolExecutor(1) as threads:
+        closed = threads.submit(jax.make_jaxpr(lambda x: -x), 0.0).result()
+    return closed.eqns[0].source_info.traceback
 
 
 class Call:
@@ -51,11 +62,15 @@ class Call:
           The results, and the states of the others.
         """
         pairs = zip(args, states, strict=True)
-        closed = jax.make_jaxpr(function)(*(_type_of(x, state) for x, state in pairs))
+        # For other callers, too, JAX keeps what it traces here, with its lines.
+        types = [_type_of(x, state) for x, state in pairs]
+        with user_context(nowhere()):
+            closed = jax.make_jaxpr(function)(*types)
         found = read(closed, self._planner.dtype, numbers, self._step.source)
         plan = self._planner.plan(found, states, (False,) * len(found.outputs))
         others = plan.outputs[len(outputs) :]
-        return self._run(self._planner, plan, args, (*outputs, *others)), others
+        with user_context(self._step.equation.source_info.traceback):
+            return self._run(self._planner, plan, args, (*outputs, *others)), others
 
     def custom_jvp(self) -> Callable[..., list[Any]]:
         """Returns the function with the rule of a `jax.custom_jvp`."""

@@ -15,9 +15,10 @@ from optax_lossscale.diagnostics._trace.values import Key
 INVERSE = ("div", "rsqrt", "log", "log1p")
 ROUNDED = "A constant like 1e-8 is 0 in float16, and one like -1e9 is -inf."
 POWERS = ("pow", "integer_pow")  # If the exponent is negative.
+CASTS = "convert_element_type", "reduce_precision"
 # They pass on the errors of their inputs, and others that are small beside these.
 PASSES = (
-    "convert_element_type", "reduce_precision", "gather", "concatenate", "select_n",
+    *CASTS, "gather", "concatenate", "select_n",
     "clamp", "mul", "div",
 )  # fmt: skip
 # Their results are exact where they are subnormal.
@@ -164,6 +165,8 @@ def _why(run: Run, key: Key) -> str:
         return "An input holds zeros."
     if site.primitive in (*SUMS, *equations.PRODUCTS):
         return "Its terms overflow while they are added."
+    if site.primitive in CASTS:
+        return f"Its input is beyond the range of {site.dtype}."
     return "An input is outside of the domain of the function."
 
 
@@ -224,8 +227,11 @@ def sources_of(search: Search, run: Run, key: Key) -> list[Key]:
     least = search.close / 2 * min(sizes)
 
     def parents(k):
-        site = run.site(k)
-        errors = {x: run.range(x).error for x in run.operands(k)}
+        site, operands = run.site(k), run.operands(k)
+        pole = equations.POLE_AT_ZERO.get(site.primitive)
+        if k == key and run.is_bad(k) and pole is not None:
+            operands = run.inputs(site.inputs[min(pole, len(site.inputs) - 1)])
+        errors = {x: run.range(x).error for x in operands}
         # In a product of matrices, the terms may be larger than the inputs.
         end = 0 if site.primitive in equations.PRODUCTS else least
         large = [x for x, e in errors.items() if e * run.range(x).float32_largest > end]

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -190,6 +190,15 @@ class Program:
         closed_over = range(len(self.closed.consts))
         names += [f"(array {i} that loss_fn closes over)" for i in closed_over]
         self._names = names
+
+    @property
+    def forward(self) -> Iterator[Any]:
+        """The equations of the forward pass, which do not depend on the scale."""
+        scale, *_ = self.closed.jaxpr.invars
+        for equation in self.closed.jaxpr.eqns:
+            if any(x is scale for x in equation.invars):
+                return
+            yield from parts.equations_in(equation)
 
     @functools.cached_property
     def run(self) -> Callable[[float], Any]:

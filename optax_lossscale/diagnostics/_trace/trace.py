@@ -101,8 +101,10 @@ def summarize(program: Program) -> str:
     def was_half(x):
         return in_half(x.aval) or (not hasattr(x, "val") and x in halves)
 
-    for equation in products:
-        if {*map(was_half, equation.invars)} == {True, False}:
+    # In the backward pass JAX has widened the gradients of casts.
+    for equation in program.forward:
+        is_product = equation.primitive.name in PRODUCTS
+        if is_product and {*map(was_half, equation.invars)} == {True, False}:
             at = source_of(equation, Source(), is_backward=False)
             place = named(at.file, at.line, at.function)
             text.append(f"First in float32, since an operand is: {place}.")

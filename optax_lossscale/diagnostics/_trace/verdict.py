@@ -23,6 +23,8 @@ from optax_lossscale.diagnostics._trace.values import Key
 
 # How many lines to name of each kind.
 SHOWN = 3
+# An inf that is swallowed leaves larger errors than this.
+SWALLOWED = 0.5
 # A scale that is at most this many bits too high comes down within a few skipped steps.
 USUAL_BITS = 4
 
@@ -141,8 +143,8 @@ def _has_cause(run: Run, key: Key) -> bool:
 
 
 def _cause(run: Run, key: Key) -> Key:
-    """Returns where inf begins that is swallowed before, as in log(1 / inf)."""
-    found = run.beginning(key, math.inf)
+    """Returns where inf begins that is swallowed, as in log(1 / inf) and nan_to_num."""
+    found = run.beginning(key, SWALLOWED)
     return found if run.is_lost(found) else key
 
 
