@@ -12,6 +12,7 @@ from flax import linen, nnx
 from jax import lax
 from tracing import TWO, half, line_of, total
 
+from optax_lossscale import autocast
 from optax_lossscale._jaxprs.lines import Source
 from optax_lossscale.diagnostics import trace_numerics
 
@@ -98,6 +99,18 @@ def test_callers(function):
     assert {(x.file, x.line) for x in found} == {(__file__, *lines("leaf"))}
     callers = {tuple(line for _, line, _ in x.callers) for x in found}
     assert callers == {lines(*CHAINS[function], "loss")}
+
+
+def test_a_rule_that_jax_traced_for_another_line():
+    def loss_fn(w):
+        first = jax.nn.relu(w @ w)  # first rule
+        second = jax.nn.relu(first @ w)  # second rule
+        return jnp.mean(second)
+
+    trace = trace_numerics(autocast(loss_fn), jnp.eye(3) + 1)
+    found = [x.line for x in trace.operations if x.primitive in ("max", "select_n")]
+    first, second = lines("first rule", "second rule")
+    assert found == [first, second, second, first]
 
 
 def test_callers_while_another_thread_trains():
