@@ -214,6 +214,21 @@ def test_a_solver_takes_as_many_steps_as_in_float32(tolerance, dtype):
     assert abs(int(autocast(steps)(X)) - int(steps(X))) <= 1
 
 
+def test_writing_a_text_until_it_ends():
+    def f(x):
+        def step(state):
+            x, _, n = state
+            x = jnp.tanh(jax.nn.standardize(x, epsilon=1e-6) @ P["w"])
+            return x, jnp.argmax(x), n + 1
+
+        goes_on = lambda state: (state[1] != 5) & (state[2] < 9)  # noqa: E731
+        return lax.while_loop(goes_on, step, (x, jnp.argmax(x), 0))[0]
+
+    closed = jax.make_jaxpr(autocast(f))(X)
+    dots = [x for x in all_equations(closed.jaxpr) if x.primitive.name == "dot_general"]
+    assert [x.outvars[0].aval.dtype for x in dots] == [jnp.float16]
+
+
 def test_the_adjoint_of_an_ode():
     from jax.experimental.ode import odeint
 

@@ -17,10 +17,7 @@ ROUNDED = "A constant like 1e-8 is 0 in float16, and one like -1e9 is -inf."
 POWERS = ("pow", "integer_pow")  # If the exponent is negative.
 CASTS = "convert_element_type", "reduce_precision"
 # They pass on the errors of their inputs, and others that are small beside these.
-PASSES = (
-    *CASTS, "gather", "concatenate", "select_n",
-    "clamp", "mul", "div",
-)  # fmt: skip
+PASSES = (*CASTS, "gather", "concatenate", "select_n", "clamp", "mul", "div")
 # Their results are exact where they are subnormal.
 SUMS = ("add", "sub", "add_any", "reduce_sum", "cumsum", "scatter-add", "psum")
 

@@ -295,10 +295,7 @@ def _describe(search: Search, sources: set[Key], key: Key) -> Float32Line:
         fix += ", and keep the state of the loop in float32"
     if not site.source.line:
         fix = "return the loss in float32"
-    elif {x.primitive for x in on_line.values()} <= {
-        *verify.EXACT,
-        "convert_element_type",
-    }:
+    elif {x.primitive for x in on_line.values()} <= {*verify.EXACT, *causes.CASTS}:
         casts = [k for k in sources if run.site(k).source == site.source]
         names = [k[0] for x in casts for k in run.operands(x) if len(k) == 1]
         if kind == "gradients":  # Those of other parameters may leave the range, too.
