@@ -24,6 +24,7 @@ FOLDS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 # They keep a number that fills an array. That it varies over devices must be kept, too.
 FILLS = ("broadcast_in_dim", "reshape", "pvary", "pbroadcast", "squeeze")
+# They choose a token or an action: what follows is no number that becomes small.
 CHOICES = ("argmax", "argmin")
 
 
@@ -220,7 +221,6 @@ def _converges(equation: Any, dtype: Any) -> bool:
         wanted = {_variable(body.outvars[i]) for i in needed}
         for step in reversed(body.eqns):
             inner = {x.primitive.name for x in parts.equations_in(step)}
-            # A token that ends a text is chosen, and no number becomes small.
             if not wanted.isdisjoint(step.outvars) and inner.isdisjoint(CHOICES):
                 steps = [*steps, step]
                 wanted.update(map(_variable, step.invars))
