@@ -11,6 +11,7 @@ from helpers import exhaustive_but
 from jax import lax
 from tracing import Casts, by_hand, errors, line_of
 
+from optax_lossscale import autocast
 from optax_lossscale.diagnostics import float32_lines, trace_numerics
 
 CLOSE = 0.01
@@ -144,7 +145,16 @@ def behind_a_mask(cast, w, x):
     return mean(jnp.square(jax.nn.softmax(scores.astype(jnp.float32)) @ x))
 
 
+def denominator(cast, w, x):
+    steps = 1 - jnp.linspace(1e-4, 0.02, 8)
+    kept = jnp.cumprod(cast(steps, 1))  # denominator 1
+    noise = cast(x) @ cast(w) * cast(jnp.ones(6) / 3)
+    size = 1e4 * jnp.sqrt(1 - kept.astype(jnp.float32))
+    return 1e4 * mean(jnp.square(noise.astype(jnp.float32)) / size[:, None])
+
+
 CASES = {
+    denominator: [1],
     behind_a_mask: [1],
     nearest: [1],
     best: [1],
@@ -178,3 +188,16 @@ def test_what_a_decision_hides(loss_fn):
     assert np.max(errors(repaired, truth)) < CLOSE
     lines = float32_lines(partial(loss_fn, Casts()), W, X, scale=scale)
     assert lines.verified, str(lines)
+
+
+def test_autocast_of_an_overflow_that_nan_to_num_hides():
+    def loss_fn(w, x):
+        h = (300 * x) @ (300 * w)  # hidden overflow
+        h = jnp.nan_to_num(h) / 30_000
+        return jnp.mean(jnp.square(h @ w))
+
+    (finding, *_) = trace_numerics(autocast(loss_fn), W, X).findings
+    assert finding.operation.line == line_of("hidden overflow", __file__)
+    kept = autocast(loss_fn, float32=f"{Path(__file__).name}:{finding.operation.line}")
+    found, truth = by_hand(kept, W, X)(1.0), by_hand(loss_fn, W, X)(1.0)
+    assert np.max(errors(found, truth)) < CLOSE

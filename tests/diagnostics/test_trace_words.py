@@ -88,3 +88,11 @@ def test_how_much_computes_in_the_dtype(own, count, place):
     assert str(trace).startswith(f"{count} of 2 matrix products")
     line = f"test_trace_words.py:{line_of('promoted', __file__)}"
     assert (line in trace.summary) == place
+
+
+def test_a_result_that_is_cast_on_purpose():
+    def loss_fn(w):
+        return total(half(w @ w) @ half(w))
+
+    # Its gradient comes from a cast, but nothing was promoted.
+    assert trace_numerics(loss_fn, jnp.eye(2)).summary.count("float32") == 0
