@@ -111,7 +111,7 @@ class _Run:
         """Runs a step."""
         source = step.equation.source_info
         names = current_name_stack() + source.name_stack
-        # In a rule of a derivative, they have the line of the function.
+        # Without a line, it is in the rule of a function, which has the line.
         is_known = source.traceback is not nowhere()
         traceback = source.traceback if is_known else None
         with user_context(traceback, name_stack=names):
@@ -126,7 +126,7 @@ class _Run:
         if step.name == "convert_element_type" and step.kind == Kind.MOVE:
             x = self.read(inputs[0], states[0])
             is_weak = inputs[0].aval.weak_type and states[0] != State.HALF
-            # Then its gradient stays weakly typed, and a step compiles once.
+            # The gradient of this cast is weakly typed, as without `autocast`.
             return [jax.lax.convert_element_type(x, x.dtype) if is_weak else x]
         if State.HALF not in states or _spreads(step):
             bind = MULTIPLIED.get(step.kind, parts.bind)

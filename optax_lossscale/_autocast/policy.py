@@ -94,7 +94,7 @@ REPEATED = (
 LONG_LOOP = 128
 # Of so many units of roundoff, a number may be one that a loop is to come down to.
 TOLERANCE = 16
-COMPARISONS = ("lt", "le", "gt", "ge")
+ORDERINGS = ("lt", "le", "gt", "ge")
 # Larger arrays are parameters rather than masks, and looking at them takes time.
 LARGEST_CONSTANT = 2**20
 # They mark what is certain to fit.
@@ -193,11 +193,10 @@ def has_tolerance(compared: Sequence[float], used: Sequence[float], dtype: Any) 
       dtype: The dtype to compute in.
     """
     eps = float(jnp.finfo(dtype).eps)
-    below, small = (
-        [x for x in sizes if 0 < x < TOLERANCE * eps] for sizes in (compared, used)
-    )
-    # Of a solver's two tolerances, the larger counts.
-    return bool(below) or 0 < max(small, default=0) < eps
+    limit = TOLERANCE * eps
+    largest = max((x for x in used if x < limit), default=0)
+    # A solver adds an absolute and a relative tolerance: the larger one counts.
+    return any(0 < x < limit for x in compared) or 0 < largest < eps
 
 
 def is_saved(primitive: Any, *_: Any, **_params: Any) -> bool:

@@ -24,8 +24,8 @@ FOLDS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 # They keep a number that fills an array. That it varies over devices must be kept, too.
 FILLS = ("broadcast_in_dim", "reshape", "pvary", "pbroadcast", "squeeze")
-# They choose a token or an action: what follows is no number that becomes small.
-CHOICES = ("argmax", "argmin")
+# They choose tokens or actions. A solver's loop has none.
+CHOICES = ("argmax", "argmin", "sort", "top_k")
 
 
 @dataclasses.dataclass(eq=False)
@@ -220,18 +220,19 @@ def _converges(equation: Any, dtype: Any) -> bool:
         before, steps = needed, condition.eqns
         wanted = {_variable(body.outvars[i]) for i in needed}
         for step in reversed(body.eqns):
-            inner = {x.primitive.name for x in parts.equations_in(step)}
-            if not wanted.isdisjoint(step.outvars) and inner.isdisjoint(CHOICES):
+            if not wanted.isdisjoint(step.outvars):
                 steps = [*steps, step]
                 wanted.update(map(_variable, step.invars))
         state = enumerate(body.invars[len(consts) :])
         needed = needed | {i for i, x in state if x in wanted}
     inner = [x for step in steps for x in parts.equations_in(step)]
-    compares = [x for x in inner if x.primitive.name in policy.COMPARISONS]
     names = {x.primitive.name for x in inner}
-    return not names.isdisjoint(policy.KINDS[Kind.PRODUCT]) and policy.has_tolerance(
-        _sizes([*condition.eqns, *compares]), _sizes(inner), dtype
-    )
+    if names.isdisjoint(policy.KINDS[Kind.PRODUCT]):
+        return False
+    compares = [x for x in inner if x.primitive.name in policy.ORDERINGS]
+    compared = _sizes([*condition.eqns, *compares])
+    used = _sizes(inner) if names.isdisjoint(CHOICES) else []
+    return policy.has_tolerance(compared, used, dtype)
 
 
 def _sizes(equations: Sequence[Any]) -> list[float]:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.source_info_util import user_context
+from jax.extend.source_info_util import current, user_context
 
 from optax_lossscale._autocast.program import Step, read
 from optax_lossscale._autocast.states import Plan, Planner, States
@@ -30,6 +30,7 @@ class Call:
     def __init__(self, run: Callable, planner: Planner, step: Step, plan: Plan):
         """Takes what runs plans, and what it needs for the function itself."""
         self._run, self._planner, self._step, self._plan = run, planner, step, plan
+        self._traceback = current().traceback  # JAX calls the rules later.
         self._numbers = list(map(plan.program.number, plan.program.jaxpr.invars))
         equation = step.equation
         self._outputs = _floats(plan.outputs, equation.outvars)
@@ -62,14 +63,14 @@ class Call:
           The results, and the states of the others.
         """
         pairs = zip(args, states, strict=True)
-        # For other callers, too, JAX keeps what it traces here, with its lines.
+        # JAX keeps what it traces here, with its lines, also for other callers.
         types = [_type_of(x, state) for x, state in pairs]
         with user_context(nowhere()):
             closed = jax.make_jaxpr(function)(*types)
         found = read(closed, self._planner.dtype, numbers, self._step.source)
         plan = self._planner.plan(found, states, (False,) * len(found.outputs))
         others = plan.outputs[len(outputs) :]
-        with user_context(self._step.equation.source_info.traceback):
+        with user_context(self._traceback):
             return self._run(self._planner, plan, args, (*outputs, *others)), others
 
     def custom_jvp(self) -> Callable[..., list[Any]]:
@@ -77,18 +78,19 @@ class Call:
         inputs, outputs = self._plan.inputs, self._plan.outputs
 
         def rule(primals, tangents):
-            mask = [not isinstance(x, SymbolicZero) for x in tangents]
+            is_moved = [not isinstance(x, SymbolicZero) for x in tangents]
             n, m, joins = len(inputs), len(outputs), []
 
             def function(*args):
-                taken, join = _parted(args[:n], mask)
+                taken, join = _parted(args[:n], is_moved)
                 written = lambda *taken: self._written(*join(taken))  # noqa: E731
                 out, tangents = jax.jvp(written, tuple(taken), args[n:])
                 floats, join_out = split_arrays(tangents, is_inexact)
                 joins.append(join_out)
                 return out, floats
 
-            (moved, _), (states, _) = _parted(tangents, mask), _parted(inputs, mask)
+            moved, _ = _parted(tangents, is_moved)
+            states, _ = _parted(inputs, is_moved)
             args, states = [*primals, *moved], (*inputs, *states)
             wished = (*outputs, *self._outputs)
             found, _ = self._follow(function, args, states, wished, self._numbers)

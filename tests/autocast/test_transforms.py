@@ -177,14 +177,15 @@ def test_each_example_stops_by_itself():
 def test_a_loop_converges_as_in_float32(dtype):
     def iterations(w):
         def goes_on(state):
-            x, before, n = state
+            x, before, n, _ = state
             return (jnp.max(jnp.abs(x - before)) > 1e-5) & (n < 300)
 
+        @jax.jit
         def step(state):
-            x, _, n = state
-            return jnp.tanh(0.5 * x @ w + X), x, n + 1
+            x, _, n, _ = state
+            return jnp.tanh(0.5 * x @ w + X), x, n + 1, jnp.argmax(x)
 
-        return lax.while_loop(goes_on, step, (X, 0 * X, 0))[2]
+        return lax.while_loop(goes_on, step, (X, 0 * X, 0, 0))[2]
 
     assert autocast(iterations, dtype)(P["w"]) == iterations(P["w"]) < 100
 

@@ -113,6 +113,26 @@ def test_a_rule_that_jax_traced_for_another_line():
     assert found == [first, second, second, first]
 
 
+def test_a_rule_in_a_rule():
+    @jax.custom_jvp
+    def wave(x):
+        return jnp.sin(x)
+
+    wave.defjvp(lambda x, t: (wave(*x), jnp.cos(x[0]) * t[0]))
+
+    @autocast
+    def inner(w):
+        return jnp.sum(jnp.square(wave(w @ w)))  # wave
+
+    def loss_fn(w):
+        return jnp.sum(jnp.square(jax.grad(inner)(w)))
+
+    trace = trace_numerics(loss_fn, jnp.eye(2))
+    found = [x.line for x in trace.operations if x.primitive in ("sin", "cos")]
+    assert len(found) > 2
+    assert set(found) == set(lines("wave"))
+
+
 def test_callers_while_another_thread_trains():
     stop = threading.Event()
 

@@ -220,13 +220,14 @@ def sources_of(search: Search, run: Run, key: Key) -> list[Key]:
     """
     sizes = [run.range(key).float32_largest]
     if run.site(key).primitive == "select_n":  # Its constants may be large masks.
-        sizes = [run.range(k).float32_largest for k in run.operands(key)] or sizes
+        numbers = (k for k in run.operands(key) if not run.site(k).is_decision)
+        sizes += filter(None, (run.range(k).float32_largest for k in numbers))
     least = search.close / 2 * min(sizes)
 
     def parents(k):
         site, operands = run.site(k), run.operands(k)
         pole = equations.POLE_AT_ZERO.get(site.primitive)
-        if k == key and run.is_bad(k) and pole is not None:
+        if k == key and run.is_bad(k) and pole is not None and operands:
             operands = run.inputs(site.inputs[min(pole, len(site.inputs) - 1)])
         errors = {x: run.range(x).error for x in operands}
         # In a product of matrices, the terms may be larger than the inputs.

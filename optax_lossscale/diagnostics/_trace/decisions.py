@@ -18,6 +18,8 @@ PLACES = ("argmax", "argmin", "top_k")
 DECISIONS = (*COMPARISONS, *PLACES, "sort", "is_finite")
 # Operands are near each other if they differ by at most so many units of roundoff.
 NEAR = 32
+# Those that are compared to be the largest may be smaller than their rivals.
+RIVALS = 4
 
 
 def is_decision(name: str, inputs: Sequence[Value]) -> bool:
@@ -27,7 +29,7 @@ def is_decision(name: str, inputs: Sequence[Value]) -> bool:
 
 
 def follows(
-    equation: Any, inputs: Sequence[Value], reals: Any, wide: Any, dtype: str
+    equation: Any, inputs: Sequence[Value], decided: Any, otherwise: Any, dtype: str
 ) -> Any:
     """Whether the shadow takes the decisions of the program.
 
@@ -37,8 +39,8 @@ def follows(
     Args:
       equation: The equation.
       inputs: Its operands.
-      reals: Its results.
-      wide: What the shadow's own decisions are.
+      decided: The results of the program.
+      otherwise: Those of the shadow alone.
       dtype: The dtype in question.
 
     Returns:
@@ -52,8 +54,9 @@ def follows(
         return _near(*pairs, dtype=dtype)
     follow = _sound(*pairs, dtype=dtype)
     if name in PLACES:
-        axis = (*params.get("axes", ()), params.get("axis", -1))[0]
-        places = [jnp.asarray(x[-1]) for x in (reals, wide)]
+        # Older versions of top_k know the last axis alone.
+        (axis,) = params.get("axes", (params.get("axis", -1),))
+        places = [jnp.asarray(x[-1]) for x in (decided, otherwise)]
         follow &= _near_places(pairs[0][1], *places, axis=axis, dtype=dtype)
     return follow
 
@@ -61,14 +64,15 @@ def follows(
 @functools.partial(jax.jit, static_argnames=("axis", "dtype"), inline=True)
 def _near_places(x, *places, axis, dtype):
     """Whether the numbers at two places are as good as the same, each along an axis."""
-    is_one = places[0].ndim < x.ndim
-    places = [jnp.expand_dims(i, axis) if is_one else i for i in places]
-    first, second = (jnp.take_along_axis(x, i, axis) for i in places)
-    sizes = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
-    top = jnp.max(sizes, axis, keepdims=True, initial=0)
-    near = NEAR * float(jnp.finfo(dtype).eps) * top
-    found = (first == second) | (jnp.abs(first - second) <= near)
-    return jnp.squeeze(found, axis) if is_one else found
+    if places[0].ndim < x.ndim:
+        numbers = jax.lax.broadcasted_iota(places[0].dtype, x.shape, axis % x.ndim)
+        is_there = (numbers == jnp.expand_dims(i, axis) for i in places)
+        first, second = (jnp.sum(jnp.where(y, x, 0), axis) for y in is_there)
+    else:
+        first, second = (jnp.take_along_axis(x, i, axis) for i in places)
+    sizes = jnp.maximum(jnp.abs(first), jnp.abs(second))
+    near = RIVALS * NEAR * float(jnp.finfo(dtype).eps) * sizes
+    return (first == second) | (jnp.abs(first - second) <= near)
 
 
 @functools.partial(jax.jit, static_argnames="dtype", inline=True)
