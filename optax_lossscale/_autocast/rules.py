@@ -38,9 +38,10 @@ class Call:
     def _primal(self, *args):
         return self._run(self._planner, self._plan, args)
 
-    def _written(self, *args):
-        """Runs the function as it is written, in float32."""
-        return parts.bind(self._step.equation, args)
+    def _written_of(self, args, mask):
+        """Returns the function as it is written, of the arguments of a mask."""
+        taken, join = _parted(args, mask)
+        return lambda *taken: parts.bind(self._step.equation, join(taken)), taken
 
     def _follow(
         self,
@@ -82,8 +83,7 @@ class Call:
             n, m, joins = len(inputs), len(outputs), []
 
             def function(*args):
-                taken, join = _parted(args[:n], is_moved)
-                written = lambda *taken: self._written(*join(taken))  # noqa: E731
+                written, taken = self._written_of(args[:n], is_moved)
                 out, tangents = jax.jvp(written, tuple(taken), args[n:])
                 floats, join_out = split_arrays(tangents, is_inexact)
                 joins.append(join_out)
@@ -113,8 +113,7 @@ class Call:
             args = [x.value for x in args]
 
             def function(*args):
-                taken, join = _parted(args, mask)
-                written = lambda *taken: self._written(*join(taken))  # noqa: E731
+                written, taken = self._written_of(args, mask)
                 out, backward = jax.vjp(written, *taken)
                 residuals, treedef = jax.tree.flatten(backward)
                 about[tuple(mask)] = [treedef]
