@@ -128,18 +128,15 @@ def run_while(
         return lax.while_loop(continues, lambda s: step(s, [])[0], state), []
 
     found = _loop(interpreter, body, loop_over, carry, [], place)
-    if all(x.wide is None for x in (*asked, *found)):
-        return found
-    if interpreter.is_exact:
-        return _with_shadows(equation, inputs, found, lambda new, _: new)
-    # The shadow runs as often as the program, or longer.
+    # By its own decisions the shadow may run longer, and in `autocast` shorter, too.
     last = place._replace(key=(*place.key, "end"))
     (again,) = interpreter.enter(condition, [*asked, *found], last)
     if again.wide is None:
         return found
     found = [x._replace(keys=x.keys + again.keys) for x in found]
+    is_other = jnp.logical_or(again.wide, interpreter.is_exact)
     return _with_shadows(
-        equation, inputs, found, lambda *pair: flow.choose(again.wide, *pair)
+        equation, inputs, found, lambda *pair: flow.choose(is_other, *pair)
     )
 
 
