@@ -10,7 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale._autocast import policy
 from optax_lossscale._autocast.cast import autocast
+from optax_lossscale._autocast.policy import Kind
 from optax_lossscale._jaxprs import parts
 from optax_lossscale.diagnostics._trace import equations, program, statistics
 from optax_lossscale.diagnostics._trace.interpreter import Interpreter
@@ -20,14 +22,7 @@ from optax_lossscale.diagnostics._trace.values import Key, Place, Value
 # Seconds between two lines that say how far the search is.
 PATIENCE = 5
 # They return numbers that they get, so they round nothing.
-EXACT = (
-    *equations.MOVES, "select_n", "concatenate", "pad", "slice", "dynamic_slice",
-    "dynamic_update_slice", "gather", "scatter", "max", "min", "clamp", "reduce_max",
-    "reduce_min", "cummax", "cummin", "sort", "top_k", "reduce_window_max", "split",
-    "select_and_gather_add", "all_gather", "all_to_all", "ppermute", "pmax", "pmin",
-)  # fmt: skip
-
-
+EXACT = *policy.KINDS[Kind.MOVE], *policy.KINDS[Kind.SPREAD], "top_k"
 Line = tuple[str, int]  # The file and the number; "" and 0 if they are not known.
 
 
