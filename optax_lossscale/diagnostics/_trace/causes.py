@@ -46,10 +46,10 @@ def trouble_of(search: Search, run: Run, key: Key) -> tuple[str, str, str, str]:
     kind = "backward" if site.phase == "backward" else "forward"
     what = f"{begins(run, key)} here"
     noun = "gradients" if site.phase == "backward" else "results"
-    fix = f"{'compute' if is_half else 'keep'} {_line_to_change(run, key)} in float32"
-    fix += ", without its precision=" if site.has_algorithm else ""
+    line = f"{'compute' if is_half else 'keep'} {_line_to_change(run, key)} in float32"
+    line += ", without its precision=" if site.has_algorithm else ""
     passed = lines_to_pass(run, [key])
-    fix += f" ({passed})" if passed else ""
+    fix = f"{line} ({passed})" if passed else line
     if found.float32_nonfinite and site.primitive.startswith("exp"):
         why = "The result is too large for float32 as well."
         fix = "make its inputs smaller, for example by subtracting the maximum"
@@ -90,20 +90,22 @@ def trouble_of(search: Search, run: Run, key: Key) -> tuple[str, str, str, str]:
         what = f"this is decided otherwise in float32{share}"
         return "decision", what, _why(run, key), _together(run, key, fix)
     what = f"the {noun} differ from float32 by {found.error:.2g} of the largest"
-    operations = map(run.operation, sources_of(search, run, key))
-    places = dict.fromkeys(x.place for x in operations if x.line)
+    sources = sources_of(search, run, key)
+    places = dict.fromkeys(x.place for x in map(run.operation, sources) if x.line)
     places.pop(run.operation(key).place, None)
     if places:
-        fix += f", and the lines that feed it: {'; '.join(places)}"
+        fix = f"{line}, and the lines that feed it: {'; '.join(places)}"
+        passed = passed and lines_to_pass(run, [key, *sources])
+        fix += f" ({passed})" if passed else ""
     if passed:
-        fix += ". diagnostics.float32_lines finds all lines that it takes"
+        fix += ". diagnostics.float32_lines finds the fewest lines that it takes"
     return "precision", what, _loss_of_precision(run, key), fix
 
 
 def lines_to_pass(run: Run, keys: list[Key]) -> str:
     """Returns how to keep lines in float32 by `autocast`; "" if that is no way."""
     sources = [run.site(key).source for key in keys]
-    names = [named(*x.own[:2], "") for x in sources if x.line]
+    names = list(dict.fromkeys(named(*x.own[:2], "") for x in sources if x.line))
     is_cell = any(x.startswith("In[") for x in names)
     if not names or is_cell or not run.program.is_autocast or run.program.by_hand:
         return ""

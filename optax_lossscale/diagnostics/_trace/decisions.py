@@ -54,6 +54,8 @@ def follows(
     if name in COMPARISONS:
         return _near(*pairs, dtype=dtype)
     follow = _sound(*pairs, dtype=dtype)
+    if name == "sort" and is_inexact(inputs[0].real):
+        follow &= _near_ranks(*pairs[0], axis=params["dimension"], dtype=dtype)
     if name in PLACES:
         # Older versions of top_k know the last axis alone.
         (axis,) = params.get("axes", (params.get("axis", -1),))
@@ -73,7 +75,25 @@ def _near_places(x, *places, axis, dtype):
         first, second = (jnp.take_along_axis(x, i, axis) for i in places)
     sizes = jnp.maximum(jnp.abs(first), jnp.abs(second))
     near = RIVALS * NEAR * float(jnp.finfo(dtype).eps) * sizes
-    return (first == second) | (jnp.abs(first - second) <= near)
+    is_near = jnp.abs(first - second) <= near
+    return (first == second) | is_near & ~_are_whole(first, second)
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "dtype"), inline=True)
+def _near_ranks(real, shadow, *, axis, dtype):
+    """Whether numbers are sorted, but for roundoff, where those of the program are."""
+    _, first = jax.lax.sort((real, shadow), axis, num_keys=1)
+    second = jax.lax.sort(shadow, axis)
+    sizes = RIVALS * jnp.maximum(jnp.abs(first), jnp.abs(second))
+    near = NEAR * float(jnp.finfo(dtype).eps) * jnp.maximum(sizes, _largest(shadow))
+    is_near = (first == second) | (jnp.abs(first - second) <= near)
+    return jnp.all(is_near, axis, keepdims=True)
+
+
+def _are_whole(first, second):
+    """Whether two numbers differ as labels or positions do: by one or more."""
+    are_whole = (first == jnp.round(first)) & (second == jnp.round(second))
+    return are_whole & (first != second)
 
 
 @functools.partial(jax.jit, static_argnames="dtype", inline=True)
@@ -94,6 +114,7 @@ def _near(first, second, *, dtype):
     sizes = jnp.where(is_zero, top, sizes)
     near = NEAR * float(jnp.finfo(dtype).eps) * sizes
     is_lost = _lost(first, dtype) | _lost(second, dtype)
+    is_lost |= ~is_zero & _are_whole(*shadows)
     return ~is_lost & (jnp.abs(shadows[0] - shadows[1]) <= near)
 
 
