@@ -93,7 +93,7 @@ def source_of(equation: Any, caller: Source, *, is_backward: bool) -> Source:
 @functools.cache
 def _is_users(file: str) -> bool:
     """Whether a file of a traceback is the user's own."""
-    if file.startswith("<"):
+    if file.startswith("<") or not file:
         return CONSOLES.match(file) is not None
     library = sysconfig.get_path("stdlib") + os.sep
     if file.startswith(library) and not is_installed(file):

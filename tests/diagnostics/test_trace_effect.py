@@ -207,6 +207,30 @@ def in_rule(cast, params, x):
     return loss + mean(f(cast(x) * cast(params["q"][0]) * 300))  # in_rule
 
 
+def power_iteration(cast, w, x):
+    """Each iteration but the first reads what is inf."""
+    w, x = cast((w * 2.0**-14, x))
+
+    def body(u, _):
+        u = cast(x @ w + u @ w @ w, True)
+        u = u * lax.rsqrt(jnp.square(u).sum(-1, keepdims=True))  # power_iteration
+        return cast(u), None
+
+    u, _ = lax.scan(body, cast(jnp.ones((8, 6))), length=3)
+    return distance(u, X)
+
+
+def with_an_outlier(cast, w, x):
+    """A sum of large terms, nearly all of which have one sign."""
+    terms = w[0, 0] / W[0, 0] * jnp.where(jnp.arange(48) == 7, 40.0, -0.2)
+
+    def body(count, _):
+        return count + 1, None  # with_an_outlier
+
+    count, _ = lax.scan(body, cast(jnp.zeros(()), True), length=2200)
+    return jnp.sum(terms) + count.astype(jnp.float32) / 152
+
+
 AS_PARAMS = {"w": W, "b": jnp.array([1990.3])}
 FAULTY = {
     regression: ("precision", AS_PARAMS, X),
@@ -220,6 +244,8 @@ FAULTY = {
     summed: ("forward", W, X),
     one_device: ("forward", W, X.at[7].mul(10)),
     in_rule: ("forward", ATTENTION, X),
+    power_iteration: ("forward", W, X),
+    with_an_outlier: ("precision", W, X),
 }
 DEFAULT = [regression, in_rule]
 

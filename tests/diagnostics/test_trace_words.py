@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 from tracing import TWO, half, line_of, total
 
 from optax_lossscale.diagnostics import trace_numerics
@@ -88,6 +89,19 @@ def test_how_much_computes_in_the_dtype(own, count, place):
     assert str(trace).startswith(f"{count} of 2 matrix products")
     line = f"test_trace_words.py:{line_of('promoted', __file__)}"
     assert (line in trace.summary) == place
+
+
+def test_ragged_products_compute_in_the_dtype():
+    def loss_fn(w):
+        sizes = jnp.array([1, 1], jnp.int32)
+        return total(lax.ragged_dot(half(w), half(w)[None].repeat(2, 0), sizes))
+
+    assert trace_numerics(loss_fn, jnp.eye(2)).summary.startswith("3 of 3 ")
+
+
+def test_a_table_in_float16_is_a_constant():
+    table = np.arange(4096, 4100).astype(np.float16)
+    assert "Constants count" in said(lambda w: total(jnp.cos(half(w) * table)), TWO[:1])
 
 
 def test_a_result_that_is_cast_on_purpose():

@@ -233,8 +233,13 @@ def sources_of(search: Search, run: Run, key: Key) -> list[Key]:
             operands = run.inputs(site.inputs[min(pole, len(site.inputs) - 1)])
         errors = {x: run.range(x).error for x in operands}
         # In a product of matrices, the terms may be larger than the inputs.
-        end = 0 if site.primitive in equations.PRODUCTS else least
-        large = [x for x, e in errors.items() if e * run.range(x).float32_largest > end]
+        is_product = site.primitive in equations.PRODUCTS
+        end = 0 if is_product or run.is_decided_otherwise(k) else least
+        large = [
+            x
+            for x, e in errors.items()
+            if e * run.range(x).float32_largest > end or run.is_decided_otherwise(x)
+        ]
         is_passed = site.primitive in PASSES or site.moved
         if large or (run.limit(k) and not is_passed):
             return large

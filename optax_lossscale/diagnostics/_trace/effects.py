@@ -21,6 +21,8 @@ LEAF = 10
 PART = 0.1
 # Of a gradient, a smaller share that is flushed to zero is not worth a word.
 LOST = 0.01
+# A sum is roundoff if it is not so many times as large as that.
+ROUNDOFF = 8
 # Primitives through which a sum stays a sum.
 LINEAR = ("add", "sub", "add_any", "reduce_sum", "mul", "div", "neg", "psum")
 
@@ -117,6 +119,7 @@ def terms_of(run: Run) -> float:
 
     A loss like the mean of advantages is zero but for roundoff, and need not agree.
     """
+    eps = float(jnp.finfo(run.program.dtype).eps)
     largest, ahead = 0.0, [(key, 1.0) for key in run.inputs(run.program.loss)]
     seen: set[Key] = set()
     while ahead:
@@ -130,8 +133,9 @@ def terms_of(run: Run) -> float:
             inner = factor
             if site.primitive in ("mul", "div"):
                 inner *= found.float32_largest / size if size else 0
-            elif size > found.float32_largest:
-                count = math.prod(run.site(k).shape)
-                largest = max(largest, factor * size * count**0.5)
+            else:
+                terms = size * math.prod(run.site(k).shape) ** 0.5
+                if found.float32_largest < ROUNDOFF * eps * terms:
+                    largest = max(largest, factor * terms)
             ahead.append((k, inner))
     return largest

@@ -4,7 +4,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -298,6 +298,11 @@ class Run:
         keys = (k for k in self.keys if phase in (None, self.site(k).phase))
         return list(filter(self.is_origin, keys))
 
+    def made(self) -> Iterator[Key]:
+        """Yields where inf or nan begins, but for constants: `jnp.var` holds a nan."""
+        origins = (k for k in self.origins() if self.site(k).inputs)
+        return (k for k in origins if not self.range(k).is_finite)
+
     def causes(self, keys: Iterable[Key]) -> list[Key]:
         """Returns where the inf and nan of these sites begin, in order of execution."""
         reached = self.ancestors(filter(self.is_bad, keys), self.bad_operands)
@@ -339,8 +344,9 @@ class Run:
         # An inf or nan may be swallowed: 1 / inf is 0.
         reached = self.ancestors([key], wrong)
         lost = (k for k in self.keys if k in reached and self.is_lost(k))
-        for k in filter(self.is_origin, lost):
-            return k
+        if origins := list(filter(self.is_origin, lost)):
+            # In a loop, an inf that is made later comes in earlier.
+            return min(origins, key=lambda k: bool(self.bad_operands(k)))
         seen, found = set(), key
         while key not in seen:
             seen.add(key)

@@ -90,7 +90,7 @@ def summarize(program: Program) -> str:
     products = [x for x in program.equations if x.primitive.name in PRODUCTS]
     casts = [x for x in program.equations if x.primitive.name == "convert_element_type"]
     halves = {y for x in casts if in_half(x.invars[0].aval) for y in x.outvars}
-    types = [{str(x.aval.dtype) for x in y.invars} for y in products]
+    types = [{str(x.aval.dtype) for x in y.invars[:2]} for y in products]
     count, dtype = types.count({program.dtype}), program.dtype
     text = [f"{count} of {len(products)} matrix products compute in {dtype}."]
     if not program.computes_in_dtype:
@@ -104,13 +104,14 @@ def summarize(program: Program) -> str:
     # In the backward pass JAX has widened the gradients of casts.
     for equation in program.forward:
         is_product = equation.primitive.name in PRODUCTS
-        if is_product and {*map(was_half, equation.invars)} == {True, False}:
+        if is_product and {*map(was_half, equation.invars[:2])} == {True, False}:
             at = source_of(equation, Source(), is_backward=False)
             place = named(at.file, at.line, at.function)
             text.append(f"First in float32, since an operand is: {place}.")
             break
     variables = (x for y in program.equations for x in y.invars)
-    constants = any(hasattr(x, "val") and in_half(x.aval) for x in variables)
+    literals = [x.val for x in variables if hasattr(x, "val")]
+    constants = any(map(in_half, [*program.closed.consts, *literals]))
     if constants and not program.is_autocast:
         text.append(f"Constants count as {dtype} rounds them; `autocast` knows them.")
     return " ".join(text)
@@ -222,13 +223,13 @@ def trace_numerics(
     program = Program(call(loss_fn), dtype, cast_by_hand(loss_fn, call))
     search = Search(program, closeness(program.dtype), scale)
     run, best = search.run, search.best
-    factual = [k for k in run.origins() if not run.range(k).is_finite]
+    first = next(run.made(), None)
     sites = ((k, run.site(k)) for k in run.keys)
     operations = [k for k, x in sites if x.primitive and not x.is_decision]
     loss, float32_loss = run.losses
     return NumericsTrace(
         findings=find_all(search),
-        first_nonfinite=run.operation(factual[0]) if factual else None,
+        first_nonfinite=None if first is None else run.operation(first),
         largest_scale=best and best.scale,
         scale=scale,
         loss=loss,

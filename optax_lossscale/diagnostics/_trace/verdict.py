@@ -46,7 +46,7 @@ def _fine(search: Search, effect: Effect) -> NumericFinding:
         text += " The loss is small because its terms cancel."
     if best is not None:
         text += f" The largest loss scale is {power(best.scale)}."
-    swallowed = next((k for k in run.origins() if not run.range(k).is_finite), None)
+    swallowed = next(run.made(), None)
     if swallowed is not None:
         place = run.operation(swallowed).place
         text += f" The {kinds_of(run, swallowed)} at {place} changes nothing."
@@ -103,9 +103,10 @@ def _nonfinite(search: Search, keys: list[Key]) -> list[NumericFinding]:
     """Says where inf and nan begin, at every loss scale."""
     run = search.run
     keys = [k for k in keys if run.site(k).phase == "forward"] or keys
-    if not run.bad_operands(keys[0]):
-        # A nan made from an inf is a consequence, not a cause.
-        keys = [key for key in keys if not run.bad_operands(key)]
+    # A nan made from an inf is a consequence, also of an inf that a loop made before.
+    first = {k for k in keys if not run.bad_operands(k)}
+    later = (run.ancestors([k], run.bad_operands) - {k} for k in keys)
+    keys = [k for k, x in zip(keys, later, strict=True) if first.isdisjoint(x)]
     keys = _distinct_lines(run, [_cause(run, key) for key in keys])
     return [_explain(search, run, key) for key in keys[:SHOWN]]
 
@@ -236,7 +237,8 @@ def _conflict(search: Search, best: Run, wrong: list[int]) -> NumericFinding:
         f"No loss scale fits both: above {power(best.scale)}, {first} "
         f"overflows; at that scale {best.range(low).flushed:.0%} of the results of "
         f"{second} are flushed to zero, and the largest is 2^{log2_of(best, low):.1f}. "
-        f"They are {bits} bits apart. Keep {lines} in float32, or "
-        "give the loss that feeds the second a scale of its own."
+        f"They are {bits} bits apart. Keep {lines} in float32, with those that feed it "
+        "(diagnostics.float32_lines finds them), or give the loss that feeds the "
+        "second a scale of its own."
     )
     return NumericFinding("no_scale", message, first, second)
