@@ -152,6 +152,13 @@ def labels(cast, w, x):
     return mean(jnp.where(is_same, distances, 0.0))
 
 
+def bins(cast, w, x):
+    seconds = cast(3000 + 20 * jnp.abs(x), 1)
+    edges = cast(jnp.arange(3000.0, 3100.0, 0.5), 1)
+    counts = jnp.sum(seconds[..., None] > edges, -1)  # bins 1
+    return mean(jnp.where(counts % 2 > 0, jnp.square(x @ w), 0.0))
+
+
 def behind_a_mask(cast, w, x):
     angles = cast(jnp.arange(8.0) + 5003, 1)[:, None] * cast(jnp.ones(6), 1)
     angles = cast(angles * cast(jnp.linspace(0.1, 1, 6), 1), 1)  # behind_a_mask 1
@@ -172,6 +179,7 @@ def denominator(cast, w, x):
 CASES = {
     denominator: [1],
     behind_a_mask: [1],
+    bins: [1],
     labels: [1],
     neighbours: [1],
     nearest: [1],

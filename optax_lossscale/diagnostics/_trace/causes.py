@@ -231,21 +231,21 @@ def sources_of(search: Search, run: Run, key: Key) -> list[Key]:
         pole = equations.POLE_AT_ZERO.get(site.primitive)
         if k == key and run.is_bad(k) and pole is not None and operands:
             operands = run.inputs(site.inputs[min(pole, len(site.inputs) - 1)])
-        errors = {x: run.range(x).error for x in operands}
+        otherwise = [x for x in operands if run.is_decided_otherwise(x)]
+        errors = {x: run.range(x).error for x in operands if x not in otherwise}
         # In a product of matrices, the terms may be larger than the inputs.
-        is_product = site.primitive in equations.PRODUCTS
-        end = 0 if is_product or run.is_decided_otherwise(k) else least
-        large = [
-            x
-            for x, e in errors.items()
-            if e * run.range(x).float32_largest > end or run.is_decided_otherwise(x)
-        ]
+        end = 0 if site.primitive in equations.PRODUCTS else least
+        large = [x for x, e in errors.items() if e * run.range(x).float32_largest > end]
         is_passed = site.primitive in PASSES or site.moved
-        if large or (run.limit(k) and not is_passed):
-            return large
+        is_found = otherwise or large or (run.limit(k) and not is_passed)
+        if is_found and not site.is_decision:
+            return [*otherwise, *large]
         own = run.range(k).error if run.limit(k) else math.inf
+        if site.is_decision:
+            own = float(jnp.finfo(run.program.dtype).eps) / 2  # Roundoff is enough.
         worst = min(own, max(errors.values(), default=0.0))
-        return [x for x, e in errors.items() if 0 < worst <= INHERITED * e]
+        nearest = [x for x, e in errors.items() if 0 < worst <= INHERITED * e]
+        return [*otherwise, *nearest]
 
     found = run.ancestors([key], parents)
     return [k for k in run.keys if k in found and run.site(k).primitive]

@@ -115,7 +115,14 @@ def _near(first, second, *, dtype):
     near = NEAR * float(jnp.finfo(dtype).eps) * sizes
     is_lost = _lost(first, dtype) | _lost(second, dtype)
     is_lost |= ~is_zero & _are_whole(*shadows)
+    # Data that were cast, as no operation rounds: the cast decides, not roundoff.
+    is_lost |= _are_casts(first, dtype) & _are_casts(second, dtype)
     return ~is_lost & (jnp.abs(shadows[0] - shadows[1]) <= near)
+
+
+def _are_casts(pair, dtype):
+    real, shadow = pair
+    return jnp.all(real == shadow.astype(dtype).astype(real.dtype))
 
 
 def _lost(pair, dtype):
