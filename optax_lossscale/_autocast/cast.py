@@ -41,8 +41,8 @@ def autocast(
 
     Args:
       fun: A function of arrays in any pytrees, for example a loss function. Other
-        leaves are static. Flax nnx modules may be arguments, and their changes in place
-        come back. It may close over arrays, but not over a module that it changes. If
+        leaves are static. Flax nnx modules may be arguments, and changes of their
+        variables come back. It may close over arrays, but not over a module that it changes. If
         it is an `autocast` already, its `dtype` changes, and `float32` is added to it.
       dtype: The dtype to compute in: float16 or bfloat16.
       float32: Lines to keep in float32, with their derivatives: "file.py:123", where

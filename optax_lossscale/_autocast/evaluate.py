@@ -30,7 +30,7 @@ def run_plan(
     args: Sequence[Any],
     outputs: States | None = None,
     *,
-    is_saved: bool = False,
+    is_saved: bool | None = False,
 ) -> list[Any]:
     """Runs a program.
 
@@ -40,7 +40,8 @@ def run_plan(
       args: Its arguments, in float32 or half precision.
       outputs: The states of the results; those of the plan if None.
       is_saved: Whether the backward pass would read what the program saves: not so
-        where it computes all again, or where the user wrote the derivative.
+        where it computes all again, or where the user wrote the derivative. None in
+        `jax.checkpoint`, where the user says what is saved.
     """
     outputs, program = plan.outputs if outputs is None else outputs, plan.program
     if is_saved and program.repeats:
@@ -55,7 +56,7 @@ def run_plan(
 
 
 def _function(
-    planner: Planner, plan: Plan, outputs: States, *, is_saved: bool
+    planner: Planner, plan: Plan, outputs: States, *, is_saved: bool | None
 ) -> Callable[..., list[Any]]:
     """Returns a program as a function: the same each time, so JAX traces it once."""
 
@@ -124,15 +125,17 @@ class _Run:
         equation, states = step.equation, self.outputs(step)
         inputs, params = equation.invars, equation.params
         if step.name == "convert_element_type" and step.kind == Kind.MOVE:
-            x = self.read(inputs[0], states[0])
+            x = self.held(inputs[0], states[0])
             is_weak = inputs[0].aval.weak_type and states[0] != State.HALF
             # The gradient of this cast is weakly typed, as without `autocast`.
             return [jax.lax.convert_element_type(x, x.dtype) if is_weak else x]
         if State.HALF not in states or _spreads(step):
-            bind = MULTIPLIED.get(step.kind, parts.bind)
+            is_placed = params.get("out_sharding") is not None
+            bind = parts.bind if is_placed else MULTIPLIED.get(step.kind, parts.bind)
             found = bind(equation, [self.read(x, State.WIDE) for x in inputs])
             found = list(map(self._cast, found, states))
-            if step.kind == Kind.ARITHMETIC and State.HALF in states:
+            is_named = self.is_saved is not None and step.kind == Kind.ARITHMETIC
+            if is_named and State.HALF in states:
                 # `policy.is_saved`: saved in place of the product, which is as large.
                 return [checkpoint_name(x, "autocast") for x in found]
             return found
@@ -144,7 +147,8 @@ class _Run:
     def body(self, step: Step, index: int, outputs: States | None = None) -> Callable:
         """Returns a program in a step as a function."""
         plan = self.plan.bodies[step][index]
-        is_saved = self.is_saved and step.name not in ("remat2", "while")
+        is_saved = self.is_saved and step.name != "while"
+        is_saved = None if step.name == "remat2" else is_saved
         outputs = plan.outputs if outputs is None else outputs
         return _function(self.planner, plan, outputs, is_saved=is_saved)
 

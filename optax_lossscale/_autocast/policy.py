@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -94,6 +95,8 @@ REPEATED = (
 LONG_LOOP = 128
 # Of so many units of roundoff, a number may be one that a loop is to come down to.
 TOLERANCE = 16
+# They read positions, in units that half precision need not resolve.
+ROUNDINGS = ("floor", "ceil", "round")
 ORDERINGS = ("lt", "le", "gt", "ge")
 # Larger arrays are parameters rather than masks, and looking at them takes time.
 LARGEST_CONSTANT = 2**20
@@ -218,10 +221,10 @@ def state_of_array(array: Any, dtype: Any) -> State:
 
     WIDE if `dtype` cannot hold a number of it, or if all are too small for it.
     """
-    is_known = not isinstance(array, Tracer) and getattr(
-        array, "is_fully_addressable", True
-    )
-    if not is_known or np.size(array) > LARGEST_CONSTANT:
+    is_array = isinstance(array, jax.Array | np.ndarray)  # A Ref is none.
+    is_known = is_array and not isinstance(array, Tracer)
+    is_here = is_known and getattr(array, "is_fully_addressable", True)
+    if not is_here or np.size(array) > LARGEST_CONSTANT:
         return State.FLEXIBLE
     sizes = np.abs(np.asarray(array, np.float32))
     largest, info = np.max(sizes, initial=0, where=np.isfinite(sizes)), jnp.finfo(dtype)

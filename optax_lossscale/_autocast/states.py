@@ -92,10 +92,11 @@ class Planner:
         ]
         given = zip((*jaxpr.constvars, *jaxpr.invars), (*arrays, *inputs), strict=True)
         plan.states.update(given)
-        wants = self._wanted(program, wanted)
+        wants, measured = self._wanted(program, wanted), self._measured(program)
         for step in program.steps:
             variables = step.equation.outvars
-            is_wanted = [x in wants for x in variables]
+            is_sum = step.name == "add"
+            is_wanted = [x in wants or (is_sum and x in measured) for x in variables]
             states = [self._state(plan, x) for x in step.equation.invars]
             plan.operands[step] = states
             if step.bodies:
@@ -108,8 +109,51 @@ class Planner:
                 found *= len(variables)
             for variable, state in zip(variables, found, strict=True):
                 plan.states[variable] = state if is_float32(variable.aval) else None
+        self._widen(plan)
         plan.outputs = tuple(self._state(plan, x) for x in jaxpr.outvars)
         return plan
+
+    def _widen(self, plan):
+        """Holds numbers in float32 that nothing reads in half precision."""
+        program = plan.program
+        reads_half = set(program.outputs)
+        for step in reversed(program.steps):
+            found = [plan.states.get(x) for x in step.equation.outvars]
+            is_alone = step.kind in policy.FOLLOWERS and len(found) == 1
+            if is_alone and found == [State.HALF]:
+                (variable,) = step.equation.outvars
+                if variable not in reads_half:
+                    plan.states[variable], found = State.WIDE, [State.WIDE]
+            is_wide = all(x in (State.WIDE, None) for x in found)
+            if step.bodies or step.kind == Kind.PRODUCT or not is_wide:
+                reads_half.update(step.inputs)
+
+    def _measured(self, program):
+        """Returns positions: numbers less given ones, or rounded to integers."""
+        key = program, "measured"
+        if key in self._wants:
+            return self._wants[key]
+        given = {None, *program.numbers, *program.jaxpr.constvars}
+        given.update(program.jaxpr.invars)
+        found: set[Any] = set()
+        moves = [x for x in program.steps if x.kind in (Kind.MOVE, Kind.SPREAD)]
+        for step in moves:
+            if given.issuperset(step.inputs):
+                given.update(step.equation.outvars)
+        for step in reversed(program.steps):
+            if step.name == "sub":
+                first, second = step.inputs
+                found.update([first] * (second in given) + [second] * (first in given))
+            elif step.name in policy.ROUNDINGS or (
+                step in moves and not found.isdisjoint(step.equation.outvars)
+            ):
+                found.update(step.inputs)
+            elif step.name in parts.CALLS:
+                ((body, reads),) = step.bodies
+                inner = self._measured(body)
+                pairs = zip(reads, body.jaxpr.invars, strict=True)
+                found.update(step.inputs[i] for i, x in pairs if x in inner)
+        return self._wants.setdefault(key, found - {None})
 
     def _result(self, plan, step, states, is_wanted):
         """Returns the state of the results of a step without programs in it."""
@@ -128,7 +172,10 @@ class Planner:
         wanted[:n] = [False] * n
         for i in step.carry:
             start = plan.program.number(step.equation.invars[i])
-            if states[i] is not None and policy.may_add_up(step.equation, start):
+            body, reads = step.bodies[-1]
+            variable = body.jaxpr.invars[list(reads).index(i)]
+            is_sum = policy.may_add_up(step.equation, start)
+            if states[i] is not None and (is_sum or variable in self._measured(body)):
                 states[i] = State.WIDE
         if step.name in CAST_BEFORE:
             ((body, _),) = step.bodies

@@ -94,6 +94,20 @@ def test_closures_stay_differentiable():
     assert errors(jax.value_and_grad(f)(W), jax.value_and_grad(g)(W)) < 0.01
 
 
+def test_a_ref_that_the_function_closes_over():
+    def run(wrap):
+        ref = jax.new_ref(jnp.zeros_like(X @ W))
+
+        def f(w):
+            ref[...] = jax.lax.stop_gradient(X @ w)
+            return jnp.mean((X @ w) ** 2)
+
+        return jax.jit(jax.grad(wrap(f)))(W), ref[...]
+
+    for x, y in zip(run(autocast), run(lambda f: f), strict=True):
+        assert jnp.allclose(x, y, rtol=0.01, atol=0.01)
+
+
 def test_a_large_mask_that_the_function_closes_over():
     mask = np.where(np.tri(16, dtype=bool), 0, -1e9).astype(np.float32)
     mask[0] = -1e9  # A row of which nothing is kept.

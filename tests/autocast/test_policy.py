@@ -173,6 +173,47 @@ def positions(p, x):
     return jnp.mean(jnp.sin(at) * (x @ p["w"]))
 
 
+def gates(p, x):
+    h = jax.nn.sigmoid(x @ p["w"])
+    return jnp.mean((h @ p["out"]) ** 2) - jnp.mean(jnp.log(1 - h))
+
+
+def boxes(p, x):
+    h = x @ p["w"]
+    center, size = 1200 + x[:, :2] + 16 * h[:, :2], 16 * jnp.exp(h[:, 2:4])
+    low, high = center - size / 2, center + size / 2
+    return jnp.mean(jnp.abs(low - 1195) + jnp.minimum(high, 1204) - low)
+
+
+def weather(p, x):
+    return x + 0.3 * (jnp.tanh(((x - 300) / 10) @ p["w"]) @ p["w"].T)
+
+
+def forecast_by_steps(p, x):
+    x = weather(p, weather(p, weather(p, 300 + 10 * x)))
+    return jnp.mean(((x - 301) / 10) ** 2)
+
+
+def forecast(p, x):
+    def step(x, _):
+        return weather(p, x), jnp.mean(((x - 301) / 10) ** 2)
+
+    return jnp.mean(lax.scan(step, 300 + 10 * x, length=4)[1])
+
+
+def refined(p, x):
+    image = 10 * jnp.cos(jnp.arange(512.0))[:, None] * P["b"]
+
+    def step(at, _):
+        i = jnp.floor(at)
+        left, right = (image[i.astype(jnp.int32) + k] for k in (0, 1))
+        found = left + (at - i)[:, None] * (right - left)
+        return at + (jnp.tanh(found @ p["w"]) @ p["out"])[:, 0], None
+
+    at, _ = lax.scan(step, 256 + 100 * jnp.sin(x[:, 0]), length=4)
+    return jnp.mean(jnp.abs(at - 256 + x[:, 1]))
+
+
 MANY = normal(1280, 16)
 TOP2 = jnp.sort(MANY @ P["out"], 1)[:, -2:]
 CERTAIN = MANY[jnp.argsort(TOP2[:, 0] - TOP2[:, 1])[:100]]
@@ -229,6 +270,8 @@ FORMULAS = {
     "tiny constant": (tiny_constant, 1), "biases": (biases, 1),
     "scaled norm": (scaled_norm, 1), "large factor": (large_factor, 100),
     "gaussian policy": (gaussian_policy, 1), "value head": (value_head, 1),
+    "boxes": (boxes, 1), "forecast": (forecast, 1), "gates": (gates, 6),
+    "forecast by steps": (forecast_by_steps, 1), "refined": (refined, 1),
     "coordinates": (coordinates, 1), "hidden variance": (hidden_variance, 1),
     "ode": (ode, 1), "moving average": (moving_average, 1),
     "confident": (confident, 1), "confident by parts": (confident_by_parts, 1),
@@ -266,6 +309,15 @@ def without_squares(patch):
 
 def without_wants(patch):
     patch.setattr(Planner, "_wanted", lambda *about: set())
+    without_readers(patch)
+
+
+def without_readers(patch):
+    patch.setattr(Planner, "_widen", lambda *about: None)
+
+
+def without_positions(patch):
+    patch.setattr(Planner, "_measured", lambda *about: set())
 
 
 def without_range(patch):
@@ -303,11 +355,15 @@ MUTATIONS = {
     "squares of products": (without_squares, square_by_product, 300),
     "exp": (move("exp", Kind.ARITHMETIC), exponential, 5),
     "sums": (move("reduce_sum", Kind.ARITHMETIC), long_sum, 1),
-    "bounded": (move("logistic", Kind.ARITHMETIC), binary_cross_entropy, 6),
+    "bounded": (move("logistic", Kind.ARITHMETIC), gates, 6),
     "squares of lengths": (without_squares, unit_length, 1),
     "short averages": (without_factors, short_average, 1),
     "tiny constants": (without_range, tiny_constant, 1),
     "large factors": (without_factors, large_factor, 100),
+    "readers": (without_readers, boxes, 1),
+    "positions in loops": (without_positions, forecast, 1),
+    "positions in steps": (without_positions, forecast_by_steps, 1),
+    "positions in an image": (without_positions, refined, 1),
     "look ahead": (without_wants, mean_of_products, 100),
     "rule A": (without_rule_a, near_difference, 1),
     "rule T": (without_wants, coordinates, 1),

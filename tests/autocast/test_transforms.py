@@ -110,6 +110,7 @@ def mesh():
 def on_devices(p, x, **options):
     def local(p, x, target):
         h = lax.scan(lambda h, _: (dense(p, h), None), x, length=2)[0]
+        h = jnp.where(h > -0.9, h, 0.0)
         return lax.pmean(jnp.mean((h @ p["out"] - target) ** 2), "data")
 
     specs = {"in_specs": (PartitionSpec(), SPLIT, SPLIT), "out_specs": PartitionSpec()}
@@ -132,6 +133,19 @@ PROGRAMS = {
     "shard_map unchecked": functools.partial(on_devices, check_vma=False),
     "sharded": sharded,
 }  # fmt: skip
+
+
+def saved(f, p):
+    """Returns how many bytes the backward pass reads."""
+    backward = jax.eval_shape(lambda p: jax.vjp(f, p)[1], p)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(backward))
+
+
+def test_a_checkpoint_saves_what_its_policy_says():
+    names = jax.checkpoint_policies
+    two = names.save_any_names_but_these("hidden"), names.save_only_these_names("other")
+    first, second = (autocast(checkpointed(policy)) for policy in two)
+    assert saved(lambda p: first(p, X), P) == saved(lambda p: second(p, X), P)
 
 
 @pytest.mark.parametrize("f", PROGRAMS.values(), ids=PROGRAMS)
@@ -343,6 +357,19 @@ def test_products_of_one_term():
         return mean_square(p, h)
 
     check(f, P, X)
+
+
+def test_products_of_one_term_with_a_sharding():
+    mesh = jax.make_mesh((4, 2), ("d", "m"), axis_types=(AxisType.Explicit,) * 2)
+
+    def f(w, x, b):
+        spec = PartitionSpec("d", None, "m")
+        return jnp.mean(jnp.einsum("bi,j->bij", x @ w, b, out_sharding=spec) ** 2)
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("d")))
+        b = jax.device_put(P["b"], NamedSharding(mesh, PartitionSpec("m")))
+        assert error(f, P["w"], x, b) < 0.01
 
 
 def test_rules_with_closures_and_arrays_of_integers():

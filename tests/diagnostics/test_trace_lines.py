@@ -23,8 +23,9 @@ CONSOLES = (
     "<ipython-input-3-0a1b>", "/tmp/ipykernel_12/3456.py", "<doctest model.loss[1]>",
 )  # fmt: skip
 NOT_THE_USERS = (
-    "", "<frozen runpy>", "<__array_function__ internals>", "<attrs generated init Layer>",
-    "<@beartype(model.layer) at 0x7f00>", runpy.__file__, nnx.__file__,
+    "", "<frozen runpy>", "<__array_function__ internals>",
+    "<attrs generated init Layer>", "<@beartype(model.layer) at 0x7f00>",
+    runpy.__file__, nnx.__file__,
 )  # fmt: skip
 
 
