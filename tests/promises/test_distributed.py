@@ -14,7 +14,6 @@ import numpy as np
 import optax
 import pytest
 from helpers import (
-    assert_same_bits,
     auto_skip,
     every_skip,
     exhaustive_but,
@@ -59,34 +58,17 @@ def check_devices_agree(tree):
             np.testing.assert_array_equal(device, leaf[0])
 
 
-def run_two_processes(*command):
-    """Runs a script in two processes of four devices each, which find each other."""
-    # On a cluster jax.distributed.initialize finds its arguments by itself.
-    launcher = f"""
-import functools, runpy, sys, jax
-rank = int(sys.argv.pop(1))
-jax.distributed.initialize = functools.partial(
-    jax.distributed.initialize, "127.0.0.1:{free_port()}", 2, rank
-)
-sys.argv.pop(0)
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", launcher, str(rank), *command],
-            env=environment(4),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            finish(process)
-    finally:
-        for process in processes:
-            process.kill()
+def averaging(average):
+    """Makes a transform of the user's that averages the gradients."""
+
+    def transform(fun, **options):
+        def value_and_grad(*args):
+            value, grads = jax.value_and_grad(fun, **options)(*args)
+            return value, average(grads)
+
+        return value_and_grad
+
+    return transform
 
 
 class TestEquivalence:
@@ -125,19 +107,6 @@ class TestEquivalence:
         params, _, rows = distributed.sharded_jit(skip, kind, leaf)
         check_rows(rows)
         check_params(params, atol=1e-6)
-
-    @pytest.mark.exhaustive
-    def test_two_processes(self, tmp_path):
-        run_two_processes(distributed.__file__, str(tmp_path / "run"))
-        runs = [dict(np.load(tmp_path / f"run.{rank}.npz")) for rank in range(2)]
-        assert_same_bits(runs[0], runs[1])
-        for leaf in ("", "loss_scale"):
-            names = [f"{leaf}.{name}" for name in ("scales", "applied", "skipped")]
-            check_rows(zip(*(runs[0][name] for name in names), strict=True))
-            # Between processes the sums are in another order than within one.
-            check_params({k: runs[0][f"{leaf}.{k}"] for k in expected()[0]}, atol=1e-6)
-        assert runs[0]["loss_scale.loss_scale"] == expected()[2][-1][0]
-        assert runs[0]["retries"].tolist() == [[1 - 0.5 * 64.875 / 8, 8]] * 2
 
 
 class TestRetries:
@@ -187,16 +156,10 @@ class TestRetries:
         with pytest.raises(ValueError, match=message):
             distributed.one_overflow("shard_map")
 
-        def averaging(fun, **options):
-            def value_and_grad(param):
-                value, grads = jax.value_and_grad(fun, **options)(param)
-                return value, jax.lax.pmean(grads, "i")
-
-            return value_and_grad
-
         optimizer = LossScaleOptimizer(optax.sgd(0.5), 2.0**20, retries=24)
         state = optimizer.init(jnp.float32(1))
-        step = functools.partial(optimizer.minimize, transform=averaging)
+        mean = functools.partial(jax.lax.pmean, axis_name="i")
+        step = functools.partial(optimizer.minimize, transform=averaging(mean))
         with pytest.raises(ValueError, match=message):
             jax.pmap(lambda x: step(jnp.square, x, state), "i")(jnp.ones(8))
 
@@ -400,15 +363,9 @@ class TestMinimizeWithoutAveraging:
             self.step(per_device, optimizer)
 
     def test_is_left_to_a_transform_of_the_user(self, per_device):
-        def averaging(fun, **options):
-            def value_and_grad(*args, **kwargs):
-                value, grads = jax.value_and_grad(fun, **options)(*args, **kwargs)
-                return value, jax.lax.pmean(grads, "batch")
-
-            return value_and_grad
-
         optimizer = LossScaleOptimizer(optax.sgd(0.5), axis_name="batch")
-        params, state = self.step(per_device, optimizer, transform=averaging)
+        mean = functools.partial(jax.lax.pmean, axis_name="batch")
+        params, state = self.step(per_device, optimizer, transform=averaging(mean))
         assert params.tolist() == [1 - 0.5 * (1 - 3.5)] * 8
         assert state.last_step_applied.all()
 
@@ -482,14 +439,8 @@ class TestLocalLoss:
         np.testing.assert_array_equal(params["own"], 1 - self.x / 8)
 
     def test_of_a_transform_that_averages_is_quiet(self):
-        def averaging(fun, **options):
-            def value_and_grad(*args, **kwargs):
-                value, grads = jax.value_and_grad(fun, **options)(*args, **kwargs)
-                return value, grads / 8
-
-            return value_and_grad
-
-        params = self.minimize(self.local, P(), transform=averaging)
+        transform = averaging(lambda grads: grads / 8)
+        params = self.minimize(self.local, P(), transform=transform)
         np.testing.assert_array_equal(params, np.full(8, 1 - 28 / 64))
 
 
@@ -518,9 +469,31 @@ x = jax.make_array_from_process_local_data(by_batch, local_x)
 assert np.array_equal(state[0], before)
 assert float(optimizer.current_loss_scale(state[1])) == float(scale) / 2
 """
+    # On a cluster jax.distributed.initialize finds its arguments by itself.
+    launcher = f"""
+import functools, sys, jax
+jax.distributed.initialize = functools.partial(
+    jax.distributed.initialize, "127.0.0.1:{free_port()}", 2, int(sys.argv[1])
+)
+"""
     path = tmp_path / "script.py"
-    path.write_text(script + checks)
-    run_two_processes(str(path))
+    path.write_text(launcher + script + checks)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(path), str(rank)],
+            env=environment(4),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            finish(process)
+    finally:
+        for process in processes:
+            process.kill()
 
 
 @every_skip

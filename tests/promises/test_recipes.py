@@ -1,6 +1,7 @@
 """The pages under docs/recipes are scripts: each runs, and a skip changes nothing."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -20,7 +21,7 @@ from helpers import (
     plain_step,
     scaled_step,
 )
-from pages import run_page
+from pages import page_blocks, page_fragments, run_page
 
 from optax_lossscale import (
     LossScaleOptimizer,
@@ -190,6 +191,25 @@ def check_checkpoints(page):
     (state,) = check_training(page, page["losses"], step, state, read=read)
     # As the page says: it counts the batches.
     assert state["step"] == 62
+
+    # Run again, both trainings go on from their checkpoints: here on eight devices.
+    for saved in range(35, 57, 7):
+        shutil.rmtree(f"checkpoints/{saved}")
+    again, path = {"__name__": "again"}, "docs/recipes/checkpoints.md"
+    (many_devices,) = page_fragments(path)
+    for code, _ in page_blocks(path):
+        exec(code, again)
+        if code.startswith("like ="):
+            exec(many_devices, again)
+    assert again["last"] == 28
+    wanted = page["state"]
+    for state in (again["state"], again["restored"]):
+        scaling = state["opt_state"]._replace(inner_state=None)
+        assert_same_bits(scaling, wanted["opt_state"]._replace(inner_state=None))
+        for name, param in state["params"].items():
+            assert param.sharding.num_devices == 8
+            # Gradients are float16, and their sums are rounded in another order.
+            np.testing.assert_allclose(param, wanted["params"][name], atol=0.01)
 
     # A bfloat16 checkpoint: no number changes in float32.
     found = page["state"]["params"]
