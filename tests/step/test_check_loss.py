@@ -118,22 +118,6 @@ def test_the_default_backs_off_and_counts_no_losses():
     assert counts(state) == (1, 0, 0, 0)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("loss_scale", [8.0, TolerantLossScale(0.5), BackoffOnly()])
-def test_with_any_rule(loss_scale, way):
-    optimizer = LossScaleOptimizer(optax.sgd(0.5), loss_scale, check_loss=True)
-    start = (jnp.float32(1), optimizer.init(jnp.float32(1)))
-    step = jax.jit(functools.partial(way, optimizer))
-    param, state = step(*start, jnp.float32(NAN), jnp.float32(1))
-    assert_same_bits(
-        (param, state.loss_scale_state), (start[0], start[1].loss_scale_state)
-    )
-    assert counts(state) == (1, 1, 1, 0)
-    param, state = step(param, state, jnp.float32(3), jnp.float32(1))
-    assert param == 0.5
-    assert counts(state) == (1, 0, 1, 0)
-
-
 def test_with_a_fixed_scale_the_loss_alone_decides():
     optimizer = LossScaleOptimizer(optax.sgd(0.5), 8.0, check_loss=True)
     param, state = jnp.float32(1), optimizer.init(jnp.float32(1))
@@ -188,19 +172,6 @@ class TestValue:
         assert (
             self.optimizer.update(self.one, self.state, value=3)[1].skipped_steps == 0
         )
-
-    def test_reaches_an_inner_optimizer_that_takes_it(self):
-        seen = []
-
-        def update(updates, state, params=None, *, value):
-            seen.append(value)
-            return updates, state
-
-        inner = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
-        optimizer = LossScaleOptimizer(inner, check_loss=True)
-        for way in WAYS:
-            way(optimizer, self.one, optimizer.init(None), self.one * 3, self.one)
-        assert seen == [3, 3, 3]
 
     def test_with_auxiliary_data(self):
         def fun(param, loss):
