@@ -286,14 +286,6 @@ class TestManyMembers:
         )
         assert report(state).diagnosis.endswith("(Member 1 of 3.)")
 
-    def test_under_vmap_and_pmap(self):
-        for map_over in (jax.vmap, jax.pmap):
-            optimizer = LossScaleOptimizer(optax.sgd(0.5))
-            grads = jnp.array([1.0, INF])
-            state = map_over(optimizer.init)(grads)
-            _, state = map_over(optimizer.update)(grads, state)
-            assert report(state)[3:5] == (2.0**14, 1)
-
 
 class TestWhere:
     def test_finds_the_state_wherever_it_is(self):
