@@ -234,6 +234,11 @@ def test_a_state_of_whatever_numbers_heals(rule):
 
     first = np.asarray(jax.vmap(rule)(states))
     assert np.all((low <= first) & (first <= high))
+    # A step starts from the scale that is read.
+    healed = states._replace(loss_scale=jnp.asarray(first))
+    for grad in (1.0, np.inf):
+        update = jax.vmap(functools.partial(rule.update, jnp.float32(grad)))
+        assert_same_bits(update(states), update(healed))
     # Of one length: one program.
     mixed = np.resize([0.7, np.inf, 0.7, 0.0, np.nan, 0.7, 0.0], 1000)
     for grads in (np.full(1000, np.nan), np.full(1000, 0.7), mixed):
