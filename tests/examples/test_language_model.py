@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from helpers import assert_same_bits
 from language_model_run import ARGUMENTS, OVERFLOW, SEQUENCE, STEPS, main
-from runs import column, finish, free_port, last_state, read_rows, start
+from runs import column, finish, finish_all, free_port, last_state, read_rows, start
 
 from examples.common import settings
 from examples.common.logs import Table
@@ -138,11 +138,7 @@ def run_two_processes(out, *arguments, send=(), codes=(0, 0)):
         start(*(send if rank else ()), *common, f"--process={rank}", devices=2)
         for rank in range(2)
     ]
-    try:
-        return [finish(*pair) for pair in zip(processes, codes, strict=True)]
-    finally:
-        for process in processes:
-            process.kill()
+    return finish_all(processes, codes)
 
 
 @pytest.mark.exhaustive
@@ -183,25 +179,14 @@ def assert_begins_alike(out, wanted):
 @pytest.mark.exhaustive
 def test_with_retries_an_overflow_costs_no_batch(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: jax.local_devices()[:1])
-    options = [*ARGUMENTS, "--steps=8", "--save-every=8", "--retries=24"]
-
-    def run(name, scale):
-        rule = DynamicLossScale(scale, growth_interval=3)
-        with mock.patch.dict(RULES, dynamic=rule):
-            cli.main([*options, "--out", str(tmp_path / name)])
-        return read_rows(tmp_path / name)
-
-    high = run("high", 2.0**30)
-    first, last = high[0], high[-1]
+    options = [*ARGUMENTS, "--steps=6", "--save-every=6", "--retries=24"]
+    with mock.patch.dict(RULES, dynamic=DynamicLossScale(2.0**30, growth_interval=3)):
+        cli.main([*options, "--out", str(tmp_path)])
+    first, *_, last = read_rows(tmp_path)
     assert last["skipped_steps"] == "0"
     assert int(last["retries"]) > int(first["retries"])
     words = f"skipped 0  repeated {last['retries']}  perplexity"
     assert words in capsys.readouterr().out
-    # A scale that is low enough from the first step on makes the same steps.
-    low = run("low", float(first["loss_scale"]))
-    for row in (*high, *low):
-        del row["retries"]
-    assert low == high
 
 
 def test_a_skipped_step_leaves_the_average_and_matrices_alone_decay():

@@ -3,8 +3,6 @@
 import contextlib
 import functools
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import distributed
@@ -22,7 +20,7 @@ from helpers import (
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from pages import page_blocks
-from runs import environment, finish, free_port
+from runs import finish_all, free_port, start
 
 from optax_lossscale import DynamicLossScale, LossScaleOptimizer, all_finite
 
@@ -478,22 +476,7 @@ jax.distributed.initialize = functools.partial(
 """
     path = tmp_path / "script.py"
     path.write_text(launcher + script + checks)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(path), str(rank)],
-            env=environment(4),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            finish(process)
-    finally:
-        for process in processes:
-            process.kill()
+    finish_all([start(rank, devices=4, script=path) for rank in range(2)])
 
 
 @every_skip
