@@ -17,7 +17,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ROOT, replay, scan_updates
+from helpers import ROOT, scan_updates
 from peers import PEERS, LogMax
 
 import optax_lossscale
@@ -193,34 +193,6 @@ def test_jmp_in_half_precision_is_float32_with_a_maximum(name):
     )
     assert config["factor"] == 2
     assert assert_reproduced(run, scale)
-
-
-def late_growth(scale, window, finite, cur_iter=0, last_overflow_iter=-1):
-    """The rule of DeepSpeed's FP16_Optimizer, in which the first growth comes late."""
-    scales = []
-    for step, is_finite in enumerate(finite, cur_iter):
-        stable = step - last_overflow_iter - 1
-        if not is_finite:
-            scale, last_overflow_iter = max(scale / 2, 1.0), step
-        elif stable > 0 and stable % window == 0:
-            scale *= 2
-        scales.append(scale)
-    return scales, last_overflow_iter
-
-
-@pytest.mark.parametrize("window", [1, 2, 3])
-def test_deepspeed_does_not_count_the_first_finite_step(window):
-    finite = np.random.default_rng(0).random(90) < 0.9
-    theirs, _ = late_growth(256.0, window, finite)
-    first = finite & ~np.append(False, finite[:-1])
-    args = {"init_scale": 256.0, "scale_window": window, "min_scale": 1}
-    scale = PEERS["DeepSpeed, no ZeRO"].ours(args)
-    ours, applied = replay(scale, finite[~first])
-    assert ours.loss_scale.tolist() == np.array(theirs)[~first].tolist()
-    assert np.all(applied == finite[~first])
-    assert len(set(theirs)) > 5
-    # As the guide has it.
-    assert late_growth(256.0, 2, [1] * 5)[0] == [256, 256, 512, 512, 1024]
 
 
 def guide_entries():

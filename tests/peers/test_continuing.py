@@ -12,7 +12,7 @@ import pytest
 from flax.training.dynamic_scale import DynamicScale
 from helpers import ROOT, signature
 from peers import PEERS
-from test_conformance import REFUSED_RUNS, RUNS, late_growth, liveliest
+from test_conformance import REFUSED_RUNS, RUNS, liveliest
 
 from optax_lossscale import DynamicLossScale, LossScaleOptimizer
 
@@ -202,8 +202,22 @@ def test_recorded_runs_are_resumed_in_the_middle(name):
     assert grown >= 15 <= fallen
 
 
+def late_growth(scale, window, finite, cur_iter=0, last_overflow_iter=-1):
+    """The rule of DeepSpeed's FP16_Optimizer, in which the first growth comes late."""
+    scales = []
+    for step, is_finite in enumerate(finite, cur_iter):
+        stable = step - last_overflow_iter - 1
+        if not is_finite:
+            scale, last_overflow_iter = max(scale / 2, 1.0), step
+        elif stable > 0 and stable % window == 0:
+            scale *= 2
+        scales.append(scale)
+    return scales, last_overflow_iter
+
+
 def test_late_growth_of_deepspeed(monkeypatch):
     """With `- 2`, as the guide has it."""
+    assert late_growth(256.0, 2, [1] * 5)[0] == [256, 256, 512, 512, 1024]
     late = LINES["DeepSpeed, ZeRO"].replace("_iter - 1", "_iter - 2")
     monkeypatch.setitem(LINES, "late", late)
     loss_scale = DynamicLossScale(64.0, growth_interval=4)

@@ -159,17 +159,9 @@ class TestOtherStates:
             with pytest.raises(ValueError, match=wanted):
                 optimizer.apply_gradients(GOOD, PARAMS, state)
 
-    @LIBRARIES
-    def test_a_tree_of_dicts_is_no_state(self, tmp_path, library):
-        if library is through_orbax:
-            through_orbax(
-                self.DYNAMIC.init(PARAMS), self.DYNAMIC.init(PARAMS), tmp_path
-            )
-            with ocp.CheckpointManager(tmp_path / "orbax") as manager:
-                restored = manager.restore(1, args=ocp.args.StandardRestore())
-        else:
-            saved = serialization.to_bytes(self.DYNAMIC.init(PARAMS))
-            restored = serialization.msgpack_restore(saved)
+    def test_a_tree_of_dicts_is_no_state(self):
+        saved = serialization.to_bytes(self.DYNAMIC.init(PARAMS))
+        restored = serialization.msgpack_restore(saved)
         optimizer = self.DYNAMIC
         for call in (
             lambda: optimizer.update(GOOD, restored, PARAMS),

@@ -494,20 +494,15 @@ def test_parameters_in_the_boxes_of_flax(box):
     def loss_fn(params, x):
         return jnp.mean((model.apply(params, x) - 1).astype(jnp.float32) ** 2)
 
-    params, inner = model.init(jax.random.key(0), x), optax.adamw(0.1)
+    params = model.init(jax.random.key(0), x)
     assert isinstance(params["params"]["kernel"], nn.meta.AxisMetadata)
-    optimizer = LossScaleOptimizer(inner, initial_scale=2.0**8)
-    state, wanted, wanted_state = optimizer.init(params), params, inner.init(params)
-    step = jax.jit(scaled_step(loss_fn, optimizer))
-    for _ in range(2):
-        params, state, _ = step(params, state, x)
-        wanted, wanted_state, _ = plain_step(loss_fn, inner)(wanted, wanted_state, x)
-    assert jax.tree.structure(params) == jax.tree.structure(wanted)
-    for actual, desired in zip(arrays(params), arrays(wanted), strict=True):
-        np.testing.assert_allclose(actual, desired, rtol=1e-2)
-    kept, after, _ = step(params, state, x * INF)
-    assert not after.last_step_applied
-    assert_same_bits((kept, after.inner_state), (params, state.inner_state))
+    optimizer = LossScaleOptimizer(optax.adamw(0.1), initial_scale=2.0**8)
+    step, state = jax.jit(scaled_step(loss_fn, optimizer)), optimizer.init(params)
+    moved, state, _ = step(params, state, x)
+    assert jax.tree.structure(moved) == jax.tree.structure(params)
+    kept, after, _ = step(moved, state, x * INF)
+    assert (state.last_step_applied, after.last_step_applied) == (True, False)
+    assert_same_bits((kept, after.inner_state), (moved, state.inner_state))
     moments = nn.get_partition_spec(after.inner_state[0].mu)
     assert moments == nn.get_partition_spec(params)
 
