@@ -21,7 +21,6 @@ from helpers import ROOT, scan_updates
 from peers import PEERS, LogMax
 
 import optax_lossscale
-from optax_lossscale import DynamicLossScale
 
 DATA = Path(__file__).with_name("data")
 LINES = gzip.decompress((DATA / "trajectories.jsonl.gz").read_bytes())
@@ -175,24 +174,6 @@ def test_every_run_is_accounted_for():
     assert Counter(r["peer"] for r in RUNS.values() if r.get("racy")) == LEFT_OUT
     counted = sum(sum(counts) for counts in COUNTS.values())
     assert counted + sum(LEFT_OUT.values()) == len(RUNS) == 209
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in REFUSED_RUNS if "dtype" in RUNS[name]["config"]]
-)
-def test_jmp_in_half_precision_is_float32_with_a_maximum(name):
-    run = RUNS[name]
-    config = run["config"]
-    # What would be inf in float16 is not taken.
-    growths = int(np.log2(65504 / run["scale"][0]))
-    scale = DynamicLossScale(
-        initial_scale=run["scale"][0],
-        growth_interval=config["period"],
-        min_scale=config["min_loss_scale"],
-        max_scale=run["scale"][0] * 2**growths,
-    )
-    assert config["factor"] == 2
-    assert assert_reproduced(run, scale)
 
 
 def guide_entries():

@@ -142,19 +142,15 @@ class TestValue:
     optimizer = LossScaleOptimizer(optax.sgd(0.5), check_loss=True)
     state = optimizer.init(one)
 
-    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
     @pytest.mark.parametrize("options", [{}, {"value": None}, {"loss": 1.0}])
-    def test_has_to_be_given(self, wrap, options):
-        for call in (
-            lambda: self.optimizer.update(self.one, self.state, **options),
-            lambda: self.optimizer.apply_gradients(
+    def test_has_to_be_given(self, options):
+        message = r"^value must be the loss.* got None.*value=loss"
+        with pytest.raises(TypeError, match=message):
+            self.optimizer.update(self.one, self.state, **options)
+        with pytest.raises(TypeError, match=message):
+            jax.jit(self.optimizer.apply_gradients)(
                 self.one, self.one, self.state, **options
-            ),
-        ):
-            with pytest.raises(
-                TypeError, match=r"^value must be the loss.* got None.*value=loss"
-            ):
-                wrap(call)()
+            )
 
     @pytest.mark.parametrize(
         "value",
@@ -166,12 +162,9 @@ class TestValue:
 
     @pytest.mark.parametrize("kind", [float, np.float64, jnp.float16, jnp.bfloat16])
     def test_may_be_any_real_scalar(self, kind):
-        for number, count in ((1, 0), (NAN, 1), (-INF, 1)):
-            _, state = self.optimizer.update(self.one, self.state, value=kind(number))
+        for number, count in ((kind(1), 0), (kind(NAN), 1), (kind(-INF), 1), (3, 0)):
+            _, state = self.optimizer.update(self.one, self.state, value=number)
             assert state.nonfinite_loss_steps == count
-        assert (
-            self.optimizer.update(self.one, self.state, value=3)[1].skipped_steps == 0
-        )
 
     def test_with_auxiliary_data(self):
         def fun(param, loss):
