@@ -127,12 +127,6 @@ class TestMetrics:
         found = metrics(run(GOOD, loss_scale=Rule()))
         assert found.keys() == {"loss_scale", "log2_loss_scale", "drops"} | COUNTERS
 
-    def test_from_any_nested_state_with_a_prefix(self):
-        tx = optax.chain(optax.identity(), LossScaleOptimizer(optax.sgd(0.5), 8))
-        found = metrics(tx.init(PARAMS), prefix="train/")
-        assert found["train/loss_scale"] == 8
-        assert all(name.startswith("train/") for name in found)
-
 
 class TestNonfiniteLeaves:
     @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)

@@ -113,21 +113,6 @@ class TestEquinox:
         assert not skipped.last_step_applied
 
 
-@pytest.mark.exhaustive
-def test_a_line_search():
-    optimizer, model = LossScaleOptimizer(relaxed(optax.lbfgs())), Model()
-    state, losses = optimizer.init(model), []
-    step = eqx.filter_jit(
-        functools.partial(
-            optimizer.minimize, loss_fn, transform=eqx.filter_value_and_grad
-        )
-    )
-    for _ in range(3):
-        model, state, loss = step(model, state, X)
-        losses.append(float(loss))
-    assert losses[0] > losses[1] > losses[2]
-
-
 def test_none_for_a_whole_branch():
     ones = jnp.ones(2, jnp.float32)
     params = {"w": ones, "frozen": {"a": ones, "b": (ones, "x")}}
