@@ -144,6 +144,21 @@ def test_an_integer_field_and_clipping_by_the_global_norm():
     np.testing.assert_allclose(moved.w, np.full(2, 0.99), rtol=1e-3)
 
 
+def test_a_line_search_evaluates_the_whole_model():
+    def update(updates, state, params=None, *, value_fn, **_):
+        return jax.tree.map(lambda x: -x * value_fn(params), updates), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda _: (), update)
+    optimizer, model = LossScaleOptimizer(inner), WithInteger(jnp.ones(2, jnp.float32))
+    moved, *_ = optimizer.minimize(
+        lambda model: jnp.sum(model.w**2) / model.heads,
+        model,
+        optimizer.init(model),
+        transform=eqx.filter_value_and_grad,
+    )
+    assert moved.w.tolist() == [1 - 0.5 * 0.5] * 2
+
+
 @auto_skip
 def test_a_state_with_constants_under_filter_jit(skip):
     def update(updates, state, params=None):
