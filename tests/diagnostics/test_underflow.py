@@ -12,7 +12,6 @@ import optax
 import pytest
 from helpers import INF, NAN, WRAPS, assert_same_bits, signature
 from hypothesis import given, strategies as st
-from jax.sharding import AxisType, PartitionSpec as P
 
 from optax_lossscale import LossScaleOptimizer
 from optax_lossscale.diagnostics import (
@@ -386,16 +385,3 @@ class TestTransformations:
         scan = jax.jit(lambda *rows: jax.lax.scan(step, self.both(self.x[0]), rows)[1])
         for mapped in (jax.vmap(self.both), scan):
             assert_same_bits(mapped(self.x, scales), expected)
-
-    @pytest.mark.parametrize("check_vma", [True, False])
-    def test_shard_map(self, check_vma):
-        mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
-
-        def local(x):
-            return jax.tree.map(lambda x: x[None], self.both(x[0]))
-
-        mapped = jax.shard_map(
-            local, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=check_vma
-        )
-        found = jax.block_until_ready(jax.jit(mapped)(self.x))
-        assert_same_bits(found, jax.vmap(self.both)(self.x))

@@ -56,6 +56,10 @@ def counted(scale, steps):
     return lambda now: {scale: now["scale"], steps: now["counter"]}
 
 
+def with_fields(save):
+    return lambda now: Fields(save(now))
+
+
 def variables(scale, steps):
     """Makes what a library of Keras has: variables."""
 
@@ -91,17 +95,14 @@ def fairseq(now):
 # By peer: the name in the guide, and how the library saves its state.
 SAVED = {
     "PyTorch": ("PyTorch", counted("scale", "_growth_tracker")),
-    "Flax, up to 0.12.12": (
-        "Flax",
-        lambda now: Fields(counted("scale", "fin_steps")(now)),
-    ),
-    "jmp": ("jmp", lambda now: Fields(counted("loss_scale", "counter")(now))),
+    "Flax, up to 0.12.12": ("Flax", with_fields(counted("scale", "fin_steps"))),
+    "jmp": ("jmp", with_fields(counted("loss_scale", "counter"))),
     "Keras 3": ("Keras 3", variables("dynamic_scale", "step_counter")),
     "tf_keras": ("tf_keras", variables("loss_scale", "dynamic_counter")),
     "apex, amp": ("apex, amp", counted("loss_scale", "unskipped")),
     "apex, fp16_utils": ("apex, FP16_Optimizer", iterations),
     "apex, contrib": ("apex, FP16_Optimizer", iterations),
-    "DeepSpeed, ZeRO": ("DeepSpeed, ZeRO", lambda now: Fields(iterations(now))),
+    "DeepSpeed, ZeRO": ("DeepSpeed, ZeRO", with_fields(iterations)),
     "Megatron": ("Megatron", megatron),
     "fairseq": ("fairseq", fairseq),
 }

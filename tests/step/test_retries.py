@@ -436,7 +436,5 @@ def test_a_subclass_that_changes_gradients_checks_them_again():
     params = jnp.float32(1.0)
     new, state, _ = optimizer.minimize(lambda x: x, params, optimizer.init(params))
     assert new == params
-    assert (int(state.skipped_steps), float(optimizer.current_loss_scale(state))) == (
-        1,
-        4,
-    )
+    assert state.skipped_steps == 1
+    assert optimizer.current_loss_scale(state) == 4

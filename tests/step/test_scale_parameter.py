@@ -362,10 +362,8 @@ def test_another_module_of_nnx():
 
     class Model(nnx.Module):
         def __init__(self, **scale):
-            self.weight, self.calls = (
-                nnx.Param(jnp.float32(3)),
-                nnx.Variable(jnp.int32(0)),
-            )
+            self.weight = nnx.Param(jnp.float32(3))
+            self.calls = nnx.Variable(jnp.int32(0))
             vars(self).update({name: nnx.Param(x) for name, x in scale.items()})
 
     def product(model, other):
