@@ -22,10 +22,8 @@ def test_step_selects_and_adds_no_collective(chips, axis):
     found = devices(TPU)
     if found is None:
         pytest.skip("install the extra `tpu`")
-    workload, mesh = (
-        mlp(layers=2, width=1024, batch=512),
-        make_mesh(axis, found[:chips]),
-    )
+    workload = mlp(layers=2, width=1024, batch=512)
+    mesh = make_mesh(axis, found[:chips])
     compiled = [compile_sharded(workload, name, mesh) for name in (PLAIN, MINIMIZE)]
     theirs, ours = map(describe, compiled)
     assert ours["conditionals"] == 0

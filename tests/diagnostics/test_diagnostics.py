@@ -99,16 +99,6 @@ class TestMetrics:
         assert metrics(state, "a/")["a/nonfinite_loss_steps"] == 1
         assert "nonfinite_loss_steps" not in metrics(run(GOOD))
 
-    @pytest.mark.parametrize("value", [1.0, NAN])
-    def test_the_scale_is_the_one_that_the_step_uses(self, value):
-        rule = DynamicLossScale(1024.0, max_scale=1024.0)
-        optimizer = LossScaleOptimizer(optax.sgd(0.5), rule, check_loss=True)
-        state = with_scale(optimizer.init(PARAMS), 2.0**20)
-        used = optimizer.current_loss_scale(state)
-        _, state = optimizer.update(GOOD, state, value=jnp.float32(value))
-        assert metrics(state)["loss_scale"] == used == 1024
-        assert report(state).loss_scale == 1024
-
     def test_nothing_is_transferred_unasked(self):
         state = run(BAD)
         with jax.transfer_guard("disallow"):
@@ -136,31 +126,6 @@ class TestMetrics:
 
         found = metrics(run(GOOD, loss_scale=Rule()))
         assert found.keys() == {"loss_scale", "log2_loss_scale", "drops"} | COUNTERS
-
-    def test_from_any_nested_state_with_a_prefix(self):
-        tx = optax.chain(optax.identity(), LossScaleOptimizer(optax.sgd(0.5), 8))
-        found = metrics(tx.init(PARAMS), prefix="train/")
-        assert found["train/loss_scale"] == 8
-        assert all(name.startswith("train/") for name in found)
-
-    def test_in_a_scan_of_an_ensemble(self):
-        optimizer = LossScaleOptimizer(optax.sgd(0.5))
-
-        def member(scale):
-            state = optimizer.init(PARAMS)
-            rule = state.loss_scale_state._replace(loss_scale=scale)
-
-            def step(state, grads):
-                state = optimizer.update(grads, state)[1]
-                return state, metrics(state)
-
-            grads = jax.tree.map(lambda *x: jnp.stack(x), GOOD, BAD, GOOD)
-            return jax.lax.scan(step, state._replace(loss_scale_state=rule), grads)[1]
-
-        found = jax.jit(jax.vmap(member))(jnp.float32([8, 4]))
-        assert found["loss_scale"].tolist() == [[8, 4, 4], [4, 2, 2]]
-        assert found["log2_loss_scale"].tolist() == [[3, 2, 2], [2, 1, 1]]
-        assert found["last_step_applied"].tolist() == [[True, False, True]] * 2
 
 
 class TestNonfiniteLeaves:

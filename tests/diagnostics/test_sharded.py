@@ -103,14 +103,17 @@ def test_an_eager_call_and_a_failing_report(spec):
 def test_in_shard_map():
     # One axis is manual there, and the other one explicit.
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
-    w = np.arange(64, dtype=np.float32).reshape(8, 8)
+    w = np.exp2(np.arange(-32, 32, dtype=np.float32)).reshape(8, 8)
+
+    def statistics(w):
+        counts = diagnostics.exponent_histogram(w).counts
+        return counts, diagnostics.underflow_stats(w, STATE)
 
     @jax.jit
     @jax.shard_map(in_specs=P("a"), out_specs=P("a"), axis_names={"a"}, mesh=mesh)
-    def histograms(w):
-        return diagnostics.exponent_histogram(w).counts[None]
+    def local(w):
+        return jax.tree.map(lambda x: x[None], statistics(w))
 
     with jax.set_mesh(mesh):
-        counts = histograms(jax.device_put(w, NamedSharding(mesh, P("a", "b"))))
-    wanted = jax.vmap(lambda w: diagnostics.exponent_histogram(w).counts)
-    assert_equal(counts, wanted(w.reshape(4, 2, 8)))
+        found = local(jax.device_put(w, NamedSharding(mesh, P("a", "b"))))
+    assert_equal(found, jax.vmap(statistics)(w.reshape(4, 2, 8)))

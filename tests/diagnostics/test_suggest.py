@@ -32,7 +32,7 @@ class TestSuggestLossScale:
     def test_any_float32(self, bits, dtype, margin):
         x = np.array([0, bits], np.int32).view(np.float32)
         expected = suggested_exponent(Fraction(float(x[1])), dtype, margin)
-        for grads in ({"a": -x, "b": x[:1], "c": None}, [x[1] * 1j]):
+        for grads in ({"a": x[:1], "b": -x, "c": None}, [x[1] * 1j]):
             assert suggest_loss_scale(grads, dtype, margin) == 2.0**expected
 
     @pytest.mark.parametrize("dtype", DTYPES)
@@ -60,16 +60,6 @@ class TestSuggestLossScale:
         x = jnp.asarray(np.array([0.25, -4, 0], jnp.dtype(name)))
         assert suggest_loss_scale([x, jnp.float32(1)]) == 2.0**11
         assert jax.vmap(suggest_loss_scale)(x).tolist() == [2**15, 2**11, 1]
-
-    def test_many_leaves_are_as_one(self):
-        rng = np.random.default_rng(0)
-        for largest in (-9, 0, 30):
-            x = np.ldexp(rng.normal(size=120), rng.integers(-40, largest, size=120))
-            leaves = np.split(x.astype(np.float32), 40)
-            top = Fraction(float(np.abs(x.astype(np.float32)).max()))
-            expected = 2.0 ** suggested_exponent(top, "float16", 2)
-            assert suggest_loss_scale(leaves) == expected
-            assert suggest_loss_scale([*leaves, np.float16(NAN)]) == 1
 
     @pytest.mark.skipif(not X64, reason="needs JAX_ENABLE_X64=1")
     def test_float64_by_its_own_bits(self):

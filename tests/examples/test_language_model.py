@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from helpers import assert_same_bits
 from language_model_run import ARGUMENTS, OVERFLOW, SEQUENCE, STEPS, main
-from runs import column, finish, free_port, last_state, read_rows, start
+from runs import column, finish, finish_all, free_port, last_state, read_rows, start
 
 from examples.common import settings
 from examples.common.logs import Table
@@ -85,7 +85,6 @@ class TestCommandLine:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--steps=many"], "--steps: must be a whole number, got 'many'"),
             (
                 ["--accumulate=4"],
                 "--batch-size: must be a multiple of accumulate x devices, 4 x 8, "
@@ -123,36 +122,17 @@ def test_killed_or_stopped_it_comes_to_the_same_end(whole, tmp_path):
     assert_same_bits(last_state(stopped), last_state(whole[0]))
 
 
-def run_two_processes(out, *arguments, send=(), codes=(0, 0)):
-    """Runs two processes of two devices, and returns what each printed.
-
-    Args:
-      out: The folder of the run.
-      *arguments: More arguments of the command line.
-      send: The signal that the second process gets, and while it saves which step.
-      codes: How the two end.
-    """
-    address = f"--coordinator=127.0.0.1:{free_port()}"
-    common = [address, "--processes=2", "--mesh=data=2,fsdp", "--out", out, *arguments]
-    processes = [
-        start(*(send if rank else ()), *common, f"--process={rank}", devices=2)
-        for rank in range(2)
-    ]
-    try:
-        return [finish(*pair) for pair in zip(processes, codes, strict=True)]
-    finally:
-        for process in processes:
-            process.kill()
-
-
 @pytest.mark.exhaustive
 def test_two_processes_train_alike_and_stop_after_the_same_step(whole, tmp_path):
-    first, _ = run_two_processes(
-        tmp_path,
-        "--steps=5000",
-        send=("SIGINT", 8),
-        codes=(128 + signal.SIGTERM, 128 + signal.SIGINT),
-    )
+    common = [f"--coordinator=127.0.0.1:{free_port()}", "--processes=2"]
+    common += ["--mesh=data=2,fsdp", "--steps=5000", "--out", tmp_path]
+    # The second one gets the signal while it saves step 8.
+    processes = [
+        start(*send, *common, f"--process={rank}", devices=2)
+        for rank, send in enumerate([(), ("SIGINT", 8)])
+    ]
+    codes = 128 + signal.SIGTERM, 128 + signal.SIGINT
+    first, _ = finish_all(processes, codes)
     (step,) = re.findall("stopped after step (\\d+); the same command goes on", first)
     assert OVERFLOW < 8 < int(step) < 5000
     assert column(tmp_path, "step") == list(range(1, int(step) + 1))
@@ -183,25 +163,14 @@ def assert_begins_alike(out, wanted):
 @pytest.mark.exhaustive
 def test_with_retries_an_overflow_costs_no_batch(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: jax.local_devices()[:1])
-    options = [*ARGUMENTS, "--steps=8", "--save-every=8", "--retries=24"]
-
-    def run(name, scale):
-        rule = DynamicLossScale(scale, growth_interval=3)
-        with mock.patch.dict(RULES, dynamic=rule):
-            cli.main([*options, "--out", str(tmp_path / name)])
-        return read_rows(tmp_path / name)
-
-    high = run("high", 2.0**30)
-    first, last = high[0], high[-1]
+    options = [*ARGUMENTS, "--steps=6", "--save-every=6", "--retries=24"]
+    with mock.patch.dict(RULES, dynamic=DynamicLossScale(2.0**30, growth_interval=3)):
+        cli.main([*options, "--out", str(tmp_path)])
+    first, *_, last = read_rows(tmp_path)
     assert last["skipped_steps"] == "0"
     assert int(last["retries"]) > int(first["retries"])
     words = f"skipped 0  repeated {last['retries']}  perplexity"
     assert words in capsys.readouterr().out
-    # A scale that is low enough from the first step on makes the same steps.
-    low = run("low", float(first["loss_scale"]))
-    for row in (*high, *low):
-        del row["retries"]
-    assert low == high
 
 
 def test_a_skipped_step_leaves_the_average_and_matrices_alone_decay():

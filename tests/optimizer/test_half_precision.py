@@ -113,19 +113,18 @@ def test_what_a_narrower_state_is_asked_for_is_kept():
     assert signature(after) == signature(state)
 
 
-# Their small constants, 1e-8 and less, are zero in float16: zero gradients make 0 / 0.
-# In the others they are larger, or not in a denominator.
-NAN_ALONE = ["adabelief", "adafactor", "adam", "adamax"]
-NAN_ALONE += ["adamw", "amsgrad", "nadam", "rmsprop"]
-FINITE_ALONE = ["adagrad", "lamb", "lion", "sgd"]
+# Of these 12, 8 have small constants that are zero in float16: they divide 0 by 0.
+NAMES = ["adabelief", "adafactor", "adagrad", "adam", "adamax", "adamw", "amsgrad"]
+NAMES += ["lamb", "lion", "nadam", "rmsprop", "sgd"]
 
 
-@pytest.mark.parametrize("name", NAN_ALONE + FINITE_ALONE)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_zero_gradient_in_float16(name):
     params, grads = jnp.ones(2, jnp.float16), jnp.asarray([0.0, 1.0], jnp.float16)
     inner = relaxed(getattr(optax, name)(1e-3))
     updates, _ = inner.update(grads, inner.init(params), params)
-    assert jnp.any(jnp.isnan(updates)) == (name in NAN_ALONE)
+    is_finite = name in ("adagrad", "lamb", "lion", "sgd")
+    assert jnp.all(jnp.isfinite(updates)) == is_finite
     optimizer = LossScaleOptimizer(inner)
     updates, _ = optimizer.update(grads, optimizer.init(params), params)
     assert jnp.all(jnp.isfinite(updates))

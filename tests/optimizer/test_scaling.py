@@ -138,8 +138,9 @@ class TestValueAndGrad:
         )
         assert value == np.float32(1 / 3)
 
-    def test_value_keeps_its_dtype(self):
+    def test_bfloat16_is_scaled_and_unscaled(self):
         value, grad = optimizer.value_and_grad(lambda x: x, state)(jnp.bfloat16(3))
+        assert (value, grad) == (3, 1)
         assert (value.dtype, grad.dtype) == (jnp.bfloat16, jnp.float32)
 
     def test_rescues_gradients_that_underflow(self):

@@ -12,7 +12,7 @@ import pytest
 from flax.training.dynamic_scale import DynamicScale
 from helpers import ROOT, signature
 from peers import PEERS
-from test_conformance import REFUSED_RUNS, RUNS, late_growth, liveliest
+from test_conformance import REFUSED_RUNS, RUNS, liveliest
 
 from optax_lossscale import DynamicLossScale, LossScaleOptimizer
 
@@ -56,6 +56,10 @@ def counted(scale, steps):
     return lambda now: {scale: now["scale"], steps: now["counter"]}
 
 
+def with_fields(save):
+    return lambda now: Fields(save(now))
+
+
 def variables(scale, steps):
     """Makes what a library of Keras has: variables."""
 
@@ -91,17 +95,14 @@ def fairseq(now):
 # By peer: the name in the guide, and how the library saves its state.
 SAVED = {
     "PyTorch": ("PyTorch", counted("scale", "_growth_tracker")),
-    "Flax, up to 0.12.12": (
-        "Flax",
-        lambda now: Fields(counted("scale", "fin_steps")(now)),
-    ),
-    "jmp": ("jmp", lambda now: Fields(counted("loss_scale", "counter")(now))),
+    "Flax, up to 0.12.12": ("Flax", with_fields(counted("scale", "fin_steps"))),
+    "jmp": ("jmp", with_fields(counted("loss_scale", "counter"))),
     "Keras 3": ("Keras 3", variables("dynamic_scale", "step_counter")),
     "tf_keras": ("tf_keras", variables("loss_scale", "dynamic_counter")),
     "apex, amp": ("apex, amp", counted("loss_scale", "unskipped")),
     "apex, fp16_utils": ("apex, FP16_Optimizer", iterations),
     "apex, contrib": ("apex, FP16_Optimizer", iterations),
-    "DeepSpeed, ZeRO": ("DeepSpeed, ZeRO", lambda now: Fields(iterations(now))),
+    "DeepSpeed, ZeRO": ("DeepSpeed, ZeRO", with_fields(iterations)),
     "Megatron": ("Megatron", megatron),
     "fairseq": ("fairseq", fairseq),
 }
@@ -202,8 +203,22 @@ def test_recorded_runs_are_resumed_in_the_middle(name):
     assert grown >= 15 <= fallen
 
 
+def late_growth(scale, window, finite, cur_iter=0, last_overflow_iter=-1):
+    """The rule of DeepSpeed's FP16_Optimizer, in which the first growth comes late."""
+    scales = []
+    for step, is_finite in enumerate(finite, cur_iter):
+        stable = step - last_overflow_iter - 1
+        if not is_finite:
+            scale, last_overflow_iter = max(scale / 2, 1.0), step
+        elif stable > 0 and stable % window == 0:
+            scale *= 2
+        scales.append(scale)
+    return scales, last_overflow_iter
+
+
 def test_late_growth_of_deepspeed(monkeypatch):
     """With `- 2`, as the guide has it."""
+    assert late_growth(256.0, 2, [1] * 5)[0] == [256, 256, 512, 512, 1024]
     late = LINES["DeepSpeed, ZeRO"].replace("_iter - 1", "_iter - 2")
     monkeypatch.setitem(LINES, "late", late)
     loss_scale = DynamicLossScale(64.0, growth_interval=4)
@@ -222,35 +237,34 @@ def test_late_growth_of_deepspeed(monkeypatch):
             assert ours == theirs
 
 
-def test_flax_and_jmp_themselves():
+def saved_by_flax():
+    return DynamicScale(scale=jnp.float32(8), fin_steps=jnp.int32(3))
+
+
+def saved_by_jmp():
     jmp = pytest.importorskip("jmp")
-    scale, steps = jnp.float32(8), jnp.int32(3)
-    for name, peer, saved in [
-        ("Flax", "Flax, up to 0.12.12", DynamicScale(scale=scale, fin_steps=steps)),
-        ("jmp", "jmp", jmp.DynamicLossScale(scale, steps)),
-    ]:
-        _, state = carry_over(name, saved, PEERS[peer].ours())
-        assert state.loss_scale_state[:2] == (8, 3)
+    return jmp.DynamicLossScale(jnp.float32(8), jnp.int32(3))
 
 
-def test_keras_itself(monkeypatch):
+def saved_by_keras():
+    keras = pytest.importorskip("keras")
+    sgd = keras.optimizers.SGD(0.5)
+    saved = keras.optimizers.LossScaleOptimizer(sgd, initial_scale=8.0)
+    saved.build([keras.Variable(np.ones(2, "float32"))])
+    saved.step_counter.assign(3)
+    return saved
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("Flax, up to 0.12.12", saved_by_flax),
+        ("jmp", saved_by_jmp),
+        ("Keras 3", saved_by_keras),
+    ],
+)
+def test_libraries_themselves(name, make, monkeypatch):
     if "KERAS_BACKEND" not in os.environ:
         monkeypatch.setenv("KERAS_BACKEND", "jax")
-    keras = pytest.importorskip("keras")
-    if keras.backend.backend() != "jax":
-        pytest.skip("another backend is chosen")
-    arguments = {"initial_scale": 64.0, "dynamic_growth_steps": 3}
-    sgd = keras.optimizers.SGD(0.5, momentum=0.5)
-    saved = keras.optimizers.LossScaleOptimizer(sgd, **arguments)
-    variable = keras.Variable(np.ones(2, "float32"))
-    with jax.numpy_dtype_promotion("standard"):
-        saved.build([variable])
-        values, now = [variable.value], [v.value for v in saved.variables]
-        for factor in (1, 1, 1, np.inf, 1, 1):
-            grads = [jnp.ones(2) * factor]
-            values, now = saved.stateless_apply(now, grads, values)
-        for variable, value in zip(saved.variables, now, strict=True):
-            variable.assign(value)
-    _, state = carry_over("Keras 3", saved, PEERS["Keras 3"].ours(**arguments))
-    found = state.loss_scale_state
-    assert (found.loss_scale, found.good_steps) == (64, 2)
+    _, state = carry_over(SAVED[name][0], make(), PEERS[name].ours())
+    assert state.loss_scale_state[:2] == (8, 3)

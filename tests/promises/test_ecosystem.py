@@ -1,7 +1,7 @@
 """At home in Optax: every position, every state.
 
-`support/optax_table.py` has more positions, and what is to be known of them. The
-recipes are at home in Flax and Equinox.
+`docs/test_optax_table.py` has more positions. The recipes are at home in Flax and
+Equinox.
 """
 
 import jax

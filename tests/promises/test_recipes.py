@@ -1,6 +1,7 @@
 """The pages under docs/recipes are scripts: each runs, and a skip changes nothing."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -20,7 +21,7 @@ from helpers import (
     plain_step,
     scaled_step,
 )
-from pages import run_page
+from pages import page_blocks, page_fragments, run_page
 
 from optax_lossscale import (
     LossScaleOptimizer,
@@ -148,13 +149,6 @@ def check_flax_nnx(page):
     logs = {name: [list(x.values()) for x in log] for name, log in logs.items()}
     np.testing.assert_allclose(logs["scaled"], logs["in_float32"], rtol=0.02)
     assert not np.any(logs["in_float16"], axis=0)[1]
-    trainer = page["scaled"]
-    before = arrays(nnx.to_pure_dict(nnx.state(trainer.model, nnx.Param)))
-    trainer.step(page["images"][:128].at[5, 20].set(INF), page["labels"][:128])
-    trainer.model.loss_scale[...] *= 2
-    after = arrays(nnx.to_pure_dict(nnx.state(trainer.model, nnx.Param)))
-    assert_same_bits(after, before)
-    assert trainer.optimizer.opt_state.skipped_steps[...] == 1
 
 
 def check_equinox(page):
@@ -190,6 +184,25 @@ def check_checkpoints(page):
     (state,) = check_training(page, page["losses"], step, state, read=read)
     # As the page says: it counts the batches.
     assert state["step"] == 62
+
+    # Run again, both trainings go on from their checkpoints: here on eight devices.
+    for saved in range(35, 57, 7):
+        shutil.rmtree(f"checkpoints/{saved}")
+    again, path = {"__name__": "again"}, "docs/recipes/checkpoints.md"
+    (many_devices,) = page_fragments(path)
+    for code, _ in page_blocks(path):
+        exec(code, again)
+        if code.startswith("like ="):
+            exec(many_devices, again)
+    assert again["last"] == 28
+    wanted = page["state"]
+    for state in (again["state"], again["restored"]):
+        scaling = state["opt_state"]._replace(inner_state=None)
+        assert_same_bits(scaling, wanted["opt_state"]._replace(inner_state=None))
+        for name, param in state["params"].items():
+            assert param.sharding.num_devices == 8
+            # Gradients are float16, and their sums are rounded in another order.
+            np.testing.assert_allclose(param, wanted["params"][name], atol=0.01)
 
     # A bfloat16 checkpoint: no number changes in float32.
     found = page["state"]["params"]
@@ -474,20 +487,15 @@ def test_parameters_in_the_boxes_of_flax(box):
     def loss_fn(params, x):
         return jnp.mean((model.apply(params, x) - 1).astype(jnp.float32) ** 2)
 
-    params, inner = model.init(jax.random.key(0), x), optax.adamw(0.1)
+    params = model.init(jax.random.key(0), x)
     assert isinstance(params["params"]["kernel"], nn.meta.AxisMetadata)
-    optimizer = LossScaleOptimizer(inner, initial_scale=2.0**8)
-    state, wanted, wanted_state = optimizer.init(params), params, inner.init(params)
-    step = jax.jit(scaled_step(loss_fn, optimizer))
-    for _ in range(2):
-        params, state, _ = step(params, state, x)
-        wanted, wanted_state, _ = plain_step(loss_fn, inner)(wanted, wanted_state, x)
-    assert jax.tree.structure(params) == jax.tree.structure(wanted)
-    for actual, desired in zip(arrays(params), arrays(wanted), strict=True):
-        np.testing.assert_allclose(actual, desired, rtol=1e-2)
-    kept, after, _ = step(params, state, x * INF)
-    assert not after.last_step_applied
-    assert_same_bits((kept, after.inner_state), (params, state.inner_state))
+    optimizer = LossScaleOptimizer(optax.adamw(0.1), initial_scale=2.0**8)
+    step, state = jax.jit(scaled_step(loss_fn, optimizer)), optimizer.init(params)
+    moved, state, _ = step(params, state, x)
+    assert jax.tree.structure(moved) == jax.tree.structure(params)
+    kept, after, _ = step(moved, state, x * INF)
+    assert (state.last_step_applied, after.last_step_applied) == (True, False)
+    assert_same_bits((kept, after.inner_state), (moved, state.inner_state))
     moments = nn.get_partition_spec(after.inner_state[0].mu)
     assert moments == nn.get_partition_spec(params)
 

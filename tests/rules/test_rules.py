@@ -9,9 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import (
-    OUT_OF_BOUNDS,
     assert_same_bits,
-    exhaustive_but,
     scan_updates,
     signature,
 )
@@ -129,8 +127,6 @@ def over_devices(rule, way):
     grads = jnp.full((8, 8), 0.001) + jnp.diag(GRADS)
     if way == "vmap":
         states = jax.vmap(update, axis_name="batch")(grads)
-    elif way == "pmap":
-        states = jax.pmap(update, axis_name="batch")(grads)
     else:
         mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
         # That it may be called replicated is checked: by check_vma.
@@ -143,9 +139,7 @@ def over_devices(rule, way):
 
 
 @pytest.mark.parametrize("rule", [*RULES.values(), LogMax(2.0**15)], ids=repr)
-@pytest.mark.parametrize(
-    "way", exhaustive_but(["vmap", "pmap", "shard_map"], ["vmap", "shard_map"])
-)
+@pytest.mark.parametrize("way", ["vmap", "shard_map"])
 def test_devices_decide_as_one_that_sees_all_gradients(rule, way):
     grads, (states, applied) = over_devices(rule, way)
     alone, expected = scan_updates(rule, grads.T)
@@ -240,6 +234,11 @@ def test_a_state_of_whatever_numbers_heals(rule):
 
     first = np.asarray(jax.vmap(rule)(states))
     assert np.all((low <= first) & (first <= high))
+    # A step starts from the scale that is read.
+    healed = states._replace(loss_scale=jnp.asarray(first))
+    for grad in (1.0, np.inf):
+        update = jax.vmap(functools.partial(rule.update, jnp.float32(grad)))
+        assert_same_bits(update(states), update(healed))
     # Of one length: one program.
     mixed = np.resize([0.7, np.inf, 0.7, 0.0, np.nan, 0.7, 0.0], 1000)
     for grads in (np.full(1000, np.nan), np.full(1000, 0.7), mixed):
@@ -253,24 +252,3 @@ def test_a_state_of_whatever_numbers_heals(rule):
         elif np.isfinite(grads).all():
             # The first state is not tampered with.
             assert np.all(scales[-1] == scales[-1, 0])
-
-
-@pytest.mark.parametrize("rule", QUICK_RULES.values(), ids=QUICK_RULES)
-def test_update_starts_from_the_scale_that_is_read(rule):
-    low = getattr(rule, "min_scale", 2.0**9)
-    high = getattr(rule, "max_scale", 2.0**9)
-
-    @jax.jit
-    def read_and_update(number, grad):
-        state = rule.init()._replace(loss_scale=number)
-        read = rule(state)
-        as_read = state._replace(loss_scale=read)
-        return read, rule.update(grad, state)[0], rule.update(grad, as_read)[0]
-
-    for restored in [*OUT_OF_BOUNDS, 0.25, 2.0**40]:
-        for grad in (1.0, np.inf):
-            args = jnp.float32(restored), jnp.float32(grad)
-            read, after, expected = read_and_update(*args)
-            assert read == np.fmin(np.fmax(np.float32(restored), low), high)
-            assert rule(rule.init()._replace(loss_scale=args[0])) == read
-            assert_same_bits(after, expected)

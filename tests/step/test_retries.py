@@ -191,17 +191,6 @@ def test_the_rule_sees_the_overflows_and_then_the_gradients(rule, retries, skipp
     assert (state.retries, state.skipped_steps) == (retries, skipped)
 
 
-@pytest.mark.parametrize("loss", [NAN, INF])
-def test_a_checked_loss_leaves_the_rule_as_it_was(loss):
-    identity, passes = counting()
-    optimizer = LossScaleOptimizer(optax.sgd(0.5), RULE, check_loss=True, retries=24)
-    loss_fn = functools.partial(told, identity=identity)
-    param, state, _ = optimizer.minimize(loss_fn, ONE, optimizer.init(ONE), ONE * loss)
-    assert take(passes) == (1, 1)
-    assert_same_bits((param, state.loss_scale_state), (ONE, RULE.init()))
-    assert (state.nonfinite_loss_steps, state.retries) == (1, 0)
-
-
 @every_wrap
 def test_members_repeat_as_often_as_each_must(wrap):
     optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9), RULE, retries=12)
@@ -230,30 +219,6 @@ def test_what_is_checked_is_what_is_applied(wrap):
     # The gradient is 8. Scaled, it is inf at 2**126 and at 2**125.
     assert (state.retries, state.skipped_steps) == (2, 0)
     np.testing.assert_array_equal(params, 0)
-
-
-def root(params, x):
-    """Has a gradient that is nan at every scale where `x` is zero."""
-    return jnp.sum(jnp.sqrt(params * x))
-
-
-@pytest.mark.parametrize("rule", [rule for rule, *_ in RULES])
-def test_a_step_that_no_retry_saves_is_as_without_retries(rule):
-    identity, passes = counting()
-    x = jnp.array([0.0, 1.0], jnp.float32)
-    after = {}
-    for retries in (0, 24):
-        optimizer = LossScaleOptimizer(optax.sgd(0.5), rule, retries=retries)
-        step = jax.jit(scaled_step(lambda w, x: root(identity(w), x), optimizer))
-        param, state, count = ONE, optimizer.init(ONE), 0
-        for _ in range(2):
-            param, state, _ = step(param, state, x)
-            count += take(passes)[1]
-        after[retries] = param, state._replace(retries=None)
-        if retries:
-            # Each pass beside the two first ones is counted.
-            assert state.retries == count - 2
-    assert_same_bits(after[0], after[24])
 
 
 def test_members_of_one_axis_repeat_together():
@@ -368,17 +333,14 @@ class TestDerivatives:
         assert wrap(jax.jacfwd(lambda x: step(x)[0]))(ONE * 2) == -0.25
 
     @every_wrap
-    def test_with_respect_to_hyperparameters(self, wrap):
-        for derivative in (jax.grad, jax.jacfwd):
-            slope = wrap(derivative(lambda rate: self.step(rate, ONE * 2)[0]))
-            assert slope(jnp.float32(0.25)) == -2
-
-    @every_wrap
     def test_reverse_mode_is_refused(self, wrap):
         with pytest.raises(TypeError, match=r"retries has no reverse-mode.*jax\.jvp"):
             wrap(jax.grad(lambda x: self.step(0.25, x)[0]))(ONE)
         # The loss itself does not depend on the backward pass.
         assert wrap(jax.grad(lambda x: self.step(0.25, x)[2]))(ONE) == 1
+        # Nor do the hyperparameters.
+        slope = wrap(jax.grad(lambda rate: self.step(rate, ONE * 2)[0]))
+        assert slope(jnp.float32(0.25)) == -2
 
 
 @every_wrap
@@ -474,7 +436,5 @@ def test_a_subclass_that_changes_gradients_checks_them_again():
     params = jnp.float32(1.0)
     new, state, _ = optimizer.minimize(lambda x: x, params, optimizer.init(params))
     assert new == params
-    assert (int(state.skipped_steps), float(optimizer.current_loss_scale(state))) == (
-        1,
-        4,
-    )
+    assert state.skipped_steps == 1
+    assert optimizer.current_loss_scale(state) == 4

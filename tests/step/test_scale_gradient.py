@@ -105,24 +105,6 @@ def test_acts_on_the_first_derivative_alone(transform):
             assert outer(inner(f))(TWO) == 4 * 12
 
 
-def test_a_gradient_inside_the_loss():
-    """The gradient is zero in float16 without a scale."""
-
-    def loss_fn(param, x, scale):
-        def energy(x):
-            x = scale_gradient(x, 1 / scale).astype(jnp.float16)
-            out = (param.astype(jnp.float16) * x**2).astype(jnp.float32)
-            return scale_gradient(out * 2.0**-32, scale)
-
-        value, force = jax.value_and_grad(energy)(x)
-        return 2.0**32 * value + (2.0**32 * force) ** 2
-
-    found = jax.jit(jax.grad(loss_fn, (0, 1)))(TWO, FOUR, jnp.float32(2.0**30))
-    # The loss is p x^2 + 4 p^2 x^2.
-    assert found == (4**2 + 8 * 2 * 4**2, 2 * 2 * 4 + 8 * 2**2 * 4)
-    assert jax.grad(loss_fn)(TWO, FOUR, jnp.float32(1)) == 4**2
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map(check_vma):
     mesh = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))

@@ -253,29 +253,18 @@ def test_a_scale_that_is_missing_or_of_another_kind(found, tree):
 def test_what_is_refused():
     optimizer, params = scaler(), with_leaf(WEIGHTS)
     state = optimizer.init(params)
-    for call, message in [
-        (lambda: optimizer.update(params, state), "^params must hold .* NoneType"),
-        (
-            lambda: optimizer.update(WEIGHTS, state, params),
-            "^grads must .* differentiate all",
-        ),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            call()
+    with pytest.raises(ValueError, match=r"^params must hold .* NoneType"):
+        optimizer.update(params, state)
+    with pytest.raises(ValueError, match=r"^grads must .* differentiate all"):
+        optimizer.update(WEIGHTS, state, params)
     plain = LossScaleOptimizer(optax.sgd(0.5))
-    for call, message in [
-        (
-            lambda: scale_as_parameter(optax.sgd(0.5)),
-            r"^optimizer must .*imizer\(inner",
-        ),
-        (lambda: scale_as_parameter(plain, 1), "^name must be a string"),
-        (
-            lambda: scale_as_parameter(plain._replace(update=None)),
-            "update of one's own",
-        ),
+    for arguments, message in [
+        ((optax.sgd(0.5),), r"^optimizer must .*imizer\(inner"),
+        ((plain, 1), "^name must be a string"),
+        ((plain._replace(update=None),), "update of one's own"),
     ]:
         with pytest.raises(TypeError, match=message):
-            call()
+            scale_as_parameter(*arguments)
 
 
 def test_errors_of_the_inner_optimizer_are_explained():
@@ -283,28 +272,8 @@ def test_errors_of_the_inner_optimizer_are_explained():
     plain, ours = LossScaleOptimizer(inner, RULE), scaler(inner)
     with pytest.warns(UserWarning, match=r"use scale_as_parameter\(optimizer\)"):
         other = plain.init(params)
-    masked = scaler(optax.masked(optax.sgd(0.5), {"a": True, "b": False}))
-    search = scaler(optax.lbfgs())
-    for error, note, call in [
-        (
-            ValueError,
-            "must be one that init of this",
-            lambda: ours.update(params, other, params),
-        ),
-        (
-            ValueError,
-            "masks need an entry for the",
-            lambda: masked.init(params),
-        ),
-        (
-            TypeError,
-            "search needs value, grad and value_fn",
-            lambda: search.update(params, search.init(params), params),
-        ),
-    ]:
-        with pytest.raises(error) as found:
-            call()
-        assert note in found.value.__notes__[0]
+    with pytest.raises(ValueError, match="masks need an entry for the scale"):
+        ours.update(params, other, params)
     with pytest.warns(UserWarning, match="and its init"), pytest.raises(TypeError):
         plain.update(params, ours.init(params), params)
 
@@ -331,20 +300,19 @@ def test_gradients_of_each_example(bad):
         optax.contrib.differentially_private_aggregate(1.0, 0.0, jax.random.key(0)),
         optax.sgd(0.5),
     )
-    private = relaxed(private)
     optimizer, params = scaler(private), with_leaf(WEIGHTS)
-    batch = jnp.stack([X, X.at[0, 0].set(INF) if bad else 2 * X])
+    batch = jnp.stack([X, X.at[0, 0].set(INF) if bad else 2 * X, X])
 
     def grads(loss_fn, params):
         return jax.vmap(jax.grad(loss_fn), (None, 0))(params, batch)
 
     found = grads(with_loss_scale(loss_fn), params)
-    assert found["loss_scale"].tolist() == [0, int(bad)]
+    assert found["loss_scale"].tolist() == [0, int(bad), 0]
     new, state = one_step(optimizer, found, params, optimizer.init(params))
     assert int(state.skipped_steps) == bad
     assert new["loss_scale"] == (32 if bad else 64)
     wanted = grads(loss_fn, WEIGHTS)
-    updates, _ = private.update(wanted, private.init(WEIGHTS), WEIGHTS)
+    updates, _ = relaxed(private).update(wanted, private.init(WEIGHTS), WEIGHTS)
     wanted = WEIGHTS if bad else optax.apply_updates(WEIGHTS, updates)
     assert_close(without_leaf(new), wanted)
 
@@ -394,10 +362,8 @@ def test_another_module_of_nnx():
 
     class Model(nnx.Module):
         def __init__(self, **scale):
-            self.weight, self.calls = (
-                nnx.Param(jnp.float32(3)),
-                nnx.Variable(jnp.int32(0)),
-            )
+            self.weight = nnx.Param(jnp.float32(3))
+            self.calls = nnx.Variable(jnp.int32(0))
             vars(self).update({name: nnx.Param(x) for name, x in scale.items()})
 
     def product(model, other):

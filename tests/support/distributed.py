@@ -1,11 +1,6 @@
-"""One training run, fifty steps with overflows, on many devices in every way.
-
-Imported by the tests, and run by them as a script, once for each process of a
-multi-process run.
-"""
+"""One training run, fifty steps with overflows, on many devices in every way."""
 
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -166,11 +161,7 @@ def shard_map(skip="auto", check_vma=True, leaf=None):
 def sharded_jit(skip="auto", kind=AxisType.Auto, leaf=None):
     optimizer = make_optimizer(skip=skip, check_loss=True)
     mesh = jax.make_mesh((8,), ("batch",), axis_types=(kind,))
-    by_batch = NamedSharding(mesh, P(None, "batch"))
-    batches = [
-        jax.make_array_from_callback(b.shape, by_batch, b.__getitem__)
-        for b in make_batches()
-    ]
+    batches = jax.device_put(make_batches(), NamedSharding(mesh, P(None, "batch")))
 
     @jax.jit
     def step(params, state, x, y):
@@ -186,11 +177,7 @@ def sharded_jit(skip="auto", kind=AxisType.Auto, leaf=None):
         return lax.scan(body, (params, state), batches)
 
     with jax.set_mesh(mesh):
-        replicated = NamedSharding(mesh, P())
-        params = jax.tree.map(
-            lambda x: jax.make_array_from_callback(x.shape, replicated, x.__getitem__),
-            init_params(leaf),
-        )
+        params = jax.device_put(init_params(leaf), NamedSharding(mesh, P()))
         state = jax.jit(functools.partial(init, optimizer))(params)
         (params, state), rows = all_steps(params, state, batches)
     params, state, rows = jax.device_get((params, state, rows))
@@ -222,32 +209,8 @@ def one_overflow(way, axis_name=None, bad=64.0):
         specs = {"in_specs": (P(), P(), P("i")), "out_specs": P()}
         step = jax.shard_map(step, mesh=mesh, **specs)
 
-    def put(x, *spec):
-        sharding = NamedSharding(mesh, P(*spec))
-        return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
-
-    param, x = np.float32(1), np.full(8, 0.125, np.float32)
-    x[3] = bad
-    start = jax.tree.map(lambda x: put(np.array(x)), (param, optimizer.init(param)))
-    results = jax.jit(step, donate_argnums=(0, 1))(*start, put(x, "i"))
+    param, x = jnp.float32(1), jnp.full(8, 0.125).at[3].set(bad)
+    start = jax.device_put((param, optimizer.init(param)), NamedSharding(mesh, P()))
+    x = jax.device_put(x, NamedSharding(mesh, P("i")))
+    results = jax.jit(step, donate_argnums=(0, 1))(*start, x)
     return jax.device_get(results)
-
-
-def main(path):
-    """Runs the sharded step in one of several processes, which each save what came."""
-    jax.distributed.initialize()
-    assert jax.device_count() == 8
-    record = {}
-    for leaf in ("", "loss_scale"):
-        params, _, rows = sharded_jit(leaf=leaf or None)
-        names = "scales", "applied", "skipped"
-        found = dict(zip(names, zip(*rows, strict=True), strict=True)) | params
-        record |= {f"{leaf}.{name}": np.array(x) for name, x in found.items()}
-    repeated = [one_overflow(*way) for way in (("sharded jit",), ("shard_map", "i"))]
-    record["retries"] = [(param, state.retries) for param, state, _ in repeated]
-    np.savez(f"{path}.{jax.process_index()}.npz", **record)
-    jax.distributed.shutdown()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

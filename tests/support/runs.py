@@ -55,11 +55,10 @@ def free_port():
         return free.getsockname()[1]
 
 
-def start(*arguments, devices=1):
-    """Starts the command line of the language model in a process of its own."""
-    script = str(SUPPORT / "language_model_run.py")
+def start(*arguments, devices=1, script=SUPPORT / "language_model_run.py"):
+    """Starts a script in a process of its own: that of the language model, or one."""
     return subprocess.Popen(
-        [sys.executable, *WARNINGS, script, *map(str, arguments)],
+        [sys.executable, *WARNINGS, str(script), *map(str, arguments)],
         env=environment(devices),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -75,3 +74,12 @@ def finish(process, code=0):
         process.kill()
     assert process.returncode == code, output
     return output
+
+
+def finish_all(processes, codes=(0, 0)):
+    """Waits for processes that belong together, and returns what each printed."""
+    try:
+        return [finish(*pair) for pair in zip(processes, codes, strict=True)]
+    finally:
+        for process in processes:
+            process.kill()
