@@ -122,7 +122,7 @@ def forward_algorithm(w, x):
     h = jnp.abs(x @ w) * 2.0**-6
     for _ in range(3):
         h = h * h[:, :1]  # underflows
-    return mean(jnp.log(h.sum(-1)))  # breaks
+    return mean(jnp.log(h.sum(-1))) + mean(h @ w)  # breaks
 
 
 def test_the_advice_for_two_lines():

@@ -47,6 +47,9 @@ def trouble_of(search: Search, run: Run, key: Key) -> tuple[str, str, str, str]:
     what = f"{begins(run, key)} here"
     noun = "gradients" if site.phase == "backward" else "results"
     line = f"{'compute' if is_half else 'keep'} {_line_to_change(run, key)} in float32"
+    is_cast = site.primitive in CASTS and not run.program.is_autocast
+    if is_cast and is_half and run.exceeds(key):
+        line += " without a cast back"
     line += ", without its precision=" if site.has_algorithm else ""
     passed = lines_to_pass(run, [key])
     fix = f"{line} ({passed})" if passed else line
