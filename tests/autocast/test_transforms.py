@@ -369,7 +369,8 @@ def test_products_of_one_term_with_a_sharding():
     with jax.set_mesh(mesh):
         x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("d")))
         b = jax.device_put(P["b"], NamedSharding(mesh, PartitionSpec("m")))
-        found, wanted = jax.jit(autocast(f))(P["w"], x, b), f(P["w"], x, b)
+        w = jax.device_put(P["w"], NamedSharding(mesh, PartitionSpec(None, "m")))
+        found, wanted = jax.jit(autocast(f))(w, x, b), f(w, x, b)
         assert jnp.allclose(found, wanted, rtol=0.01)
 
 
