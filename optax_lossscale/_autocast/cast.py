@@ -42,8 +42,9 @@ def autocast(
     Args:
       fun: A function of arrays in any pytrees, for example a loss function. Other
         leaves are static. Flax nnx modules may be arguments, and changes of their
-        variables come back. It may close over arrays, but not over a module that it changes. If
-        it is an `autocast` already, its `dtype` changes, and `float32` is added to it.
+        variables come back. It may close over arrays, but not over a module that it
+        changes. If it is an `autocast` already, its `dtype` changes, and `float32` is
+        added to it.
       dtype: The dtype to compute in: float16 or bfloat16.
       float32: Lines to keep in float32, with their derivatives: "file.py:123", where
         the path may be the end of a path, or what `diagnostics.float32_lines` returns.
