@@ -160,9 +160,10 @@ def trace_numerics(
     is not fine, the first finding names the line where the error begins.
 
     Of `autocast(f)` it compares with `f`: with its constants and its decisions. In a
-    program with casts written by hand, a comparison of numbers that are near each other
+    program with casts written by hand, a comparison of results that are near each other
     counts as the program decides it, as in ReLU and argmax, so that a sign that flips
-    near zero is no error; and constants count as the dtype rounds them.
+    near zero is no error. Labels, positions and data that are only cast are compared as
+    in float32. Constants count as the dtype rounds them.
 
     Call it on the host with the arguments of a step that went wrong. It compiles one
     program, which returns a few numbers for each operation, so it needs little memory;
