@@ -123,18 +123,27 @@ class Planner:
             if is_alone and found == [State.HALF]:
                 (variable,) = step.equation.outvars
                 if variable not in reads_half:
-                    plan.states[variable], found = State.WIDE, [State.WIDE]
+                    plan.states[variable] = State.WIDE
+                    # The adds of a residual stream before it stay as they are.
+                    found = found if step.name == "add" else [State.WIDE]
             is_wide = all(x in (State.WIDE, None) for x in found)
             if step.bodies or step.kind == Kind.PRODUCT or not is_wide:
                 reads_half.update(step.inputs)
 
-    def _measured(self, program):
-        """Returns positions: numbers less given ones, or rounded to integers."""
-        key = program, "measured"
+    def _measured(self, program, arguments=None):
+        """Returns positions: numbers less given ones, or rounded to integers.
+
+        Args:
+          program: The program.
+          arguments: Which of its arguments are given; all if None.
+        """
+        if arguments is None:
+            arguments = frozenset(program.jaxpr.invars)
+        key = program, "measured", arguments
         if key in self._wants:
             return self._wants[key]
         given = {None, *program.numbers, *program.jaxpr.constvars}
-        given.update(program.jaxpr.invars)
+        given.update(arguments)
         found: set[Any] = set()
         moves = [x for x in program.steps if x.kind in (Kind.MOVE, Kind.SPREAD)]
         for step in moves:
@@ -142,16 +151,21 @@ class Planner:
                 given.update(step.equation.outvars)
         for step in reversed(program.steps):
             if step.name == "sub":
-                first, second = step.inputs
-                found.update([first] * (second in given) + [second] * (first in given))
+                atoms = step.equation.invars[::-1]
+                for x, other, atom in zip(
+                    step.inputs, step.inputs[::-1], atoms, strict=True
+                ):
+                    if other in given and program.number(atom) != 0:
+                        found.add(x)
             elif step.name in policy.ROUNDINGS or (
                 step in moves and not found.isdisjoint(step.equation.outvars)
             ):
                 found.update(step.inputs)
             elif step.name in parts.CALLS:
                 ((body, reads),) = step.bodies
-                inner = self._measured(body)
-                pairs = zip(reads, body.jaxpr.invars, strict=True)
+                pairs = list(zip(reads, body.jaxpr.invars, strict=True))
+                passed = frozenset(x for i, x in pairs if step.inputs[i] in given)
+                inner = self._measured(body, passed)
                 found.update(step.inputs[i] for i, x in pairs if x in inner)
         return self._wants.setdefault(key, found - {None})
 

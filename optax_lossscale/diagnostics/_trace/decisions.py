@@ -52,7 +52,7 @@ def follows(
         return np.bool_(False)
     pairs = [(widen(x.real), widen(x.shadow)) for x in inputs if is_inexact(x.real)]
     if name in COMPARISONS:
-        return _near(*pairs, dtype=dtype)
+        return _near(*pairs, dtype=dtype, orders=name in ORDERINGS)
     follow = _sound(*pairs, dtype=dtype)
     if name == "sort" and is_inexact(inputs[0].real):
         follow &= _near_ranks(*pairs[0], axis=params["dimension"], dtype=dtype)
@@ -86,7 +86,8 @@ def _near_ranks(real, shadow, *, axis, dtype):
     second = jax.lax.sort(shadow, axis)
     sizes = RIVALS * jnp.maximum(jnp.abs(first), jnp.abs(second))
     near = NEAR * float(jnp.finfo(dtype).eps) * jnp.maximum(sizes, _largest(shadow))
-    is_near = (first == second) | (jnp.abs(first - second) <= near)
+    is_same = (first == second) | jnp.isnan(first) & jnp.isnan(second)
+    is_near = is_same | (jnp.abs(first - second) <= near)
     return jnp.all(is_near, axis, keepdims=True)
 
 
@@ -102,8 +103,8 @@ def _sound(*pairs, dtype):
     return ~functools.reduce(jnp.logical_or, (jnp.any(_lost(x, dtype)) for x in pairs))
 
 
-@functools.partial(jax.jit, static_argnames="dtype", inline=True)
-def _near(first, second, *, dtype):
+@functools.partial(jax.jit, static_argnames=("dtype", "orders"), inline=True)
+def _near(first, second, *, dtype, orders):
     """Whether two numbers differ by no more than roundoff, in float32, too."""
     pairs = list(zip(first, second, strict=True))
     shadows = pairs[1]
@@ -116,7 +117,8 @@ def _near(first, second, *, dtype):
     is_lost = _lost(first, dtype) | _lost(second, dtype)
     is_lost |= ~is_zero & _are_whole(*shadows)
     # Data that were cast, as no operation rounds: the cast decides, not roundoff.
-    is_lost |= _are_casts(first, dtype) & _are_casts(second, dtype)
+    if orders:
+        is_lost |= _are_casts(first, dtype) & _are_casts(second, dtype)
     return ~is_lost & (jnp.abs(shadows[0] - shadows[1]) <= near)
 
 
