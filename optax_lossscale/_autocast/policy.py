@@ -95,7 +95,7 @@ REPEATED = (
 LONG_LOOP = 128
 # Of so many units of roundoff, a number may be one that a loop is to come down to.
 TOLERANCE = 16
-# They read positions, in units that half precision need not resolve.
+# They read positions, whose units half precision may not resolve.
 ROUNDINGS = ("floor", "ceil", "round")
 ORDERINGS = ("lt", "le", "gt", "ge")
 # Larger arrays are parameters rather than masks, and looking at them takes time.

@@ -62,6 +62,7 @@ class Planner:
         self.functions: dict[Any, Callable[..., Any]] = {}
         self._plans: dict[Any, Plan] = {}
         self._wants: dict[Any, set[Any]] = {}
+        self._found: dict[Any, set[Any]] = {}
 
     def plan(self, program: Program, inputs: States, wanted: Sequence[bool]) -> Plan:
         """Returns the states of a program.
@@ -92,11 +93,12 @@ class Planner:
         ]
         given = zip((*jaxpr.constvars, *jaxpr.invars), (*arrays, *inputs), strict=True)
         plan.states.update(given)
-        wants, measured = self._wanted(program, wanted), self._measured(program)
+        wants, positions = self._wanted(program, wanted), self._positions(program)
         for step in program.steps:
             variables = step.equation.outvars
-            is_sum = step.name == "add"
-            is_wanted = [x in wants or (is_sum and x in measured) for x in variables]
+            is_wanted = [x in wants for x in variables]
+            if step.name == "add":
+                is_wanted = [is_wanted[0] or variables[0] in positions]
             states = [self._state(plan, x) for x in step.equation.invars]
             plan.operands[step] = states
             if step.bodies:
@@ -114,7 +116,10 @@ class Planner:
         return plan
 
     def _widen(self, plan):
-        """Holds numbers in float32 that nothing reads in half precision."""
+        """Holds numbers in float32 that nothing reads in half precision.
+
+        It goes backward from what reads, up to the first add.
+        """
         program = plan.program
         reads_half = set(program.outputs)
         for step in reversed(program.steps):
@@ -130,8 +135,8 @@ class Planner:
             if step.bodies or step.kind == Kind.PRODUCT or not is_wide:
                 reads_half.update(step.inputs)
 
-    def _measured(self, program, arguments=None):
-        """Returns positions: numbers less given ones, or rounded to integers.
+    def _positions(self, program, arguments=None):
+        """Returns numbers that are rounded, or less an argument or a constant.
 
         Args:
           program: The program.
@@ -139,9 +144,9 @@ class Planner:
         """
         if arguments is None:
             arguments = frozenset(program.jaxpr.invars)
-        key = program, "measured", arguments
-        if key in self._wants:
-            return self._wants[key]
+        key = program, arguments
+        if key in self._found:
+            return self._found[key]
         given = {None, *program.numbers, *program.jaxpr.constvars}
         given.update(arguments)
         found: set[Any] = set()
@@ -165,9 +170,9 @@ class Planner:
                 ((body, reads),) = step.bodies
                 pairs = list(zip(reads, body.jaxpr.invars, strict=True))
                 passed = frozenset(x for i, x in pairs if step.inputs[i] in given)
-                inner = self._measured(body, passed)
+                inner = self._positions(body, passed)
                 found.update(step.inputs[i] for i, x in pairs if x in inner)
-        return self._wants.setdefault(key, found - {None})
+        return self._found.setdefault(key, found - {None})
 
     def _result(self, plan, step, states, is_wanted):
         """Returns the state of the results of a step without programs in it."""
@@ -188,8 +193,10 @@ class Planner:
             start = plan.program.number(step.equation.invars[i])
             body, reads = step.bodies[-1]
             variable = body.jaxpr.invars[list(reads).index(i)]
-            is_sum = policy.may_add_up(step.equation, start)
-            if states[i] is not None and (is_sum or variable in self._measured(body)):
+            may_add_up = policy.may_add_up(step.equation, start)
+            if states[i] is not None and (
+                may_add_up or variable in self._positions(body)
+            ):
                 states[i] = State.WIDE
         if step.name in CAST_BEFORE:
             ((body, _),) = step.bodies

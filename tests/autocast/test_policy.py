@@ -317,7 +317,7 @@ def without_readers(patch):
 
 
 def without_positions(patch):
-    patch.setattr(Planner, "_measured", lambda *about: set())
+    patch.setattr(Planner, "_positions", lambda *about: set())
 
 
 def without_range(patch):

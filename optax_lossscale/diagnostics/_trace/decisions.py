@@ -116,7 +116,7 @@ def _near(first, second, *, dtype, orders):
     near = NEAR * float(jnp.finfo(dtype).eps) * sizes
     is_lost = _lost(first, dtype) | _lost(second, dtype)
     is_lost |= ~is_zero & _are_whole(*shadows)
-    # Data that were cast, as no operation rounds: the cast decides, not roundoff.
+    # Where each number is that of float32, rounded once, the cast decides.
     if orders:
         is_lost |= _are_casts(first, dtype) & _are_casts(second, dtype)
     return ~is_lost & (jnp.abs(shadows[0] - shadows[1]) <= near)

@@ -298,7 +298,7 @@ class Run:
         keys = (k for k in self.keys if phase in (None, self.site(k).phase))
         return list(filter(self.is_origin, keys))
 
-    def made(self) -> Iterator[Key]:
+    def nonfinite_origins(self) -> Iterator[Key]:
         """Yields where inf or nan begins, but for constants: `jnp.var` holds a nan."""
         origins = (k for k in self.origins() if self.site(k).inputs)
         return (k for k in origins if not self.range(k).is_finite)

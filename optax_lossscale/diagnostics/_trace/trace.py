@@ -224,7 +224,7 @@ def trace_numerics(
     program = Program(call(loss_fn), dtype, cast_by_hand(loss_fn, call))
     search = Search(program, closeness(program.dtype), scale)
     run, best = search.run, search.best
-    first = next(run.made(), None)
+    first = next(run.nonfinite_origins(), None)
     sites = ((k, run.site(k)) for k in run.keys)
     operations = [k for k, x in sites if x.primitive and not x.is_decision]
     loss, float32_loss = run.losses

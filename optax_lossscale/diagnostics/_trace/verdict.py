@@ -46,7 +46,7 @@ def _fine(search: Search, effect: Effect) -> NumericFinding:
         text += " The loss is small because its terms cancel."
     if best is not None:
         text += f" The largest loss scale is {power(best.scale)}."
-    swallowed = next(run.made(), None)
+    swallowed = next(run.nonfinite_origins(), None)
     if swallowed is not None:
         place = run.operation(swallowed).place
         text += f" The {kinds_of(run, swallowed)} at {place} changes nothing."
