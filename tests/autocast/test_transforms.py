@@ -350,6 +350,36 @@ def test_nested_loops_cost_nothing():
     assert counts[1] - counts[0] <= 2 * (count(nested(5)) - count(nested(1)))
 
 
+def normed(h):
+    mean = h.mean(-1, keepdims=True)
+    return (h - mean) * lax.rsqrt(jnp.var(h, -1, keepdims=True, mean=mean) + 1e-6)
+
+
+def unrolled_stream(p, x):
+    h = x @ p["w"]
+    for _ in range(4):
+        h = h + jax.nn.relu(normed(h) @ p["w"])
+    return jnp.mean(normed(h) ** 2)
+
+
+def scanned_stream(p, x):
+    block = lambda h, _: (h + jax.nn.relu(normed(h) @ p["w"]), None)  # noqa: E731
+    return jnp.mean(lax.scan(block, x @ p["w"], length=4)[0] ** 2)
+
+
+def positive(p, x):
+    return jnp.mean(jax.nn.softplus(x + x @ p["w"]) @ p["w"])
+
+
+@pytest.mark.parametrize(
+    ("f", "count"), [(unrolled_stream, 3), (scanned_stream, 1), (positive, 1)]
+)
+def test_streams_stay_in_half_precision(f, count):
+    equations = all_equations(jax.make_jaxpr(autocast(f))(P, X).jaxpr)
+    types = [x.outvars[0].aval.dtype for x in equations if x.primitive.name == "add"]
+    assert types.count(jnp.float16) == count
+
+
 def test_products_of_one_term():
     def f(p, x):
         h = jnp.sin(jnp.einsum("bi,i,j->bij", x, p["b"], p["b"]))  # learned frequencies
