@@ -350,9 +350,14 @@ def test_nested_loops_cost_nothing():
     assert counts[1] - counts[0] <= 2 * (count(nested(5)) - count(nested(1)))
 
 
+@jax.jit
+def scaled(h, mean):
+    size = jnp.square(h - mean).mean(-1, keepdims=True)
+    return (h - mean) * lax.rsqrt(size + 1e-6)
+
+
 def normed(h):
-    mean = h.mean(-1, keepdims=True)
-    return (h - mean) * lax.rsqrt(jnp.var(h, -1, keepdims=True, mean=mean) + 1e-6)
+    return scaled(h, h.mean(-1, keepdims=True))
 
 
 def unrolled_stream(p, x):
