@@ -148,7 +148,8 @@ class _Run:
         """Returns a program in a step as a function."""
         plan = self.plan.bodies[step][index]
         is_saved = self.is_saved and step.name != "while"
-        is_saved = None if step.name == "remat2" else is_saved
+        if step.name == "remat2":
+            is_saved = None
         outputs = plan.outputs if outputs is None else outputs
         return _function(self.planner, plan, outputs, is_saved=is_saved)
 

@@ -150,9 +150,9 @@ class Planner:
         given = {None, *program.numbers, *program.jaxpr.constvars}
         given.update(arguments)
         found: set[Any] = set()
-        moves = [x for x in program.steps if x.kind in (Kind.MOVE, Kind.SPREAD)]
-        for step in moves:
-            if given.issuperset(step.inputs):
+        moves = Kind.MOVE, Kind.SPREAD
+        for step in program.steps:
+            if step.kind in moves and given.issuperset(step.inputs):
                 given.update(step.equation.outvars)
         for step in reversed(program.steps):
             if step.name == "sub":
@@ -163,7 +163,7 @@ class Planner:
                     if other in given and program.number(atom) != 0:
                         found.add(x)
             elif step.name in policy.ROUNDINGS or (
-                step in moves and not found.isdisjoint(step.equation.outvars)
+                step.kind in moves and not found.isdisjoint(step.equation.outvars)
             ):
                 found.update(step.inputs)
             elif step.name in parts.CALLS:
