@@ -89,10 +89,12 @@ class Module(NamedTuple):
             types[instruction.name] = instruction.type
             if instruction.opcode in _NO_KERNEL:
                 continue
-            # Asynchronous operations read at their start and write when they are done.
-            if not instruction.opcode.endswith("-start"):
-                total += type_bytes(instruction.type)
-            if not instruction.opcode.endswith("-done"):
+            size = type_bytes(instruction.type)
+            if instruction.opcode.endswith("-done"):
+                # A copy or a slice that was started before: it reads what it writes.
+                total += 2 * size
+            elif not instruction.opcode.endswith("-start"):
+                total += size
                 total += sum(type_bytes(types[name]) for name in instruction.operands)
         return total
 

@@ -18,7 +18,7 @@ from benchmarks.measure import Running, compare
 from benchmarks.rules import train
 from benchmarks.systems import OPTIMIZERS, System, minimize
 from benchmarks.tasks import perceptron
-from benchmarks.workloads import Workload, mlp, transformer
+from benchmarks.workloads import Workload, convnet, mlp, transformer
 from optax_lossscale import DynamicLossScale
 
 RESULTS = report.RESULTS / "retries.json"
@@ -40,6 +40,8 @@ RUNNING = {
 model = functools.partial(transformer, 4, 256, 256, 32, 8192)
 COMPILED = {
     "MLP": functools.partial(mlp, layers=12, width=2048, batch=2048),
+    "convnet": convnet,
+    "transformer": model,
     "transformer, rematerialized": functools.partial(model, remat=True),
     "transformer, scanned": functools.partial(model, scan_layers=True),
 }

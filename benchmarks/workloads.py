@@ -116,6 +116,43 @@ def mlp(
     return Workload(name, optimizer, init, loss_fn, batches)
 
 
+def convnet(layers: int = 12, width: int = 256, side: int = 56) -> Workload:
+    """A residual convolutional network with batch norms, on 64 images."""
+
+    def init():
+        keys = jax.random.split(jax.random.key(0), layers)
+        inputs = [3] + [width] * (layers - 1)
+        return [
+            {
+                "kernel": jax.random.normal(key, (3, 3, n, width)) / (4.5 * n) ** 0.5,
+                "scale": jnp.ones(width),
+                "bias": jnp.zeros(width),
+            }
+            for key, n in zip(keys, inputs, strict=True)
+        ]
+
+    def loss_fn(params, x):
+        stream = None
+        for p in params:
+            kernel = p["kernel"].astype(jnp.float16)
+            layout = ("NHWC", "HWIO", "NHWC")
+            y = x if stream is None else stream
+            y = jax.lax.conv_general_dilated(
+                y, kernel, (1, 1), "SAME", None, None, layout
+            )
+            y = jax.nn.standardize(y.astype(jnp.float32), (0, 1, 2))
+            y = jax.nn.relu(y * p["scale"] + p["bias"]).astype(jnp.float16)
+            stream = y if stream is None else stream + y
+        return jnp.mean(jnp.square(stream), dtype=jnp.float32)
+
+    def batches():
+        shape = (4, 64, side, side, 3)
+        return [(x,) for x in jax.random.normal(jax.random.key(1), shape, jnp.float16)]
+
+    name = f"float16 convnet, {layers} layers of {width}, 64 images of {side} x {side}"
+    return Workload(name, "adam", init, loss_fn, batches)
+
+
 def transformer(
     layers: int = 2,
     width: int = 128,

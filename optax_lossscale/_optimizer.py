@@ -8,7 +8,15 @@ from typing import Any
 import jax
 import optax
 
-from optax_lossscale import _check as check, _gradients, _inner, _retries, _step, _tree
+from optax_lossscale import (
+    _check as check,
+    _gradients,
+    _inner,
+    _modules,
+    _retries,
+    _step,
+    _tree,
+)
 from optax_lossscale._commit import Skip, barrier_on_cpu
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
@@ -602,7 +610,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> print(params, state.retries, state.skipped_steps)
           1.0 11 0
         """
-        options, look = self._options, None
+        options, look, model = self._options, None, params
         _gradients.check_averaging(options.axis_name, transform)
         if options.retries:
             if self._is_overridden("value_and_grad"):
@@ -611,15 +619,18 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
                     f"{type(self).__name__} overrides. Pass a transform= like it."
                 )
             value, grads, state, look = _retries.value_and_grad(
-                options, loss_fn, has_aux, transform, state, params, *args, **kwargs
+                options, loss_fn, has_aux, transform, state, model, *args, **kwargs
             )
         else:
             value, grads = self.value_and_grad(
                 loss_fn, state, has_aux=has_aux, transform=transform
-            )(params, *args, **kwargs)
+            )(model, *args, **kwargs)
+        params = _modules.trained(model, grads)
 
         def value_fn(proposed):
-            out = loss_fn(_inner.as_parameters(proposed, params), *args, **kwargs)
+            proposed = _inner.as_parameters(proposed, params)
+            proposed = _modules.with_parameters(model, proposed, in_place=False)
+            out = loss_fn(proposed, *args, **kwargs)
             return out[0] if has_aux else out
 
         loss = value[0] if has_aux else value
@@ -633,9 +644,12 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             # It may change the gradients: the rule looks at them again.
             state, look = state._replace(loss_scale_state=look.before), None
         if look is None:
-            return *self.apply_gradients(grads, params, state, **extra), value
-        step = _step.take_step(options, grads, params, state, extra, look, adds=True)
-        return *step, value
+            params, state = self.apply_gradients(grads, params, state, **extra)
+        else:
+            params, state = _step.take_step(
+                options, grads, params, state, extra, look, adds=True
+            )
+        return _modules.with_parameters(model, params, in_place=True), state, value
 
 
 def _without_attributes(cls: type[LossScaleOptimizer]) -> LossScaleOptimizer:

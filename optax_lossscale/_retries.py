@@ -1,21 +1,27 @@
-"""An overflow repeats the backward pass at a lower scale, so that no batch is lost."""
+"""After an overflow the pass runs again at a lower scale, so that no batch is lost."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from optax_lossscale import _gradients, _state
 from optax_lossscale._commit import is_recording
-from optax_lossscale._passes import run_forward
+from optax_lossscale._modules import Modules
 from optax_lossscale._scaling import all_finite
 from optax_lossscale._step import Look, Options, look
-from optax_lossscale._tree import cast_like, is_inexact, select, settled
+from optax_lossscale._tree import (
+    cast_like,
+    is_key,
+    select,
+    settled,
+    split_arrays,
+    strongly_typed,
+)
 
 
 def value_and_grad(
@@ -30,6 +36,9 @@ def value_and_grad(
 ) -> tuple[Any, Any, _state.LossScaleOptimizerState, Look]:
     """Computes gradients at the scale of the state, or at the next that is low enough.
 
+    The first pass is the ordinary one. The loop after it ends at once, unless gradients
+    overflow: it repeats the whole pass.
+
     Args:
       options: The arguments of the optimizer.
       loss_fn: The loss function.
@@ -40,121 +49,142 @@ def value_and_grad(
       **kwargs: More of them.
 
     Returns:
-      The value, the unscaled gradients, the state with the number of retries, and the
-      look at the gradients. If no retry saved the step, it is the first look: the rule
-      then goes on as without retries.
+      The value of the first pass, the unscaled gradients, the state with the number of
+      retries, and the look at the gradients. If no retry saved the step, it is the
+      first look: the rule then goes on as without retries.
     """
-    if _gradients.library_of(transform) == "flax":
-        raise TypeError(
-            f"With retries, {transform!r} must not be the transform, as it changes the "
-            "model in place. See 'With Flax nnx' in the guide, on the page of retries."
-        )
     rule, axis_name = options.loss_scale, options.axis_name
     _state.check_state(state, rule, options.retries)
     scaled = _gradients.scaled_grad(rule, loss_fn, has_aux, transform)
     scale = _gradients.scale_of_step(rule, state)
-    passes = run_forward(lambda scale: scaled(scale, *args, **kwargs), scale)
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    if missing := passes.axes.difference(names):
-        raise ValueError(
-            f"With retries={options.retries}, axis_name must contain "
-            f"{missing.pop()!r}, got {axis_name!r}: its devices retry together."
-        )
-    loss = _gradients.loss_of(passes.value, has_aux)
-    loss_is_finite = all_finite(loss, axis_name=axis_name)
+    modules, joins, paths = Modules((args, kwargs)), [], []
 
-    def attempt(last):
-        retries, first, looked, _, _ = last
-        old = looked.after
-        scale = lax.stop_gradient(rule(old))
-        grads = passes.backward(scale)
-        seen = settled(passes.finish([_as_stored(x) for x in grads]))
-        seen = jax.tree.map(_as_carried, seen)
-        looked = look(rule, _gradients.unscale_by(seen, scale), old, axis_name)
+    def one_pass(scale):
+        (args, kwargs), changes = modules.join(modules.tree)
+        value, grads = scaled(scale, *args, **kwargs)
+        paths[:], variables = changes()
+        (value, join_value), (grads, join_grads) = map(
+            split_arrays, ((value, variables), grads)
+        )
+        joins[:] = join_value, join_grads
+        return value, grads
+
+    # The loss is traced once: the same program runs before the loop and in it.
+    program, (value, types) = jax.make_jaxpr(one_pass, return_shape=True)(scale)
+    jaxpr, n, (join_value, join_grads) = program.jaxpr, len(value), joins
+    _check_effects(jaxpr, options)
+    jaxpr = jaxpr.replace(outvars=jaxpr.outvars[:n] + _born(jaxpr, jaxpr.outvars[n:]))
+    constants = list(map(_as_array, program.consts))
+
+    def run(scale, constants):
+        results = jaxpr_as_fun(ClosedJaxpr(jaxpr, constants))(scale)
+        # What is checked is what is applied: XLA must see the same arrays in both.
+        grads = map(lax.optimization_barrier, strongly_typed(results[n:]))
+        return results[:n], list(grads)
+
+    def unscaled(grads, scale):
+        pairs = zip(grads, types, strict=True)
+        grads = [lax.convert_element_type(x, like.dtype) for x, like in pairs]
+        return _gradients.unscale_by(settled(join_grads(grads)), scale)
+
+    def judge(grads, old, scale, retries):
+        looked = look(rule, unscaled(grads, scale), old, axis_name)
         # In jax.shard_map it varies over the devices if the scale does.
         finite = looked.finite | lax.full_like(scale, False, bool)
         looked = looked._replace(finite=finite, after=cast_like(looked.after, old))
-        first = select(retries == 0, looked.after, first)
         again = ~finite & loss_is_finite & (rule(looked.after) < scale)
-        again &= retries < options.retries
-        return retries + again.astype(jnp.int32), first, looked, grads, again
+        return looked, again & (retries < options.retries)
 
-    # The first pass is inside the loop, too: one program, and the same bits.
+    def attempt(last):
+        retries, looked, _, _ = last
+        scale = lax.stop_gradient(rule(looked.after))
+        _, grads = run(scale, [_pin(x, scale) for x in constants])
+        retries += 1
+        looked, again = judge(grads, looked.after, scale, retries)
+        return retries, looked, grads, again
+
+    value, grads = run(scale, constants)
+    value, variables = join_value(value)
+    loss = _gradients.loss_of(value, has_aux)
+    loss_is_finite = all_finite(loss, axis_name=axis_name)
     like = _state.healed(rule, rule.init())
     old = cast_like(_state.healed(rule, state.loss_scale_state), like)
-    no = lax.full_like(scale, False, bool)
     none_yet = lax.full_like(scale, 0, jnp.int32)
-    # XLA would merge equal constants into one array, and copy it for the loop: fill
-    # each with another number.
-    shapes = jax.eval_shape(passes.backward, scale)
-    unused = [_filled(x, i) for i, x in enumerate(shapes)]
-    start = none_yet, old, Look(old, old, no), unused, ~no
-    retries, first, looked, grads, _ = _repeat(attempt, start)
+    first, again = judge(grads, old, scale, none_yet)
+    with jax.named_scope("retries"):  # The loop's name in a profile.
+        last = _repeat(attempt, (none_yet, first, grads, again))
+    retries, looked, grads, _ = last
 
-    scale = rule(looked.before)
-    grads = passes.finish([_forward_only.bind(x) for x in grads], logs=True)
-    grads = _gradients.unscale_by(settled(grads), scale)
+    modules.write(paths, variables)
+    grads = unscaled(grads, rule(looked.before))
     retries += jnp.asarray(state.retries, jnp.int32)
     retries = jnp.where(retries < 0, 2**31 - 1, retries)
     looks = looked.before, looked.after
-    before, after = select(looked.finite, looks, (old, first))
+    before, after = select(looked.finite, looks, (old, first.after))
     looked = Look(before, after, looked.finite)
-    return passes.value, grads, state._replace(retries=retries), looked
+    return value, grads, state._replace(retries=retries), looked
 
 
-def _filled(like: jax.ShapeDtypeStruct, value: int) -> jax.Array:
-    """As `lax.full_like`, which fails on shapes that vary over Manual axes alone."""
-    axes = tuple(_gradients.varying_axes(like))
-    if like.sharding is not None or not axes:
-        return lax.full_like(like, value)
-    zero = 0 * lax.axis_index(axes)
-    return jnp.full(like.shape, value, like.dtype) + zero.astype(like.dtype)
-
-
-def _as_stored(x: jax.Array) -> jax.Array:
-    """Returns `x`; keeps XLA from checking it before its last rounding.
-
-    On GPU, XLA removes casts to float16 and back, and an overflow there with them.
-    """
-    if not is_inexact(x) or x.dtype.itemsize != 2:
-        return x
-    kind = jnp.finfo(x.dtype)
-    return lax.reduce_precision(x, kind.nexp, kind.nmant)
-
-
-def _as_carried(x: jax.Array) -> jax.Array:
-    """Returns `x`; keeps XLA from checking it before its last multiplication.
-
-    XLA makes one product of `y * scale` and of the unscaling, `1 / scale`, and an
-    overflow of the product that the loop carries disappears.
-    """
-    return jnp.where(jnp.isfinite(x), x, x * jnp.inf) if is_inexact(x) else x
-
-
-def _repeat(attempt: Callable[[Any], Any], first: Any) -> Any:
-    """Calls `attempt` until the last part of its result is False."""
-    if is_recording():
-        return lax.while_loop(lambda last: last[-1], attempt, first)
-    # Operations run one by one: each step would compile a loop anew.
-    last = attempt(first)
-    if isinstance(last[-1], Tracer):  # As in jax.vmap.
-        return lax.while_loop(lambda last: last[-1], attempt, last)
-    while last[-1]:
+def _repeat(attempt: Callable[[Any], Any], last: Any) -> Any:
+    """Calls `attempt` as long as the last part of its result is True."""
+    if is_recording() or any(isinstance(x, Tracer) for x in jax.tree.leaves(last)):
+        # JAX shows the next line in its error of a reverse-mode derivative.
+        return lax.while_loop(_again, attempt, last)  # retries: only jax.jvp, no grad
+    while _again(last):  # Nothing is compiled: each step would compile a loop anew.
         last = attempt(last)
     return last
 
 
-def _refuse(*_: Any) -> None:
-    raise TypeError(
-        "A step with retries has no reverse-mode derivative. Use forward mode, "
-        "jax.jvp or jax.jacfwd, or an optimizer without retries."
-    )
+def _again(last: Any) -> jax.Array:
+    return last[-1]
 
 
-# The identity, with derivatives in forward mode only.
-_forward_only = Primitive("forward_only")
-_forward_only.def_impl(lambda x: x)
-_forward_only.def_abstract_eval(lambda x: x)
-batching.defvectorized(_forward_only)
-mlir.register_lowering(_forward_only, lambda _, x: [x])
-ad.deflinear2(_forward_only, _refuse)
+def _born(jaxpr: Jaxpr, grads: Sequence[Any]) -> list[Any]:
+    """Returns gradients before a last cast to a wider dtype: the loop carries less."""
+    casts = {
+        equation.outvars[0]: equation.invars[0]
+        for equation in jaxpr.eqns
+        if equation.primitive.name == "convert_element_type"
+    }
+
+    def born(x):
+        old = None if isinstance(x, Literal) else casts.get(x)
+        is_wider = old is not None and x.aval.dtype.itemsize > old.aval.dtype.itemsize
+        return born(old) if is_wider else x
+
+    return list(map(born, grads))
+
+
+def _check_effects(jaxpr: Jaxpr, options: Options) -> None:
+    """Raises if a pass does what it must not do twice, or not on one device alone."""
+    names, retries = options.axis_name, options.retries
+    names = names if isinstance(names, tuple) else (names,)
+    for effect in jaxpr.effects:
+        kind = type(effect).__name__
+        if kind == "NamedAxisEffect" and effect.name not in names:
+            raise ValueError(
+                f"With retries={retries}, axis_name must contain {effect.name!r}, got "
+                f"{options.axis_name!r}: its devices retry together."
+            )
+        if kind in ("WriteEffect", "AccumEffect"):
+            raise TypeError(
+                f"With retries={retries}, loss_fn must not write a jax.Ref of outside: "
+                "each pass would write it again. Return the value as auxiliary data, "
+                "make the jax.Ref inside, or use an optimizer without retries."
+            )
+
+
+def _as_array(x: Any) -> Any:
+    """Returns a constant of a program, which may be NumPy's outside of `jax.jit`."""
+    return x if isinstance(x, jax.Array | jax.Ref) else jnp.asarray(x)
+
+
+def _pin(x: Any, scale: jax.Array) -> Any:
+    """Returns `x`; keeps XLA from computing what follows from it before the loop."""
+    if isinstance(x, jax.Ref):
+        return x
+    # For jax_debug_key_reuse, a pass or a barrier uses a key up; a clone is a new one.
+    clone = jax.random.clone if is_key(x) else lambda x: x
+    pinned, _ = lax.optimization_barrier((clone(x), scale))
+    # In jax.shard_map it might vary over more devices then.
+    return clone(pinned) if jax.typeof(pinned) == jax.typeof(x) else x

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from optax_lossscale import _check as check
 from optax_lossscale._autocast.evaluate import run_plan
-from optax_lossscale._autocast.modules import Modules
 from optax_lossscale._autocast.policy import State
 from optax_lossscale._autocast.program import Step, read
 from optax_lossscale._autocast.states import Planner, is_float32
+from optax_lossscale._modules import Modules
 from optax_lossscale._tree import is_argument, is_inexact, split_arrays
 from optax_lossscale._warn import warn
 

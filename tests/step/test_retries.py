@@ -1,7 +1,9 @@
-"""An overflow repeats the backward pass at a lower scale; no batch is lost."""
+"""An overflow repeats the pass at a lower scale; no batch is lost."""
 
 import functools
 import pickle
+import re
+import traceback
 
 import equinox as eqx
 import jax
@@ -19,6 +21,7 @@ from helpers import (
     relaxed,
     scaled_step,
     signature,
+    to_numpy,
 )
 from jax import lax
 
@@ -67,7 +70,9 @@ def take(passes):
 
 
 def check_step(step, params, state, *args):
-    """Asserts that a step is the same from a scale that is low enough; returns it.
+    """Asserts that a step is as from a scale that is low enough; returns it.
+
+    The pass that runs again is compiled apart, and may round otherwise.
 
     Args:
       step: Returns the parameters, the state of `RULE`, and whatever it likes.
@@ -86,8 +91,24 @@ def check_step(step, params, state, *args):
     same, expected, *others = step(params, low, *args)
     assert expected.retries == state.retries
     expected = expected._replace(retries=after.retries)
-    assert_same_bits((new, after, rest), (same, expected, others))
+    assert_rounded((new, after, rest), (same, expected, others))
     return new, after
+
+
+def assert_rounded(actual, desired):
+    """Asserts that trees differ by at most two roundings of their largest numbers."""
+    assert jax.tree.structure(actual) == jax.tree.structure(desired)
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(desired), strict=True):
+        if not isinstance(x, jax.Array):
+            assert x == y
+            continue
+        x, y = map(to_numpy, (x, y))
+        assert x.dtype == y.dtype
+        if np.issubdtype(y.dtype, np.inexact):
+            epsilon = np.finfo(y.dtype).eps
+            np.testing.assert_allclose(x, y, rtol=0, atol=2 * epsilon * np.abs(y).max())
+        else:
+            np.testing.assert_array_equal(x, y)
 
 
 class TestModel:
@@ -128,7 +149,7 @@ class TestModel:
         step, start = wrap(step), self.optimizer.init(self.params)
         params, state = step(self.params, start, *args)[:2]
         assert state.retries >= 9
-        assert take(passes) == (1, 1 + state.retries)
+        assert take(passes) == (1 + state.retries, 1 + state.retries)
         assert len(traces) == 1
         check_step(step, self.params, start, *args)
         # And once more, with moments that are not zero.
@@ -184,7 +205,7 @@ def test_the_rule_sees_the_overflows_and_then_the_gradients(rule, retries, skipp
         scale_state, taken, count, grad = by_hand(rule, before.loss_scale_state, x, 5)
         assert_same_bits(state.loss_scale_state, scale_state)
         assert state.last_step_applied == taken
-        assert take(passes) == (1, 1 + count)
+        assert take(passes) == (1 + count, 1 + count)
         assert state.retries == before.retries + count
         expected = expected - grad / 1024 if taken else expected
         np.testing.assert_array_equal(param, expected)
@@ -334,8 +355,12 @@ class TestDerivatives:
 
     @every_wrap
     def test_reverse_mode_is_refused(self, wrap):
-        with pytest.raises(TypeError, match=r"retries has no reverse-mode.*jax\.jvp"):
+        with pytest.raises(ValueError, match=r"Reverse-mode.* lax\.while_loop") as info:
             wrap(jax.grad(lambda x: self.step(0.25, x)[0]))(ONE)
+        # JAX shows the line of the loop above its message.
+        assert re.search(
+            "retries.*jax.jvp", "".join(traceback.format_exception(info.value))
+        )
         # The loss itself does not depend on the backward pass.
         assert wrap(jax.grad(lambda x: self.step(0.25, x)[2]))(ONE) == 1
         # Nor do the hyperparameters.
@@ -344,13 +369,13 @@ class TestDerivatives:
 
 
 @every_wrap
-def test_gradients_are_logged_once(wrap):
+def test_a_callback_runs_in_each_pass(wrap):
     logged = []
 
     def transform(fun, **options):
         def value_and_grad(*args):
             value, grad = jax.value_and_grad(fun, **options)(*args)
-            jax.debug.callback(lambda *x: logged.append(x), jnp.abs(grad), args[0])
+            jax.debug.callback(lambda x: logged.append(float(x)), grad)
             return value, grad
 
         return value_and_grad
@@ -360,8 +385,22 @@ def test_gradients_are_logged_once(wrap):
     state = wrap(step)(ONE, optimizer.init(ONE), ONE)[1]
     jax.effects_barrier()
     assert state.retries == 9
-    # That of the pass that is applied, still scaled.
-    assert logged == [(2.0**15, 1.0)]
+    # The gradients are scaled still; those of the last pass are applied.
+    assert logged == [INF] * 9 + [2.0**15]
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+@every_wrap
+def test_each_pass_has_the_same_random_numbers(wrap, make_key):
+    def loss_fn(param, key):
+        return told(param, jax.random.uniform(key))
+
+    optimizer = LossScaleOptimizer(optax.sgd(1.0), RULE, retries=24)
+    step, key = wrap(scaled_step(loss_fn, optimizer)), make_key(0)
+    with jax.debug_key_reuse(True):
+        param, state, loss = step(ONE, optimizer.init(ONE), key)
+    assert state.retries > 0
+    np.testing.assert_allclose(1 - param, loss, rtol=1e-3)
 
 
 def test_dropout_in_a_checkpoint_reuses_no_key():
@@ -383,48 +422,83 @@ def test_dropout_in_a_checkpoint_reuses_no_key():
 
 
 class TestRefs:
-    """A `jax.Ref` works as always, unless its value depends on the loss scale: each
-    repetition would write it again."""
-
     optimizer = LossScaleOptimizer(optax.sgd(0.5), RULE, retries=24)
 
-    def step(self, param, state, *, summand=jnp.zeros_like):
-        ref = jax.new_ref(jnp.float32(1))
-        identity = jax.custom_vjp(lambda x: x)
-
-        def backward(_, x):
-            ref[...] += summand(x).astype(jnp.float32)
-            return (x,)
-
-        def forward(x):
-            ref[...] *= 3
-            return x, None
-
-        def transform(fun, **options):
-            def value_and_grad(param):
-                value, grad = jax.value_and_grad(fun, **options)(param)
-                return value, grad * ref[...]
-
-            return value_and_grad
-
-        identity.defvjp(forward, backward)
-        new, state, _ = self.optimizer.minimize(
-            lambda x: told(x, ONE, identity), param, state, transform=transform
-        )
-        return new, state.retries, ref[...]
+    def step(self, loss_fn, wrap):
+        step = wrap(scaled_step(loss_fn, self.optimizer))
+        return step(ONE, self.optimizer.init(ONE))
 
     @every_wrap
-    def test_that_does_not_depend_on_the_scale(self, wrap):
-        for summand, value in ((jnp.zeros_like, 3), (jnp.ones_like, 4)):
-            step = wrap(functools.partial(self.step, summand=summand))
-            found = step(ONE, self.optimizer.init(ONE))
-            assert found == (1 - value / 2, 9, value)
+    def test_inside_and_one_that_is_only_read(self, wrap):
+        outside = jax.new_ref(jnp.float32(2))
+
+        def loss_fn(param):
+            inside = jax.new_ref(jnp.float32(1))
+            inside[...] *= 3
+            return told(param, inside[...] * outside[...])
+
+        param, state, loss = self.step(loss_fn, wrap)
+        assert (param, loss, state.retries) == (-2, 6, 11)
 
     @every_wrap
-    def test_that_depends_on_the_scale(self, wrap):
-        step = wrap(functools.partial(self.step, summand=jnp.sign))
-        with pytest.raises(TypeError, match=r"jax\.Ref that this backward pass uses"):
-            step(ONE, self.optimizer.init(ONE))
+    def test_one_of_outside_is_not_written(self, wrap):
+        outside = jax.new_ref(jnp.float32(2))
+
+        def loss_fn(param):
+            outside[...] += 1
+            return told(param, outside[...])
+
+        with pytest.raises(TypeError, match=r"must not write a jax\.Ref of outside"):
+            self.step(loss_fn, wrap)
+        assert outside[...] == 2
+
+
+def test_a_step_without_an_overflow_has_the_bits_of_one_without_retries():
+    """Also where the transform hides both passes in one scan."""
+
+    def transform(fun, **options):
+        return jax.jit(jax.value_and_grad(fun, **options))
+
+    x = jax.random.normal(jax.random.key(1), (4, 4))
+    for change in (jax.value_and_grad, transform):
+        results = []
+        for retries in (0, 24):
+            inner = relaxed(optax.adam(0.1))
+            optimizer = LossScaleOptimizer(inner, 2.0**4, retries=retries)
+            step = functools.partial(
+                optimizer.minimize, rematerialized, transform=change
+            )
+            new, state, loss = jax.jit(step)(W, optimizer.init(W), x)
+            results.append((new, state._replace(retries=None), loss))
+        assert_same_bits(*results)
+
+
+@pytest.mark.optimized
+def test_overflows_at_random_lose_nothing():
+    """500 steps end where a scale ends that always fits."""
+
+    def loss_fn(param, x, spike):
+        # A gradient of 0 in all; its parts overflow at a scale above 2**16 / spike.
+        out = jnp.sum(half(x * param).astype(jnp.float32) ** 2) / 16
+        return out + told(param[0], spike) - told(param[0], spike)
+
+    def train(optimizer):
+        def step(carry, batch):
+            return optimizer.minimize(loss_fn, *carry, *batch)[:2], None
+
+        start = jnp.ones(4), optimizer.init(jnp.ones(4))
+        return lax.scan(step, start, (xs, spikes))[0]
+
+    keys = jax.random.split(jax.random.key(0))
+    xs = jax.random.normal(keys[0], (500, 4))
+    spikes = 2.0 ** jax.random.randint(keys[1], (500,), -8, 12).astype(float)
+    inner = optax.sgd(0.01, 0.9)
+    rule = DynamicLossScale(2.0**12, growth_interval=2)
+    param, state = jax.jit(train)(LossScaleOptimizer(inner, rule, retries=24))
+    assert state.skipped_steps == 0
+    assert state.retries > 50
+    expected, _ = jax.jit(train)(LossScaleOptimizer(inner, 2.0**4))
+    np.testing.assert_allclose(param, expected, rtol=1e-5)
 
 
 def test_a_subclass_that_changes_gradients_checks_them_again():

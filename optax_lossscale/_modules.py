@@ -1,0 +1,106 @@
+"""Flax nnx modules among arguments: their arrays, and what changes in place."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+
+def _nnx() -> Any:
+    """Returns `flax.nnx`, if somebody has imported it: else nothing is a module."""
+    return sys.modules.get("flax.nnx")
+
+
+def is_module(x: Any) -> bool:
+    """Whether `x` is a module, or another object of nnx that holds variables."""
+    nnx = _nnx()
+    return nnx is not None and isinstance(x, nnx.Pytree)
+
+
+def trained(tree: Any, grads: Any) -> Any:
+    """Returns the parameters of a tree: of a module, the variables with a gradient.
+
+    Args:
+      tree: A pytree, perhaps with modules in it.
+      grads: Gradients: a `State` in place of each module.
+    """
+
+    def of_module(module, grads):
+        if not is_module(module):
+            return module
+        nnx = _nnx()
+        variables = dict(nnx.to_flat_state(nnx.state(module)))
+        chosen = [(path, variables[path]) for path, _ in nnx.to_flat_state(grads)]
+        return nnx.from_flat_state(chosen)
+
+    return jax.tree.map(of_module, tree, grads, is_leaf=is_module)
+
+
+def with_parameters(tree: Any, params: Any, *, in_place: bool) -> Any:
+    """Gives the modules of a tree other parameters.
+
+    Args:
+      tree: A pytree, perhaps with modules in it.
+      params: As `trained` returns them.
+      in_place: Whether the modules change, or else copies of them.
+
+    Returns:
+      The modules, and `params` elsewhere.
+    """
+
+    def of_module(module, params):
+        if not is_module(module):
+            return params
+        module = module if in_place else _nnx().clone(module)
+        _nnx().update(module, params)
+        return module
+
+    return jax.tree.map(of_module, tree, params, is_leaf=is_module)
+
+
+class Modules:
+    """The modules among arguments.
+
+    Attributes:
+      tree: The arguments, with the arrays of the modules in place of the modules.
+    """
+
+    def __init__(self, args: Any):
+        """Takes modules apart; without Flax there are none."""
+        leaves, treedef = jax.tree.flatten(args, is_leaf=is_module)
+        found = {id(x): x for x in leaves if is_module(x)}
+        self._modules = list(found.values())
+        numbers = {name: i for i, name in enumerate(found)}
+        self._places = [numbers.get(id(x)) for x in leaves]
+        self._treedef, self._graph, state = treedef, None, None
+        if found:
+            self._graph, state = _nnx().split(self._modules)
+        self.tree = [x for x in leaves if not is_module(x)], state
+
+    def join(self, tree: Any) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
+        """Returns arguments, and what tells their changes, for arrays in `tree`."""
+        leaves, state = jax.tree.map(lambda x: x, tree)  # Variables of this trace.
+        given = {id(x): x for x in jax.tree.leaves(state)}  # Before merge takes them.
+        nodes = _nnx().merge(self._graph, state) if self._modules else []
+        rest = iter(leaves)
+        found = [next(rest) if i is None else nodes[i] for i in self._places]
+
+        def changes():
+            if not self._modules:
+                return [], []
+            pairs = _nnx().to_flat_state(_nnx().state(nodes))
+            changed = [
+                (path, variable)
+                for path, variable in pairs
+                if any(id(x) not in given for x in jax.tree.leaves(variable))
+            ]
+            return [x for x, _ in changed], [x for _, x in changed]
+
+        return self._treedef.unflatten(found), changes
+
+    def write(self, paths: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Writes changed variables into the modules."""
+        if paths:
+            pairs = list(zip(paths, variables, strict=True))
+            _nnx().update(self._modules, _nnx().from_flat_state(pairs))
