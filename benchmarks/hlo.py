@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 _WIDTHS = {"pred": 8, "c64": 64, "c128": 128}
-_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
+# A shape, and the memory of its array: `S(1)` in the layout is memory on the chip.
+_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](?:\{[^}]*?(S\(\d+\))?\})?")
 _CALLED = re.compile(
     r"\b(?:body|condition|to_apply|true_computation|false_computation|"
     r"branch_computations)=(\{[^}]*\}|%[\w.\-]+)"
@@ -20,19 +21,27 @@ _NO_KERNEL = {
 
 
 class Instruction(NamedTuple):
-    """An instruction, the names of its operands, and of the computations it calls."""
+    """An instruction, its operands and called computations by name, and its scope."""
 
     name: str
     type: str
     opcode: str
     operands: list[str]
     calls: list[str]
+    scope: str
 
 
-def type_bytes(text: str) -> int:
-    """Returns the size of a type or tuple in bytes: 24 for `f32[2,3]`."""
+def type_bytes(text: str, *, on_chip: bool = True) -> int:
+    """Returns the size of a type or tuple in bytes: 24 for `f32[2,3]`.
+
+    Args:
+      text: The type, with its layout.
+      on_chip: Whether arrays in memory on the chip count.
+    """
     total = 0
-    for dtype, dims in _SHAPE.findall(text):
+    for dtype, dims, memory in _SHAPE.findall(text):
+        if memory and not on_chip:
+            continue
         digits = re.search(r"\d+", dtype)
         bits = _WIDTHS.get(dtype) or int(digits.group() if digits else 0)
         total += bits * math.prod(map(int, re.findall(r"\d+", dims)))
@@ -42,7 +51,8 @@ def type_bytes(text: str) -> int:
 def _instruction(name: str, kind: str, opcode: str, rest: str) -> Instruction:
     calls = re.findall(r"%([\w.\-]+)", " ".join(_CALLED.findall(rest)))
     operands = re.findall(r"%([\w.\-]+)", rest.split("), ")[0])
-    return Instruction(name, kind, opcode, operands, calls)
+    scope = re.search(r'op_name="([^"]*)"', rest)
+    return Instruction(name, kind, opcode, operands, calls, scope[1] if scope else "")
 
 
 class Module(NamedTuple):
@@ -82,20 +92,37 @@ class Module(NamedTuple):
         """Returns the bytes of all results of an opcode."""
         return sum(type_bytes(i.type) for i in self.running() if i.opcode == opcode)
 
+    def without_loop(self, scope: str) -> "Module":
+        """Returns the program without the loops of a named scope."""
+        computations = {
+            name: [
+                x
+                for x in part
+                if x.opcode != "while" or scope not in x.scope.split("/")
+            ]
+            for name, part in self.computations.items()
+        }
+        return self._replace(computations=computations)
+
     def bytes_moved(self) -> int:
-        """Returns the bytes of the operands and results of all kernels."""
-        total, types = 0, {}
+        """Returns what all kernels read and write of the memory beside the chip."""
+        total, types, sources = 0, {}, {}
         for instruction in self.running():
             types[instruction.name] = instruction.type
             if instruction.opcode in _NO_KERNEL:
                 continue
-            size = type_bytes(instruction.type)
+            read = [types[name] for name in instruction.operands]
+            if instruction.opcode.endswith("-start"):
+                sources[instruction.name] = read[0] if read else ""
+                continue
+            written = type_bytes(instruction.type, on_chip=False)
             if instruction.opcode.endswith("-done"):
-                # A copy or a slice that was started before: it reads what it writes.
-                total += 2 * size
-            elif not instruction.opcode.endswith("-start"):
-                total += size
-                total += sum(type_bytes(types[name]) for name in instruction.operands)
+                # A copy or a slice that was started before reads what it writes.
+                source = sources[instruction.operands[0]]
+                size = type_bytes(instruction.type)
+                total += written + size * bool(type_bytes(source, on_chip=False))
+            else:
+                total += written + sum(type_bytes(x, on_chip=False) for x in read)
         return total
 
 

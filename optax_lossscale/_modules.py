@@ -69,12 +69,10 @@ class Modules:
     def __init__(self, args: Any):
         """Takes modules apart; without Flax there are none."""
         leaves, treedef = jax.tree.flatten(args, is_leaf=is_module)
-        found = {id(x): x for x in leaves if is_module(x)}
-        self._modules = list(found.values())
-        numbers = {name: i for i, name in enumerate(found)}
-        self._places = [numbers.get(id(x)) for x in leaves]
+        self._modules = [x for x in leaves if is_module(x)]
+        self._are_modules = list(map(is_module, leaves))
         self._treedef, self._graph, state = treedef, None, None
-        if found:
+        if self._modules:
             self._graph, state = _nnx().split(self._modules)
         self.tree = [x for x in leaves if not is_module(x)], state
 
@@ -83,8 +81,8 @@ class Modules:
         leaves, state = jax.tree.map(lambda x: x, tree)  # Variables of this trace.
         given = {id(x): x for x in jax.tree.leaves(state)}  # Before merge takes them.
         nodes = _nnx().merge(self._graph, state) if self._modules else []
-        rest = iter(leaves)
-        found = [next(rest) if i is None else nodes[i] for i in self._places]
+        rests = iter(leaves), iter(nodes)
+        found = [next(rests[is_module]) for is_module in self._are_modules]
 
         def changes():
             if not self._modules:

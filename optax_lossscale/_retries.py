@@ -7,21 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
 
-from optax_lossscale import _gradients, _state
+from optax_lossscale import _gradients, _state, _tree
 from optax_lossscale._commit import is_recording
 from optax_lossscale._modules import Modules
 from optax_lossscale._scaling import all_finite
 from optax_lossscale._step import Look, Options, look
-from optax_lossscale._tree import (
-    cast_like,
-    is_key,
-    select,
-    settled,
-    split_arrays,
-    strongly_typed,
-)
 
 
 def value_and_grad(
@@ -64,7 +56,7 @@ def value_and_grad(
         value, grads = scaled(scale, *args, **kwargs)
         paths[:], variables = changes()
         (value, join_value), (grads, join_grads) = map(
-            split_arrays, ((value, variables), grads)
+            _tree.split_arrays, ((value, variables), grads)
         )
         joins[:] = join_value, join_grads
         return value, grads
@@ -74,85 +66,85 @@ def value_and_grad(
     jaxpr, n, (join_value, join_grads) = program.jaxpr, len(value), joins
     _check_effects(jaxpr, options)
     jaxpr = jaxpr.replace(outvars=jaxpr.outvars[:n] + _born(jaxpr, jaxpr.outvars[n:]))
-    constants = list(map(_as_array, program.consts))
 
     def run(scale, constants):
         results = jaxpr_as_fun(ClosedJaxpr(jaxpr, constants))(scale)
         # What is checked is what is applied: XLA must see the same arrays in both.
-        grads = map(lax.optimization_barrier, strongly_typed(results[n:]))
+        grads = map(lax.optimization_barrier, _tree.strongly_typed(results[n:]))
         return results[:n], list(grads)
 
     def unscaled(grads, scale):
         pairs = zip(grads, types, strict=True)
         grads = [lax.convert_element_type(x, like.dtype) for x, like in pairs]
-        return _gradients.unscale_by(settled(join_grads(grads)), scale)
+        return _gradients.unscale_by(_tree.settled(join_grads(grads)), scale)
 
     def judge(grads, old, scale, retries):
         looked = look(rule, unscaled(grads, scale), old, axis_name)
         # In jax.shard_map it varies over the devices if the scale does.
         finite = looked.finite | lax.full_like(scale, False, bool)
-        looked = looked._replace(finite=finite, after=cast_like(looked.after, old))
+        looked = looked._replace(
+            finite=finite, after=_tree.cast_like(looked.after, old)
+        )
         again = ~finite & loss_is_finite & (rule(looked.after) < scale)
         return looked, again & (retries < options.retries)
 
     def attempt(last):
         retries, looked, _, _ = last
         scale = lax.stop_gradient(rule(looked.after))
-        _, grads = run(scale, [_pin(x, scale) for x in constants])
+        _, grads = run(scale, [_pin(x, scale) for x in program.consts])
         retries += 1
         looked, again = judge(grads, looked.after, scale, retries)
         return retries, looked, grads, again
 
-    value, grads = run(scale, constants)
+    value, grads = run(scale, program.consts)
     value, variables = join_value(value)
     loss = _gradients.loss_of(value, has_aux)
     loss_is_finite = all_finite(loss, axis_name=axis_name)
     like = _state.healed(rule, rule.init())
-    old = cast_like(_state.healed(rule, state.loss_scale_state), like)
+    old = _tree.cast_like(_state.healed(rule, state.loss_scale_state), like)
     none_yet = lax.full_like(scale, 0, jnp.int32)
     first, again = judge(grads, old, scale, none_yet)
     with jax.named_scope("retries"):  # The loop's name in a profile.
-        last = _repeat(attempt, (none_yet, first, grads, again))
-    retries, looked, grads, _ = last
-
+        last = none_yet, first, grads, again
+        retries, looked, grads, _ = _repeat(attempt, last)
     modules.write(paths, variables)
     grads = unscaled(grads, rule(looked.before))
     retries += jnp.asarray(state.retries, jnp.int32)
     retries = jnp.where(retries < 0, 2**31 - 1, retries)
-    looks = looked.before, looked.after
-    before, after = select(looked.finite, looks, (old, first.after))
-    looked = Look(before, after, looked.finite)
+    rule_states = _tree.select(looked.finite, looked[:2], (old, first.after))
+    looked = Look(*rule_states, looked.finite)
     return value, grads, state._replace(retries=retries), looked
 
 
 def _repeat(attempt: Callable[[Any], Any], last: Any) -> Any:
     """Calls `attempt` as long as the last part of its result is True."""
+
+    def again(last):
+        return last[-1]
+
+    def body(last):
+        # Always taken. On TPU, XLA copies what a loop reads to the chip before it runs,
+        # even if it ends at once; of what a branch reads it copies nothing before.
+        return lax.cond(again(last), attempt, lambda last: last, last)
+
     if is_recording() or any(isinstance(x, Tracer) for x in jax.tree.leaves(last)):
         # JAX shows the next line in its error of a reverse-mode derivative.
-        return lax.while_loop(_again, attempt, last)  # retries: only jax.jvp, no grad
-    while _again(last):  # Nothing is compiled: each step would compile a loop anew.
+        return lax.while_loop(again, body, last)  # retries: only jax.jvp, no grad
+    while again(last):  # Nothing is compiled: each step would compile a loop anew.
         last = attempt(last)
     return last
 
 
-def _again(last: Any) -> jax.Array:
-    return last[-1]
-
-
 def _born(jaxpr: Jaxpr, grads: Sequence[Any]) -> list[Any]:
     """Returns gradients before a last cast to a wider dtype: the loop carries less."""
-    casts = {
-        equation.outvars[0]: equation.invars[0]
-        for equation in jaxpr.eqns
-        if equation.primitive.name == "convert_element_type"
-    }
-
-    def born(x):
-        old = None if isinstance(x, Literal) else casts.get(x)
-        is_wider = old is not None and x.aval.dtype.itemsize > old.aval.dtype.itemsize
-        return born(old) if is_wider else x
-
-    return list(map(born, grads))
+    born: dict[Any, Any] = {}
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "convert_element_type":
+            (old,), (new,) = equation.invars, equation.outvars
+            is_wider = new.aval.dtype.itemsize > old.aval.dtype.itemsize
+            if is_wider and isinstance(old, Var):
+                born[new] = born.get(old, old)
+    return [born.get(x, x) if isinstance(x, Var) else x for x in grads]
 
 
 def _check_effects(jaxpr: Jaxpr, options: Options) -> None:
@@ -174,17 +166,12 @@ def _check_effects(jaxpr: Jaxpr, options: Options) -> None:
             )
 
 
-def _as_array(x: Any) -> Any:
-    """Returns a constant of a program, which may be NumPy's outside of `jax.jit`."""
-    return x if isinstance(x, jax.Array | jax.Ref) else jnp.asarray(x)
-
-
 def _pin(x: Any, scale: jax.Array) -> Any:
     """Returns `x`; keeps XLA from computing what follows from it before the loop."""
     if isinstance(x, jax.Ref):
         return x
     # For jax_debug_key_reuse, a pass or a barrier uses a key up; a clone is a new one.
-    clone = jax.random.clone if is_key(x) else lambda x: x
+    clone = jax.random.clone if _tree.is_key(x) else lambda x: x
     pinned, _ = lax.optimization_barrier((clone(x), scale))
     # In jax.shard_map it might vary over more devices then.
     return clone(pinned) if jax.typeof(pinned) == jax.typeof(x) else x
