@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._autocast.policy import ORDERINGS
+from optax_lossscale._jaxprs.primitives import Trait, names_of
 from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._trace.equations import is_inexact, widen
 from optax_lossscale.diagnostics._trace.values import Value
 
+ORDERINGS = names_of(Trait.ORDER)
 COMPARISONS = ("eq", "ne", *ORDERINGS)
 # They return the places of numbers along an axis, as their last results.
 PLACES = ("argmax", "argmin", "top_k")

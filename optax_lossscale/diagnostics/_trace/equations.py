@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._autocast.policy import KINDS, Kind
 from optax_lossscale._jaxprs.lines import AUTOCAST
 from optax_lossscale._jaxprs.parts import bind, is_jaxpr, opened
+from optax_lossscale._jaxprs.primitives import Kind, names_of
 
 # They return the magnitudes that they get, perhaps in another order.
 MOVES = (
@@ -19,7 +19,7 @@ MOVES = (
     "stop_gradient", "optimization_barrier", "pvary", "sharding_constraint",
     "reshard",
 )  # fmt: skip
-PRODUCTS = KINDS[Kind.PRODUCT]
+PRODUCTS = names_of(Kind.PRODUCT)
 # Compilers rewrite these together with the next operation, which rounds differently:
 # x * y + z, x / y / z, 1 / sqrt(x), exp(x) * exp(y) and the like.
 REWRITTEN = (

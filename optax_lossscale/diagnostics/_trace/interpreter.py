@@ -11,7 +11,8 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer, eval_jaxpr
 
-from optax_lossscale._jaxprs import parts
+from optax_lossscale._jaxprs import parts, primitives
+from optax_lossscale._jaxprs.primitives import Kind
 from optax_lossscale.diagnostics._trace import control_flow, decisions, equations
 from optax_lossscale.diagnostics._trace.values import Key, Place, Site, Value
 
@@ -141,7 +142,7 @@ class Interpreter:
 
     def _follow(self, equation, inputs, place):
         name = equation.primitive.name
-        if name in parts.CALLS:
+        if primitives.kind_of(name) == Kind.CALL:
             if name == "remat2":
                 # Otherwise the compiler would find that the forward pass has this.
                 inputs = lax.optimization_barrier(inputs)

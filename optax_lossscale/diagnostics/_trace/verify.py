@@ -10,10 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale._autocast import policy
 from optax_lossscale._autocast.cast import autocast
-from optax_lossscale._autocast.policy import Kind
-from optax_lossscale._jaxprs import parts
+from optax_lossscale._jaxprs import parts, primitives
+from optax_lossscale._jaxprs.primitives import Kind
 from optax_lossscale.diagnostics._trace import equations, program, statistics
 from optax_lossscale.diagnostics._trace.interpreter import Interpreter
 from optax_lossscale.diagnostics._trace.operations import Run
@@ -22,7 +21,7 @@ from optax_lossscale.diagnostics._trace.values import Key, Place, Value
 # Seconds between two lines that say how far the search is.
 PATIENCE = 5
 # They return numbers that they get, so they round nothing.
-EXACT = *policy.KINDS[Kind.MOVE], *policy.KINDS[Kind.SPREAD], "top_k"
+EXACT = primitives.names_of(Kind.MOVE) | primitives.names_of(Kind.SPREAD)
 Line = tuple[str, int]  # The file and the number; "" and 0 if they are not known.
 
 
