@@ -75,9 +75,10 @@ class Modules:
         if self._modules:
             self._graph, state = _nnx().split(self._modules)
         self.tree = [x for x in leaves if not is_module(x)], state
+        self._changed: list[Any] = []  # The paths of variables that a join changed.
 
-    def join(self, tree: Any) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
-        """Returns arguments, and what tells their changes, for arrays in `tree`."""
+    def join(self, tree: Any) -> tuple[Any, Callable[[], list[Any]]]:
+        """Returns arguments for arrays in `tree`, and a function of their changes."""
         leaves, state = jax.tree.map(lambda x: x, tree)  # Variables of this trace.
         given = {id(x): x for x in jax.tree.leaves(state)}  # Before merge takes them.
         nodes = _nnx().merge(self._graph, state) if self._modules else []
@@ -86,19 +87,20 @@ class Modules:
 
         def changes():
             if not self._modules:
-                return [], []
+                return []
             pairs = _nnx().to_flat_state(_nnx().state(nodes))
             changed = [
                 (path, variable)
                 for path, variable in pairs
                 if any(id(x) not in given for x in jax.tree.leaves(variable))
             ]
-            return [x for x, _ in changed], [x for _, x in changed]
+            self._changed = [path for path, _ in changed]
+            return [variable for _, variable in changed]
 
         return self._treedef.unflatten(found), changes
 
-    def write(self, paths: Sequence[Any], variables: Sequence[Any]) -> None:
+    def write(self, variables: Sequence[Any]) -> None:
         """Writes changed variables into the modules."""
-        if paths:
-            pairs = list(zip(paths, variables, strict=True))
+        if variables:
+            pairs = list(zip(self._changed, variables, strict=True))
             _nnx().update(self._modules, _nnx().from_flat_state(pairs))

@@ -11,6 +11,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
 
 from optax_lossscale import _gradients, _state, _tree
 from optax_lossscale._commit import is_recording
+from optax_lossscale._jaxprs import parts, primitives
+from optax_lossscale._jaxprs.primitives import Trait
 from optax_lossscale._modules import Modules
 from optax_lossscale._scaling import all_finite
 from optax_lossscale._step import Look, Options, look
@@ -49,15 +51,13 @@ def value_and_grad(
     _state.check_state(state, rule, options.retries)
     scaled = _gradients.scaled_grad(rule, loss_fn, has_aux, transform)
     scale = _gradients.scale_of_step(rule, state)
-    modules, joins, paths = Modules((args, kwargs)), [], []
+    modules, joins = Modules((args, kwargs)), []
 
     def one_pass(scale):
         (args, kwargs), changes = modules.join(modules.tree)
         value, grads = scaled(scale, *args, **kwargs)
-        paths[:], variables = changes()
-        (value, join_value), (grads, join_grads) = map(
-            _tree.split_arrays, ((value, variables), grads)
-        )
+        value, join_value = _tree.split_arrays((value, changes()))
+        grads, join_grads = _tree.split_arrays(grads)
         joins[:] = join_value, join_grads
         return value, grads
 
@@ -107,7 +107,7 @@ def value_and_grad(
     with jax.named_scope("retries"):  # The loop's name in a profile.
         last = none_yet, first, grads, again
         retries, looked, grads, _ = _repeat(attempt, last)
-    modules.write(paths, variables)
+    modules.write(variables)
     grads = unscaled(grads, rule(looked.before))
     retries += jnp.asarray(state.retries, jnp.int32)
     retries = jnp.where(retries < 0, 2**31 - 1, retries)
@@ -149,20 +149,25 @@ def _born(jaxpr: Jaxpr, grads: Sequence[Any]) -> list[Any]:
 
 def _check_effects(jaxpr: Jaxpr, options: Options) -> None:
     """Raises if a pass does what it must not do twice, or not on one device alone."""
-    names, retries = options.axis_name, options.retries
-    names = names if isinstance(names, tuple) else (names,)
-    for effect in jaxpr.effects:
-        kind = type(effect).__name__
-        if kind == "NamedAxisEffect" and effect.name not in names:
+    retries, names = options.retries, options.axis_name
+    if any(type(x).__name__ in ("WriteEffect", "AccumEffect") for x in jaxpr.effects):
+        raise TypeError(
+            f"With retries={retries}, loss_fn must not write a jax.Ref of outside: "
+            "each pass would write it again. Return the value as auxiliary data, make "
+            "the jax.Ref inside, or use an optimizer without retries."
+        )
+    # The index of a device has the same effect, and needs no other device.
+    exchanged = {
+        effect
+        for equation in parts.all_equations(jaxpr)
+        if primitives.has(equation.primitive.name, Trait.COLLECTIVE)
+        for effect in equation.effects
+    }
+    for effect in jaxpr.effects & exchanged:
+        if effect.name not in (names if isinstance(names, tuple) else (names,)):
             raise ValueError(
                 f"With retries={retries}, axis_name must contain {effect.name!r}, got "
-                f"{options.axis_name!r}: its devices retry together."
-            )
-        if kind in ("WriteEffect", "AccumEffect"):
-            raise TypeError(
-                f"With retries={retries}, loss_fn must not write a jax.Ref of outside: "
-                "each pass would write it again. Return the value as auxiliary data, "
-                "make the jax.Ref inside, or use an optimizer without retries."
+                f"{names!r}: its devices retry together."
             )
 
 

@@ -91,13 +91,11 @@ def autocast(
     def cast(*args, **kwargs):
         modules = Modules((args, kwargs))
         arrays, join = split_arrays(modules.tree, _is_traced)
-        paths: list[Any] = []
 
         def flat(*arrays):
             (args, kwargs), changes = modules.join(join(arrays))
             out = fun(*args, **kwargs)
-            paths[:], variables = changes()
-            results, join_results = split_arrays((out, variables), _is_array)
+            results, join_results = split_arrays((out, changes()), _is_array)
             joins[:] = [join_results]
             return results
 
@@ -105,7 +103,7 @@ def autocast(
         closed = jax.make_jaxpr(flat)(*arrays)
         found = _evaluate(closed, list(map(jnp.asarray, arrays)), name, lines)
         out, variables = joins[0](found)
-        modules.write(paths, variables)
+        modules.write(variables)
         return out
 
     vars(cast)["float32"] = lines

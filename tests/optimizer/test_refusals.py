@@ -53,24 +53,6 @@ class TestRetries:
     optimizer = LossScaleOptimizer(optax.sgd(0.5), retries=3)
     state = optimizer.init(PARAMS)
 
-    @pytest.mark.parametrize(
-        ("transform", "fix"),
-        [
-            (
-                nnx.value_and_grad,
-                "changes the model in place. See 'With Flax nnx' in the guide",
-            ),
-            (
-                lambda f, has_aux: jax.jit(jax.value_and_grad(f, has_aux=has_aux)),
-                r"one jax.jit or jax.lax.scan. Compile around minimize\.",
-            ),
-            (jax.grad, "transform must return the value with"),
-        ],
-    )
-    def test_a_backward_pass_that_cannot_be_told(self, transform, fix):
-        with pytest.raises(TypeError, match=fix):
-            self.optimizer.minimize(loss_fn, PARAMS, self.state, transform=transform)
-
     def test_a_subclass_with_gradients_of_its_own(self):
         class Clipping(LossScaleOptimizer):
             def value_and_grad(self, *args, **kwargs):

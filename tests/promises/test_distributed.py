@@ -160,6 +160,29 @@ class TestRetries:
         step = functools.partial(optimizer.minimize, transform=averaging(mean))
         with pytest.raises(ValueError, match=message):
             jax.pmap(lambda x: step(jnp.square, x, state), "i")(jnp.ones(8))
+        # Also where they communicate in the forward pass alone.
+        with pytest.raises(ValueError, match=message):
+            jax.vmap(
+                lambda x: optimizer.minimize(
+                    lambda w, x: (w * jax.lax.pmax(x, "i")) ** 2, x, state, x
+                ),
+                axis_name="i",
+            )(jnp.ones(8))
+
+    def test_a_device_that_asks_for_its_index_may_repeat_alone(self):
+        optimizer = LossScaleOptimizer(
+            optax.sgd(0.5), DynamicLossScale(2.0**20), retries=24
+        )
+
+        def loss_fn(w):
+            size = jnp.float16(4) ** jax.lax.axis_index("i").astype(jnp.float16)
+            return (w.astype(jnp.float16) * size).astype(jnp.float32)
+
+        step = jax.vmap(
+            lambda w: optimizer.minimize(loss_fn, w, optimizer.init(w)), axis_name="i"
+        )
+        _, state, _ = step(jnp.ones(3))
+        assert state.retries.tolist() == [5, 7, 9]
 
 
 class TestShardedParameters:
