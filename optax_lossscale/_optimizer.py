@@ -64,14 +64,14 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         does not help then, so the scale stays as it is, whatever the gradients are,
         and `nonfinite_loss_steps` counts the step. `update` and `apply_gradients`
         need the loss as `value=`; `minimize` has it.
-      retries: How often `minimize` may repeat the backward pass of one step, 0 by
-        default. After an overflow the rule lowers the scale, and the backward pass runs
-        again on the same forward pass, so that the batch is not lost: 24 retries bring
-        a scale from 2**24 to 1. `state.retries` counts them. They do
-        not help if they are used up, if the loss is not finite, or if the rule keeps
-        the scale (at its minimum, with hysteresis or tolerance). Then the step is
-        skipped as without retries. `update` and `apply_gradients` get no backward pass
-        to repeat. JAX traces `loss_fn`, even outside `jax.jit`.
+      retries: How often `minimize` may repeat the pass of one step, 0 by default.
+        After an overflow the rule lowers the scale, and the whole pass runs again, so
+        that the batch is not lost: 24 retries bring a scale from 2**24 to 1. A step
+        without an overflow costs nearly nothing more. `state.retries` counts the
+        repeated passes. A step is skipped, as without retries, if all of them are
+        used up, if its loss is not finite, or if the rule keeps the scale (at its
+        minimum, with hysteresis or tolerance). `update` and `apply_gradients` get no
+        loss function, and repeat nothing. JAX traces `loss_fn`, even outside `jax.jit`.
 
     Raises:
       ValueError: If `loss_scale` comes with `dynamic`, `initial_scale` or
@@ -554,12 +554,14 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           loss_fn: Called with `params`, `*args` and `**kwargs`; returns a real
             scalar loss, or the loss and auxiliary data if `has_aux`.
           params: The parameters. Leaves that `transform` does not differentiate, such
-            as functions in an Equinox model, stay as they are.
+            as functions in an Equinox model, stay as they are. A Flax nnx model
+            changes in place; make its state by `init(nnx.state(model, nnx.Param))`.
           state: The state.
           *args: Passed to `loss_fn`.
           has_aux: Whether `loss_fn` returns auxiliary data as well.
           transform: The function that differentiates, as in `value_and_grad`:
-            `eqx.filter_value_and_grad` for an Equinox model.
+            `eqx.filter_value_and_grad` for an Equinox model, `nnx.value_and_grad` for
+            a Flax nnx model.
           skip_if: A function that decides whether to skip the step, or a flag as in
             `update`. The function is called once, as `skip_if(out, grads)`, with the
             result of `loss_fn` and the unscaled gradients, and returns bool[].
@@ -571,11 +573,11 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         Raises:
           ValueError: If `state` is not a `LossScaleOptimizerState`, or is one from
             before `retries` was switched on; with `retries`, if devices communicate
-            in the backward pass along an axis that `axis_name` does not name.
-          TypeError: If the loss is not a real scalar; if `transform` returns no value,
-            or, with `retries`, changes the model in place, is compiled by `jax.jit` or
-            uses a `jax.Ref` in the backward pass; if `skip_if` does not return a bool.
-            A reverse-mode derivative of a step with `retries` raises TypeError, too.
+            along an axis that `axis_name` does not name. A reverse-mode derivative of
+            a step with `retries` raises ValueError, too.
+          TypeError: If the loss is not a real scalar; if `transform` returns no value;
+            with `retries`, if `loss_fn` writes a `jax.Ref` of outside; if `skip_if`
+            does not return a bool.
 
         Warns:
           UserWarning: If the scale of `state` is a constant in a function that JAX
@@ -597,8 +599,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> print(params, loss)
           [0.5   0.875] 1.25
 
-          An overflow costs no batch if the backward pass is repeated. The first scale
-          was 2**24, and 2**13 fits:
+          An overflow costs no batch if the pass is repeated. The first scale was 2**24,
+          and 2**13 fits:
 
           >>> optimizer = LossScaleOptimizer(
           ...     optax.sgd(0.25), initial_scale=2.0**24, retries=24

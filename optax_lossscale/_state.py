@@ -30,7 +30,7 @@ class LossScaleOptimizerState(NamedTuple):
         Steps skipped because of the loss do not count. See `diagnostics.check_health`.
       nonfinite_loss_steps: i32[], steps skipped so far because the loss itself was
         not finite; None without `check_loss`.
-      retries: i32[], backward passes that `minimize` repeated so far; None without
+      retries: i32[], passes that `minimize` repeated so far; None without
         `retries`.
     """
 

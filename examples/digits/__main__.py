@@ -76,7 +76,7 @@ def make_parser() -> command_line.OneLineParser:
             0,
             100,
             0,
-            "Repeat the backward pass of an overflow up to N times (24 is enough)",
+            "Repeat the pass of an overflow up to N times (24 is enough)",
         ),
     ):
         parser.add_argument(

@@ -80,7 +80,7 @@ def describe(runs: dict[Way, Run]) -> str:
             "nothing about float16: try more --steps."
         )
     repeats = runs[DYNAMIC].records[-1].get("retries")
-    repeated = f" Repeated backward passes: {repeats}." if repeats else ""
+    repeated = f" Repeated passes: {repeats}." if repeats else ""
     return (
         f"float32 reaches an average precision of {precision[FLOAT32]:.1%}; guessing "
         f"gives {POSITIVES:.1%}. Without loss scaling float16 {verdict(UNSCALED)}: "

@@ -199,7 +199,7 @@ def train(
       seed: The seed.
       batch_size: The number of patches in a batch.
       optimizer: The name of the inner optimizer, in `OPTIMIZERS`.
-      retries: How often a step may repeat its backward pass.
+      retries: How often a step may repeat its pass at a lower scale.
     """
     network = Detector(way.dtype)
     inner = optax.partition(

@@ -34,7 +34,7 @@ class Config:
         choices=DTYPES,
     )
     retries: int = setting(
-        24, "Repeat the backward pass of an overflow up to N times, in float16", least=0
+        24, "Repeat the pass of an overflow up to N times, in float16", least=0
     )
 
     # The training.

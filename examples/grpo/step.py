@@ -206,7 +206,7 @@ def make_optimizer(
 ) -> LossScaleOptimizer:
     """Returns the optimizer for a dtype of the computation.
 
-    In float16 no batch is lost: where gradients overflow, the backward pass runs again
+    In float16 no batch is lost: where gradients overflow, the pass runs again
     at a lower scale. The scale doubles often, because a run is short. bfloat16 and
     float32 need no scale, but a step that is not finite is skipped all the same.
     """

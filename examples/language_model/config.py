@@ -43,7 +43,7 @@ class Config:
     )
     retries: int = setting(
         0,
-        "Repeat the backward pass of an overflow up to N times, at lower scales",
+        "Repeat the pass of an overflow up to N times, at lower scales",
         least=0,
     )
 

@@ -58,7 +58,7 @@ class Report(NamedTuple):
         could not have been lower.
       nonfinite_loss_steps: Steps skipped so far because of the loss; None without
         `check_loss`.
-      retries: Backward passes that were repeated so far; None without `retries`.
+      retries: Passes that were repeated so far; None without `retries`.
 
     Examples:
       >>> import jax.numpy as jnp
