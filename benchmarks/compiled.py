@@ -18,7 +18,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jax.stages import Compiled
 
 from benchmarks import hlo, report
-from benchmarks.systems import PLAIN, SKIPS, System, lower
+from benchmarks.systems import PLAIN, System, lower
 from benchmarks.workloads import Workload, optimizer_step
 
 RESULTS = report.RESULTS / "compiled.json"
@@ -105,7 +105,7 @@ def measure(
     return rows
 
 
-STEP = optimizer_step(20_000_000, 20)._replace(skips=SKIPS)
+STEP = optimizer_step(20_000_000, 20)
 PARTS = {target: functools.partial(measure, target, STEP) for target in (TPU, H100)}
 
 

@@ -21,8 +21,8 @@ from benchmarks.workloads import transformer
 RESULTS = report.RESULTS / "compiling.json"
 ROUNDS = 5
 RETRIES = "minimize, retries=24"
-OURS = (PLAIN, "minimize, auto", RETRIES, "with_loss_scale, update")
-OTHERS = ("update, auto", "minimize, fixed scale", "flax DynamicScale", "jmp", "mpx")
+OURS = (PLAIN, "minimize", RETRIES, "with_loss_scale, update")
+OTHERS = ("update", "minimize, fixed scale", "flax DynamicScale", "jmp", "mpx")
 
 
 def compare(part: str) -> dict[str, dict[str, Any]] | None:

@@ -25,7 +25,7 @@ from optax_lossscale import LossScaleOptimizer
 from optax_lossscale.diagnostics import trace_numerics
 
 RESULTS = report.RESULTS / "growth.json"
-UPDATE, MINIMIZE = "update of unscaled, auto", "minimize, auto"
+UPDATE, MINIMIZE = "update of unscaled", "minimize"
 SIZE = 8  # numbers in a leaf, where the time to compile is measured
 WIDTH, BATCH = 4096, 256  # of the perceptron on chips; the batch is that of a chip
 

@@ -138,11 +138,11 @@ def full_report(results: dict[str, Any]) -> str:
 
 
 def _ratios(systems: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Returns the ratios of a workload by system, with the default `skip` alone."""
+    """Returns the ratios of a workload by system."""
     return {
-        name.removesuffix(", auto"): row["ratio"]
+        name: row["ratio"]
         for name, row in systems.items()
-        if name not in (PLAIN, PLAIN_KERAS) and not name.endswith((", where", ", cond"))
+        if name not in (PLAIN, PLAIN_KERAS)
     }
 
 
@@ -177,10 +177,8 @@ def compiled_tables(results: dict[str, Any]) -> list[str]:
     for target, found in results.items():
         rows = []
         for row in found["rows"]:
-            name, ratio = row["system"].removesuffix(", auto"), f"{row['ratio']:.3f}"
             sizes = [_megabytes(row[key]) for key in ("temp_bytes", "copied_bytes")]
-            if not name.endswith(", where"):  # the same as "auto" here
-                rows.append([name, ratio, *sizes])
+            rows.append([row["system"], f"{row['ratio']:.3f}", *sizes])
         header = [f"compiled for {target}", "bytes / plain", "temporary MB"]
         tables.append(table([*header, "copied MB"], rows))
     return tables

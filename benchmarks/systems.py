@@ -16,7 +16,6 @@ from optax_lossscale import LossScaleOptimizer, scale_as_parameter, with_loss_sc
 
 PLAIN, PLAIN_KERAS = "optax, no scaling", "Keras 3, no scaling"
 OPTIMIZERS = {"sgd": optax.sgd(1e-3), "adam": optax.adam(1e-3)}
-SKIPS = ("auto", "where", "cond")
 SCALE = 2.0**15
 
 
@@ -209,7 +208,6 @@ def make_systems(
     optimizer: str,
     loss_fn: Callable[..., jax.Array],
     given: bool,
-    skips: tuple[str, ...],
 ) -> dict[str, Callable[[], System]]:
     """Returns functions that make the systems, by name.
 
@@ -219,7 +217,6 @@ def make_systems(
       given: Whether the gradients of `loss_fn` do not depend on the scale. They stand
         for gradients that were computed before, and count as unscaled where a system
         takes unscaled gradients.
-      skips: The values of `skip` to compare.
 
     Returns:
       A dictionary that starts with the plain step.
@@ -227,12 +224,10 @@ def make_systems(
     inner = OPTIMIZERS[optimizer]
     make = functools.partial
     found = {PLAIN: make(plain, inner, loss_fn)}
-    for skip in skips:
-        found[f"minimize, {skip}"] = make(minimize, inner, loss_fn, skip=skip)
-        for call in ("apply_gradients", "update"):
-            options = {"call": call, "given": given, "skip": skip}
-            label = f"{call} of unscaled" if given else call
-            found[f"{label}, {skip}"] = make(_in_two, inner, loss_fn, **options)
+    found["minimize"] = make(minimize, inner, loss_fn)
+    for call in ("apply_gradients", "update"):
+        label = f"{call} of unscaled" if given else call
+        found[label] = make(_in_two, inner, loss_fn, call=call, given=given)
     found["minimize, fixed scale"] = make(minimize, inner, loss_fn, loss_scale=SCALE)
     found["with_loss_scale, update"] = make(_in_a_trainer, inner, loss_fn)
     found["flax DynamicScale"] = make(_flax, inner, loss_fn)

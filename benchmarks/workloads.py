@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from benchmarks.systems import SKIPS, System, make_systems
+from benchmarks.systems import System, make_systems
 from examples.common.precision import compute_in
 from examples.language_model.config import Config
 from examples.language_model.data import make_corpus
@@ -26,7 +26,6 @@ class Workload(NamedTuple):
       loss_fn: Maps `params, *batch` to a loss.
       batches: Returns the batches, which the steps use in turn.
       given: Whether the gradients are given: see `systems.make_systems`.
-      skips: The values of `skip` to compare.
       column: The title of its column in the guide; empty if it has none.
     """
 
@@ -36,12 +35,11 @@ class Workload(NamedTuple):
     loss_fn: Callable[..., jax.Array]
     batches: Callable[[], list[tuple]]
     given: bool = False
-    skips: tuple[str, ...] = ("auto",)
     column: str = ""
 
     def systems(self) -> dict[str, Callable[[], System]]:
         """Returns functions that make the systems; the first makes the plain step."""
-        return make_systems(self.optimizer, self.loss_fn, self.given, self.skips)
+        return make_systems(self.optimizer, self.loss_fn, self.given)
 
 
 @jax.custom_vjp
@@ -196,7 +194,7 @@ def make_workloads(quick: bool, *, accelerator: bool) -> list[Workload]:
     workloads = [
         optimizer_step(10**5, 20)._replace(column="1e5"),
         optimizer_step(10**6, 20)._replace(column="1e6"),
-        optimizer_step(2 * 10**7, 20)._replace(column="2e7", skips=SKIPS),
+        optimizer_step(2 * 10**7, 20)._replace(column="2e7"),
         optimizer_step(10**8, 20)._replace(column="1e8"),
     ]
     if accelerator:
@@ -208,7 +206,7 @@ def make_workloads(quick: bool, *, accelerator: bool) -> list[Workload]:
         optimizer_step(2 * 10**7, 20, "sgd")._replace(column="2e7, SGD"),
         optimizer_step(2 * 10**7, 20, overflow=True)._replace(column="2e7, overflows"),
         optimizer_step(2 * 10**7, 200),
-        mlp()._replace(column="MLP", skips=SKIPS),
+        mlp()._replace(column="MLP"),
         mlp("sgd")._replace(column="MLP, SGD"),
         transformer()._replace(column="transformer"),
     ]

@@ -1,7 +1,7 @@
 """Run a step or keep the old values: by a select, or by a branch on CPU."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,8 +9,6 @@ from jax import lax
 from jax.core import Tracer
 
 from optax_lossscale import _tree
-
-Skip = Literal["auto", "where", "cond"]
 
 # Replaces inf and nan in a skipped step. Not 0, where a norm has no derivative. Small,
 # because an inner optimizer may add up gradients over devices: those that do not skip
@@ -36,13 +34,20 @@ def _probe():
     return np.zeros((), bool)
 
 
-def barrier_on_cpu(skip: Skip | None, tree: Any) -> Any:
-    """Computes gradients before they are used, if the step branches on CPU.
+def may_branch() -> bool:
+    """Tells whether a step may be skipped by a branch."""
+    # Devices of jax.shard_map need not agree: if one branched alone, it would not join
+    # the collectives of the others.
+    return is_recording() and not jax.sharding.get_abstract_mesh().manual_axes
+
+
+def barrier_on_cpu(skips: bool, tree: Any) -> Any:
+    """Computes gradients before they are used, if a step branches to skip on CPU.
 
     Otherwise XLA computes the end of each gradient twice, in the layout of the check
     and in that of the branch, and keeps both.
     """
-    if skip in (None, "where") or not is_recording():
+    if not (skips and may_branch()):
         return tree
     arrays, join = _tree.split_arrays(tree)
 
@@ -55,8 +60,7 @@ def barrier_on_cpu(skip: Skip | None, tree: Any) -> Any:
 
 
 def commit(
-    skip: Skip | None,
-    should_apply: jax.Array,
+    should_apply: jax.Array | None,
     run: Callable[..., Any],
     keep: Callable[..., Any],
     inputs: Any,
@@ -65,13 +69,10 @@ def commit(
     """Returns `run(inputs, *operands)` if `should_apply`, else what `keep` returns.
 
     Args:
-      skip: "where" runs and selects; "cond" branches; "auto" branches on CPU, where
-        a select makes XLA copy the donated state (unless that is small), and selects
-        elsewhere, where a branch prevents XLA from fusing the step with other
-        operations. If nothing is recorded (`is_recording`), all three select. None
-        always runs.
-      should_apply: bool[].
-      run: The step. It is traced once.
+      should_apply: bool[]; None always runs.
+      run: The step. It is traced once. CPU branches around it, where a select makes XLA
+        copy the donated state (unless that is small). GPU and TPU run it and select,
+        because a branch keeps XLA from fusing the step with other operations.
       keep: Called as `keep(like, *operands)`. `like` is the result of `run`, or its
         shapes and dtypes. The result of `run` is cast to the dtypes of its result.
       inputs: A pytree that may hold inf or nan if the step is skipped. If `run` is
@@ -102,11 +103,10 @@ def commit(
             )
         return _tree.split_arrays(old)[0]
 
-    if skip is None:
+    if should_apply is None:
         new = run_arrays(arrays)
         return joins[0](_tree.cast_like(new, keep_arrays(new, arrays)))
-    is_compiled = is_recording()
-    compute = jax.jit(run_arrays) if is_compiled else run_arrays
+    compute = jax.jit(run_arrays) if is_recording() else run_arrays
 
     def where(should_apply, arrays):
         def small(x):  # Only if the step is skipped.
@@ -133,14 +133,11 @@ def commit(
         is_small = _is_select_better(keep_arrays(like, arrays), arrays)
         return (where if is_small else branch)(should_apply, arrays)
 
-    if skip == "where" or not is_compiled:
-        new = where(should_apply, arrays)
-        return joins[0](new)
-    like = jax.eval_shape(compute, arrays)
-    if skip == "cond":
-        new = branch(should_apply, arrays)
-    else:
+    if may_branch():
+        like = jax.eval_shape(compute, arrays)
         new = lax.platform_dependent(should_apply, arrays, cpu=on_cpu, default=where)
+    else:
+        new = where(should_apply, arrays)
     return joins[0](new)
 
 

@@ -1,6 +1,5 @@
 """The public optimizer: its methods are documented here and call the step."""
 
-import copy
 import functools
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -17,12 +16,15 @@ from optax_lossscale import (
     _step,
     _tree,
 )
-from optax_lossscale._commit import Skip, barrier_on_cpu
+from optax_lossscale._commit import barrier_on_cpu
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._rules.identifiers import get_loss_scale, keras_loss_scale
 from optax_lossscale._state import LossScaleOptimizerState, find_rule_state, find_state
 from optax_lossscale._step import Options
+
+# What a subclass must not override: `minimize` is one step, and calls no other method.
+STEP = ("init", "update", "value_and_grad", "apply_gradients", "minimize")
 
 
 class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
@@ -55,11 +57,6 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
       axis_name: A name, or tuple of names, of mapped axes (`jax.pmap`,
         `jax.shard_map`). All devices of these axes skip together. Gradients are
         not reduced: reduce them before the update, as without loss scaling.
-      skip: How a step is skipped. "where" computes the step and selects the old values.
-        "cond" branches around it. "auto" takes the faster one: "where" on GPU and TPU,
-        "cond" on CPU. (All three select outside `jax.jit`, where there is no branch to
-        compile, and inside `jax.pmap` and `jax.shard_map`. "auto" also selects in
-        `update` on CPU if the updates are much larger than the state, as with SGD.)
       check_loss: Whether to skip a step also if its loss is not finite. A lower scale
         does not help then, so the scale stays as it is, whatever the gradients are,
         and `nonfinite_loss_steps` counts the step. `update` and `apply_gradients`
@@ -124,7 +121,6 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         initial_scale: float | None = None,
         dynamic_growth_steps: int | None = None,
         axis_name: Hashable | None = None,
-        skip: Skip = "auto",
         check_loss: bool = False,
         retries: int | None = None,
     ):
@@ -145,7 +141,6 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             inner_optimizer=inner_optimizer,
             loss_scale=chosen,
             axis_name=axis_name,
-            skip=skip,
             check_loss=check.boolean("check_loss", check_loss),
             retries=0 if retries is None else check.count("retries", retries, least=0),
         )
@@ -157,6 +152,14 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
+        for name in STEP:
+            if getattr(cls, name) is not getattr(LossScaleOptimizer, name):
+                raise TypeError(
+                    f"{cls.__name__} must not override {name}: a step is computed as a "
+                    "whole, and would not call it. Wrap the inner optimizer to change "
+                    "updates, subclass LossScale for another rule, or write a function "
+                    "around the step. Other methods and attributes are yours."
+                )
         jax.tree_util.register_static(cls)
 
     def __eq__(self, other):
@@ -179,21 +182,13 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         return _without_attributes, (type(self),), vars(self)
 
     def _replace(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, **functions: Callable[..., Any]
+        self, **functions: Any
     ):
-        """Returns a copy with another `init` or `update`, as any named tuple does."""
-        if not functions.keys() <= {"init", "update"}:
-            raise ValueError(f"Got unexpected field names: {list(functions)!r}")
-        new = copy.copy(self)
-        vars(new).update(functions)
-        return new
-
-    def _is_overridden(self, *names: str) -> bool:
-        """Tells whether a subclass, or `_replace`, has methods of these names."""
-        return any(
-            name in vars(self)
-            or getattr(type(self), name) is not getattr(LossScaleOptimizer, name)
-            for name in names
+        """Raises: the step would not call what replaces `init` or `update`."""
+        raise TypeError(
+            f"A LossScaleOptimizer keeps its functions, got {sorted(functions)} to "
+            "replace. Wrap the inner optimizer, or make an "
+            "optax.GradientTransformationExtraArgs(init, update) around this one."
         )
 
     @property
@@ -355,7 +350,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             # place.
             scale = _gradients.scale_of_step(self.loss_scale, state)
             value, grads = scaled(scale, *args, **kwargs)
-            grads = barrier_on_cpu(self._options.choose_skip(), grads)
+            grads = barrier_on_cpu(self._options.skips, grads)
             return value, _gradients.unscale_by(grads, scale)
 
         return value_and_grad
@@ -437,7 +432,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> optimizer.get_unscaled_gradients(grads, state)
           [Array(2., dtype=float32), None, Array(-4., dtype=float32)]
         """
-        grads = barrier_on_cpu(self._options.choose_skip(), grads)
+        grads = barrier_on_cpu(self._options.skips, grads)
         scale = _gradients.scale_of_step(self.loss_scale, state)
         return _gradients.unscale_by(grads, scale)
 
@@ -496,8 +491,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     ) -> tuple[optax.Params, LossScaleOptimizerState]:
         """Updates parameters with unscaled gradients, or skips the step.
 
-        Like `update` with `optax.apply_updates`, but a skipped step adds nothing. If a
-        subclass or `_replace` brings an `update` of its own, this calls it.
+        Like `update` with `optax.apply_updates`, but a skipped step adds nothing.
 
         Args:
           grads: Unscaled gradients, as `value_and_grad` and
@@ -516,15 +510,6 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           TypeError: If `skip_if` is not a bool; with `check_loss`, if `value` is
             missing or not a real scalar.
         """
-        if self._is_overridden("update"):
-            extra_args = _inner.taken_by(self.update, extra_args)
-            veto = {} if skip_if is None else {"skip_if": skip_if}
-            updates, state = self.update(grads, state, params, **extra_args, **veto)
-            old = _inner.typed(_tree.settled(params), updates)
-            new = _inner.apply_updates(old, updates)
-            # Adding -0.0 flushes subnormal numbers on CPU.
-            new = _tree.select(find_state(state).last_step_applied, new, old)
-            return _tree.reduced_like(new, params), state
         extra_args["skip_if"] = skip_if
         return _step.take_step(
             self._options, grads, params, state, extra_args, adds=True
@@ -615,11 +600,6 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         options, look, model = self._options, None, params
         _gradients.check_averaging(options.axis_name, transform)
         if options.retries:
-            if self._is_overridden("value_and_grad"):
-                raise TypeError(
-                    "With retries, minimize does not call value_and_grad, which "
-                    f"{type(self).__name__} overrides. Pass a transform= like it."
-                )
             value, grads, state, look = _retries.value_and_grad(
                 options, loss_fn, has_aux, transform, state, model, *args, **kwargs
             )
@@ -642,15 +622,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         if skip_if is not None:
             skip_if = skip_if(value, grads) if callable(skip_if) else skip_if
             extra["skip_if"] = _step.flag(skip_if)
-        if look is not None and self._is_overridden("apply_gradients", "update"):
-            # It may change the gradients: the rule looks at them again.
-            state, look = state._replace(loss_scale_state=look.before), None
-        if look is None:
-            params, state = self.apply_gradients(grads, params, state, **extra)
-        else:
-            params, state = _step.take_step(
-                options, grads, params, state, extra, look, adds=True
-            )
+        params, state = _step.take_step(
+            options, grads, params, state, extra, look, adds=True
+        )
         return _modules.with_parameters(model, params, in_place=True), state, value
 
 

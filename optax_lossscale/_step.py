@@ -1,7 +1,7 @@
 """One step: look at the gradients, decide, run or keep, record."""
 
 from collections.abc import Hashable, Iterator
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from optax_lossscale import _inner, _state, _tree
-from optax_lossscale._commit import Skip, commit
+from optax_lossscale._commit import commit
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._scaling import all_finite, on_all_devices
 from optax_lossscale._warn import warn
@@ -21,17 +21,12 @@ class Options(NamedTuple):
     inner_optimizer: Any
     loss_scale: LossScale
     axis_name: Hashable | None
-    skip: Skip
     check_loss: bool
     retries: int
 
     def check(self) -> None:
         """Raises if an argument is of the wrong type or out of its range."""
         _inner.check_optimizer(self.inner_optimizer)
-        if self.skip not in get_args(Skip):
-            raise ValueError(
-                f'skip must be "auto", "where" or "cond", got {self.skip!r}.'
-            )
         try:
             hash(self.axis_name)
         except TypeError:  # A list, or a tuple that holds one.
@@ -39,18 +34,10 @@ class Options(NamedTuple):
                 f"axis_name must be a name or a tuple of names, got {self.axis_name!r}."
             ) from None
 
-    def choose_skip(self, is_told: bool = False) -> Skip | None:
-        """Returns how the step that is being traced is skipped; None if it never is.
-
-        Args:
-          is_told: Whether the caller may ask to skip it.
-        """
-        if not (self.loss_scale.skip_nonfinite or self.check_loss or is_told):
-            return None
-        # Devices need not agree: if one branched alone, it would not join the
-        # collectives of the others.
-        in_shard_map = jax.sharding.get_abstract_mesh().manual_axes
-        return "where" if in_shard_map else self.skip
+    @property
+    def skips(self) -> bool:
+        """Whether a step may be skipped because of its gradients or its loss."""
+        return self.loss_scale.skip_nonfinite or self.check_loss
 
 
 def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
@@ -115,7 +102,7 @@ def take_step(
     # Look at the gradients.
     _state.check_state(state, rule, options.retries)
     _warn_of_scale_among(params)
-    skip = options.choose_skip(skip_if is not None or looked is not None)
+    skips = options.skips or skip_if is not None or looked is not None
     if looked is None:
         looked = look(rule, grads, state.loss_scale_state, axis_name)
     old, new, finite = looked.before, looked.after, looked.finite
@@ -133,6 +120,8 @@ def take_step(
     if skip_if is not None:
         veto = ~on_all_devices(~flag(skip_if), axis_name)
         is_vetoed, should_apply = should_apply & veto, should_apply & ~veto
+
+    applied = should_apply if skips else None
 
     # Run or keep.
     def keep(like, inner_state, params):
@@ -154,8 +143,7 @@ def take_step(
         return result, _tree.strongly_typed(inner_state)
 
     result, inner_state = commit(
-        skip,
-        should_apply,
+        applied,
         run,
         keep,
         (grads, extra),
@@ -164,7 +152,6 @@ def take_step(
     )
 
     # Record.
-    applied = None if skip is None else should_apply
     state = state._replace(inner_state=None, loss_scale_state=None)
     state = _state.count_step(
         state, applied, loss_is_finite, ~finite & at_minimum, is_vetoed

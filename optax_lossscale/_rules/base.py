@@ -36,9 +36,8 @@ class LossScale(abc.ABC):
 
     You choose the names of the fields, but some have a meaning. `min_scale` and
     `max_scale` bound the scale, and `initial_scale` and `growth_interval` are values of
-    properties of the optimizer. None may be called `loss_scale`, the name of a method.
-    `check_health` counts a skipped step as stuck if the scale was at `min_scale`;
-    without that field, if the scale did not fall.
+    properties of the optimizer. `check_health` counts a skipped step as stuck if the
+    scale was at `min_scale`; without that field, if the scale did not fall.
 
     Attributes:
       skip_nonfinite: False promises that `update` never asks to skip a step. Then

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import NAN, assert_same_bits, auto_skip, relaxed
+from helpers import NAN, assert_same_bits, relaxed
 
 from optax_lossscale import LossScaleOptimizer
 
@@ -78,9 +78,8 @@ def assert_same_model(actual, desired):
 
 @pytest.mark.parametrize("init", INITS.values(), ids=INITS)
 class TestEquinox:
-    @auto_skip
-    def test_minimize_under_filter_jit(self, init, skip):
-        optimizer, model = LossScaleOptimizer(INNER, skip=skip), Model()
+    def test_minimize_under_filter_jit(self, init):
+        optimizer, model = LossScaleOptimizer(INNER), Model()
         state = optimizer.init(init(model))
         assert state.inner_state[1][0].mu.key is None
         traces = []
@@ -159,8 +158,7 @@ def test_a_line_search_evaluates_the_whole_model():
     assert moved.w.tolist() == [1 - 0.5 * 0.5] * 2
 
 
-@auto_skip
-def test_a_state_with_constants_under_filter_jit(skip):
+def test_a_state_with_constants_under_filter_jit():
     def update(updates, state, params=None):
         network, count, name = state
         updates = jax.tree.map(network, updates)
@@ -170,7 +168,7 @@ def test_a_state_with_constants_under_filter_jit(skip):
     inner = optax.GradientTransformation(
         lambda params: (network, jnp.int32(0), "learned"), update
     )
-    optimizer = LossScaleOptimizer(inner, skip=skip)
+    optimizer = LossScaleOptimizer(inner)
     params = jnp.ones(2, jnp.float32)
     state = optimizer.init(params)
     for method in (optimizer.update, optimizer.apply_gradients):

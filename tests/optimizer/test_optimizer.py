@@ -11,7 +11,6 @@ from helpers import (
     OUT_OF_BOUNDS,
     WRAPS,
     assert_close,
-    every_skip,
     relaxed,
     signature,
 )
@@ -93,13 +92,12 @@ def test_is_a_gradient_transformation_by_type_and_by_unpacking():
     assert isinstance(state, LossScaleOptimizerState)
 
 
-@every_skip
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-def test_keras_example(wrap, skip):
+def test_keras_example(wrap):
     def square(x):
         return x**2
 
-    optimizer = LossScaleOptimizer(optax.sgd(0.25), skip=skip)
+    optimizer = LossScaleOptimizer(optax.sgd(0.25))
     var = jnp.float32(1)
     state = optimizer.init(var)
     minimize = wrap(lambda v, s: optimizer.minimize(square, v, s))
@@ -117,10 +115,9 @@ def test_keras_example(wrap, skip):
 class TestState:
     params = {"w": jnp.ones(2, jnp.float32), "b": jnp.float32(0)}
 
-    @every_skip
-    def test_is_a_legal_carry_donated_in_one_trace(self, skip):
+    def test_is_a_legal_carry_donated_in_one_trace(self):
         optimizer = LossScaleOptimizer(
-            optax.sgd(0.1, 0.9), DynamicLossScale(growth_interval=2), skip=skip
+            optax.sgd(0.1, 0.9), DynamicLossScale(growth_interval=2)
         )
         traces = []
 
@@ -151,8 +148,7 @@ class TestState:
         )
         assert signature(looped) == signature(start)
 
-    @every_skip
-    def test_the_inner_optimizer_is_traced_once(self, skip):
+    def test_the_inner_optimizer_is_traced_once(self):
         traces = []
 
         def update(updates, state, params=None):
@@ -160,14 +156,13 @@ class TestState:
             return updates, state
 
         inner = optax.GradientTransformation(lambda params: jnp.zeros(3), update)
-        optimizer = LossScaleOptimizer(inner, skip=skip)
+        optimizer = LossScaleOptimizer(inner)
         jax.jit(optimizer.update)(self.params, optimizer.init(self.params))
         assert len(traces) == 1
 
-    @every_skip
-    def test_keys_of_the_inner_optimizer_are_used_once(self, skip):
+    def test_keys_of_the_inner_optimizer_are_used_once(self):
         inner = relaxed(optax.noisy_sgd(0.1, key=jax.random.key(0)))
-        optimizer = LossScaleOptimizer(inner, skip=skip)
+        optimizer = LossScaleOptimizer(inner)
         with jax.debug_key_reuse(True):
             carry = self.params, optimizer.init(self.params)
             step = jax.jit(optimizer.apply_gradients)
@@ -246,13 +241,11 @@ class TestState:
         assert params == empty
         assert state.last_step_applied
 
-    @every_skip
-    def test_integer_parameters_and_their_float0_gradients(self, skip):
+    def test_integer_parameters_and_their_float0_gradients(self):
         params = {"w": jnp.ones(2, jnp.float32), "n": jnp.arange(2), "none": None}
         float0 = np.zeros(2, jax.dtypes.float0)
         optimizer = LossScaleOptimizer(
             optax.masked(optax.scale(-0.5), {"w": True, "n": False, "none": False}),
-            skip=skip,
         )
         for wrap in WRAPS.values():
             state = optimizer.init(params)

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from optax_lossscale import DynamicLossScale, LossScaleOptimizer
+from optax_lossscale._optimizer import STEP
 
 ONES = jnp.ones(2, jnp.float32)
 
@@ -24,16 +25,16 @@ INNER = optax.GradientTransformation(optax.init_empty_state, halve)
 
 
 class Weighted(LossScaleOptimizer):
-    """Multiplies the gradients by an attribute of its own."""
+    """Has an attribute and a method of its own."""
 
     def __new__(cls, weight, inner, rule=None):
-        self = super().__new__(cls, inner, rule, skip="where")
+        self = super().__new__(cls, inner, rule)
         self.weight = weight
         return self
 
-    def apply_gradients(self, grads, params, state, **extra_args):
+    def weighted(self, grads, params, state):
         grads = jax.tree.map(lambda g: g * self.weight, grads)
-        return super().apply_gradients(grads, params, state, **extra_args)
+        return self.apply_gradients(grads, params, state)
 
 
 BASE = LossScaleOptimizer(INNER, DynamicLossScale(8.0), axis_name=None)
@@ -44,53 +45,31 @@ every_optimizer = pytest.mark.parametrize(
 
 
 def one_step(optimizer, params=ONES):
-    return optimizer.apply_gradients(ONES, params, optimizer.init(params))[0]
+    step = getattr(optimizer, "weighted", optimizer.apply_gradients)
+    return step(ONES, params, optimizer.init(params))[0]
 
 
-def test_minimize_calls_what_is_overridden():
-    params, *_ = Weighted(2.0, INNER).minimize(jnp.sum, ONES, BASE.init(ONES))
-    assert params.tolist() == [0, 0]
+@pytest.mark.parametrize("name", STEP)
+@pytest.mark.parametrize("is_mixin", [False, True])
+def test_the_parts_of_a_step_are_not_overridden(name, is_mixin):
+    bases = [type("Mixin", (), {name: print})] if is_mixin else []
+    own = {} if is_mixin else {name: print}
+    with pytest.raises(
+        TypeError, match=f"Mine must not override {name}: .*Wrap the inner optimizer"
+    ):
+        type("Mine", (*bases, LossScaleOptimizer), own)
 
 
-class Doubling(LossScaleOptimizer):
-    """Doubles its updates."""
-
-    def update(self, updates, state, params=None, **extra_args):
-        updates, state = super().update(updates, state, params, **extra_args)
-        return jax.tree.map(lambda u: 2 * u, updates), state
-
-
-def doubling_function(optimizer):
-    """Returns a copy whose function `update` doubles the updates."""
-
-    def update(updates, state, params=None):
-        updates, state = optimizer.update(updates, state, params)
-        return jax.tree.map(lambda u: 2 * u, updates), state
-
-    return optimizer._replace(update=update)
-
-
-@pytest.mark.parametrize("retries", [0, 3])
-@pytest.mark.parametrize(
-    "make",
-    [Doubling, lambda *args, **kw: doubling_function(LossScaleOptimizer(*args, **kw))],
-)
-def test_an_update_of_ones_own_takes_the_step(make, retries):
-    optimizer = make(INNER, DynamicLossScale(8.0), retries=retries)
-    state = optimizer.init(ONES)
-    assert one_step(optimizer).tolist() == [0, 0]
-    params, state, _ = optimizer.minimize(jnp.sum, ONES, state)
-    assert params.tolist() == [0, 0]
-    nan = lambda x: jnp.sum(x) * jnp.nan  # noqa: E731
-    params, state, _ = optimizer.minimize(nan, ONES, state)
-    assert params.tolist() == [1, 1]
-    assert (state.skipped_steps, optimizer.current_loss_scale(state)) == (1, 4)
-
-
-def test_a_veto_is_not_lost_on_an_update_that_takes_none():
-    optimizer = doubling_function(BASE)
-    with pytest.raises(TypeError, match="skip_if"):
-        optimizer.apply_gradients(ONES, ONES, optimizer.init(ONES), skip_if=True)
+@every_optimizer
+def test_functions_are_not_replaced(optimizer):
+    with pytest.raises(TypeError, match=r"got \['update'\].*ExtraArgs\(init, update\)"):
+        optimizer._replace(update=jax.jit(optimizer.update))
+    # The way that the message names.
+    own = optax.GradientTransformationExtraArgs(
+        optimizer.init, jax.jit(optimizer.update)
+    )
+    updates, _ = own.update(ONES, own.init(ONES), ONES)
+    assert updates.tolist() == [-0.5, -0.5]
 
 
 def test_each_has_a_compiled_function_of_its_own():
@@ -116,7 +95,7 @@ def test_copies(optimizer, again):
         # The functions of the tuple are those of the copy.
         copied.weight = 4.0
         init, _ = copied
-        params, _ = copied.apply_gradients(ONES, ONES, init(ONES))
+        params, _ = copied.weighted(ONES, ONES, init(ONES))
         assert params.tolist() == [-1, -1]
         assert optimizer.weight == 1
         assert copied != optimizer
@@ -135,18 +114,3 @@ def test_is_an_argument_and_an_attribute(optimizer, wrap):
     step = wrap(lambda trainer: one_step(trainer.optimizer, trainer.params))
     assert step(trainer).tolist() == [0.5, 0.5]
     assert len(jax.tree.leaves(trainer)) == 1
-
-
-@every_optimizer
-def test_functions_can_be_replaced_as_in_any_optimizer(optimizer):
-    compiled = jax.jit(optimizer.update)
-    replaced = optimizer._replace(update=compiled)
-    assert isinstance(replaced, optax.GradientTransformation)
-    assert replaced.update is compiled
-    params, state = ONES, replaced.init(ONES)
-    for grads, expected in ((ONES, 0.5), (jnp.nan * ONES, 0.5), (ONES, 0)):
-        updates, state = replaced.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        assert params.tolist() == [expected] * 2
-    assert state.skipped_steps == 1
-    assert compiled._cache_size() == 1

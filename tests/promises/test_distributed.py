@@ -12,8 +12,6 @@ import numpy as np
 import optax
 import pytest
 from helpers import (
-    auto_skip,
-    every_skip,
     exhaustive_but,
     plain_step,
     scaled_step,
@@ -83,26 +81,23 @@ class TestEquivalence:
         assert all(np.isfinite(x).all() for x in params.values())
 
     @every_leaf
-    @auto_skip
-    def test_pmap(self, skip, leaf):
-        params, state, rows = distributed.pmap(skip, leaf)
+    def test_pmap(self, leaf):
+        params, state, rows = distributed.pmap(leaf)
         check_devices_agree((params, state))
         check_rows(rows)
         check_params({k: v[0] for k, v in params.items()}, atol=1e-6)
 
     @every_leaf
     @pytest.mark.parametrize("check_vma", exhaustive_but([True, False], [True]))
-    @auto_skip
-    def test_shard_map(self, skip, check_vma, leaf):
-        params, _, rows = distributed.shard_map(skip, check_vma, leaf)
+    def test_shard_map(self, check_vma, leaf):
+        params, _, rows = distributed.shard_map(check_vma, leaf)
         check_rows(rows)
         check_params(params, atol=1e-6)
 
     @pytest.mark.parametrize("kind", exhaustive_but(KINDS, KINDS[:1]), ids=str)
     @every_leaf
-    @auto_skip
-    def test_sharded_jit(self, skip, kind, leaf):
-        params, _, rows = distributed.sharded_jit(skip, kind, leaf)
+    def test_sharded_jit(self, kind, leaf):
+        params, _, rows = distributed.sharded_jit(kind, leaf)
         check_rows(rows)
         check_params(params, atol=1e-6)
 
@@ -211,11 +206,8 @@ class TestShardedParameters:
         )
 
     @pytest.mark.parametrize("check_vma", exhaustive_but([True, False], [True]))
-    @auto_skip
-    def test_an_inf_in_one_slice_skips_all(self, skip, check_vma):
-        optimizer = LossScaleOptimizer(
-            optax.sgd(0.5, 0.9), axis_name=("data", "model"), skip=skip
-        )
+    def test_an_inf_in_one_slice_skips_all(self, check_vma):
+        optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9), axis_name=("data", "model"))
         plain = LossScaleOptimizer(optax.sgd(0.5, 0.9))
         state = wanted_state = optimizer.init(self.params)
         step = self.step(optimizer, check_vma, state)
@@ -232,10 +224,9 @@ class TestShardedParameters:
         assert state.inner_state[0].trace.sharding.spec[0] == "model"
 
 
-@every_skip
-def test_shard_map_refuses_devices_that_decide_apart(skip):
+def test_shard_map_refuses_devices_that_decide_apart():
     # Without axis_name: what is said to be replicated would differ between devices.
-    optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9), skip=skip)
+    optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9))
     mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
     params = {"sliced": jnp.ones((8, 2), jnp.float32), "copied": jnp.float32(1)}
     state = optimizer.init(params)
@@ -250,10 +241,9 @@ def test_shard_map_refuses_devices_that_decide_apart(skip):
         jax.jit(step)(params, state, params)
 
 
-@every_skip
-def test_updates_of_sharded_parameters_from_a_state_of_zeros(skip):
+def test_updates_of_sharded_parameters_from_a_state_of_zeros():
     # The new momentum varies over the devices; the zeros that it begins with do not.
-    optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9), axis_name="batch", skip=skip)
+    optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9), axis_name="batch")
     mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("batch"), out_specs=P())
@@ -279,8 +269,7 @@ def collectives(step, *shapes):
 
 
 @pytest.mark.parametrize("kind", exhaustive_but(KINDS, KINDS[:1]), ids=str)
-@auto_skip
-def test_sharded_jit_adds_one_scalar_reduction(kind, skip):
+def test_sharded_jit_adds_one_scalar_reduction(kind):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
     put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
     params = {
@@ -295,7 +284,7 @@ def test_sharded_jit_adds_one_scalar_reduction(kind, skip):
         return jnp.mean(jnp.square(jnp.matmul(hidden, params["w2"], **explicit)))
 
     inner = optax.sgd(0.1, 0.9)
-    optimizer = LossScaleOptimizer(inner, skip=skip)
+    optimizer = LossScaleOptimizer(inner)
     plain, scaled = plain_step(loss_fn, inner), scaled_step(loss_fn, optimizer)
     with jax.set_mesh(mesh):
         theirs = collectives(plain, params, jax.jit(inner.init)(params), x)
@@ -492,15 +481,12 @@ jax.distributed.initialize = functools.partial(
     finish_all([start(rank, devices=4, script=path) for rank in range(2)])
 
 
-@every_skip
-def test_a_forgotten_axis_name_does_not_wait_for_ever(skip):
+def test_a_forgotten_axis_name_does_not_wait_for_ever():
     """Devices decide apart. One that branched would not join the mean of the others."""
-    if skip == "cond":
-        pytest.skip("you asked for the branch")
     inner = optax.chain(
         optax.stateless(lambda grads, _: jax.lax.pmean(grads, "batch")), optax.sgd(0.5)
     )
-    optimizer = LossScaleOptimizer(inner, skip=skip)
+    optimizer = LossScaleOptimizer(inner)
     params = jnp.ones((8, 2), jnp.float32)
     state = jax.pmap(optimizer.init)(params)
     grads = jnp.ones((8, 2), jnp.float32).at[3, 0].set(jnp.inf)

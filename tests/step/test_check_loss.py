@@ -13,7 +13,6 @@ from helpers import (
     WRAPS,
     BackoffOnly,
     assert_same_bits,
-    every_skip,
     signature,
 )
 from jax import lax
@@ -81,13 +80,10 @@ def counts(state):
     )
 
 
-@every_skip
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 @pytest.mark.parametrize("way", WAYS)
-def test_step_by_step(way, wrap, skip):
-    optimizer = LossScaleOptimizer(
-        optax.sgd(0.5, momentum=0.5), SCALE, skip=skip, check_loss=True
-    )
+def test_step_by_step(way, wrap):
+    optimizer = LossScaleOptimizer(optax.sgd(0.5, momentum=0.5), SCALE, check_loss=True)
     step = wrap(functools.partial(way, optimizer))
     param = jnp.float32(1)
     state = optimizer.init(param)

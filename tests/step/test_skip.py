@@ -11,11 +11,9 @@ import pytest
 from helpers import (
     INF,
     NAN,
-    SKIPS,
     WRAPS,
     assert_close,
     assert_same_bits,
-    auto_skip,
     count_branches,
     exhaustive_but,
     relaxed,
@@ -34,11 +32,10 @@ class TestSkip:
     good = jax.tree.map(jnp.ones_like, params)
     inner = relaxed(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)))
 
-    @pytest.mark.parametrize("skip", SKIPS)
     @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
     @pytest.mark.parametrize("bad", [INF, -INF, NAN])
-    def test_changes_nothing_but_scale_and_counters(self, bad, wrap, skip):
-        optimizer = LossScaleOptimizer(self.inner, skip=skip)
+    def test_changes_nothing_but_scale_and_counters(self, bad, wrap):
+        optimizer = LossScaleOptimizer(self.inner)
         update = wrap(optimizer.update)
         _, before = update(self.good, optimizer.init(self.params), self.params)
         grads = self.good | {"b": jnp.float32(bad)}
@@ -52,12 +49,11 @@ class TestSkip:
         assert optimizer.current_loss_scale(after) == 2**14
         assert after[2:7] == (False, 1, 1, 0, None)
 
-    @auto_skip
     @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
     @pytest.mark.parametrize("bad", exhaustive_but([INF, NAN], [INF]))
-    def test_is_differentiated_as_a_step_that_changes_nothing(self, bad, wrap, skip):
+    def test_is_differentiated_as_a_step_that_changes_nothing(self, bad, wrap):
         optimizer = LossScaleOptimizer(
-            self.inner, DynamicLossScale(growth_interval=1), skip=skip, check_loss=True
+            self.inner, DynamicLossScale(growth_interval=1), check_loss=True
         )
 
         def train(params, grads, value):
@@ -113,11 +109,10 @@ class TestCompiledPrograms:
         return jax.export.export(step, platforms=[platform])(*shapes).mlir_module()
 
     @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
-    @pytest.mark.parametrize("skip", SKIPS)
-    def test_auto_branches_on_cpu_and_selects_elsewhere(self, skip, platform):
-        optimizer = LossScaleOptimizer(optax.sgd(1.0), skip=skip)
+    def test_branches_on_cpu_and_selects_elsewhere(self, platform):
+        optimizer = LossScaleOptimizer(optax.sgd(1.0))
         text = self.lowered(optimizer, platform)
-        branches = skip == "cond" or (skip, platform) == ("auto", "cpu")
+        branches = platform == "cpu"
         assert count_branches(text) == branches
         selects = re.search(r"stablehlo.select .*tensor<i1>, tensor<8x8xf32>", text)
         assert bool(selects) != branches
@@ -135,9 +130,8 @@ class TestCompiledPrograms:
             assert f"stablehlo.{check}" in self.lowered(optimizer, platform)
 
     @fuses_the_check
-    @pytest.mark.parametrize("skip", ["auto", "cond"])
-    def test_minimize_does_not_store_unscaled_gradients(self, skip):
-        optimizer = LossScaleOptimizer(optax.sgd(1.0), skip=skip)
+    def test_minimize_does_not_store_unscaled_gradients(self):
+        optimizer = LossScaleOptimizer(optax.sgd(1.0))
         params = jnp.ones((256, 256), jnp.float32)
 
         def loss(params, x):

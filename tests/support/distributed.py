@@ -96,8 +96,8 @@ def train(step, params, state, batches):
     return *jax.device_get((params, state)), records
 
 
-def one_device(skip="auto"):
-    optimizer = make_optimizer(skip=skip)
+def one_device():
+    optimizer = make_optimizer()
 
     @jax.jit
     def step(params, state, x, y):
@@ -108,10 +108,10 @@ def one_device(skip="auto"):
     return train(step, params, optimizer.init(params), make_batches())
 
 
-def pmap(skip="auto", leaf=None):
+def pmap(leaf=None):
     # A trainer that averages the gradients needs no axis_name.
     axis_name = None if leaf else "batch"
-    optimizer = make_optimizer(axis_name=axis_name, skip=skip)
+    optimizer = make_optimizer(axis_name=axis_name)
     replicate = functools.partial(jax.tree.map, lambda x: jnp.stack([x] * 8))
 
     @functools.partial(jax.pmap, axis_name="batch")
@@ -127,8 +127,8 @@ def pmap(skip="auto", leaf=None):
     return train(step, replicate(params), state, batches)
 
 
-def shard_map(skip="auto", check_vma=True, leaf=None):
-    optimizer = make_optimizer(axis_name="batch", skip=skip, check_loss=check_vma)
+def shard_map(check_vma=True, leaf=None):
+    optimizer = make_optimizer(axis_name="batch", check_loss=check_vma)
     mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
 
     def global_loss_fn(params, x, y):
@@ -158,8 +158,8 @@ def shard_map(skip="auto", check_vma=True, leaf=None):
     return train(step, params, init(optimizer, params), make_batches())
 
 
-def sharded_jit(skip="auto", kind=AxisType.Auto, leaf=None):
-    optimizer = make_optimizer(skip=skip, check_loss=True)
+def sharded_jit(kind=AxisType.Auto, leaf=None):
+    optimizer = make_optimizer(check_loss=True)
     mesh = jax.make_mesh((8,), ("batch",), axis_types=(kind,))
     batches = jax.device_put(make_batches(), NamedSharding(mesh, P(None, "batch")))
 

@@ -18,7 +18,6 @@ from optax_lossscale import (
     all_finite,
 )
 
-SKIPS = ["auto", "where", "cond"]
 WRAPS = {"eager": lambda f: f, "jit": jax.jit}
 SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parents[1]
@@ -34,12 +33,6 @@ def exhaustive_but(values, by_default):
         pytest.param(x, marks=() if x in by_default else pytest.mark.exhaustive)
         for x in values
     ]
-
-
-# On CPU "cond" runs what "auto" does, but on devices that decide apart.
-every_skip = pytest.mark.parametrize("skip", exhaustive_but(SKIPS, ["auto", "where"]))
-# For large programs, where another test runs "where" by default.
-auto_skip = pytest.mark.parametrize("skip", exhaustive_but(SKIPS, ["auto"]))
 
 
 @dataclasses.dataclass(frozen=True)
