@@ -12,7 +12,7 @@ from jax import lax
 from jax.core import Tracer
 
 from optax_lossscale import _check as check
-from optax_lossscale._commit import is_recording
+from optax_lossscale._commit import barrier_on_cpu, is_recording
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._scaling import scale_down, scale_up
@@ -79,6 +79,26 @@ def scaled_grad(
             return scale_up(loss, scale), _Out(out)
 
         return _unpack(transform(loss_times_scale, has_aux=True)(*args, **kwargs))
+
+    return value_and_grad
+
+
+def unscaled_grad(
+    rule: LossScale,
+    fun: Any,
+    state: Any,
+    has_aux: bool,
+    transform: Callable[..., Any],
+    skips: bool,
+) -> Callable[..., tuple[Any, Any]]:
+    """As `scaled_grad`, but with the scale of a state, and unscaled gradients."""
+    scaled = scaled_grad(rule, fun, has_aux, transform)
+
+    def value_and_grad(*args, **kwargs):
+        # Read once: scaling and unscaling must agree, and a state may change in place.
+        scale = scale_of_step(rule, state)
+        value, grads = scaled(scale, *args, **kwargs)
+        return value, unscale_by(barrier_on_cpu(skips, grads), scale)
 
     return value_and_grad
 

@@ -1,10 +1,14 @@
 """Flax nnx modules among arguments: their arrays, and what changes in place."""
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+from optax_lossscale._tree import is_inexact
 
 
 def _nnx() -> Any:
@@ -57,6 +61,44 @@ def with_parameters(tree: Any, params: Any, *, in_place: bool) -> Any:
         return module
 
     return jax.tree.map(of_module, tree, params, is_leaf=is_module)
+
+
+def snapshot(args: Any) -> Callable[[Any], None] | None:
+    """Remembers the variables of the modules among arguments; None without modules.
+
+    Args:
+      args: Arguments of a pass that may change variables, such as batch statistics.
+
+    Returns:
+      A function of a flag, bool[], to call after the pass. Where the flag is False, it
+      gives floating-point variables their old values. Random counts go on.
+    """
+    modules = [x for x in jax.tree.leaves(args, is_leaf=is_module) if is_module(x)]
+
+    if not modules:
+        return None
+
+    def variables():
+        return _nnx().to_flat_state(_nnx().state(modules))
+
+    # Copies of the variables, since the pass changes the module's own.
+    before = {path: jax.tree.map(lambda x: x, x) for path, x in variables()}
+
+    def select(flag, new, old):
+        is_alike = (new.shape, new.dtype) == (old.shape, old.dtype)
+        is_changed = new is not old and is_alike and is_inexact(new)
+        return jnp.where(flag, new, old) if is_changed else new
+
+    def keep_if(flag):
+        kept = [
+            (path, jax.tree.map(functools.partial(select, flag), new, before[path]))
+            for path, new in variables()
+            if path in before
+            and jax.tree.structure(new) == jax.tree.structure(before[path])
+        ]
+        _nnx().update(modules, _nnx().from_flat_state(kept))
+
+    return keep_if
 
 
 class Modules:

@@ -20,6 +20,7 @@ from optax_lossscale._commit import barrier_on_cpu
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._rules.identifiers import get_loss_scale, keras_loss_scale
+from optax_lossscale._scaling import all_finite
 from optax_lossscale._state import LossScaleOptimizerState, find_rule_state, find_state
 from optax_lossscale._step import Options
 
@@ -342,16 +343,18 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         # eqx.filter_value_and_grad has no argnums: it uses the first argument.
         options = {} if argnums == 0 else {"argnums": argnums}
         transform = functools.partial(transform, **options)
-        scaled = _gradients.scaled_grad(self.loss_scale, fun, has_aux, transform)
+        rule, axis_name = self.loss_scale, self._options.axis_name
+        unscaled = _gradients.unscaled_grad(
+            rule, fun, state, has_aux, transform, self._options.skips
+        )
         self.current_loss_scale(state)  # Raises early.
 
         def value_and_grad(*args, **kwargs):
-            # Read once: scaling and unscaling must agree, and a state may change in
-            # place.
-            scale = _gradients.scale_of_step(self.loss_scale, state)
-            value, grads = scaled(scale, *args, **kwargs)
-            grads = barrier_on_cpu(self._options.skips, grads)
-            return value, _gradients.unscale_by(grads, scale)
+            keep_if = _modules.snapshot((args, kwargs))
+            value, grads = unscaled(*args, **kwargs)
+            if rule.skip_nonfinite and keep_if:
+                keep_if(all_finite(grads, axis_name=axis_name))
+            return value, grads
 
         return value_and_grad
 
@@ -598,14 +601,15 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           1.0 11 0
         """
         options, look, model = self._options, None, params
+        keep_if = _modules.snapshot((model, args, kwargs))
         _gradients.check_averaging(options.axis_name, transform)
         if options.retries:
             value, grads, state, look = _retries.value_and_grad(
                 options, loss_fn, has_aux, transform, state, model, *args, **kwargs
             )
         else:
-            value, grads = self.value_and_grad(
-                loss_fn, state, has_aux=has_aux, transform=transform
+            value, grads = _gradients.unscaled_grad(
+                options.loss_scale, loss_fn, state, has_aux, transform, options.skips
             )(model, *args, **kwargs)
         params = _modules.trained(model, grads)
 
@@ -625,6 +629,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         params, state = _step.take_step(
             options, grads, params, state, extra, look, adds=True
         )
+        if keep_if and (options.skips or skip_if is not None):
+            keep_if(state.last_step_applied)
         return _modules.with_parameters(model, params, in_place=True), state, value
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_same_bits, relaxed, to_numpy
+from jax.sharding import PartitionSpec as P
 
-from optax_lossscale import LossScaleOptimizer, autocast
+from optax_lossscale import DynamicLossScale, LossScaleOptimizer, autocast
 
 nnx = pytest.importorskip("flax.nnx")
 
@@ -150,3 +151,174 @@ def test_many_steps_in_a_scan():
     assert (state.skipped_steps, losses.shape) == (0, (3,))
     assert jnp.isfinite(losses).all()
     assert model.drop.rngs.count[...] == 3
+
+
+class Statistics(nnx.Module):
+    """Has batch statistics, a moving average and a variable of its own."""
+
+    def __init__(self):
+        self.layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+        self.largest = nnx.Variable(jnp.zeros(()))
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.largest[...] = jnp.maximum(self.largest[...], jnp.max(x))
+        self.calls[...] += 1
+        return self.norm(self.layer(x))
+
+
+def square(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+def statistics(model):
+    """Returns what a skipped step must not change."""
+    parts = (
+        nnx.state(model.norm, nnx.BatchStat),
+        model.largest[...],
+        model.layer.kernel[...],
+    )
+    return jax.tree.leaves(parts)
+
+
+GOOD, BAD = np.float32([[1, 2, 3, 4], [5, 3, 1, 2]]), np.float32([[np.inf] * 4] * 2)
+
+
+def in_one_call(optimizer, **options):
+    def step(model, state, x):
+        return optimizer.minimize(
+            square, model, state, x, transform=nnx.value_and_grad, **options
+        )
+
+    return step
+
+
+def in_two_calls(optimizer):
+    """The way of the README, with the gradients and parameters of a `State`."""
+
+    def step(model, state, x):
+        grad_fn = optimizer.value_and_grad(square, state, transform=nnx.value_and_grad)
+        loss, grads = grad_fn(model, x)
+        params = nnx.state(model, nnx.Param)
+        params, state = optimizer.apply_gradients(grads, params, state)
+        nnx.update(model, params)
+        return model, state, loss
+
+    return step
+
+
+class TestASkippedStepChangesNothing:
+    optimizer = LossScaleOptimizer(optax.sgd(0.1), initial_scale=4.0)
+
+    def start(self, optimizer=optimizer):
+        model = Statistics()
+        return model, optimizer.init(nnx.state(model, nnx.Param))
+
+    @pytest.mark.parametrize("make", [in_one_call, in_two_calls])
+    @pytest.mark.parametrize("wrap", [nnx.jit, jax.jit, EAGER])
+    def test_in_a_step(self, make, wrap):
+        step = wrap(make(self.optimizer))
+        model, state = self.start()
+        model, state, _ = step(model, state, GOOD)
+        before = statistics(model)
+        model, state, _ = step(model, state, BAD)
+        assert state.skipped_steps == 1
+        assert_same_bits(statistics(model), before)
+        assert model.calls[...] == 2  # Counts go on.
+        model, state, _ = step(model, state, GOOD)
+        assert (statistics(model)[0] != before[0]).any()
+
+    @pytest.mark.parametrize("make", [in_one_call, in_two_calls])
+    def test_200_steps_end_as_those_that_never_saw_a_bad_batch(self, make):
+        # A power of two that never changes, so that scales do not differ.
+        rule = DynamicLossScale(4.0, growth_interval=1000, min_scale=4.0)
+        optimizer = LossScaleOptimizer(optax.sgd(0.01), rule)
+        step = make(optimizer)
+
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+        def steps(carry, x):
+            model, state, loss = step(*carry, x)
+            return (model, state), loss
+
+        random = np.random.default_rng(0)
+        xs = random.normal(size=(200, 2, 4)).astype(np.float32)
+        bad = random.random(200) < 0.2
+        xs[bad, 0, 1] = np.inf
+        run, ends = nnx.jit(steps), []
+        # The same program, to the bit: bad batches at the end stand for none.
+        for order in (np.arange(200), np.argsort(bad, kind="stable")):
+            (model, state), _ = run(self.start(optimizer), jnp.asarray(xs[order]))
+            assert state.skipped_steps == bad.sum()
+            ends.append(statistics(model))
+        assert_same_bits(*ends)
+
+    @pytest.mark.parametrize("make", [in_one_call, in_two_calls])
+    def test_of_one_member(self, make):
+        @nnx.vmap(in_axes=(None, 0))
+        def members(_, x):
+            return self.start()
+
+        models, states = members(None, jnp.zeros(2))
+        before = statistics(models)
+        step = nnx.jit(nnx.vmap(make(self.optimizer)))
+        models, states, _ = step(models, states, jnp.stack([GOOD, BAD]))
+        assert states.skipped_steps.tolist() == [0, 1]
+        for new, old in zip(statistics(models), before, strict=True):
+            assert_same_bits(new[1], old[1])
+            assert (new[0] != old[0]).any()
+
+    @pytest.mark.parametrize("make", [in_one_call, in_two_calls])
+    def test_on_all_devices(self, make):
+        optimizer = LossScaleOptimizer(optax.sgd(0.1), initial_scale=4.0, axis_name="i")
+        mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+        model, state = self.start(optimizer)
+        graph, arrays = nnx.split(model)
+
+        def step(arrays, state, x):
+            model = nnx.merge(graph, arrays)
+            arrays, state = jax.tree.map(
+                lambda x: jax.lax.pcast(x, "i", to="varying"), (arrays, state)
+            )
+            model = nnx.merge(graph, arrays)
+            model, state, _ = make(optimizer)(model, state, x)
+            return jax.tree.map(lambda x: x[None], (nnx.state(model), state))
+
+        step = jax.shard_map(
+            step, mesh=mesh, in_specs=(P(), P(), P("i")), out_specs=P("i")
+        )
+        xs = jnp.concatenate([GOOD, BAD])
+        arrays, state = jax.jit(step)(arrays, state, xs)
+        assert state.skipped_steps.tolist() == [1, 1]
+        for device in range(2):
+            nnx.update(model, jax.tree.map(lambda x: x[device], arrays))
+            assert_same_bits(statistics(model), statistics(self.start()[0]))
+
+    def test_of_a_part_and_of_a_model_that_is_not_trained(self):
+        def loss_fn(layer, frozen, x):
+            return jnp.mean((layer(x) - frozen(x)) ** 2)
+
+        model, frozen = Statistics(), Statistics()
+        state = self.optimizer.init(nnx.state(model.norm, nnx.Param))
+        before = statistics(model), statistics(frozen)
+        self.optimizer.minimize(
+            loss_fn, model.norm, state, frozen, BAD, transform=nnx.value_and_grad
+        )
+        assert_same_bits((statistics(model), statistics(frozen)), before)
+
+    def test_because_of_the_loss_or_a_veto(self):
+        for options, more in (({"check_loss": True}, {}), ({}, {"skip_if": True})):
+            optimizer = LossScaleOptimizer(optax.sgd(0.1), 8.0, **options)
+            model, state = self.start(optimizer)
+            before = statistics(model)
+            x = GOOD if more else BAD
+            model, state, _ = in_one_call(optimizer, **more)(model, state, x)
+            assert state.skipped_steps == 1
+            assert_same_bits(statistics(model), before)
+
+    def test_but_a_fixed_scale_applies_it(self):
+        optimizer = LossScaleOptimizer(optax.sgd(0.1), 8.0)
+        for make in (in_one_call, in_two_calls):
+            model, state = self.start(optimizer)
+            model, *_ = make(optimizer)(model, state, BAD)
+            assert not np.isfinite(model.norm.mean[...]).any()
