@@ -62,6 +62,9 @@ bits = _between(0, 128, "from 0 to 128")
 boolean = _of(lambda x: isinstance(x, bool), "True or False")
 string = _of(lambda x: isinstance(x, str), "a string")
 function = _of(callable, "a function")
+loss_function = _of(
+    callable, "a function, the first argument of minimize and value_and_grad"
+)
 
 
 def count(name: str, value: Any, least: int = 1) -> int:

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
 
 from optax_lossscale import _check as check
-from optax_lossscale._commit import barrier_on_cpu, is_recording
+from optax_lossscale._commit import is_recording
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._scaling import scale_down, scale_up
@@ -58,7 +59,11 @@ def unscale_by(grads: Any, scale: jax.Array) -> Any:
 
 
 def scaled_grad(
-    rule: LossScale, fun: Any, has_aux: bool, transform: Callable[..., Any]
+    rule: LossScale,
+    fun: Any,
+    has_aux: bool,
+    transform: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
 ) -> Callable[..., tuple[Any, Any]]:
     """Makes a function of a scale that returns the value and scaled gradients of `fun`.
 
@@ -67,8 +72,11 @@ def scaled_grad(
       fun: The loss function.
       has_aux: Whether `fun` returns auxiliary data as well.
       transform: `jax.value_and_grad`, or a function like it.
+      argnums: Which positional arguments to differentiate with respect to.
     """
-    check.function("loss_fn", fun)
+    check.loss_function("loss_fn", fun)
+    # eqx.filter_value_and_grad has no argnums: it uses the first argument.
+    transform = functools.partial(transform, **{"argnums": argnums} if argnums else {})
 
     def value_and_grad(scale, *args, **kwargs):
         def loss_times_scale(*args, **kwargs):
@@ -78,29 +86,34 @@ def scaled_grad(
             # The loss itself is passed along: the scaled one may be inf.
             return scale_up(loss, scale), _Out(out)
 
-        return _unpack(transform(loss_times_scale, has_aux=True)(*args, **kwargs))
+        try:
+            result = transform(loss_times_scale, has_aux=True)(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            _name_transform(error, transform, *args)
+            raise
+        value, grads = _unpack(result)
+        trained = [x for i, x in enumerate(args) if i in np.atleast_1d(argnums)]
+        _warn_of_local_loss(loss_of(value, has_aux), trained, transform)
+        return value, grads
 
     return value_and_grad
 
 
-def unscaled_grad(
-    rule: LossScale,
-    fun: Any,
-    state: Any,
-    has_aux: bool,
-    transform: Callable[..., Any],
-    skips: bool,
-) -> Callable[..., tuple[Any, Any]]:
-    """As `scaled_grad`, but with the scale of a state, and unscaled gradients."""
-    scaled = scaled_grad(rule, fun, has_aux, transform)
+# The transforms of libraries whose models are no trees of parameters alone.
+TRANSFORMS = {
+    "equinox": "eqx.filter_value_and_grad",
+    "flax.nnx": "nnx.value_and_grad",
+}
 
-    def value_and_grad(*args, **kwargs):
-        # Read once: scaling and unscaling must agree, and a state may change in place.
-        scale = scale_of_step(rule, state)
-        value, grads = scaled(scale, *args, **kwargs)
-        return value, unscale_by(barrier_on_cpu(skips, grads), scale)
 
-    return value_and_grad
+def _name_transform(error: Exception, transform: Any, model: Any, *_: Any) -> None:
+    """Adds to an error of `jax.value_and_grad` the transform of a model's library."""
+    modules = " ".join(kind.__module__ for kind in type(model).__mro__)
+    for library, name in TRANSFORMS.items():
+        if library in modules and library_of(transform) == "jax":
+            error.add_note(
+                f"{type(model).__name__} is a model of {library}: pass transform={name}"
+            )
 
 
 def check_averaging(axis_name: Hashable | None, transform: Callable[..., Any]) -> None:
@@ -120,7 +133,7 @@ def check_averaging(axis_name: Hashable | None, transform: Callable[..., Any]) -
     )
 
 
-def warn_of_local_loss(loss: Any, params: Any, transform: Callable[..., Any]) -> None:
+def _warn_of_local_loss(loss: Any, params: Any, transform: Callable[..., Any]) -> None:
     """Warns if each device has a loss of its own, but all update the same parameters.
 
     `jax.shard_map` adds up such gradients. An axis along which a parameter varies is

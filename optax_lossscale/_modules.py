@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,6 +22,15 @@ def is_module(x: Any) -> bool:
     return nnx is not None and isinstance(x, nnx.Pytree)
 
 
+def _variables(modules: Any) -> dict[Any, Any]:
+    """Returns the variables of modules, by path: those of the modules, no copies."""
+    return dict(_nnx().to_flat_state(_nnx().state(modules)))
+
+
+def _state_of(variables: dict[Any, Any]) -> Any:
+    return _nnx().from_flat_state(list(variables.items()))
+
+
 def trained(tree: Any, grads: Any) -> Any:
     """Returns the parameters of a tree: of a module, the variables with a gradient.
 
@@ -33,10 +42,14 @@ def trained(tree: Any, grads: Any) -> Any:
     def of_module(module, grads):
         if not is_module(module):
             return module
-        nnx = _nnx()
-        variables = dict(nnx.to_flat_state(nnx.state(module)))
-        chosen = [(path, variables[path]) for path, _ in nnx.to_flat_state(grads)]
-        return nnx.from_flat_state(chosen)
+        if not isinstance(grads, _nnx().State):
+            raise TypeError(
+                f"{type(module).__name__} is a Flax nnx model, whose gradients must be "
+                f"an nnx.State, got {type(grads).__name__}: pass "
+                "transform=nnx.value_and_grad."
+            )
+        variables = _variables(module)
+        return _state_of({x: variables[x] for x, _ in _nnx().to_flat_state(grads)})
 
     return jax.tree.map(of_module, tree, grads, is_leaf=is_module)
 
@@ -74,15 +87,12 @@ def snapshot(args: Any) -> Callable[[Any], None] | None:
       gives floating-point variables their old values. Random counts go on.
     """
     modules = [x for x in jax.tree.leaves(args, is_leaf=is_module) if is_module(x)]
-
     if not modules:
         return None
-
-    def variables():
-        return _nnx().to_flat_state(_nnx().state(modules))
-
-    # Copies of the variables, since the pass changes the module's own.
-    before = {path: jax.tree.map(lambda x: x, x) for path, x in variables()}
+    # The pass changes the module's own variables: these are copies.
+    before = {
+        path: jax.tree.map(lambda x: x, v) for path, v in _variables(modules).items()
+    }
 
     def select(flag, new, old):
         is_alike = (new.shape, new.dtype) == (old.shape, old.dtype)
@@ -90,13 +100,13 @@ def snapshot(args: Any) -> Callable[[Any], None] | None:
         return jnp.where(flag, new, old) if is_changed else new
 
     def keep_if(flag):
-        kept = [
-            (path, jax.tree.map(functools.partial(select, flag), new, before[path]))
-            for path, new in variables()
-            if path in before
-            and jax.tree.structure(new) == jax.tree.structure(before[path])
-        ]
-        _nnx().update(modules, _nnx().from_flat_state(kept))
+        after = _variables(modules)
+        kept = {
+            path: jax.tree.map(functools.partial(select, flag), after[path], old)
+            for path, old in before.items()
+            if jax.tree.structure(after.get(path)) == jax.tree.structure(old)
+        }
+        _nnx().update(modules, _state_of(kept))
 
     return keep_if
 
@@ -110,39 +120,33 @@ class Modules:
 
     def __init__(self, args: Any):
         """Takes modules apart; without Flax there are none."""
-        leaves, treedef = jax.tree.flatten(args, is_leaf=is_module)
+        leaves, self._treedef = jax.tree.flatten(args, is_leaf=is_module)
         self._modules = [x for x in leaves if is_module(x)]
         self._are_modules = list(map(is_module, leaves))
-        self._treedef, self._graph, state = treedef, None, None
+        self._graph, state = None, None
         if self._modules:
             self._graph, state = _nnx().split(self._modules)
         self.tree = [x for x in leaves if not is_module(x)], state
-        self._changed: list[Any] = []  # The paths of variables that a join changed.
 
-    def join(self, tree: Any) -> tuple[Any, Callable[[], list[Any]]]:
+    def join(self, tree: Any) -> tuple[Any, Callable[[], Any]]:
         """Returns arguments for arrays in `tree`, and a function of their changes."""
         leaves, state = jax.tree.map(lambda x: x, tree)  # Variables of this trace.
         given = {id(x): x for x in jax.tree.leaves(state)}  # Before merge takes them.
         nodes = _nnx().merge(self._graph, state) if self._modules else []
         rests = iter(leaves), iter(nodes)
-        found = [next(rests[is_module]) for is_module in self._are_modules]
+        found = [next(rests[of_module]) for of_module in self._are_modules]
 
         def changes():
-            if not self._modules:
-                return []
-            pairs = _nnx().to_flat_state(_nnx().state(nodes))
-            changed = [
-                (path, variable)
-                for path, variable in pairs
-                if any(id(x) not in given for x in jax.tree.leaves(variable))
-            ]
-            self._changed = [path for path, _ in changed]
-            return [variable for _, variable in changed]
+            def is_changed(variable):
+                return any(id(x) not in given for x in jax.tree.leaves(variable))
+
+            variables = _variables(nodes) if nodes else {}
+            changed = {path: v for path, v in variables.items() if is_changed(v)}
+            return _state_of(changed) if changed else None
 
         return self._treedef.unflatten(found), changes
 
-    def write(self, variables: Sequence[Any]) -> None:
+    def write(self, changes: Any) -> None:
         """Writes changed variables into the modules."""
-        if variables:
-            pairs = list(zip(self._changed, variables, strict=True))
-            _nnx().update(self._modules, _nnx().from_flat_state(pairs))
+        if changes is not None:
+            _nnx().update(self._modules, changes)

@@ -1,6 +1,5 @@
 """The public optimizer: its methods are documented here and call the step."""
 
-import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -314,6 +313,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           A function with the arguments of `fun` and the results of
           `jax.value_and_grad(fun)`. The value is not scaled, and exact even if the
           scaled loss overflows. float16 and bfloat16 gradients become float32.
+          Floating-point variables that `fun` changes in Flax nnx modules, such as batch
+          statistics, keep their old values if gradients are not finite.
 
         Raises:
           ValueError: If `state` holds no `LossScaleOptimizerState` or several, or the
@@ -323,7 +324,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
         Warns:
           UserWarning: If the scale of `state` is a constant in a function that JAX
-            traces (`jax.jit`, `jax.lax.scan`).
+            traces (`jax.jit`, `jax.lax.scan`); if devices of `jax.shard_map` have
+            losses of their own, and the same parameters.
 
         Examples:
           >>> import jax
@@ -340,20 +342,21 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> print(f"{grads[0]:.2g}")
           1e-08
         """
-        # eqx.filter_value_and_grad has no argnums: it uses the first argument.
-        options = {} if argnums == 0 else {"argnums": argnums}
-        transform = functools.partial(transform, **options)
-        rule, axis_name = self.loss_scale, self._options.axis_name
-        unscaled = _gradients.unscaled_grad(
-            rule, fun, state, has_aux, transform, self._options.skips
+        scaled = _gradients.scaled_grad(
+            self.loss_scale, fun, has_aux, transform, argnums
         )
         self.current_loss_scale(state)  # Raises early.
 
         def value_and_grad(*args, **kwargs):
+            # Read once: scaling and unscaling must agree, and a state may change in
+            # place.
+            scale = _gradients.scale_of_step(self.loss_scale, state)
             keep_if = _modules.snapshot((args, kwargs))
-            value, grads = unscaled(*args, **kwargs)
-            if rule.skip_nonfinite and keep_if:
-                keep_if(all_finite(grads, axis_name=axis_name))
+            value, grads = scaled(scale, *args, **kwargs)
+            grads = barrier_on_cpu(self._options.skips, grads)
+            grads = _gradients.unscale_by(grads, scale)
+            if keep_if and self.loss_scale.skip_nonfinite:
+                keep_if(all_finite(grads, axis_name=self._options.axis_name))
             return value, grads
 
         return value_and_grad
@@ -543,7 +546,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             scalar loss, or the loss and auxiliary data if `has_aux`.
           params: The parameters. Leaves that `transform` does not differentiate, such
             as functions in an Equinox model, stay as they are. A Flax nnx model
-            changes in place; make its state by `init(nnx.state(model, nnx.Param))`.
+            changes in place, also its batch statistics, unless the step is skipped;
+            make the state by `init(nnx.state(model, nnx.Param))`.
           state: The state.
           *args: Passed to `loss_fn`.
           has_aux: Whether `loss_fn` returns auxiliary data as well.
@@ -608,8 +612,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
                 options, loss_fn, has_aux, transform, state, model, *args, **kwargs
             )
         else:
-            value, grads = _gradients.unscaled_grad(
-                options.loss_scale, loss_fn, state, has_aux, transform, options.skips
+            value, grads = self.value_and_grad(
+                loss_fn, state, has_aux=has_aux, transform=transform
             )(model, *args, **kwargs)
         params = _modules.trained(model, grads)
 
@@ -620,7 +624,6 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             return out[0] if has_aux else out
 
         loss = value[0] if has_aux else value
-        _gradients.warn_of_local_loss(loss, params, transform)
         # A pytree, as some inner optimizers pass it through jax.jit or jax.lax.cond.
         extra = {"value": loss, "value_fn": jax.tree_util.Partial(value_fn)}
         if skip_if is not None:

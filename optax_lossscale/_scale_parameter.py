@@ -322,11 +322,6 @@ def scale_as_parameter(
         raise TypeError(
             f"optimizer must be LossScaleOptimizer(inner_optimizer), got {optimizer!r}."
         )
-    if optimizer._is_overridden("update"):
-        raise TypeError(
-            "scale_as_parameter does not call an update of one's own. Put it into the "
-            "inner optimizer."
-        )
     check.string("name", name)
     options = optimizer._options
 

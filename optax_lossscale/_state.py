@@ -12,8 +12,12 @@ from optax_lossscale import _tree
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._warn import warn
 
-# Where a state comes from: a checkpoint may return it as a dictionary.
-SOURCES = "Pass what init or a step returned; restore into the state of init."
+# Where a state comes from, and where it goes: a checkpoint may return a dictionary.
+SOURCES = (
+    "Pass what init or a step returned; restore into the state of init. The order is "
+    "minimize(loss_fn, params, state, *batch), value_and_grad(loss_fn, state), "
+    "update(grads, state, params), apply_gradients(grads, params, state)."
+)
 
 
 class LossScaleOptimizerState(NamedTuple):
@@ -122,8 +126,7 @@ def check_state(state: Any, rule: LossScale, retries: int) -> None:
     if not isinstance(state, LossScaleOptimizerState):
         raise ValueError(
             "state must be the LossScaleOptimizerState of this optimizer, got "
-            f"{type(state).__name__}. {SOURCES} The order is "
-            "update(grads, state, params), apply_gradients(grads, params, state)."
+            f"{type(state).__name__}. {SOURCES}"
         )
     scale_state = state.loss_scale_state
     if jax.tree.structure(scale_state) != jax.tree.structure(jax.eval_shape(rule.init)):

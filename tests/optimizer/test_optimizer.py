@@ -55,7 +55,6 @@ class TestConstruction:
             ({"dynamic_growth_steps": "9"}, TypeError, "dynamic_growth_steps.*'9'"),
             ({"dynamic": 1}, TypeError, "dynamic must be True or False, got 1"),
             ({"loss_scale": jnp.float32(8)}, ValueError, "static_args"),
-            ({"skip": "never"}, ValueError, "skip must be .*'never'"),
             ({"check_loss": 1}, TypeError, "check_loss must be True or False, got 1"),
             ({"axis_name": ["batch"]}, TypeError, "axis_name.*batch"),
             ({"axis_name": (["batch"],)}, TypeError, "axis_name.*batch"),

@@ -49,6 +49,58 @@ def test_a_transform_that_returns_no_value(transform):
             call()
 
 
+class Linear(nnx.Module):
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.ones(2))
+
+    def __call__(self, x):
+        return x @ self.kernel[...]
+
+
+class Dropping(Linear):
+    def __init__(self):
+        super().__init__()
+        self.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("model", "transform"),
+    [
+        (eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0)), "eqx.filter_value_and_grad"),
+        (Dropping(), "nnx.value_and_grad"),
+        (Linear(), "nnx.value_and_grad"),
+    ],
+    ids=["equinox", "nnx", "nnx, parameters alone"],
+)
+def test_a_model_without_the_transform_of_its_library(model, transform):
+    def model_loss_fn(model):
+        return jnp.sum(model(jnp.ones(2)))
+
+    with pytest.raises(TypeError, match=f"pass transform={transform}"):
+        optimizer.minimize(model_loss_fn, model, state)
+
+
+def test_arguments_in_another_order():
+    for call in (
+        lambda: optimizer.minimize(PARAMS, loss_fn, state),
+        lambda: optimizer.value_and_grad(state, loss_fn),
+    ):
+        with pytest.raises(TypeError, match="loss_fn must be a function, the first"):
+            call()
+    order = (
+        r"minimize\(loss_fn, params, state, \*batch\), value_and_grad\(loss_fn, state\)"
+    )
+    for call in (
+        lambda: optimizer.minimize(loss_fn, state, PARAMS),
+        lambda: optimizer.minimize(loss_fn, PARAMS),
+        lambda: optimizer.value_and_grad(loss_fn, PARAMS),
+        lambda: optimizer.update(GRADS, PARAMS, state),
+        lambda: optimizer.apply_gradients(GRADS, state, PARAMS),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"{order}|'state'"):
+            call()
+
+
 class TestRetries:
     optimizer = LossScaleOptimizer(optax.sgd(0.5), retries=3)
     state = optimizer.init(PARAMS)

@@ -106,19 +106,15 @@ def check_flax_nnx(page):
 
     images, labels = page["images"], page["labels"]
 
-    kinds = nnx.Param, *page["SIDE_EFFECTS"]
-
     def read(model, trainer):
-        state = nnx.to_pure_dict(nnx.state(model, nnx.Any(*kinds)))
-        return state, trainer.opt_state
+        state = nnx.state(model, nnx.Any(nnx.Param, nnx.BatchStat))
+        return nnx.to_pure_dict(state), trainer.opt_state
 
-    for prefix, count in (("", 4), ("norm_", 9)):
-        train_step = page["norm_step" if prefix else "train_step"]
+    def step(model, trainer, *batch):
+        page["train_step"](model, trainer, *batch)
+        return model, trainer
 
-        def step(model, trainer, *batch, train_step=train_step):
-            train_step(model, trainer, *batch)
-            return model, trainer
-
+    for prefix, count in (("", 4), ("norm_", 8)):
         state = page[f"{prefix}model"], page[f"{prefix}trainer"]
         assert len(jax.tree.leaves(read(*state)[0])) == count
         losses = page[f"{prefix}losses"]
