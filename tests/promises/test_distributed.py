@@ -381,7 +381,15 @@ class TestLocalLoss:
 
     x = np.arange(8, dtype=np.float32)
 
-    def minimize(self, loss_fn, spec, transform=jax.value_and_grad, **options):
+    def minimize(
+        self,
+        loss_fn,
+        spec,
+        transform=jax.value_and_grad,
+        *,
+        in_one_call=True,
+        **options,
+    ):
         """Takes a step from ones; returns the parameters, and raises what it warns."""
         mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
         optimizer = LossScaleOptimizer(optax.sgd(1.0), **options)
@@ -392,7 +400,12 @@ class TestLocalLoss:
         )
         def step(params, x):
             state = optimizer.init(params)
-            return optimizer.minimize(loss_fn, params, state, x, transform=transform)[0]
+            if in_one_call:
+                call = functools.partial(optimizer.minimize, transform=transform)
+                return call(loss_fn, params, state, x)[0]
+            grad_fn = optimizer.value_and_grad(loss_fn, state, transform=transform)
+            _, grads = grad_fn(params, x)
+            return optimizer.apply_gradients(grads, params, state)[0]
 
         return step(jax.tree.map(lambda _: jnp.ones(8), spec), self.x)
 
@@ -402,7 +415,12 @@ class TestLocalLoss:
 
     @pytest.mark.parametrize(
         "options",
-        [{}, {"axis_name": "batch"}, {"axis_name": "batch", "retries": 2}],
+        [
+            {},
+            {"axis_name": "batch"},
+            {"axis_name": "batch", "retries": 2},
+            {"in_one_call": False},
+        ],
         ids=str,
     )
     def test_of_shared_parameters_warns(self, options):
