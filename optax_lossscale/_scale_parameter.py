@@ -297,8 +297,7 @@ def scale_as_parameter(
       one. `update` takes `skip_if`, and `value` if the loss is checked.
 
     Raises:
-      TypeError: If an argument is of the wrong type; if a subclass, or `_replace`,
-        brings an `update` of its own.
+      TypeError: If an argument is of the wrong type.
       ValueError: When called, unless the parameters, and their gradients, hold one
         leaf of this name, a float32 scalar.
 
