@@ -1,5 +1,6 @@
 """Makes rules from the names and numbers that users pass."""
 
+import difflib
 import numbers
 
 from optax_lossscale import _check as check
@@ -42,6 +43,9 @@ def get_loss_scale(identifier: LossScale | float | str) -> LossScale:
         hint = f"Keras's second argument is a keyword here: dynamic={identifier}."
     elif isinstance(identifier, type) and issubclass(identifier, LossScale):
         hint = f"Call the class to make an instance: {identifier.__name__}()."
+    elif isinstance(identifier, str):
+        near = difflib.get_close_matches(identifier.lower(), BY_NAME, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else "A number is a fixed scale."
     raise ValueError(
         f"A loss scale must be a LossScale instance, a number, or one of "
         f"{[*BY_NAME]}, got {identifier!r}. {hint}"

@@ -71,9 +71,6 @@ def _log2(scale: jax.Array) -> jax.Array:
 def _numbers_of(state: Any) -> dict[str, jax.Array]:
     """Returns the fields of a state that are one array, except the scale."""
     fields = getattr(state, "_asdict", lambda: vars(state))()
-    leaves = {name: jax.tree.leaves(field) for name, field in fields.items()}
-    return {
-        name: jnp.asarray(found[0])
-        for name, found in leaves.items()
-        if len(found) == 1 and name != "loss_scale"
-    }
+    leaves = ((name, jax.tree.leaves(field)) for name, field in fields.items())
+    single = ((name, found) for name, found in leaves if len(found) == 1)
+    return {name: jnp.asarray(x) for name, (x,) in single if name != "loss_scale"}

@@ -7,12 +7,15 @@ import jax
 import numpy as np
 
 from optax_lossscale import _check as check
-from optax_lossscale.diagnostics import _drawing
+from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._common import check_host, scale_of
 from optax_lossscale.diagnostics._underflow import ExponentHistogram, exponent_histogram
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+# Color-blind readers can tell these apart, on white and on black.
+BLUE, GREEN, ORANGE = "#1F83CC", "#009E73", "#D55E00"
 
 
 def plot_exponents(
@@ -65,27 +68,27 @@ def plot_exponents(
     if not isinstance(histogram, ExponentHistogram):
         histogram = exponent_histogram(histogram)
     exponents, counts, *others = (np.asarray(x, np.float64) for x in histogram)
-    axes: Any = _drawing.get_axes(ax)
+    axes, ink = _get_axes(ax)
     total = max(counts.sum() + sum(others), 1)
-    low, *_, high = np.add(_drawing.boundaries(dtype), [-8, 0, 8])
+    low, *_, high = np.add(_boundaries(dtype), [-8, 0, 8])
     seen = np.flatnonzero(counts)
     if seen.size:
         kept = slice(seen[0], seen[-1] + 1)
         percent = 100 * counts[kept] / total
         edges = exponents[seen[0]] + np.arange(len(percent) + 1)
         scaled = edges + np.log2(scale)
-        style = {"color": _drawing.ink(), "linewidth": 1.5, "zorder": 3}
+        style = {"color": ink, "linewidth": 1.5, "zorder": 3}
         axes.stairs(percent, edges, label="before scaling", **style)
         label = f"after scaling by $2^{{{np.log2(scale):.4g}}}$"
-        axes.stairs(percent, scaled, fill=True, color=_drawing.GREEN, label=label)
+        axes.stairs(percent, scaled, fill=True, color=GREEN, label=label)
         axes.set_ylim(0, 1.4 * percent.max())
         low = min(low, edges[0] - 2, scaled[0] - 2)
         high = max(high, edges[-1] + 2, scaled[-1] + 2)
-    _drawing.shade_ranges(axes, dtype, low, high)
+    _shade_ranges(axes, dtype, low, high)
     shares = zip(("exactly zero", "inf", "nan"), others, strict=True)
     text = ", ".join(f"{name}: {_percent(n / total)}" for name, n in shares if n)
     axes.set(xlabel=f"magnitude, and the range of {dtype}", ylabel="% of gradients")
-    _drawing.add_legend(axes, text)
+    _add_legend(axes, text)
     return axes
 
 
@@ -153,9 +156,9 @@ def plot_history(
     marks = {"skipped steps": ("x", applied, skips)}
     marks["repeated passes"] = ("|", np.full_like(applied, np.nan), retries)
 
-    axes: Any = _drawing.get_axes(ax)
+    axes, ink = _get_axes(ax)
     marker = "o" if len(steps) == 1 else None
-    lines = axes.step(steps, scales, where="post", color=_drawing.BLUE, marker=marker)
+    lines = axes.step(steps, scales, where="post", color=BLUE, marker=marker)
     lines[0].set_label("loss scale")
     for name, (sign, flags, counts) in marks.items():
         new = np.array(list(map(_new_by_row, flags, counts))).T
@@ -168,14 +171,14 @@ def plot_history(
                 label += f" (marks: {row.size})"
             if (first := new[0].sum()) > 1:
                 label += f", {first:.0f} by step {steps[0]:.10g}"
-            style = {"color": _drawing.ink(), "marker": sign, "linestyle": ""}
+            style = {"color": ink, "marker": sign, "linestyle": ""}
             axes.plot(steps[row], used, **style, zorder=3, label=label)
     axes.set_yscale("log", base=2)
     lowest, highest = np.nanmin(scales), np.nanmax(scales)
     axes.set_ylim(lowest / 2, highest * 2 * (highest / lowest) ** 0.25)
     axes.set(xlabel="step", ylabel="loss scale")
-    _drawing.whole_numbers(axes.xaxis)
-    _drawing.add_legend(axes)
+    _whole_numbers(axes.xaxis)
+    _add_legend(axes)
     return axes
 
 
@@ -210,3 +213,65 @@ def _new_by_row(applied: np.ndarray, counts: np.ndarray) -> np.ndarray:
     known = np.flatnonzero(np.isfinite(counts))
     new[known] = np.maximum(new[known], np.diff(counts[known], prepend=0.0))
     return new
+
+
+def _shade_ranges(ax: Any, dtype: str, low: float, high: float) -> None:
+    """Shades where numbers are zero, subnormal or infinite in `dtype`.
+
+    Args:
+      ax: The matplotlib Axes; x is the log2 of the magnitude.
+      dtype: The name of a floating-point dtype.
+      low: The left end of the x axis.
+      high: The right end.
+    """
+    edges = np.clip([low, *_boundaries(dtype), high], low, high)
+    # The names are above the bars; that of a narrow area is higher than the others.
+    narrow = edges[2] - edges[1] < 0.14 * (high - low)
+    names = ["zero", "subnormal\n" if narrow else "subnormal", "normal", "overflow"]
+    for i, hatch in ((0, "\\\\"), (1, ".."), (3, "//")):
+        style = {"facecolor": (ORANGE, 0.12), "edgecolor": (ORANGE, 0.3)}
+        ax.axvspan(*edges[i : i + 2], zorder=0, linewidth=0, hatch=hatch, **style)
+    top = ax.secondary_xaxis("top")
+    top.set_xticks((edges[1:] + edges[:-1]) / 2, names, fontsize="small")
+    top.tick_params(length=0, pad=2)
+    top.spines["top"].set_visible(False)
+    _whole_numbers(ax.xaxis)
+    ax.xaxis.set_major_formatter("$2^{{{x:.0f}}}$")
+    ax.set_xlim(low, high)
+
+
+def _boundaries(dtype: str) -> np.ndarray:
+    """Returns log2 of where zero ends, normal numbers begin, and overflow begins."""
+    flushed, normal, _, overflow, _ = _bits.limits_of(dtype)
+    return np.log2([flushed, normal, overflow])
+
+
+def _whole_numbers(axis: Any) -> None:
+    """Puts ticks at whole numbers alone."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
+
+
+def _get_axes(ax: Any) -> tuple[Any, str]:
+    """Returns `ax`, or the Axes of a new figure, and the color of outlines and text."""
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError(
+            "Figures need matplotlib: pip install 'optax-lossscale[plot]'"
+        ) from error
+    if ax is not None and not hasattr(ax, "stairs"):
+        raise TypeError(f"ax must be a matplotlib Axes, got {ax!r}.")
+    if ax is None:
+        _, ax = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    # Black, or white in a dark style.
+    return ax, plt.rcParams["text.color"]
+
+
+def _add_legend(ax: Any, title: str = "") -> None:
+    """Adds a legend of all labels, and hides the frame above what is drawn."""
+    style = {"loc": "upper left", "ncols": 2, "fontsize": "small"}
+    handles, _ = ax.get_legend_handles_labels()
+    ax.legend(handles=handles, title=title or None, **style)
+    ax.spines[["top", "right"]].set_visible(False)

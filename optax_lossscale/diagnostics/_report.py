@@ -10,8 +10,9 @@ import optax
 from optax_lossscale import _check as check
 from optax_lossscale._rules.fixed import FixedLossScaleState
 from optax_lossscale._state import find_state
-from optax_lossscale._tree import unbox
+from optax_lossscale._tree import is_array, is_inexact
 from optax_lossscale.diagnostics._common import check_host, named_leaves, power
+from optax_lossscale.diagnostics._metrics import metrics
 from optax_lossscale.diagnostics._nonfinite import NonfiniteGradient, find_nonfinite
 
 # From these numbers of steps on, training is not healthy.
@@ -19,12 +20,33 @@ STUCK_STEPS = 100
 SKIPPED_STEPS = 1000
 # Up to this many skips in a row are usual at the start: halving 2**24 down to 1.
 START_UP = 24
-# How many parameters a report names.
+# How many leaves a report names.
 SHOWN = 3
 # What a skip for a non-finite gradient leaves in the state of a rule that has these
 # fields. A skip because of the loss leaves the state as it was.
 MARKS = {"good_steps": 0, "overflowed": True}
 
+DAMAGED = (
+    "The loss scale is damaged: it is not a number from 2^-126 to 2^126.",
+    "Restore an earlier checkpoint, or begin the scale anew: state._replace("
+    "loss_scale_state=optimizer.init(params).loss_scale_state).",
+)
+RESTORE = (
+    "Restore a checkpoint in which they are finite.",
+    "Keep parameters of float16 in float32 and cast them in the loss function: no step "
+    "sees that a large value is inf once it is rounded.",
+    "Take a rule that skips: dynamic, or FixedLossScale(..., skip_nonfinite=True). For "
+    "updates that are not finite, chain optax.apply_if_finite(optax.identity(), 5) "
+    "after the inner optimizer. Keep returned statistics by select_applied.",
+)
+BEGUN = (
+    "Restore a checkpoint, unless the optimizer began with inf, as optax.lbfgs does."
+)
+LOW = (
+    "No gradient has overflowed (steps at this scale: {}): gradients may be far below "
+    "the range of float16. Take a higher initial_scale, for example "
+    "diagnostics.suggest_loss_scale(grads) of gradients computed in float32."
+)
 # What no state tells: the loss, and a forward pass whose overflow a later line hides.
 NOTHING = (
     "What to do: nothing, as far as the state tells. If the loss does not fall, run "
@@ -38,6 +60,18 @@ RETRIED = (
     "See why retries did not help: the loss is not finite, all retries are used up, "
     "minimize is not called, or the rule keeps the scale (min_scale, hysteresis)."
 )
+FROZEN = (
+    "If the trace finds nothing at this scale, make sure that value_and_grad and "
+    "get_scaled_loss are called inside the step, with the current state: a function "
+    "made once before the loop keeps the first scale."
+)
+LOSS, GRADIENTS, GO_ON = (
+    "If the loss is not finite, look for inf and nan in data and parameters, and for "
+    "an overflow in the forward pass. No loss scale helps there.",
+    "If the loss is finite, compute in float32 what overflows, clip gradients, lower "
+    "the learning rate, or lower a high scale (fixed, min_scale or initial_scale).",
+    "Then go on from here: skipped steps change neither parameters nor inner state.",
+)
 VETOED = "The last step was vetoed by skip_if."
 ANY_NUMBER = "It counts as skipped, and check_health allows any number of vetoes."
 
@@ -45,7 +79,8 @@ ANY_NUMBER = "It counts as skipped, and check_health allows any number of vetoes
 class Report(NamedTuple):
     """The result of `report` and `check_health`. Print it.
 
-    A report about many members or devices has the numbers of the worst one.
+    A report about many members or devices says how many of them skipped steps. Its
+    numbers are those of the worst one.
 
     Attributes:
       healthy: Whether training makes progress, as far as the state tells.
@@ -59,6 +94,8 @@ class Report(NamedTuple):
       nonfinite_loss_steps: Steps skipped so far because of the loss; None without
         `check_loss`.
       retries: Passes that were repeated so far; None without `retries`.
+      member: The index of the worst member, `(2,)` for example; `()` if the state
+        belongs to one. `jax.tree.map(lambda x: x[found.member], state)` is its state.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -69,7 +106,7 @@ class Report(NamedTuple):
       >>> found.healthy, found.loss_scale, found.skipped_steps
       (True, 32768.0, 0)
       >>> found
-      No step has been taken yet.
+      No step has been taken yet, or the scale has just grown.
         loss scale       32768 (2^15)
         skipped steps    0
       What to do: nothing, as far as the state tells. If the loss does not fall, run
@@ -85,13 +122,15 @@ class Report(NamedTuple):
     stuck_steps: int
     nonfinite_loss_steps: int | None
     retries: int | None
+    member: tuple[int, ...]
 
     def __repr__(self):
         stuck, loss = self.stuck_steps, self.nonfinite_loss_steps
+        log2 = f" ({power(self.loss_scale)})" if _is_valid(self.loss_scale) else ""
         in_a_row = self.consecutive_skipped_steps
         of_which = f", of which {in_a_row} in a row" if in_a_row else ""
         rows = {
-            "loss scale": _describe_scale(self.loss_scale),
+            "loss scale": f"{self.loss_scale:.10g}{log2}",
             "skipped steps": f"{self.skipped_steps}{of_which}",
             "at lowest scale": stuck and f"{stuck} of these",
             "loss not finite": loss and f"{loss} steps",
@@ -112,7 +151,8 @@ def report(state: Any, params: optax.Params | None = None) -> Report:
     its minimum (for a rule without `min_scale`, such as `FixedLossScale`: although the
     scale did not fall); if 1,000 steps in a row were skipped for any reason but
     `skip_if`; if the loss scale is nan, or not between 2**-126 and 2**126; or if
-    `params` are given and not finite. `check_health` raises an error then.
+    `params` are given, and are not finite or the inner state holds nan. `check_health`
+    raises an error then.
 
     Call it on the host, between steps: it waits for the state. It does not see the
     loss function. If that divides by an overflow, as a norm may, it returns zeros and
@@ -125,22 +165,34 @@ def report(state: Any, params: optax.Params | None = None) -> Report:
     scale or set it by hand, it may be out of the rule's bounds;
     `optimizer.current_loss_scale(state)` clips it.
 
+    As long as no gradient overflows, a dynamic scale does not know how far below the
+    range of float16 the gradients lie. Gradients of 2**-60 are zero until the scale has
+    doubled about 20 times, which takes 40,000 steps by default. So the report says that
+    nothing has overflowed yet, and advises `suggest_loss_scale`.
+
     Args:
       state: The state after a step; a pytree that holds one
         `LossScaleOptimizerState`. If it belongs to many members (`jax.vmap`) or
-        devices (`jax.pmap`), the report is about the worst of them.
-      params: The parameters, any pytree. If they are given, the report names those
-        that are not finite. Checked gradients keep inf and nan away, but parameters of
-        float16 may overflow when a new value is rounded.
+        devices (`jax.pmap`), the report says how many skipped steps, and is about the
+        worst of them: the nearest to one of these limits, or else the one with the most
+        skipped steps, then with the most retries, then with the lowest scale.
+      params: The parameters, batch statistics or a model: any pytree. If it is given,
+        the report names the leaves that are not finite, in the inner state, too, and
+        counts inf and nan. Checked gradients keep these away from parameters, but
+        parameters of float16 may overflow when a new value is rounded, and batch
+        statistics come from the forward pass. An inf in the inner state counts as
+        healthy, because some optimizers begin with it.
 
     Returns:
       A `Report`. Print it, or read its numbers.
 
     Raises:
       ValueError: If `state` holds no such state, or several.
-      TypeError: Under a transformation of JAX, such as `jax.jit`.
+      TypeError: Under a transformation of JAX, such as `jax.jit`; if `params` has
+        leaves, but no array among them.
 
     Examples:
+      >>> import jax
       >>> import jax.numpy as jnp
       >>> import optax
       >>> from optax_lossscale import LossScaleOptimizer, diagnostics
@@ -160,26 +212,43 @@ def report(state: Any, params: optax.Params | None = None) -> Report:
       1. If they continue: Run diagnostics.trace_numerics(loss_fn, params, batch,
          state=state) with the arguments of a skipped step. It names the line where
          inf or nan begins.
+
+      Of three members:
+
+      >>> members = jax.vmap(lambda _: optimizer.init(params))(jnp.arange(3))
+      >>> grads = {"b": jnp.ones((3, 2)), "w": jnp.ones((3, 2)).at[1, 0].set(jnp.nan)}
+      >>> _, members = jax.vmap(lambda g, s: optimizer.update(g, s))(grads, members)
+      >>> print(diagnostics.report(members))
+      1 of 3 members skipped steps, 1 of them the last. The worst is member [1]. The
+      last step was skipped: its gradients were not finite. A few skips in a row are
+      usual at the start, and a single one later, when the loss scale has grown too
+      high.
+        loss scale       16384 (2^14)
+        skipped steps    1, of which 1 in a row
+      What to do: nothing, as far as the state tells. If the loss does not fall, run
+      diagnostics.trace_numerics(loss_fn, params, batch, state=state).
     """
     found = find_state(state)
     check_host("report (or check_health)", (found, params))
-    read, where = _read_worst(found)
-    nonfinite = find_nonfinite(named_leaves(params, "params"))
-    if nonfinite:
-        diagnosis, *advice = _judge_parameters(nonfinite)
-    elif not _is_valid(read["loss_scale"]):
-        diagnosis, *advice = (
-            "The loss scale is damaged: it is not a number from 2^-126 to 2^126.",
-            "Restore an earlier checkpoint, or begin the scale anew: state._replace("
-            "loss_scale_state=optimizer.init(params).loss_scale_state).",
-        )
+    read, members = _read_worst(found)
+    if not _is_valid(read["loss_scale"]):
+        diagnosis, *advice = DAMAGED
     elif read["consecutive_skipped_steps"]:
         diagnosis, *advice = _judge_skips(read)
     else:
-        diagnosis, *advice = _judge(found, read, params is not None)
-    is_healthy = read["measure"] < 1 and not nonfinite
-    numbers: dict[str, Any] = {name: read.get(name) for name in Report._fields[3:]}
-    return Report(is_healthy, diagnosis + where, tuple(advice), **numbers)
+        diagnosis, *advice = _judge(read, params is not None)
+    diagnosis = members + diagnosis
+    nonfinite = [] if params is None else _find_nonfinite(params, found.inner_state)
+    # Some optimizers begin with inf; none begins with nan.
+    is_broken = any(x.nans or x.name.startswith("params") for x in nonfinite)
+    if nonfinite:
+        more = f"; and {len(nonfinite) - SHOWN} more" * (len(nonfinite) > SHOWN)
+        names = "; ".join(map(str, nonfinite[:SHOWN]))
+        diagnosis = f"Not finite: {names}{more}. {diagnosis}"
+        advice = RESTORE if is_broken else [BEGUN, *advice]
+    is_healthy = read["measure"] < 1 and not is_broken
+    numbers = map(read.get, Report._fields[3:])
+    return Report._make([is_healthy, diagnosis, tuple(advice), *numbers])
 
 
 def check_health(state: Any, params: optax.Params | None = None) -> Report:
@@ -195,7 +264,8 @@ def check_health(state: Any, params: optax.Params | None = None) -> Report:
     Args:
       state: The state after a step; a pytree that holds one
         `LossScaleOptimizerState`. Of many members or devices the worst one counts.
-      params: The parameters, any pytree. If they are given, they must be finite too.
+      params: The parameters, batch statistics or a model: any pytree. If it is given,
+        it must be finite, too, and the inner state must hold no nan.
 
     Returns:
       A `diagnostics.Report`, which is healthy.
@@ -204,7 +274,8 @@ def check_health(state: Any, params: optax.Params | None = None) -> Report:
       FloatingPointError: If training is not healthy: 100 steps in a row were skipped
         although the scale could not go lower, or 1,000 for any reason but `skip_if`, or
         the scale is damaged, or `params` are not finite. The message is the report.
-      TypeError: Under a transformation of JAX, such as `jax.jit`.
+      TypeError: Under a transformation of JAX, such as `jax.jit`; if `params` has
+        leaves, but no array among them.
       ValueError: If `state` holds none or several of these states.
 
     Examples:
@@ -232,30 +303,28 @@ def _is_valid(scale: Any) -> Any:
     return (scale >= check.SMALLEST_SCALE) & (scale <= check.LARGEST_SCALE)
 
 
-def _describe_scale(scale: float) -> str:
-    return f"{scale:.10g}" + (f" ({power(scale)})" if _is_valid(scale) else "")
-
-
 def _read_worst(state: Any) -> tuple[dict[str, Any], str]:
-    """Returns the numbers of the worst member, and which one that is."""
-    rule = state.loss_scale_state
-    named = state._asdict() | {"inner_state": None, "loss_scale_state": None}
-    named |= {name: getattr(rule, name, x) for name, x in MARKS.items()}
-    named |= {"loss_scale": rule.loss_scale}
-    named = {k: jax.device_get(unbox(x)) for k, x in named.items() if x is not None}
-    shape = np.broadcast_shapes(*map(np.shape, named.values()))
-    named = {name: np.broadcast_to(x, shape).ravel() for name, x in named.items()}
-    scale = named["loss_scale"]
+    """Returns the numbers of the worst member, and a sentence about all members."""
+    named = jax.device_get(metrics(state))
+    shape = np.shape(named["skipped_steps"])
+    # Another field of a rule may have a shape of its own.
+    named = {k: x for k, x in named.items() if np.shape(x) in ((), shape)}
+    named = {k: np.broadcast_to(x, shape).ravel() for k, x in named.items()}
+    scale, skipped = named["loss_scale"], named["skipped_steps"]
     # Take the member that is nearest to a limit, or furthest beyond it.
     stuck, in_a_row = named["stuck_steps"], named["consecutive_skipped_steps"]
     measure = np.maximum(stuck / STUCK_STEPS, in_a_row / SKIPPED_STEPS)
-    named["measure"] = np.where(_is_valid(scale), measure, np.inf)
-    worst = np.lexsort((scale, -named["measure"]))[0]
-    where = f" (Member {worst} of {scale.size}.)" if shape else ""
-    read = {name: x[worst].item() for name, x in named.items()}
-    read["is_fixed"] = isinstance(rule, FixedLossScaleState)
-    read["is_marked"] = all(read[name] == mark for name, mark in MARKS.items())
-    return read, where
+    named["measure"] = measure = np.where(_is_valid(scale), measure, np.inf)
+    # Of several, the one that lost most.
+    worst = np.lexsort((scale, -named.get("retries", skipped), -skipped, -measure))[0]
+    read: dict[str, Any] = {name: x[worst].item() for name, x in named.items()}
+    read["is_fixed"] = isinstance(state.loss_scale_state, FixedLossScaleState)
+    read["is_marked"] = all(read.get(name, x) == x for name, x in MARKS.items())
+    read["member"] = tuple(map(int, np.unravel_index(worst, shape)))
+    ever, last = np.sum(skipped > 0), np.sum(named["last_step_applied"] == 0)
+    members = f"{ever} of {scale.size} members skipped steps, {last} of them the last."
+    members += f" The worst is member {list(read['member'])}. "
+    return read, members if shape else ""
 
 
 def _loss_skips(read: dict[str, Any]) -> tuple[int, int]:
@@ -269,11 +338,15 @@ def _loss_skips(read: dict[str, Any]) -> tuple[int, int]:
     return max(0, total - (read["skipped_steps"] - in_a_row)), most
 
 
-def _judge(state: Any, read: dict[str, Any], has_finite_params: bool) -> list[str]:
+def _judge(read: dict[str, Any], has_params: bool) -> list[str]:
     """Returns a diagnosis of a step that was applied or vetoed, and the advice."""
     if not read["last_step_applied"]:
         return [f"{VETOED} {ANY_NUMBER}"]
     skipped, retries = read["skipped_steps"], read.get("retries")
+    # Steps skipped because of the loss say nothing about the gradients.
+    overflows = skipped - read.get("nonfinite_loss_steps", 0) + (retries or 0)
+    good_steps = read.get("good_steps")  # Only a rule that counts them.
+    hint = [LOW.format(good_steps)] if good_steps and not overflows else []
     if (skipped or retries) and read["loss_scale"] <= 1 and not read["is_fixed"]:
         return [
             "The last step was applied, but the loss scale is too low to help.",
@@ -281,28 +354,18 @@ def _judge(state: Any, read: dict[str, Any], has_finite_params: bool) -> list[st
             "batch, scale=2.0**15). It names the line that overflows at that scale.",
         ]
     if skipped:
-        return ["The last step was applied.", *([RETRIED] if retries == 0 else [])]
+        return ["The last step was applied.", *[RETRIED] * (retries == 0), *hint]
     if retries:
         return [f"No step was skipped. Overflows that cost no batch: {retries}."]
-    if _is_new(state.inner_state):
-        return ["No step has been taken yet."]
-    if has_finite_params or not read["is_fixed"]:
-        return ["No step was skipped."]
+    if good_steps == 0:
+        return ["No step has been taken yet, or the scale has just grown."]
+    if has_params or not read["is_fixed"]:
+        return ["No step was skipped.", *hint]
     return [
         "No step was skipped. The state does not tell more: a fixed loss scale checks "
         "no gradients, unless it has skip_nonfinite=True.",
         "Pass the parameters, report(state, params), to see whether they are finite.",
     ]
-
-
-def _is_new(inner_state: Any) -> bool:
-    """Whether the state of an Optax optimizer counts steps, and has counted none."""
-    counts = [
-        jax.device_get(jax.tree.leaves(found))
-        for name in ("count", "mini_step", "gradient_step")
-        for _, found in optax.tree.get_all_with_path(inner_state, name)
-    ]
-    return bool(counts) and not any(map(np.any, counts))
 
 
 def _judge_skips(read: dict[str, Any]) -> list[str]:
@@ -314,19 +377,8 @@ def _judge_skips(read: dict[str, Any]) -> list[str]:
         steps = "The last step was skipped: its"
     if not (most or read["is_marked"]):  # The gradients of the last step were finite.
         steps = f"{VETOED} Before it, t{steps[1:]}"
-    advice = [
-        TRACE,
-        "If the loss is not finite, look for nan and inf in the data and in the "
-        "parameters, and for an overflow in the forward pass. No loss scale helps "
-        "there.",
-        "If the loss is finite, compute in float32 what overflows, clip gradients or "
-        "lower the learning rate. If the scale is high, lower it: the fixed scale, "
-        "min_scale or initial_scale.",
-        "Then go on from here: skipped steps change neither the parameters nor the "
-        "state of the inner optimizer.",
-    ]
     if least == in_a_row:
-        return [f"{steps} loss was not finite.", *advice[:2], advice[-1]]
+        return [f"{steps} loss was not finite.", TRACE, LOSS, GO_ON]
     steps += " loss or gradients were" if most else " gradients were"
     if in_a_row <= START_UP and not stuck and "retries" not in read:
         return [
@@ -334,36 +386,25 @@ def _judge_skips(read: dict[str, Any]) -> list[str]:
             "single one later, when the loss scale has grown too high.",
             *([f"If they continue: {TRACE}"] if in_a_row > 1 else []),
         ]
-    if in_a_row - most > START_UP and in_a_row > stuck:
-        # The scale fell for so long that the step may not use it.
-        advice.insert(
-            1,
-            "If the trace finds nothing at this scale, make sure that value_and_grad "
-            "and get_scaled_loss are called inside the step, with the current state: a "
-            "function made once before the loop keeps the first scale.",
-        )
-    though = ", for longer than is usual"
-    if "retries" in read:
-        though = ", in spite of retries"
-        advice.insert(0, RETRIED)
+    retried = [RETRIED] if "retries" in read else []
+    # The scale fell for so long that the step may not use it.
+    frozen = [FROZEN] if in_a_row - most > START_UP and in_a_row > stuck else []
+    though = ", in spite of retries" if retried else ", for longer than is usual"
     if stuck:
         though = ", though the loss scale cannot go lower"
     if read["is_fixed"]:
         though = " at this fixed loss scale"
+    advice = [*retried, TRACE, *frozen, LOSS, GRADIENTS, GO_ON]
     return [f"{steps} not finite{though}.", *advice]
 
 
-def _judge_parameters(nonfinite: list[NonfiniteGradient]) -> list[str]:
-    """Returns a diagnosis of parameters that are not finite, and the advice."""
-    names = ", ".join(f"{x.name} ({x.dtype})" for x in nonfinite[:SHOWN])
-    if len(nonfinite) > SHOWN:
-        names += f" and {len(nonfinite) - SHOWN} more"
-    return [
-        f"Parameters are not finite: {names}.",
-        "Restore a checkpoint in which they are finite.",
-        "If they are of float16, keep them in float32 and cast them in the loss "
-        "function: no step sees that a large value is inf once it is rounded.",
-        "Skip steps whose gradients are not finite: take a dynamic loss scale, or "
-        "FixedLossScale(..., skip_nonfinite=True). For updates that are not, chain "
-        "optax.apply_if_finite(optax.identity(), 5) after the inner optimizer.",
-    ]
+def _find_nonfinite(params: Any, inner_state: Any) -> list[NonfiniteGradient]:
+    """Describes what is not finite, in the parameters and in the inner state."""
+    leaves = jax.tree.leaves(params)
+    if leaves and not any(is_array(x) or is_inexact(x) for x in leaves):
+        raise TypeError(
+            "params must hold arrays: parameters, batch statistics, a model of Equinox "
+            f"or Flax nnx (or its nnx.state), got {type(params).__name__} without any."
+        )
+    named = named_leaves(params, "params") | named_leaves(inner_state, "inner_state")
+    return find_nonfinite(named)

@@ -179,8 +179,8 @@ def underflow_stats(
         counts, largest = _count(x, thresholds[_bits.is_wide(x)])
         size = np.float32(x.size * (2 if jnp.iscomplexobj(x) else 1))
         rows[name] = _row(size, counts, largest, scale, dtype)
-    overall = _shares(_total(list(rows.values())))
-    return UnderflowStats(overall, {name: _shares(row) for name, row in rows.items()})
+    shares = {name: _shares([row]) for name, row in rows.items()}
+    return UnderflowStats(_shares(list(rows.values())), shares)
 
 
 @functools.partial(jax.jit, static_argnames=("wide", "dtype"))
@@ -234,19 +234,14 @@ def _row(size, counts, largest, scale, dtype):
 
 
 @jax.jit
-def _total(rows: list[jax.Array]) -> jax.Array:
-    """Adds up the counts; takes the smallest headroom."""
+def _shares(rows: list[jax.Array]) -> Underflow:
+    """Adds up the counts, relative to the sizes; takes the smallest headroom."""
     # Stacked: XLA would recompute a chain of scalars wherever its result is used.
     nothing = jnp.array([*[0.0] * 6, jnp.inf], jnp.float32)
     table = jnp.stack([nothing, *rows])
-    return jnp.sum(table, axis=0).at[-1].set(jnp.min(table[:, -1]))
-
-
-@jax.jit
-def _shares(row: jax.Array) -> Underflow:
-    size, *counts, headroom = row
+    size, *counts = jnp.sum(table[:, :-1], axis=0)
     shares = (x / jnp.maximum(size, 1.0) for x in counts)
-    return Underflow._make([size, *shares, headroom])
+    return Underflow._make([size, *shares, jnp.min(table[:, -1])])
 
 
 class ExponentHistogram(NamedTuple):

@@ -115,8 +115,8 @@ class TestThresholds:
 
     def test_plain_numbers(self):
         found = report(run(1.0, INF, LOST))
-        assert found == (True, *found[1:3], 2.0**14, 2, 2, 0, 1, None)
-        assert [type(x) for x in found[3:-1]] == [float, int, int, int, int]
+        assert found == (True, *found[1:3], 2.0**14, 2, 2, 0, 1, None, ())
+        assert [type(x) for x in found[3:-2]] == [float, int, int, int, int]
         assert isinstance(found, Report)
 
 
@@ -128,12 +128,16 @@ NOT_FINITE, NO_CHECK = "gradients were not finite", {"check_loss": False}
 BEFORE = "Before it, the last 2 steps were skipped: their gradients"
 # How the state is made, what the diagnosis says, and how many pieces of advice follow.
 DIAGNOSES = [
-    (run, [], {"inner": COUNTING}, "No step has been taken yet.", 0),
-    (run, [1.0], {"inner": COUNTING}, "No step was skipped.", 0),
-    # The inner optimizer has counted no step, but has begun a window.
-    (run, [1.0], {"inner": optax.MultiSteps(COUNTING, 2)}, "No step was skipped.", 0),
-    # The scale has just grown, and SGD counts no steps.
-    (run, [1.0], {"loss_scale": DynamicLossScale(8, 1)}, "No step was skipped.", 0),
+    (run, [], {}, "No step has been taken yet, or the scale has just grown.", 0),
+    (run, [1.0], {"loss_scale": DynamicLossScale(8, 1)}, "has just grown.", 0),
+    # No overflow yet: the gradients may be far below the range.
+    (run, [1.0], {}, "No step was skipped.", 1),
+    (run, [1.0], {"loss_scale": TolerantLossScale(0.1)}, "No step was skipped.", 1),
+    (run, [LOST, (1.0, 1.0)], {}, "The last step was applied.", 1),
+    # A rule that looks at the largest gradient knows how far; a fixed scale never.
+    (run, [1.0], {"loss_scale": HeadroomLossScale()}, "No step was skipped.", 0),
+    (run, [LOST, (1.0, 1.0)], {"loss_scale": SKIPPING}, "last step was applied.", 0),
+    (run, [LOST, OVERFLOW, (1.0, 1.0)], {}, "The last step was applied.", 0),
     (run, [1.0, INF], {}, "The last step was skipped: its gradients", 0),
     (run, [INF] * 2, {}, "A few skips in a row are usual at the start", 1),
     (run, [INF, 1.0], {}, "The last step was applied.", 0),
@@ -157,7 +161,7 @@ DIAGNOSES = [
     # All skips are in a row, so the counts tell.
     (run, [LOST, LOST], {}, "their loss was not finite.", 3),
     (retry, [1.0, 1.0], {}, "Overflows that cost no batch: 5.", 0),
-    (retry, [1.0], {"loss_scale": DynamicLossScale(8.0)}, "No step was skipped.", 0),
+    (retry, [1.0], {"loss_scale": DynamicLossScale(8.0)}, "No step was skipped.", 1),
     (retry, [1.0, NAN], {}, f"{NOT_FINITE}, in spite of retries.", 5),
     (retry, [1.0], {"retries": 2}, f"{NOT_FINITE}, in spite of retries.", 5),
     (retry, [NAN], {"check_loss": True}, "its loss was not finite.", 3),
@@ -196,23 +200,59 @@ def test_what_is_printed():
     assert numbers == ["1. ", "2. ", "3. ", "4. "]
     state = retry(1.0, 1.0)
     found = report(state)
-    assert found[3:] == (2.0**15, 0, 0, 0, None, 5)
+    assert found[3:] == (2.0**15, 0, 0, 0, None, 5, ())
     assert str(found).endswith("\n  repeated passes  5" + NOTHING)
     assert repr(found) == str(found)
     assert metrics(state)["retries"] == 5
 
 
-def test_parameters_that_are_not_finite_are_named():
-    narrow = {"half": jnp.array([1, INF], jnp.float16), "wide": jnp.ones(2)}
-    found = report(run(1.0), narrow)
-    assert found.diagnosis == "Parameters are not finite: params['half'] (float16)."
-    with pytest.raises(FloatingPointError, match=r"params\['half'\]"):
-        check_health(run(1.0), narrow)
-    many = dict.fromkeys("abcde", jnp.float32(NAN))
-    found = report(run(NAN, loss_scale=8.0), many)
-    assert found.diagnosis.endswith("params['c'] (float32) and 2 more.")
-    found = report(run(1.0, loss_scale=8.0), PARAMS)
-    assert found[:3] == (True, "No step was skipped.", ())
+def test_a_scale_that_never_fell():
+    (advice,) = report(run(*[1.0] * 3)).advice
+    assert "(steps at this scale: 3): gradients may be far below the range" in advice
+    assert "diagnostics.suggest_loss_scale(grads)" in advice
+
+
+class TestNotFinite:
+    def test_parameters_are_named_and_counted(self):
+        narrow = {"half": jnp.array([1, INF], jnp.float16), "wide": jnp.ones(2)}
+        found = report(run(1.0), narrow)
+        half = "params['half'], float16[2]: 1 inf, 0 nan of 2, first at [1]"
+        assert found.diagnosis == f"Not finite: {half}. No step was skipped."
+        with pytest.raises(FloatingPointError, match=r"params\['half'\]"):
+            check_health(run(1.0), narrow)
+        many = dict.fromkeys("abcde", jnp.float32(NAN))
+        found = report(run(NAN, loss_scale=8.0), many)
+        assert "'b'], float32[]: 0 inf, 1 nan of 1; params['c']" in found.diagnosis
+        assert "params['d']" not in found.diagnosis
+        assert "; and 2 more. No step was skipped." in found.diagnosis
+        found = report(run(1.0, loss_scale=8.0), PARAMS)
+        assert found[:3] == (True, "No step was skipped.", ())
+
+    @pytest.mark.parametrize(("value", "healthy"), [(NAN, False), (INF, True)])
+    def test_the_inner_state(self, value, healthy):
+        state = run(1.0)._replace(inner_state={"nu": jnp.array([1.0, value])})
+        assert report(state) == report(run(1.0))
+        found = report(state, {})
+        assert found.healthy == healthy
+        assert "Not finite: inner_state['nu'], float32[2]" in found.diagnosis
+        assert found.advice[0].startswith("Restore a checkpoint")
+
+    def test_an_optimizer_that_begins_with_inf(self):
+        state = LossScaleOptimizer(optax.contrib.reduce_on_plateau()).init(PARAMS)
+        assert "inner_state.best_value" in check_health(state, PARAMS).diagnosis
+
+    def test_models(self):
+        model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+        model.mean[...] = jnp.array([NAN, 1.0])
+        assert "params.mean.value" in report(run(), model).diagnosis
+        assert "params['mean'].value" in report(run(), nnx.state(model)).diagnosis
+        found = report(run(), (jnp.tanh, jnp.ones(2), jnp.arange(2), None))
+        assert found == report(run(), {})
+
+    @pytest.mark.parametrize("params", ["params", jnp.tanh, [object()]])
+    def test_what_holds_no_array_is_refused(self, params):
+        with pytest.raises(TypeError, match=r"params must hold arrays.*got .* without"):
+            report(run(), params)
 
 
 class TestFrozenScale:
@@ -250,6 +290,52 @@ class TestFrozenScale:
 
 
 class TestManyMembers:
+    def test_one_that_skipped_a_step_before(self):
+        found = report(with_numbers(scale=[4, 4, 8], skipped_steps=[0, 0, 1]))
+        assert found.diagnosis == (
+            "1 of 3 members skipped steps, 0 of them the last. The worst is member "
+            "[2]. The last step was applied."
+        )
+        assert (found.healthy, found.loss_scale, found.member) == (True, 8, (2,))
+        applied = jnp.array([True, False, True, True])
+        state = with_numbers(
+            scale=[4] * 4, skipped_steps=[2, 3, 3, 0], consecutive_skipped_steps=0
+        )
+        found = report(state._replace(last_step_applied=applied))
+        assert "3 of 4 members skipped steps, 1 of them the last." in found.diagnosis
+        assert found.member == (1,)
+
+    @pytest.mark.parametrize(
+        ("numbers", "worst"),
+        [
+            ({"retries": [0, 5, 2]}, "member [1]. No step was skipped. Overflows"),
+            ({"scale": [4, 8, 2]}, "member [2]. No step has been taken yet"),
+        ],
+    )
+    def test_none_that_skipped(self, numbers, worst):
+        numbers = {"scale": [4] * 3, "skipped_steps": [0] * 3} | numbers
+        found = report(with_numbers(**numbers)).diagnosis
+        assert found.startswith("0 of 3 members skipped steps")
+        assert worst in found
+
+    def test_its_state_is_found_by_its_index(self):
+        scales = {"scale": [[4, 8], [16, 2]], "skipped_steps": [[0, 0], [5, 0]]}
+        state = with_numbers(**scales, consecutive_skipped_steps=[[0, 0], [5, 0]])
+        found = report(state)
+        assert (found.member, found.loss_scale) == ((1, 0), 16)
+        assert state.skipped_steps[found.member] == found.skipped_steps
+
+    def test_a_rule_with_arrays_of_its_own(self):
+        state = with_numbers(scale=[4, 8], skipped_steps=[1, 0])
+        rule = state.loss_scale_state._replace(good_steps=jnp.arange(5))
+        assert report(state._replace(loss_scale_state=rule)).member == (0,)
+
+    def test_their_leaves_come_first(self):
+        state = with_numbers(scale=[4, 8], skipped_steps=[1, 0])
+        found = report(state, jnp.array([1.0, NAN])).diagnosis
+        assert found.startswith("Not finite: params, float32[2]: 0 inf, 1 nan")
+        assert "first at [1]. 1 of 2 members skipped" in found
+
     def test_the_worst_counts(self):
         state = with_numbers(
             scale=[[4, 8], [16, 32]],
@@ -259,8 +345,9 @@ class TestManyMembers:
             nonfinite_loss_steps=[[0, 0], [0, 3]],
         )
         found = report(state)
-        assert found[3:] == (32, 8, 6, 5, 3, None)
-        assert found.diagnosis.endswith("(Member 3 of 4.)")
+        assert found[3:] == (32, 8, 6, 5, 3, None, (1, 1))
+        assert "3 of 4 members skipped" in found.diagnosis
+        assert "The worst is member [1, 1]." in found.diagnosis
         # One that is skipped for long is not hidden by one that is stuck.
         state = with_numbers(
             scale=[4, 8],
@@ -268,7 +355,7 @@ class TestManyMembers:
             consecutive_skipped_steps=[2, 2000],
             skipped_steps=[2, 2000],
         )
-        with pytest.raises(FloatingPointError, match=r"last 2000 steps.*\n?.*Member 1"):
+        with pytest.raises(FloatingPointError, match=r"member \[1\].*\n?.*2000 steps"):
             check_health(state)
 
     def test_a_damaged_scale_is_worse_than_all_others(self):
@@ -279,7 +366,8 @@ class TestManyMembers:
             consecutive_skipped_steps=counts,
             skipped_steps=counts,
         )
-        assert report(state).diagnosis.endswith("(Member 1 of 3.)")
+        assert report(state).member == (1,)
+        assert "member [1]. The loss scale is damaged" in report(state).diagnosis
 
 
 class TestWhere:
@@ -300,7 +388,7 @@ class TestWhere:
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         found = report(optimizer.opt_state, nnx.state(model, nnx.Param))
         assert found.loss_scale == 16
-        assert found.diagnosis == "No step has been taken yet."
+        assert "No step has been taken yet" in found.diagnosis
         assert metrics(optimizer.opt_state)["log2_loss_scale"] == 4
         model.kernel[...] = model.kernel[...] * NAN
         with pytest.raises(FloatingPointError, match="kernel"):

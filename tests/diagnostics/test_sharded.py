@@ -96,7 +96,9 @@ def test_an_eager_call_and_a_failing_report(spec):
         grads = put(make_grads(), NamedSharding(mesh, spec))
         for function in ANYWHERE.values():
             assert_equal(function(grads, STATE), function(make_grads(), STATE))
-        with pytest.raises(FloatingPointError, match=r"params\['c'\] \(complex64\)"):
+        with pytest.raises(
+            FloatingPointError, match=r"params\['c'\], complex64\[8,8,4\]"
+        ):
             diagnostics.check_health(STATE, grads)
 
 
