@@ -219,7 +219,7 @@ def report(state: Any, params: optax.Params | None = None) -> Report:
       >>> grads = {"b": jnp.ones((3, 2)), "w": jnp.ones((3, 2)).at[1, 0].set(jnp.nan)}
       >>> _, members = jax.vmap(lambda g, s: optimizer.update(g, s))(grads, members)
       >>> print(diagnostics.report(members))
-      1 of 3 members skipped steps, 1 of them the last. The worst is member [1]. The
+      Members that skipped steps: 1 of 3; the last step: 1. The worst is member [1]. The
       last step was skipped: its gradients were not finite. A few skips in a row are
       usual at the start, and a single one later, when the loss scale has grown too
       high.
@@ -322,7 +322,9 @@ def _read_worst(state: Any) -> tuple[dict[str, Any], str]:
     read["is_marked"] = all(read.get(name, x) == x for name, x in MARKS.items())
     read["member"] = tuple(map(int, np.unravel_index(worst, shape)))
     ever, last = np.sum(skipped > 0), np.sum(named["last_step_applied"] == 0)
-    members = f"{ever} of {scale.size} members skipped steps, {last} of them the last."
+    members = (
+        f"Members that skipped steps: {ever} of {scale.size}; the last step: {last}."
+    )
     members += f" The worst is member {list(read['member'])}. "
     return read, members if shape else ""
 

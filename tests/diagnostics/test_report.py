@@ -293,8 +293,8 @@ class TestManyMembers:
     def test_one_that_skipped_a_step_before(self):
         found = report(with_numbers(scale=[4, 4, 8], skipped_steps=[0, 0, 1]))
         assert found.diagnosis == (
-            "1 of 3 members skipped steps, 0 of them the last. The worst is member "
-            "[2]. The last step was applied."
+            "Members that skipped steps: 1 of 3; the last step: 0. The worst is "
+            "member [2]. The last step was applied."
         )
         assert (found.healthy, found.loss_scale, found.member) == (True, 8, (2,))
         applied = jnp.array([True, False, True, True])
@@ -302,7 +302,9 @@ class TestManyMembers:
             scale=[4] * 4, skipped_steps=[2, 3, 3, 0], consecutive_skipped_steps=0
         )
         found = report(state._replace(last_step_applied=applied))
-        assert "3 of 4 members skipped steps, 1 of them the last." in found.diagnosis
+        assert (
+            "Members that skipped steps: 3 of 4; the last step: 1." in found.diagnosis
+        )
         assert found.member == (1,)
 
     @pytest.mark.parametrize(
