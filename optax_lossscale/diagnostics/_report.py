@@ -219,10 +219,10 @@ def report(state: Any, params: optax.Params | None = None) -> Report:
       >>> grads = {"b": jnp.ones((3, 2)), "w": jnp.ones((3, 2)).at[1, 0].set(jnp.nan)}
       >>> _, members = jax.vmap(lambda g, s: optimizer.update(g, s))(grads, members)
       >>> print(diagnostics.report(members))
-      Members that skipped steps: 1 of 3; the last step: 1. The worst is member [1]. The
-      last step was skipped: its gradients were not finite. A few skips in a row are
-      usual at the start, and a single one later, when the loss scale has grown too
-      high.
+      Members that skipped steps: 1 of 3; the last step: 1. The worst is member [1].
+      The last step was skipped: its gradients were not finite. A few skips in a row
+      are usual at the start, and a single one later, when the loss scale has grown
+      too high.
         loss scale       16384 (2^14)
         skipped steps    1, of which 1 in a row
       What to do: nothing, as far as the state tells. If the loss does not fall, run

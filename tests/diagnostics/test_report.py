@@ -317,7 +317,7 @@ class TestManyMembers:
     def test_none_that_skipped(self, numbers, worst):
         numbers = {"scale": [4] * 3, "skipped_steps": [0] * 3} | numbers
         found = report(with_numbers(**numbers)).diagnosis
-        assert found.startswith("0 of 3 members skipped steps")
+        assert found.startswith("Members that skipped steps: 0 of 3;")
         assert worst in found
 
     def test_its_state_is_found_by_its_index(self):
@@ -336,7 +336,7 @@ class TestManyMembers:
         state = with_numbers(scale=[4, 8], skipped_steps=[1, 0])
         found = report(state, jnp.array([1.0, NAN])).diagnosis
         assert found.startswith("Not finite: params, float32[2]: 0 inf, 1 nan")
-        assert "first at [1]. 1 of 2 members skipped" in found
+        assert "first at [1]. Members that skipped steps: 1 of 2;" in found
 
     def test_the_worst_counts(self):
         state = with_numbers(
@@ -348,7 +348,7 @@ class TestManyMembers:
         )
         found = report(state)
         assert found[3:] == (32, 8, 6, 5, 3, None, (1, 1))
-        assert "3 of 4 members skipped" in found.diagnosis
+        assert "Members that skipped steps: 3 of 4" in found.diagnosis
         assert "The worst is member [1, 1]." in found.diagnosis
         # One that is skipped for long is not hidden by one that is stuck.
         state = with_numbers(
