@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.core import Tracer
 
 from optax_lossscale import _check as check
 from optax_lossscale._commit import is_recording
+from optax_lossscale._modules import is_module
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._scaling import scale_down, scale_up
 from optax_lossscale._state import check_scalar, find_rule_state, warn_if_in_multi_steps
-from optax_lossscale._tree import has_gradient, is_inexact, types_of, unbox
+from optax_lossscale._tree import inexact_leaves, is_inexact, types_of, unbox
 from optax_lossscale._warn import is_called_by_jit, warn
 
 # The libraries whose transforms reduce no gradients by themselves.
@@ -88,32 +88,26 @@ def scaled_grad(
 
         try:
             result = transform(loss_times_scale, has_aux=True)(*args, **kwargs)
-        except (TypeError, ValueError) as error:
-            _name_transform(error, transform, *args)
+        except TypeError as error:
+            if library_of(transform) == "jax":
+                _name_transform(error, args)
             raise
         value, grads = _unpack(result)
-        trained = [x for i, x in enumerate(args) if i in np.atleast_1d(argnums)]
-        _warn_of_local_loss(loss_of(value, has_aux), trained, transform)
+        _warn_of_local_loss(loss_of(value, has_aux), grads, transform)
         return value, grads
 
     return value_and_grad
 
 
-# The transforms of libraries whose models are no trees of parameters alone.
-TRANSFORMS = {
-    "equinox": "eqx.filter_value_and_grad",
-    "flax.nnx": "nnx.value_and_grad",
-}
-
-
-def _name_transform(error: Exception, transform: Any, model: Any, *_: Any) -> None:
+def _name_transform(error: TypeError, args: Any) -> None:
     """Adds to an error of `jax.value_and_grad` the transform of a model's library."""
-    modules = " ".join(kind.__module__ for kind in type(model).__mro__)
-    for library, name in TRANSFORMS.items():
-        if library in modules and library_of(transform) == "jax":
-            error.add_note(
-                f"{type(model).__name__} is a model of {library}: pass transform={name}"
-            )
+    if any(map(is_module, args)):
+        error.add_note("For a Flax nnx model pass transform=nnx.value_and_grad.")
+    elif any(map(callable, jax.tree.leaves(args[:1]))):
+        error.add_note(
+            "Leaves of the parameters are functions: for an Equinox model pass "
+            "transform=eqx.filter_value_and_grad."
+        )
 
 
 def check_averaging(axis_name: Hashable | None, transform: Callable[..., Any]) -> None:
@@ -133,14 +127,14 @@ def check_averaging(axis_name: Hashable | None, transform: Callable[..., Any]) -
     )
 
 
-def _warn_of_local_loss(loss: Any, params: Any, transform: Callable[..., Any]) -> None:
+def _warn_of_local_loss(loss: Any, grads: Any, transform: Callable[..., Any]) -> None:
     """Warns if each device has a loss of its own, but all update the same parameters.
 
     `jax.shard_map` adds up such gradients. An axis along which a parameter varies is
     left out: there, each device may train a part of the model by a loss of its own.
+    Its gradient varies, too.
     """
-    trained = filter(has_gradient, jax.tree.leaves(params))
-    axes = varying_axes(loss).difference(*map(varying_axes, trained))
+    axes = varying_axes(loss).difference(*map(varying_axes, inexact_leaves(grads)))
     if axes and library_of(transform) in AUTODIFF:
         names = tuple(sorted(axes, key=str))
         warn(

@@ -8,8 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._tree import is_inexact
-
 
 def _nnx() -> Any:
     """Returns `flax.nnx`, if somebody has imported it: else nothing is a module."""
@@ -84,7 +82,7 @@ def snapshot(args: Any) -> Callable[[Any], None] | None:
 
     Returns:
       A function of a flag, bool[], to call after the pass. Where the flag is False, it
-      gives floating-point variables their old values. Random counts go on.
+      gives the variables their old values. Random counts and keys go on.
     """
     modules = [x for x in jax.tree.leaves(args, is_leaf=is_module) if is_module(x)]
     if not modules:
@@ -96,8 +94,7 @@ def snapshot(args: Any) -> Callable[[Any], None] | None:
 
     def select(flag, new, old):
         is_alike = (new.shape, new.dtype) == (old.shape, old.dtype)
-        is_changed = new is not old and is_alike and is_inexact(new)
-        return jnp.where(flag, new, old) if is_changed else new
+        return jnp.where(flag, new, old) if new is not old and is_alike else new
 
     def keep_if(flag):
         after = _variables(modules)
@@ -105,6 +102,7 @@ def snapshot(args: Any) -> Callable[[Any], None] | None:
             path: jax.tree.map(functools.partial(select, flag), after[path], old)
             for path, old in before.items()
             if jax.tree.structure(after.get(path)) == jax.tree.structure(old)
+            and not isinstance(old, _nnx().RngState)
         }
         _nnx().update(modules, _state_of(kept))
 

@@ -64,8 +64,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
       retries: How often `minimize` may repeat the pass of one step, 0 by default.
         After an overflow the rule lowers the scale, and the whole pass runs again, so
         that the batch is not lost: 24 retries bring a scale from 2**24 to 1. A step
-        without an overflow costs nearly nothing more. `state.retries` counts the
-        repeated passes. A step is skipped, as without retries, if all of them are
+        without an overflow runs the same kernels. `state.retries` counts the repeated
+        passes. A step is skipped, as without retries, if all of them are
         used up, if its loss is not finite, or if the rule keeps the scale (at its
         minimum, with hysteresis or tolerance). `update` and `apply_gradients` get no
         loss function, and repeat nothing. JAX traces `loss_fn`, even outside `jax.jit`.
@@ -313,8 +313,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           A function with the arguments of `fun` and the results of
           `jax.value_and_grad(fun)`. The value is not scaled, and exact even if the
           scaled loss overflows. float16 and bfloat16 gradients become float32.
-          Floating-point variables that `fun` changes in Flax nnx modules, such as batch
-          statistics, keep their old values if gradients are not finite.
+          Variables that `fun` changes in Flax nnx modules, such as batch statistics,
+          keep their old values if gradients are not finite; random counts go on.
 
         Raises:
           ValueError: If `state` holds no `LossScaleOptimizerState` or several, or the
@@ -342,22 +342,30 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> print(f"{grads[0]:.2g}")
           1e-08
         """
-        scaled = _gradients.scaled_grad(
-            self.loss_scale, fun, has_aux, transform, argnums
-        )
+        unscaled = self._unscaled_grad(fun, state, has_aux, transform, argnums)
+
+        def value_and_grad(*args, **kwargs):
+            keep_if = _modules.snapshot((args, kwargs))
+            value, grads = unscaled(*args, **kwargs)
+            if keep_if and self.loss_scale.skip_nonfinite:
+                keep_if(all_finite(grads, axis_name=self._options.axis_name))
+            return value, grads
+
+        return value_and_grad
+
+    def _unscaled_grad(self, fun, state, has_aux, transform, argnums=0):
+        """As `value_and_grad`, but it leaves what changes in Flax nnx modules."""
+        rule = self.loss_scale
+        scaled = _gradients.scaled_grad(rule, fun, has_aux, transform, argnums)
         self.current_loss_scale(state)  # Raises early.
 
         def value_and_grad(*args, **kwargs):
             # Read once: scaling and unscaling must agree, and a state may change in
             # place.
-            scale = _gradients.scale_of_step(self.loss_scale, state)
-            keep_if = _modules.snapshot((args, kwargs))
+            scale = _gradients.scale_of_step(rule, state)
             value, grads = scaled(scale, *args, **kwargs)
             grads = barrier_on_cpu(self._options.skips, grads)
-            grads = _gradients.unscale_by(grads, scale)
-            if keep_if and self.loss_scale.skip_nonfinite:
-                keep_if(all_finite(grads, axis_name=self._options.axis_name))
-            return value, grads
+            return value, _gradients.unscale_by(grads, scale)
 
         return value_and_grad
 
@@ -612,9 +620,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
                 options, loss_fn, has_aux, transform, state, model, *args, **kwargs
             )
         else:
-            value, grads = self.value_and_grad(
-                loss_fn, state, has_aux=has_aux, transform=transform
-            )(model, *args, **kwargs)
+            unscaled = self._unscaled_grad(loss_fn, state, has_aux, transform)
+            value, grads = unscaled(model, *args, **kwargs)
         params = _modules.trained(model, grads)
 
         def value_fn(proposed):

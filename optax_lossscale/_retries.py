@@ -17,6 +17,8 @@ from optax_lossscale._modules import Modules
 from optax_lossscale._scaling import all_finite
 from optax_lossscale._step import Look, Options, look
 
+HALF = jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16)
+
 
 def value_and_grad(
     options: Options,
@@ -56,26 +58,24 @@ def value_and_grad(
     def one_pass(scale):
         (args, kwargs), changes = modules.join(modules.tree)
         value, grads = scaled(scale, *args, **kwargs)
-        value, join_value = _tree.split_arrays((value, changes()))
+        value, join_value = _tree.split_arrays((value, changes()), _tree.is_argument)
         grads, join_grads = _tree.split_arrays(grads)
         joins[:] = join_value, join_grads
         return value, grads
 
     # The loss is traced once: the same program runs before the loop and in it.
-    program, (value, types) = jax.make_jaxpr(one_pass, return_shape=True)(scale)
+    program, (value, _) = jax.make_jaxpr(one_pass, return_shape=True)(scale)
     jaxpr, n, (join_value, join_grads) = program.jaxpr, len(value), joins
     _check_effects(jaxpr, options)
     jaxpr = jaxpr.replace(outvars=jaxpr.outvars[:n] + _born(jaxpr, jaxpr.outvars[n:]))
 
     def run(scale, constants):
         results = jaxpr_as_fun(ClosedJaxpr(jaxpr, constants))(scale)
-        # What is checked is what is applied: XLA must see the same arrays in both.
+        # The check and the step read the same arrays, whatever XLA fuses.
         grads = map(lax.optimization_barrier, _tree.strongly_typed(results[n:]))
         return results[:n], list(grads)
 
     def unscaled(grads, scale):
-        pairs = zip(grads, types, strict=True)
-        grads = [lax.convert_element_type(x, like.dtype) for x, like in pairs]
         return _gradients.unscale_by(_tree.settled(join_grads(grads)), scale)
 
     def judge(grads, old, scale, retries):
@@ -108,7 +108,7 @@ def value_and_grad(
         last = none_yet, first, grads, again
         retries, looked, grads, _ = _repeat(attempt, last)
     modules.write(variables)
-    grads = unscaled(grads, rule(looked.before))
+    grads = unscaled(grads, lax.stop_gradient(rule(looked.before)))
     retries += jnp.asarray(state.retries, jnp.int32)
     retries = jnp.where(retries < 0, 2**31 - 1, retries)
     rule_states = _tree.select(looked.finite, looked[:2], (old, first.after))
@@ -136,14 +136,16 @@ def _repeat(attempt: Callable[[Any], Any], last: Any) -> Any:
 
 
 def _born(jaxpr: Jaxpr, grads: Sequence[Any]) -> list[Any]:
-    """Returns gradients before a last cast to a wider dtype: the loop carries less."""
+    """Returns gradients before a last cast to float32: the loop carries half as much.
+
+    The unscaling casts them.
+    """
     born: dict[Any, Any] = {}
     for equation in jaxpr.eqns:
         if equation.primitive.name == "convert_element_type":
             (old,), (new,) = equation.invars, equation.outvars
-            is_wider = new.aval.dtype.itemsize > old.aval.dtype.itemsize
-            if is_wider and isinstance(old, Var):
-                born[new] = born.get(old, old)
+            if old.aval.dtype in HALF and new.aval.dtype == jnp.float32:
+                born[new] = old
     return [born.get(x, x) if isinstance(x, Var) else x for x in grads]
 
 
