@@ -149,7 +149,7 @@ def _evaluate(closed, arrays, dtype, lines):
     outputs = states(closed.jaxpr.outvars, State.WIDE)
     # The caller reads the results in float32.
     program = read(closed, dtype, programs=None if lines else {})
-    plan = planner.plan(program, inputs, (True,) * len(outputs))
+    plan = planner.plan(program, inputs, (State.WIDE,) * len(outputs))
     found = run_plan(planner, plan, arrays, outputs, is_saved=True)
     found = list(map(jnp.asarray, found))  # Known numbers are none yet.
     for text in sorted(missing):

@@ -22,8 +22,6 @@ FOLDS: dict[str, Callable[..., Any]] = {
     "max": np.maximum, "min": np.minimum, "convert_element_type": lambda x: x,
     "integer_pow": lambda x, y: x**y, "stop_gradient": lambda x: x,
 }  # fmt: skip
-# They choose tokens or actions. A solver's loop has none.
-CHOICES = primitives.names_of(Trait.PLACE) | {"sort"}
 
 
 @dataclasses.dataclass(eq=False)
@@ -95,6 +93,18 @@ class Program:
         is_same = jax.typeof(number).update(weak_type=aval.weak_type) == aval
         return number if is_same or _variable(atom) is None else None
 
+    def source(self, variable: Any) -> Any:
+        """Returns what was moved to a variable, or broadcast to it."""
+        while (step := self._makers.get(variable)) is not None:
+            if not primitives.has(step.name, Trait.KEEPS) or len(step.inputs) > 1:
+                break
+            (variable,) = step.inputs
+        return variable
+
+    @functools.cached_property
+    def _makers(self):
+        return {x: step for step in self.steps for x in step.equation.outvars}
+
     @functools.cached_property
     def outputs(self) -> list[Any]:
         """The variables among its results; None for a number."""
@@ -147,7 +157,7 @@ def read(
     for equation in jaxpr.eqns:
         numbers = list(map(program.number, equation.invars))
         source = functools.partial(_source, equation, outer)
-        jaxprs, carry = _bodies(equation, dtype)
+        jaxprs, carry = _bodies(equation)
         # A loop changes its state, and a branch is not worth it.
         kind = primitives.kind_of(equation.primitive.name)
         passed = numbers if kind == Kind.CALL else ()
@@ -184,14 +194,14 @@ def _source(equation, outer):
 
 
 def _bodies(
-    equation: Any, dtype: Any
+    equation: Any,
 ) -> tuple[list[tuple[Any, Sequence[int]]], Sequence[int]]:
     """Returns jaxprs with the operands that each reads, and the state of a loop."""
     name, params = equation.primitive.name, equation.params
     operands = range(len(equation.invars))
     if name == "scan":
         return [(params["jaxpr"], operands)], flow.scan_parts(equation, operands)[1]
-    if name == "while" and not _converges(equation, dtype):
+    if name == "while" and not _ends_by_floats(equation):
         asked, consts, carry = flow.while_parts(equation, operands)
         found = [(params["cond_jaxpr"], [*asked, *carry])]
         return [*found, (params["body_jaxpr"], [*consts, *carry])], carry
@@ -201,43 +211,14 @@ def _bodies(
     return [(parts.called_jaxpr(equation), operands)] if is_call else [], ()
 
 
-def _converges(equation: Any, dtype: Any) -> bool:
-    """Whether a `while` goes on until what its products make has converged.
+def _ends_by_floats(equation: Any) -> bool:
+    """Whether a `while` asks floating-point numbers if it ends: a solver, for example.
 
-    So it compares with a small number, and roundoff of half precision may never be as
-    small; or it is a solver, whose steps become as small as its tolerance.
+    Roundoff of half precision may never be as small as its tolerance.
     """
-    condition, body = (
-        parts.opened(equation.params[x])[0] for x in ("cond_jaxpr", "body_jaxpr")
-    )
-    asked, consts, _ = flow.while_parts(equation, equation.invars)
-    steps, before = [], None
-    read_first = {_variable(x) for step in condition.eqns for x in step.invars}
-    state = enumerate(condition.invars[len(asked) :])
-    needed = {i for i, x in state if x in read_first}
-    while needed != before:
-        before, steps = needed, condition.eqns
-        wanted = {_variable(body.outvars[i]) for i in needed}
-        for step in reversed(body.eqns):
-            if not wanted.isdisjoint(step.outvars):
-                steps = [*steps, step]
-                wanted.update(map(_variable, step.invars))
-        state = enumerate(body.invars[len(consts) :])
-        needed = needed | {i for i, x in state if x in wanted}
-    inner = [x for step in steps for x in parts.equations_in(step)]
-    names = {x.primitive.name for x in inner}
-    if names.isdisjoint(primitives.names_of(Kind.PRODUCT)):
-        return False
-    compares = [x for x in inner if primitives.has(x.primitive.name, Trait.ORDER)]
-    compared = _sizes([*condition.eqns, *compares])
-    used = _sizes(inner) if names.isdisjoint(CHOICES) else []
-    return policy.has_tolerance(compared, used, dtype)
-
-
-def _sizes(equations: Sequence[Any]) -> list[float]:
-    """Returns the magnitudes of the numbers in equations."""
-    numbers = [x.val for step in equations for x in step.invars if hasattr(x, "val")]
-    return [float(abs(x)) for x in numbers if is_inexact(x) and not np.ndim(x)]
+    condition, _ = parts.opened(equation.params["cond_jaxpr"])
+    asked = {_variable(x) for step in condition.eqns for x in step.invars}
+    return any(is_inexact(x.aval) for x in condition.invars if x in asked)
 
 
 def _folded(equation: Any, program: Program, numbers: Sequence[Any]) -> Any:

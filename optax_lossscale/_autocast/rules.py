@@ -69,7 +69,7 @@ class Call:
         with user_context(nowhere()):
             closed = jax.make_jaxpr(function)(*types)
         found = read(closed, self._planner.dtype, numbers, self._step.source)
-        plan = self._planner.plan(found, states, (False,) * len(found.outputs))
+        plan = self._planner.plan(found, states, (None,) * len(found.outputs))
         others = plan.outputs[len(outputs) :]
         with user_context(self._traceback):
             return self._run(self._planner, plan, args, (*outputs, *others)), others
