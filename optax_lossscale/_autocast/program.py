@@ -10,7 +10,13 @@ import numpy as np
 
 from optax_lossscale._autocast import policy
 from optax_lossscale._jaxprs import flow, parts, primitives
-from optax_lossscale._jaxprs.lines import Source, source_of
+from optax_lossscale._jaxprs.lines import (
+    Function,
+    Source,
+    functions_of,
+    scope_of,
+    source_of,
+)
 from optax_lossscale._jaxprs.primitives import Kind, Trait
 from optax_lossscale._tree import is_inexact
 
@@ -31,14 +37,14 @@ class Step:
     Attributes:
       equation: The equation.
       kind: What the policy does with it.
-      source: Where it stands in the user's code.
+      callers: The equations that hold it, the outermost first.
       bodies: The programs in it, each with the indices of the operands that it reads.
       carry: The indices of the operands that are the state of a loop.
     """
 
     equation: Any
     kind: Kind
-    source: Callable[[], Source]
+    callers: tuple[Any, ...]
     bodies: Sequence[tuple["Program", Sequence[int]]] = ()
     carry: Sequence[int] = ()
 
@@ -52,6 +58,24 @@ class Step:
         """Whether each result is of one operand, as in sorting several arrays alike."""
         counts = len(self.equation.invars), len(self.equation.outvars)
         return primitives.has(self.name, Trait.PARALLEL) and counts[0] == counts[1]
+
+    def source(self) -> Source:
+        """Returns where it stands in the user's code."""
+        source = Source()
+        for x in (*self.callers, self.equation):
+            source = source_of(x, source, is_backward=False)
+        return source
+
+    def functions(self) -> set[Function]:
+        """Returns the functions that were running when JAX made it."""
+        return set().union(*map(functions_of, (*self.callers, self.equation)))
+
+    def scope(self) -> str:
+        """Returns the named scopes that it is in."""
+        scope = ""
+        for x in (*self.callers, self.equation):
+            scope = scope_of(x, scope)
+        return scope
 
     @functools.cached_property
     def inputs(self) -> list[Any]:
@@ -132,7 +156,7 @@ def read(
     closed: Any,
     dtype: Any,
     known: Sequence[Any] = (),
-    outer: Callable[[], Source] = Source,
+    callers: tuple[Any, ...] = (),
     programs: dict[Any, "Program"] | None = None,
 ) -> Program:
     """Returns the program of a jaxpr.
@@ -142,7 +166,7 @@ def read(
       dtype: The dtype to compute in.
       known: Of its first arguments, the numbers that they are or are filled with; None
         for what is not known.
-      outer: Returns where it is called.
+      callers: The equations that hold it, the outermost first.
       programs: What was read before, so that a function that is called often is read,
         planned and traced once. None if it matters where each call stands.
     """
@@ -156,13 +180,13 @@ def read(
     reshaped: dict[Any, Any] = {}  # what was reshaped, and to which shape
     for equation in jaxpr.eqns:
         numbers = list(map(program.number, equation.invars))
-        source = functools.partial(_source, equation, outer)
         jaxprs, carry = _bodies(equation)
         # A loop changes its state, and a branch is not worth it.
         kind = primitives.kind_of(equation.primitive.name)
         passed = numbers if kind == Kind.CALL else ()
         inner = functools.partial(read, programs=programs)
-        bodies = [(inner(x, dtype, passed, source), reads) for x, reads in jaxprs]
+        around = (*callers, equation)
+        bodies = [(inner(x, dtype, passed, around), reads) for x, reads in jaxprs]
         number = _folded(equation, program, numbers) if equation.outvars else None
         if number is not None:
             program.numbers[equation.outvars[0]] = number
@@ -179,7 +203,7 @@ def read(
             )
             is_square = first is not None and first == second
         kind = policy.kind_of(equation, dtype, numbers, is_square)
-        program.steps.append(Step(equation, kind, source, bodies, carry))
+        program.steps.append(Step(equation, kind, callers, bodies, carry))
     if programs is not None:
         programs[key] = program
     return program
@@ -187,10 +211,6 @@ def read(
 
 def _variable(atom: Any) -> Any:
     return None if hasattr(atom, "val") else atom
-
-
-def _source(equation, outer):
-    return source_of(equation, outer(), is_backward=False)
 
 
 def _bodies(
