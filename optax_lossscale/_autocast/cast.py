@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale import _check as check
-from optax_lossscale._autocast import choices as choices_lib
+from optax_lossscale._autocast import choices as choices_lib, reasons
 from optax_lossscale._autocast.evaluate import run_plan
 from optax_lossscale._autocast.modules import Modules
 from optax_lossscale._autocast.policy import State
-from optax_lossscale._autocast.program import Step, read
+from optax_lossscale._autocast.program import Step, read, steps_of
 from optax_lossscale._autocast.states import Planner, is_float32
 from optax_lossscale._tree import is_argument, is_inexact, split_arrays
 from optax_lossscale._warn import warn
@@ -90,6 +90,8 @@ def autocast(
     if (written := function_of(fun)) is not None:
         fun, choices = written, [*vars(fun)["float32"], *choices]
 
+    told: list[str] = []  # It warns once.
+
     @functools.wraps(fun, updated=())
     def cast(*args, **kwargs):
         modules = Modules((args, kwargs))
@@ -106,7 +108,12 @@ def autocast(
 
         joins: list[Any] = []
         closed = jax.make_jaxpr(flat)(*arrays)
-        found = _evaluate(closed, list(map(jnp.asarray, arrays)), name, choices)
+        arrays = list(map(jnp.asarray, arrays))
+        found, reason = _evaluate(closed, arrays, name, choices, (args, kwargs))
+        if reason and not told:
+            told.append(reason)
+            of = getattr(fun, "__name__", "the function")
+            warn(f"autocast computes nothing of {of} in {name}: {reason}.")
         out, variables = joins[0](found)
         modules.write(paths, variables)
         return out
@@ -128,8 +135,8 @@ def function_of(fun: Any) -> Any:
     return fun.__wrapped__ if is_cast else None
 
 
-def _evaluate(closed, arrays, dtype, choices):
-    """Runs a jaxpr with the policy."""
+def _evaluate(closed, arrays, dtype, choices, called_with):
+    """Runs a jaxpr with the policy; returns results, and why it casts no product."""
     matches, missing = choices_lib.chooser(choices)
 
     def is_chosen(step: Step) -> bool:
@@ -151,7 +158,7 @@ def _evaluate(closed, arrays, dtype, choices):
     found = run_plan(planner, plan, arrays, outputs, is_saved=True)
     found = list(map(jnp.asarray, found))  # Known numbers are none yet.
     for choice in sorted(missing, key=lambda x: x.name):
-        nearest = choice.nearest(list(choices_lib.steps_of(program)))
+        nearest = choice.nearest(list(steps_of(program)))
         warn(
             f"float32 has something in which autocast casts nothing: {choice.name}."
             + f" The nearest in this program: {nearest}." * bool(nearest)
@@ -159,7 +166,9 @@ def _evaluate(closed, arrays, dtype, choices):
             "changed: ask diagnostics.float32_lines again. If it casts by itself, "
             "remove its casts."
         )
-    return found
+    if reasons.computes_in_half(plan):
+        return found, None
+    return found, reasons.first_reason(plan, *called_with, is_chosen)
 
 
 def _is_traced(x: Any) -> bool:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from optax_lossscale._autocast.program import Program, Step
+from optax_lossscale._autocast.program import Step
 from optax_lossscale._jaxprs.lines import Function
 
 KINDS = (
@@ -76,14 +76,6 @@ def choices_of(float32: Any) -> list[Choice]:
     # The gradient of the loss has no line: it is float32 already.
     several = [x for x in several if getattr(x, "line", None) != 0]
     return [x if isinstance(x, Choice) else Choice(x) for x in several]
-
-
-def steps_of(program: Program) -> Iterator[Step]:
-    """Yields the steps of a program, and of the programs in it."""
-    for step in program.steps:
-        yield step
-        for body, _ in step.bodies:
-            yield from steps_of(body)
 
 
 def chooser(choices: list[Choice]) -> tuple[Callable[[Step], bool], set[Choice]]:

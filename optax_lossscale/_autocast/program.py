@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -150,6 +150,14 @@ class Program:
         bodies = [body for step in self.steps for body, _ in step.bodies]
         is_flat = all(x.name not in ("scan", "remat2") for x in self.steps)
         return is_flat and all(x.repeats for x in bodies)
+
+
+def steps_of(program: Program) -> Iterator[Step]:
+    """Yields the steps of a program, and of the programs in it."""
+    for step in program.steps:
+        yield step
+        for body, _ in step.bodies:
+            yield from steps_of(body)
 
 
 def read(

@@ -179,7 +179,7 @@ def test_what_matches_nothing_warns_with_what_is_nearest():
 
     f = lambda w, x: jnp.mean(kept(x, w) ** 2)  # noqa: E731
     with pytest.warns(UserWarning, match=re.escape("kept_too. The nearest in this")):
-        autocast(f, float32=[kept_too, kept])(W, X)
+        autocast(lambda w, x: f(w, x @ w), float32=[kept_too, kept])(W, X)
 
 
 def distances(a, b):

@@ -353,7 +353,6 @@ MUTATIONS = {
     "positions in an image": (without_promotion, refined, 1),
     "look ahead": (without_wants, mean_of_products, 100),
     "rule A": (without_rule_a, near_difference, 1),
-    "coordinates": (without_promotion, coordinates, 1),
     "rule T, jit": (without_wants, hidden_variance, 1),
     "ode": (without_promotion, ode, 1),
     "moving average": (without_promotion, moving_average, 1),

@@ -163,6 +163,7 @@ def dtypes_of_products(f, *args):
     return [x.outvars[0].aval.dtype for x in dots]
 
 
+@pytest.mark.filterwarnings("ignore:autocast computes nothing")
 def test_a_loop_that_counts_is_half_and_one_that_compares_float32():
     def counts(x):
         goes_on = lambda state: state[1] < 3  # noqa: E731
@@ -196,6 +197,7 @@ def test_each_example_stops_by_itself():
     assert 0 < float(jnp.max(jnp.abs(difference))) < 0.01
 
 
+@pytest.mark.filterwarnings("ignore:autocast computes nothing")
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_a_loop_converges_as_in_float32(dtype):
     def iterations(w):
@@ -213,6 +215,7 @@ def test_a_loop_converges_as_in_float32(dtype):
     assert autocast(iterations, dtype)(P["w"]) == iterations(P["w"]) < 100
 
 
+@pytest.mark.filterwarnings("ignore:autocast computes nothing")
 @pytest.mark.parametrize("tolerance", [1e-3, 1e-5])
 def test_a_solver_takes_as_many_steps_as_in_float32(tolerance):
     def steps(x):
