@@ -3,10 +3,11 @@
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale import _check as check
 from optax_lossscale._autocast import choices as choices_lib, reasons
@@ -18,10 +19,23 @@ from optax_lossscale._autocast.states import Planner, is_float32
 from optax_lossscale._tree import is_argument, is_inexact, split_arrays
 from optax_lossscale._warn import warn
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _Scalar(Protocol):
+    """A dtype as JAX writes it: `jnp.float16`."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+
+Dtype = Literal["float16", "bfloat16"] | np.dtype[Any] | type[Any] | _Scalar
+
 
 def autocast(
-    fun: Callable[..., Any], dtype: Any = jnp.float16, *, float32: Any = ()
-) -> Callable[..., Any]:
+    fun: Callable[P, R], dtype: Dtype = jnp.float16, *, float32: Any = ()
+) -> Callable[P, R]:
     """Makes a float32 function compute in half precision where that is fast and safe.
 
     Matrix products and convolutions compute in `dtype`, in the backward pass, too, and
@@ -87,20 +101,21 @@ def autocast(
     if name not in ("float16", "bfloat16"):
         raise ValueError(f"dtype must be float16 or bfloat16, got {dtype!r}.")
     choices = choices_lib.choices_of(float32)
-    if (written := function_of(fun)) is not None:
-        fun, choices = written, [*vars(fun)["float32"], *choices]
+    if (inner := function_of(fun)) is not None:
+        fun, choices = inner, [*vars(fun)["float32"], *choices]
+    written: Any = fun
 
     told: list[str] = []  # It warns once.
 
     @functools.wraps(fun, updated=())
-    def cast(*args, **kwargs):
+    def cast(*args: P.args, **kwargs: P.kwargs) -> R:
         modules = Modules((args, kwargs))
         arrays, join = split_arrays(modules.tree, _is_traced)
         paths: list[Any] = []
 
         def flat(*arrays):
             (args, kwargs), changes = modules.join(join(arrays))
-            out = fun(*args, **kwargs)
+            out = written(*args, **kwargs)
             paths[:], variables = changes()
             results, join_results = split_arrays((out, variables), _is_array)
             joins[:] = [join_results]
@@ -168,7 +183,8 @@ def _evaluate(closed, arrays, dtype, choices, called_with):
         )
     if reasons.computes_in_half(plan):
         return found, None
-    return found, reasons.first_reason(plan, *called_with, is_chosen)
+    args, kwargs = called_with
+    return found, reasons.first_reason(plan, args, kwargs, is_chosen)
 
 
 def _is_traced(x: Any) -> bool:

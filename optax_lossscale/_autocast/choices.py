@@ -67,10 +67,10 @@ class Choice:
 
 def choices_of(float32: Any) -> list[Choice]:
     """Returns what `float32=` holds: one, several, or lines of the diagnostics."""
-    chosen = getattr(float32, "lines", float32)
+    chosen: Any = getattr(float32, "lines", float32)
     is_one = isinstance(chosen, str) or callable(chosen) or hasattr(chosen, "line")
     try:
-        several = [chosen] if is_one else list(chosen)
+        several: list[Any] = [chosen] if is_one else [*chosen]
     except TypeError as error:
         raise TypeError(f"float32 must hold {KINDS}, got {float32!r}.") from error
     # The gradient of the loss has no line: it is float32 already.

@@ -64,7 +64,7 @@ class Planner:
         self.dtype, self._is_chosen = dtype, is_chosen
         self.functions: dict[Any, Callable[..., Any]] = {}
         self._plans: dict[Any, Plan] = {}
-        self._reads: dict[Any, States] = {}
+        self._reads: dict[Any, dict[Any, State | None]] = {}
 
     def plan(self, program: Program, inputs: States, reads: States) -> Plan:
         """Returns the states of a program.
@@ -79,7 +79,7 @@ class Planner:
             self._plans[key] = self._plan(*key)
         return self._plans[key]
 
-    def _state(self, plan, atom):
+    def _state(self, plan, atom) -> Any:
         """Returns the state of an operand; None if it is not float32."""
         if not is_float32(atom.aval):
             return None
