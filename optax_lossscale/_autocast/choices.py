@@ -70,7 +70,7 @@ def choices_of(float32: Any) -> list[Choice]:
     chosen: Any = getattr(float32, "lines", float32)
     is_one = isinstance(chosen, str) or callable(chosen) or hasattr(chosen, "line")
     try:
-        several: list[Any] = [chosen] if is_one else [*chosen]
+        several = [chosen] if is_one else list(iter(chosen))
     except TypeError as error:
         raise TypeError(f"float32 must hold {KINDS}, got {float32!r}.") from error
     # The gradient of the loss has no line: it is float32 already.
