@@ -18,7 +18,11 @@ from optax_lossscale import (
 from optax_lossscale._commit import barrier_on_cpu
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
-from optax_lossscale._rules.identifiers import get_loss_scale, keras_loss_scale
+from optax_lossscale._rules.identifiers import (
+    RuleName,
+    get_loss_scale,
+    keras_loss_scale,
+)
 from optax_lossscale._scaling import all_finite
 from optax_lossscale._state import LossScaleOptimizerState, find_rule_state, find_state
 from optax_lossscale._step import Options
@@ -115,7 +119,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     def __new__(
         cls,
         inner_optimizer: optax.GradientTransformation | Any,
-        loss_scale: LossScale | float | str | None = None,
+        loss_scale: LossScale | float | RuleName | None = None,
         *,
         dynamic: bool = True,
         initial_scale: float | None = None,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
@@ -166,7 +167,7 @@ def float32_lines(
         return Float32Lines([], scale, 0.0, 0.0, True, text)
     function = function_of(getattr(loss_fn, "without_scale", loss_fn))
     if function is not None:  # The lines that it has already are proposed, too.
-        cast = call(autocast(function, followed.dtype))
+        cast = call(autocast(function, jnp.dtype(followed.dtype)))
         followed = program.Program(cast, dtype, by_hand)
     search = Search(followed, tolerance, scale)
     if not is_given:

@@ -46,7 +46,8 @@ def cast_lines(run: Run, function: Any, call: Callable[..., Any]) -> Callable[..
     def compare(lines):
         names = [f"{file}:{number}" for file, number in lines if number]
         with warnings.catch_warnings(action="ignore"):  # A line of constants alone.
-            cast = autocast(function, run.program.dtype, float32=names)
+            dtype = jnp.dtype(run.program.dtype)
+            cast = autocast(function, dtype, float32=names)
             loss, found = gradients(cast)
         sizes = [statistics.norms(*pair) for pair in zip(found, desired, strict=True)]
         return np.array(sizes, float), (float(loss), float(float32_loss))
