@@ -77,7 +77,9 @@ def measure_parts(
     """
     options = parser(name, text, "[PART ...]")
     text = f"Measure these parts: {', '.join(parts)} (default: all)."
-    options.add_argument("parts", nargs="*", choices=parts, metavar="PART", help=text)
+    # Python 3.11 looks for the empty list among the choices.
+    choices = [*parts, []]
+    options.add_argument("parts", nargs="*", choices=choices, metavar="PART", help=text)
     for part in options.parse_args().parts or parts:
         rows = parts[part]()
         if rows is None:
