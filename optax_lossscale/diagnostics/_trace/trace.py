@@ -10,15 +10,15 @@ from jax.typing import ArrayLike
 
 from optax_lossscale import _check as check
 from optax_lossscale._jaxprs.lines import Source, source_of
+from optax_lossscale._jaxprs.primitives import Kind, names_of
 from optax_lossscale.diagnostics._common import check_host, scale_of
-from optax_lossscale.diagnostics._trace.effects import closeness
-from optax_lossscale.diagnostics._trace.equations import PRODUCTS, in_half
-from optax_lossscale.diagnostics._trace.findings import NumericFinding, power
-from optax_lossscale.diagnostics._trace.operations import NumericOperation, named
-from optax_lossscale.diagnostics._trace.program import Program, cast_by_hand, make_call
-from optax_lossscale.diagnostics._trace.search import Search
-from optax_lossscale.diagnostics._trace.verdict import find_all
+from optax_lossscale.diagnostics._trace.program import Program, make_call
+from optax_lossscale.diagnostics._trace.run import NumericOperation, named
+from optax_lossscale.diagnostics._trace.twin import in_half
+from optax_lossscale.diagnostics._trace.verdict import Search, closeness, find_all
+from optax_lossscale.diagnostics._trace.words import NumericFinding, power
 
+PRODUCTS = names_of(Kind.PRODUCT)
 WIDTH = 79
 
 
@@ -117,15 +117,6 @@ def summarize(program: Program) -> str:
     return " ".join(text)
 
 
-def casts_left(program: Program) -> list[str]:
-    """Says where a function in `autocast` casts to half precision by itself, if so."""
-    if (at := program.by_hand) is None:
-        return []
-    place = named(at.file, at.line, at.function)
-    text = f"{place} casts by itself, or a layer does that it calls, by its dtype."
-    return [f"{text} autocast leaves that as it is: remove such casts first."]
-
-
 def wrapped(text: str) -> str:
     """Breaks a text into lines, all but the first indented."""
     return textwrap.fill(text, WIDTH, subsequent_indent="  ")
@@ -216,16 +207,12 @@ def trace_numerics(
       [NumericalStabilitySanitizer](https://clang.llvm.org/docs/NumericalStabilitySanitizer.html).
     """
     name = "trace_numerics"
-
-    def call(function):
-        return make_call(name, function, params, args, kwargs, has_aux)
-
     scale = check_scale(name, state, scale)
-    program = Program(call(loss_fn), dtype, cast_by_hand(loss_fn, call))
-    search = Search(program, closeness(program.dtype), scale)
+    program = Program(make_call(name, loss_fn, params, args, kwargs, has_aux), dtype)
+    search = Search(program.run, closeness(program.dtype), scale)
     run, best = search.run, search.best
-    first = next(run.nonfinite_origins(), None)
-    sites = ((k, run.site(k)) for k in run.keys)
+    first = next(iter(run.nonfinite_origins()), None)
+    sites = run.sites.items()
     operations = [k for k, x in sites if x.primitive and not x.is_decision]
     loss, float32_loss = run.losses
     return NumericsTrace(
@@ -237,7 +224,7 @@ def trace_numerics(
         float32_loss=float32_loss,
         dtype=program.dtype,
         computes_in_dtype=program.computes_in_dtype,
-        summary=" ".join([summarize(program), *casts_left(program)]),
+        summary=summarize(program),
         operations=list(map(run.operation, operations)),
     )
 

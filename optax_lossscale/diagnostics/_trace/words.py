@@ -1,0 +1,356 @@
+"""What a finding says, from a small record: what happens, why, and what to do."""
+
+import math
+from typing import NamedTuple
+
+from optax_lossscale.diagnostics import _bits, _common
+from optax_lossscale.diagnostics._trace.run import NumericOperation, NumericRange
+
+# A scale that is at most this many bits too high comes down within a few skipped steps.
+USUAL_BITS = 4
+CASTS = ("convert_element_type", "reduce_precision")
+ROUNDED = "A constant like 1e-8 is 0 in float16, and one like -1e9 is -inf."
+GUARD = (
+    "keep its inputs in the domain of the operation and of its derivative. Add an "
+    "epsilon, or guard log, sqrt, norm and division with a second jnp.where, before the "
+    "operation: jnp.log(jnp.where(x > 0, x, 1))"
+)
+
+
+class NumericFinding(NamedTuple):
+    """Something that `trace_numerics` found.
+
+    Attributes:
+      kind: "nonfinite_argument": a parameter or the data held inf or nan.
+        "forward": inf or nan begins in the forward pass, so no loss scale helps.
+        "backward": inf or nan begins in the backward pass at every loss scale.
+        "scale_too_high": the backward pass overflows at this loss scale.
+        "no_scale": no loss scale fits two operations.
+        "underflow": results are flushed to zero, or too small to be precise.
+        "precision": finite results differ too much from float32.
+        "decision": float32 chooses otherwise, among numbers that half precision cannot
+        tell apart. Alone it is no fault.
+        "fine": the gradients agree with float32.
+      message: What happens and what to do, in plain words.
+      operation: The operation, or None.
+      other: A second operation that matters, or None.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from optax_lossscale import diagnostics
+      >>> def loss_fn(w):
+      ...     return jnp.sum(jnp.exp(w.astype(jnp.float16))).astype(jnp.float32)
+      >>> trace = diagnostics.trace_numerics(loss_fn, jnp.array([1.0, 12.0]))
+      >>> trace.findings[0].kind
+      'forward'
+    """
+
+    kind: str
+    message: str
+    operation: NumericOperation | None = None
+    other: NumericOperation | None = None
+
+
+class Fault(NamedTuple):
+    """What is wrong with an operation at every loss scale.
+
+    Attributes:
+      kind: The kind of the finding.
+      operation: The operation.
+      dtype: The dtype in question.
+      cause: What made it: a name in `CAUSES`.
+      sources: The operations of other lines to change, too, in order of execution.
+      call: The user's line that calls the library with this line; "" if it is his own.
+      lines: What to pass to `autocast`; "" if that is no way.
+      is_autocast: Whether `autocast` made the program.
+      has_algorithm: Whether the operation names its `precision`.
+      spacing: For a sum, the distance between two numbers of half precision and the
+        size at which it is that, as exponents of 2.
+    """
+
+    kind: str
+    operation: NumericOperation
+    dtype: str = "float16"
+    cause: str = ""
+    sources: tuple[NumericOperation, ...] = ()
+    call: str = ""
+    lines: str = ""
+    is_autocast: bool = True
+    has_algorithm: bool = False
+    spacing: tuple[float, float] | None = None
+
+
+RANGE = "The largest {noun} would be 2^{size:.1f}; {dtype} ends at 2^{end:.0f}."
+INF = "An input holds inf, and inf - inf, inf / inf and 0 * inf are nan."
+LOST = "Its input holds zeros that float32 would not have: "
+SPACING = "{half} has a spacing of 2^{0:.0f} at 2^{1:.0f}"
+# What makes a fault, in words.
+CAUSES = {
+    "": "",
+    "range": RANGE,
+    "pole": RANGE,
+    "float32 range": "The result is too large for float32 as well.",
+    "constant": ROUNDED,
+    "nan": "A constant is nan.",
+    "inf": INF,
+    "float32 inf": INF,
+    "zeros": "An input holds zeros.",
+    "domain": "An input is outside of the domain of the function.",
+    "flushed": LOST + "they were flushed at {at}.",
+    "rounded": LOST + "the numbers that cancel are rounded at {at}.",
+    "terms": "Its terms overflow while they are added.",
+    "cast": "Its input is beyond the range of {dtype}.",
+    "small": "The largest is 2^{size:.1f}.",
+    "terms lost": SPACING + ": smaller terms of the sum are lost.",
+    "cancel": SPACING + ", and the inputs, which are as large as this, nearly cancel.",
+}
+# What mends it. For all others, the float32 twin shows that float32 does.
+GUARDED = ("float32 inf", "zeros", "domain")
+
+
+def percent(x: float) -> str:
+    """Writes a share, or a relative error."""
+    if not math.isfinite(x):
+        return str(x)
+    return f"{100 * x:.0f}%" if x >= 1 else f"{100 * x:.2g}%"
+
+
+def power(scale: float) -> str:
+    """Writes a number as a power of two, but for 1."""
+    return "1" if scale == 1 else _common.power(scale)
+
+
+def kinds_of(found: NumericRange) -> str:
+    """Returns "inf", "nan" or both; "overflow" in a run in which there is neither."""
+    kinds = ["inf"] * (found.infs > 0) + ["nan"] * (found.nans > 0)
+    return " and ".join(kinds) or "overflow"
+
+
+def begins(operation: NumericOperation) -> str:
+    """Returns "inf begins", "inf and nan begin" and the like."""
+    kinds = kinds_of(operation.output)
+    return f"{kinds} begin{'s' * (' and ' not in kinds)}"
+
+
+def what_of(fault: Fault) -> str:
+    """Says what happens at an operation."""
+    found, is_backward = fault.operation.output, fault.operation.phase == "backward"
+    noun = "gradients" if is_backward else "results"
+    if fault.kind in ("forward", "backward"):
+        is_half = found.dtype != "float32"
+        too = found.float32_nonfinite > 0 and is_half and fault.cause != "float32 range"
+        return f"{begins(fault.operation)} here{', in float32 too' * too}"
+    if fault.kind == "underflow":
+        return f"{found.flushed:.0%} of the {noun} are flushed to zero"
+    if fault.kind == "decision":
+        share = (
+            f"{percent(found.flushed)} of the choices fall"
+            if found.shape
+            else "it falls"
+        )
+        return f"{share} otherwise in float32"
+    return f"the {noun} differ from float32 by {found.error:.2g} of the largest"
+
+
+def why_of(fault: Fault) -> str:
+    """Says why, in a sentence, or ""."""
+    found = fault.operation.output
+    halves = (x.dtype for x in (found, *fault.operation.inputs) if x.dtype != "float32")
+    end = math.inf
+    if fault.cause in ("range", "pole"):
+        end = math.log2(_bits.limits_of(found.dtype).overflow)
+    why = CAUSES[fault.cause].format(
+        *(fault.spacing or ()),
+        noun="gradient" if fault.operation.phase == "backward" else "result",
+        size=math.log2(found.float32_largest or 1),
+        dtype=found.dtype,
+        half=next(halves, "float16"),
+        end=end,
+        at=fault.sources[0].place if fault.sources else "this line",
+    )
+    is_rounded = fault.cause == "zeros" and not fault.is_autocast
+    return f"{why} {ROUNDED}" if is_rounded else why
+
+
+def advice_of(fault: Fault) -> str:
+    """Says what to do; "" where nothing is known to mend it."""
+    if fault.cause in GUARDED:
+        return GUARD
+    if fault.cause == "float32 range":
+        return "make its inputs smaller, for example by subtracting the maximum"
+    if fault.cause == "nan":
+        return "use another number there"
+    line, operation = fault.call or "this line", fault.operation
+    passed = f" ({fault.lines})" if fault.lines else ""
+    places = list(dict.fromkeys(x.place for x in fault.sources))
+    if places and fault.cause in ("flushed", "rounded"):
+        passed = passed or ", and cast nothing in between"
+        return f"compute {places[0]}, and {line} in float32{passed}"
+    verb = "keep" if operation.dtype == "float32" else "compute"
+    text = f"{verb} {line} in float32"
+    is_cast = operation.primitive in CASTS and not fault.is_autocast
+    text += " without a cast back" * (is_cast and fault.cause == "range")
+    text += ", without its precision=" * fault.has_algorithm
+    if places:
+        text += f", and the lines that feed it: {'; '.join(places)}"
+    text += passed
+    if places and passed:
+        text += ". diagnostics.float32_lines finds the fewest lines that it takes"
+    text += ", or make its inputs smaller" * (fault.cause == "range")
+    return text + ", or keep its inputs away from zero" * (fault.cause == "pole")
+
+
+def explain(fault: Fault, scale: float | None = None) -> NumericFinding:
+    """Says what is wrong with an operation, why, and what to do.
+
+    Args:
+      fault: The fault.
+      scale: The scale that mends another fault, named before, but not this one; None if
+        no scale changes anything.
+    """
+    advice, sources = advice_of(fault), fault.sources
+    text = f"{fault.operation}: {what_of(fault)}"
+    if fault.kind == "decision":
+        text += f", among numbers that {fault.dtype} cannot tell apart. If training is "
+        text += f"fine, leave it; if not, {advice}."
+    elif scale is None:
+        text = f"{text}. {why_of(fault)}".strip()
+        text += f" No loss scale helps{': ' * bool(advice)}{advice}."
+    else:
+        text = f"At the loss scale {power(scale)}, too: {text}. {why_of(fault)}".strip()
+        text += f" {advice[0].upper()}{advice[1:]}."
+    is_other = bool(sources) and fault.cause in ("flushed", "rounded")
+    return NumericFinding(
+        fault.kind, text, fault.operation, sources[0] if is_other else None
+    )
+
+
+def nonfinite_argument(
+    name: str, more: int, is_parameter: bool, held: str, operation: NumericOperation
+) -> NumericFinding:
+    """Says that an argument held inf or nan, and so many others."""
+    kind, fix = "argument", "Look for the bad example in the data"
+    if is_parameter:
+        kind, fix = "parameter", "Restore a checkpoint from before"
+    others = f" (and {more} more)" if more else ""
+    text = (
+        f"The {kind} {name}{others} held {held} before anything was computed. It is "
+        f"first used by: {operation}. No loss scale helps. {fix}."
+    )
+    return NumericFinding("nonfinite_argument", text, operation)
+
+
+def too_high(
+    operation: NumericOperation, scale: float, largest: float, is_alone: bool
+) -> NumericFinding:
+    """Says that the backward pass overflows at a scale, but not at the largest.
+
+    Args:
+      operation: Where it does.
+      scale: The scale.
+      largest: The largest with which it does not.
+      is_alone: Whether all is fine at the largest scale.
+    """
+    size, would, more = operation.output.float32_largest, "", ""
+    if size and operation.output.dtype != "float32":
+        would = f" (it would be 2^{math.log2(size):.1f})"
+    exponent = math.log2(largest)
+    if not operation.line:
+        more = " This is the gradient of the loss itself: return the loss in float32."
+    elif is_alone and exponent < 0:
+        least = f"min_scale=2.0**{max(exponent - 4, -126):.0f}"
+        more = f" Start below 1: DynamicLossScale(2.0**{exponent:.0f}, {least})."
+    elif is_alone and scale <= largest * 2**USUAL_BITS:
+        more = (
+            " Nothing is wrong: this is usual after the scale has grown. A dynamic "
+            "scale skips the step and lowers itself."
+        )
+    elif is_alone:
+        more = " Start at a lower loss scale, or let a dynamic one come down."
+    text = (
+        f"{operation}: {begins(operation)} here{would}, at the loss scale "
+        f"{power(scale)}. The largest scale with which nothing in the backward pass "
+        f"overflows is {power(largest)}.{more}"
+    )
+    return NumericFinding("scale_too_high", text, operation)
+
+
+def underflow(
+    operation: NumericOperation,
+    scale: float,
+    largest: float,
+    shares: tuple[float, float],
+    errors: tuple[float, float],
+) -> NumericFinding:
+    """Says that a larger scale mends gradients.
+
+    Args:
+      operation: Where they are lost.
+      scale: The scale.
+      largest: The largest scale with which nothing overflows.
+      shares: The shares that are flushed to zero here, at the two scales.
+      errors: How far the gradients of the parameters are off, at the two scales.
+    """
+    first, second = map(power, (scale, largest))
+    what = f"{shares[0]:.0%} of the gradients are flushed to zero at the loss scale "
+    what += f"{first}, and {shares[1]:.0%} at {second}"
+    if not shares[0]:
+        what = (
+            f"the gradients are too small to be precise: {percent(errors[0])} off at "
+        )
+        what += f"the loss scale {first}, and {percent(errors[1])} at {second}"
+    text = (
+        f"{operation}: {what}, the largest with which nothing in the backward pass "
+        f"overflows. Use that: initial_scale=2.0**{math.log2(largest):.0f}."
+    )
+    return NumericFinding("underflow", text, operation)
+
+
+def no_scale(
+    overflows: NumericOperation,
+    vanishes: NumericOperation,
+    largest: float,
+    bits: int,
+    lines: str,
+) -> NumericFinding:
+    """Says that of two operations one overflows and the other vanishes.
+
+    Args:
+      overflows: What overflows above the largest scale.
+      vanishes: What is flushed to zero there.
+      largest: That scale.
+      bits: How many bits a scale would have to be larger.
+      lines: What keeps the first in float32, for `autocast`; "" if that is no way.
+    """
+    found, passed = (
+        vanishes.output,
+        f"the first ({lines})" if lines else "one of the two lines",
+    )
+    text = (
+        f"No loss scale fits both: above {power(largest)}, {overflows} overflows; at that "
+        f"scale {found.flushed:.0%} of the results of {vanishes} are flushed to zero, and "
+        f"the largest is 2^{math.log2(found.float32_largest):.1f}. They are {bits} bits "
+        f"apart. Keep {passed} in float32, with those that feed it "
+        "(diagnostics.float32_lines finds them), or give the loss that feeds the second "
+        "a scale of its own."
+    )
+    return NumericFinding("no_scale", text, overflows, vanishes)
+
+
+def fine(
+    errors: str, largest: float | None, swallowed: NumericOperation | None
+) -> NumericFinding:
+    """Says that the gradients agree with float32.
+
+    Args:
+      errors: How far the loss and the gradients are off, in words.
+      largest: The largest loss scale; None if there is none.
+      swallowed: Where inf or nan begins that changes nothing; None if nowhere.
+    """
+    text = f"Fine: the gradients agree with float32 ({errors})."
+    if largest is not None:
+        text += f" The largest loss scale is {power(largest)}."
+    if swallowed is not None:
+        kinds = kinds_of(swallowed.output)
+        text += f" The {kinds} at {swallowed.place} changes nothing."
+    return NumericFinding("fine", text)
