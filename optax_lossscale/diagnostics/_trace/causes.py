@@ -47,16 +47,21 @@ def beginning(run: Run, key: int, small: float) -> int:
         found = key if run.site(key).primitive else found
         operands = [k for k in run.operands(key) if k not in seen]
         otherwise = list(filter(run.is_decided_otherwise, operands))
+        if run.is_decided_otherwise(key) and not run.site(key).primitive:
+            # The end of a loop is not seen inside of it.
+            otherwise = otherwise or [k for k in operands if run.site(k).is_decision]
         if otherwise and not run.site(key).primitive:
             key = otherwise[0]  # It took another branch.
             continue
-        numbers = [k for k in operands if k not in otherwise]
-        worst = max(numbers, key=lambda k: run.range(k).error, default=key)
+        numbers = [k for k in operands if not run.site(k).is_decision]
+        worst = max(numbers, key=lambda k: run.range(k).error, default=None)
         least = max(small, min(run.range(key).error, 1) / INHERITED)
-        if run.range(worst).error >= least:
+        if worst is not None and run.range(worst).error >= least:
             key = worst
         elif otherwise:  # The index is wrong, or the mask.
             key = otherwise[0]
+    if run.is_decided_otherwise(found) and (zeros := vanished(run, found)) is not None:
+        return zeros[1][-1]
     made = run.site(found).row  # A move has the error of what it moves.
     return made if run.site(made).primitive else found
 
@@ -105,15 +110,15 @@ def magnified(run: Run, key: int, close: float) -> list[int]:
     return [k for k in run.sites if k in found and run.site(k).primitive]
 
 
-def vanished(run: Run, key: int) -> tuple[str, int] | None:
+def vanished(run: Run, key: int) -> tuple[str, list[int]] | None:
     """Returns what made the zeros that break an operation, if float32 has none there.
 
     Of a division that is the divisor. A sum is zero only where all of its terms are, so
     the first line with any zero is not what counts, but the one with as many.
 
     Returns:
-      "flushed" with the site where they were, or "rounded" with that of a number from
-      which another is subtracted; None if there are no such zeros.
+      "flushed" with the site where they were, or "rounded" with the sites that rounded a
+      number from which another one is subtracted; None if there are no such zeros.
     """
     operands = run.operands(key)
     at = operands[-1:] if run.site(key).primitive == "div" else operands
@@ -131,19 +136,17 @@ def vanished(run: Run, key: int) -> tuple[str, int] | None:
         if not at and is_exact:
             break
     else:
-        return ("flushed", key) if seen and run.limit(key) else None
-    return _rounded(run, key)
-
-
-def _rounded(run, key):
-    """Returns where a number was rounded from which another one is subtracted."""
-    seen: set[int] = set()
-    while key not in seen:
-        seen.add(key)
-        least = run.range(key).error / INHERITED if len(seen) > 1 else 0.0
-        worst = max(run.operands(key), key=lambda k: run.range(k).error, default=key)
-        key = worst if run.range(worst).error > least else key
-    return ("rounded", key) if len(seen) > 1 and run.site(key).primitive else None
+        return ("flushed", [key]) if seen and run.limit(key) else None
+    # Each number is there, and only their difference is not.
+    rounded: list[int] = []
+    worst = max(run.operands(key), key=lambda k: run.range(k).error, default=key)
+    while worst not in rounded and run.range(worst).error > 0:
+        rounded = [worst, *rounded]
+        least = run.range(worst).error / INHERITED
+        operands = [k for k in run.operands(worst) if run.range(k).error > least]
+        worst = max(operands, key=lambda k: run.range(k).error, default=worst)
+    rounded = [k for k in rounded if run.site(k).primitive and run.limit(k)]
+    return ("rounded", rounded) if rounded else None
 
 
 def lines_to_pass(run: Run, keys: Iterable[int]) -> str:
@@ -192,9 +195,8 @@ def _cause(run, key, close):
     if is_underflow(run, key):
         is_small = 0 < found.float32_largest < run.limit(key).normal
         return "underflow", "small" if is_small else "", []
-    if run.is_decided_otherwise(key):
-        vanishing = vanished(run, key)
-        return "decision", *((vanishing[0], [vanishing[1]]) if vanishing else ("", []))
+    if site.is_decision:
+        return "decision", "", []
     cause = ""
     if _spacing(run, key):
         sizes = [run.range(k).largest for k in (*run.operands(key), key)]
@@ -223,7 +225,7 @@ def _cause_of_nonfinite(run, key):
     if has_inf:
         return "constant" if any(map(math.isinf, constants)) else "inf", []
     if (vanishing := vanished(run, key)) is not None:
-        return vanishing[0], [vanishing[1]]
+        return vanishing
     if has(site.primitive, Trait.SUM) or kind_of(site.primitive) == Kind.PRODUCT:
         return "terms", []
     return "cast" if site.primitive in CASTS else "", []

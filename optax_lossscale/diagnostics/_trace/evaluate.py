@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from optax_lossscale._jaxprs import lines, parts
 from optax_lossscale._jaxprs.primitives import Trait, has
-from optax_lossscale.diagnostics._trace.flow import FLOW, Place, decides_by
+from optax_lossscale.diagnostics._trace.flow import FLOW, Place
 from optax_lossscale.diagnostics._trace.run import Site
 from optax_lossscale.diagnostics._trace.summary import Origins
 from optax_lossscale.diagnostics._trace.twin import (
@@ -154,13 +154,11 @@ class Evaluator:
         found = FLOW[name](self, equation, inputs, place)
         place.recorder.extend(found.sites, found.summaries)
         values, sources = found.values, found.sources
-        asked = decides_by(equation, inputs)
-        if values and any(x.differs for x in asked):
+        if values and found.decision is not None:
             # The twin goes its own way: another branch, or as often as it decides.
             own = bind_wide(equation, [x.wide for x in inputs])
             values = self._chosen(values, own or [x.wide for x in values])
-            sites = [x.site for x in asked if x.site is not None]
-            sources = [[*x, *sites] for x in sources]
+            sources = [[*x, found.decision] for x in sources]
         return [
             self.measure(i, x, place, inputs=tuple(y))
             for i, (x, y) in enumerate(zip(values, sources, strict=True))

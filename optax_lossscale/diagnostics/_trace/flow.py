@@ -44,18 +44,21 @@ class Result(NamedTuple):
       sources: For each, the sites that it may come from.
       sites: What was summed up inside.
       summaries: i32[len(sites), n].
+      decision: The site that says which branch is taken, or how often a loop runs, if
+        that may be another one in float32.
     """
 
     values: list[Value]
     sources: list[list[int]]
     sites: list[int]
     summaries: Any
+    decision: int | None = None
 
 
-def _result(pairs, sources, sites, summaries):
+def _result(pairs, sources, sites, summaries, decision=None):
     values = [Value(x, x if wide is None else wide) for x, wide in pairs]
     known = [[i for i in x if i is not None] for x in sources]
-    return Result(values, known, sites, summaries)
+    return Result(values, known, sites, summaries, decision)
 
 
 def _traced(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], Any]:
@@ -111,7 +114,8 @@ def run_cond(
     chosen = [functools.partial(complete, k) for k in numbers]
     out, rows = flow.switch(equation, index.real, chosen, pairs)
     sources = [[i for i, _ in x] for x in zip(*ends, strict=True)]
-    return _result(out, sources, sum(sites, []), rows)
+    decision = index.site if index.differs else None
+    return _result(out, sources, sum(sites, []), rows, decision)
 
 
 def _run_loop(
@@ -199,11 +203,13 @@ def run_while(
     """Runs a `while`, as often as the program does."""
     asked, consts, carry = flow.while_parts(equation, inputs)
     condition = equation.params["cond_jaxpr"]
+    decisions: list[int | None] = []
 
     def body(values, _, inner):
         asking = inner._replace(path=(*inner.path, -1))
         args = evaluator.enter("constant", [*asked, *consts], inner)
         (again,) = evaluator.call(condition, [*args[: len(asked)], *values], asking)
+        decisions[:] = [again.site if again.differs else None]
         args = [*args[len(asked) :], *values]
         new = evaluator.call(equation.params["body_jaxpr"], args, inner)
         if again.real.ndim:  # Under `jax.vmap`, each example has a condition.
@@ -225,7 +231,8 @@ def run_while(
         state, rows = lax.while_loop(goes_on, step, (start, nothing))
         return state, [], rows
 
-    return _run_loop(evaluator, carry, [], place, body, loop_over)
+    found = _run_loop(evaluator, carry, [], place, body, loop_over)
+    return found._replace(decision=decisions[0])
 
 
 def run_shard_map(
@@ -253,14 +260,6 @@ def run_shard_map(
     out, rows = run(zero, follows, [x.pair(x.differs) for x in inputs])
     evaluator.zero, evaluator.follows = outside
     return _result(out, [[i] for i, _ in seen["out"]], seen["sites"], rows.max(0))
-
-
-def decides_by(equation: Any, inputs: Sequence[Value]) -> Sequence[Value]:
-    """Returns the operands by which a branch or a loop decides how to go on."""
-    if equation.primitive.name == "while":
-        asked, _, carry = flow.while_parts(equation, inputs)
-        return [*asked, *carry]
-    return inputs[:1] if equation.primitive.name == "cond" else []
 
 
 FLOW = {

@@ -247,6 +247,7 @@ def _underflow(search, best, effect):
             *scales,
             shares=(run.range(k).flushed, best.range(k).flushed),
             errors=pairs[helped[0]],
+            is_first=k == keys[0],
         )
         for k in keys
     ]
@@ -275,15 +276,13 @@ def _left(search, best, wrong, is_second):
     scale = best.scale if is_second else None
     key = _beginning_of(search, best, wrong)
     found = [_explain(search, best, key, scale)]
-    if not any(map(best.is_decided_otherwise, best.sites)):
-        return found
-    # What is still wrong where float32 decides as the program does is no decision.
-    followed = search.at(best.scale, True)
-    if not (wrong := search.effect(followed).wrong):
-        return found
-    first = _beginning_of(search, followed, wrong)
-    decisions = [x for x in found if x.kind == "decision"]
-    return [_explain(search, followed, first, scale), *decisions]
+    if found[0].kind == "decision":
+        # What is wrong where float32 decides as the program does comes first.
+        followed = search.at(best.scale, True)
+        if wrong := search.effect(followed).wrong:
+            first = _beginning_of(search, followed, wrong)
+            found = [_explain(search, followed, first, scale), *found]
+    return found
 
 
 def _beginning_of(search, run, wrong):

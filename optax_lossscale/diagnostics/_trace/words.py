@@ -185,7 +185,7 @@ def advice_of(fault: Fault) -> str:
     places = list(dict.fromkeys(x.place for x in fault.sources))
     if places and fault.cause in ("flushed", "rounded"):
         passed = passed or ", and cast nothing in between"
-        return f"compute {places[0]}, and {line} in float32{passed}"
+        return f"compute {'; '.join(places)}, and {line} in float32{passed}"
     verb = "keep" if operation.dtype == "float32" else "compute"
     text = f"{verb} {line} in float32"
     is_cast = operation.primitive in CASTS and not fault.is_autocast
@@ -281,6 +281,7 @@ def underflow(
     largest: float,
     shares: tuple[float, float],
     errors: tuple[float, float],
+    is_first: bool,
 ) -> NumericFinding:
     """Says that a larger scale mends gradients.
 
@@ -290,6 +291,7 @@ def underflow(
       largest: The largest scale with which nothing overflows.
       shares: The shares that are flushed to zero here, at the two scales.
       errors: How far the gradients of the parameters are off, at the two scales.
+      is_first: Whether it is the first of such findings, with the advice.
     """
     first, second = map(power, (scale, largest))
     what = f"{shares[0]:.0%} of the gradients are flushed to zero at the loss scale "
@@ -299,11 +301,11 @@ def underflow(
             f"the gradients are too small to be precise: {percent(errors[0])} off at "
         )
         what += f"the loss scale {first}, and {percent(errors[1])} at {second}"
-    text = (
-        f"{operation}: {what}, the largest with which nothing in the backward pass "
-        f"overflows. Use that: initial_scale=2.0**{math.log2(largest):.0f}."
-    )
-    return NumericFinding("underflow", text, operation)
+    text = f"{operation}: {what}"
+    if is_first:
+        text += ", the largest with which nothing in the backward pass overflows. Use "
+        text += f"that: initial_scale=2.0**{math.log2(largest):.0f}"
+    return NumericFinding("underflow", f"{text}.", operation)
 
 
 def no_scale(
