@@ -11,14 +11,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.source_info_util import current_name_stack, user_context
 
 from optax_lossscale._autocast import policy
-from optax_lossscale._autocast.policy import Kind, State
+from optax_lossscale._autocast.policy import State
 from optax_lossscale._autocast.program import Step
 from optax_lossscale._autocast.rules import Call, nowhere
 from optax_lossscale._autocast.states import Plan, Planner, States, is_float32
-from optax_lossscale._jaxprs import flow, parts
+from optax_lossscale._jaxprs import flow, parts, primitives
+from optax_lossscale._jaxprs.primitives import Kind, Trait
 
-# They broadcast operands by themselves, and their derivatives add up in half precision.
-BROADCASTING = ("add", "sub", "mul", "div", "max", "min", "clamp")
 FLOAT32 = jnp.dtype(jnp.float32)
 # Whether a program casts its constants, so that diagnostics see their float32 numbers.
 SHOWS = contextvars.ContextVar("shows_constants", default=False)
@@ -295,7 +294,8 @@ def _spreads(step: Step) -> bool:
     """Whether it may bring a number to several places, so that its derivative adds."""
     shape = step.equation.outvars[0].aval.shape
     shapes = [x.aval.shape for x in step.equation.invars]
-    if step.name in BROADCASTING:
+    if primitives.has(step.name, Trait.ELEMENTWISE):
+        # It broadcasts by itself, and its derivative would add up in half precision.
         return any(x not in ((), shape) for x in shapes)
     same_size = [np.prod(x) == np.prod(shape) for x in shapes]
     is_reshape = step.name == "broadcast_in_dim" and same_size[0]

@@ -15,22 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-
-class Kind(enum.Enum):
-    """What is done with an equation; see the table below.
-
-    Two have no names there. OUTER is a product that adds up nothing, of positions and
-    frequencies for example. LENGTH is x @ x of a vector, the square of its length.
-    """
-
-    PRODUCT = enum.auto()
-    BOUNDED = enum.auto()
-    ARITHMETIC = enum.auto()
-    OUTER = enum.auto()
-    LENGTH = enum.auto()
-    MOVE = enum.auto()
-    SPREAD = enum.auto()
-    FLOAT32 = enum.auto()
+from optax_lossscale._jaxprs import primitives
+from optax_lossscale._jaxprs.primitives import Kind, Trait
 
 
 class State(enum.IntEnum):
@@ -41,63 +27,18 @@ class State(enum.IntEnum):
     WIDE = 2
 
 
-# The primitives of each kind. All others are of the kind FLOAT32: sums, squares, exp,
-# log, roots, divisions, and whatever is not known here. Their results are WIDE, because
-# they leave the range of half precision, or add up its rounding.
-KINDS = {
-    # Nearly all the work, and what the hardware is fast at. Results are HALF.
-    Kind.PRODUCT: (
-        "dot_general", "conv_general_dilated", "ragged_dot_general",
-    ),
-    # Computed in float32, since log(1 - sigmoid(x)) needs all digits. But the result is
-    # small and harmless, so it is FLEXIBLE: silu(x) is HALF where x is.
-    Kind.BOUNDED: ("tanh", "logistic", "erf", "sin", "cos", "sign"),
-    # They round once, and stay near their operands: as wide as those.
-    Kind.ARITHMETIC: ("add", "add_any", "sub", "mul", "div"),
-    # They round nothing: as wide as what they move.
-    Kind.MOVE: (
-        "abs", "all_to_all", "clamp", "concatenate", "copy", "dynamic_slice",
-        "dynamic_update_slice", "max", "min", "name", "neg",
-        "optimization_barrier", "pad", "ppermute", "reshape", "reshard", "rev",
-        "select_n", "sharding_constraint", "slice", "split", "squeeze", "stop_gradient",
-        "transpose", "layout_constraint",
-    ),
-    # Moves, too, but what they move may go to several places, so their derivatives are
-    # sums. They run in float32 between two casts, so that these sums are float32.
-    Kind.SPREAD: (
-        "all_gather", "broadcast_in_dim", "cummax", "cummin", "gather", "pbroadcast",
-        "pmax", "pmin", "pvary", "reduce_max", "reduce_min",
-        "reduce_window_max", "reduce_window_min", "scatter", "select_and_gather_add",
-        "sort",
-    ),
-}  # fmt: skip
-KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
-# Each of their results is of the operand in its place.
-PARALLEL = ("optimization_barrier", "sort")
 # Their results are as wide as their operands.
 FOLLOWERS = Kind.ARITHMETIC, Kind.OUTER, Kind.MOVE, Kind.SPREAD
-# They compute in float32.
-WIDE_KINDS = Kind.BOUNDED, Kind.LENGTH, Kind.FLOAT32
 # Beyond such a factor the product may leave the range that its other factor is in.
 LARGEST_FACTOR = 128
 # Such a factor is of a moving average: of 0.99 * x, half precision loses what it adds.
 NEAR_ONE = 1 / 64
-# Cheap operations, number by number. The backward pass runs them again, since it reads
-# HALF numbers faster than what they would save in float32. Not exp: several kernels
-# of the backward pass of a softmax would each run all that leads to it.
-REPEATED = (
-    *KINDS[Kind.BOUNDED], *KINDS[Kind.ARITHMETIC], "abs", "broadcast_in_dim", "clamp",
-    "convert_element_type", "copy", "erfc", "integer_pow", "log",
-    "log1p", "max", "min", "neg", "pow", "reshape", "rsqrt", "select_n", "sqrt",
-    "square", "squeeze", "stop_gradient", "transpose",
-)  # fmt: skip
 # From so many iterations on, the roundings of what a loop updates add up.
 LONG_LOOP = 128
 # Of so many units of roundoff, a number may be one that a loop is to come down to.
 TOLERANCE = 16
 # They read positions, whose units half precision may not resolve.
 ROUNDINGS = ("floor", "ceil", "round")
-ORDERINGS = ("lt", "le", "gt", "ge")
 # Larger arrays are parameters rather than masks, and looking at them takes time.
 LARGEST_CONSTANT = 2**20
 # They mark what is certain to fit.
@@ -114,7 +55,7 @@ def kind_of(equation: Any, dtype: Any, known: Sequence[Any], is_square: bool) ->
       is_square: Whether it multiplies a number by itself.
     """
     name, params = equation.primitive.name, equation.params
-    kind = KIND_OF.get(name, Kind.FLOAT32)
+    kind = primitives.kind_of(name)
     old: Any = equation.invars[0].aval if equation.invars else None
     if name == "convert_element_type":
         is_same = old.dtype == equation.outvars[0].aval.dtype
@@ -204,7 +145,7 @@ def has_tolerance(compared: Sequence[float], used: Sequence[float], dtype: Any) 
 
 def is_saved(primitive: Any, *_: Any, **_params: Any) -> bool:
     """Whether the backward pass reads a result rather than computes it again."""
-    return primitive.name not in REPEATED
+    return not primitives.has(primitive.name, Trait.CHEAP)
 
 
 def state_of_number(number: Any, dtype: Any) -> State:

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 from optax_lossscale._autocast import policy
-from optax_lossscale._autocast.policy import Kind
-from optax_lossscale._jaxprs import flow, parts
+from optax_lossscale._jaxprs import flow, parts, primitives
 from optax_lossscale._jaxprs.lines import Source, source_of
+from optax_lossscale._jaxprs.primitives import Kind, Trait
 from optax_lossscale._tree import is_inexact
 
 # How to compute with numbers while tracing.
@@ -22,10 +22,8 @@ FOLDS: dict[str, Callable[..., Any]] = {
     "max": np.maximum, "min": np.minimum, "convert_element_type": lambda x: x,
     "integer_pow": lambda x, y: x**y, "stop_gradient": lambda x: x,
 }  # fmt: skip
-# They keep a number that fills an array. That it varies over devices must be kept, too.
-FILLS = ("broadcast_in_dim", "reshape", "pvary", "pbroadcast", "squeeze")
 # They choose tokens or actions. A solver's loop has none.
-CHOICES = ("argmax", "argmin", "sort", "top_k")
+CHOICES = primitives.names_of(Trait.PLACE) | {"sort"}
 
 
 @dataclasses.dataclass(eq=False)
@@ -55,7 +53,7 @@ class Step:
     def is_parallel(self) -> bool:
         """Whether each result is of one operand, as in sorting several arrays alike."""
         counts = len(self.equation.invars), len(self.equation.outvars)
-        return self.name in policy.PARALLEL and counts[0] == counts[1]
+        return primitives.has(self.name, Trait.PARALLEL) and counts[0] == counts[1]
 
     @functools.cached_property
     def inputs(self) -> list[Any]:
@@ -151,7 +149,8 @@ def read(
         source = functools.partial(_source, equation, outer)
         jaxprs, carry = _bodies(equation, dtype)
         # A loop changes its state, and a branch is not worth it.
-        passed = numbers if equation.primitive.name in parts.CALLS else ()
+        kind = primitives.kind_of(equation.primitive.name)
+        passed = numbers if kind == Kind.CALL else ()
         inner = functools.partial(read, programs=programs)
         bodies = [(inner(x, dtype, passed, source), reads) for x, reads in jaxprs]
         number = _folded(equation, program, numbers) if equation.outvars else None
@@ -198,7 +197,7 @@ def _bodies(
         return [*found, (params["body_jaxpr"], [*consts, *carry])], carry
     if name == "cond":
         return [(x, operands[1:]) for x in params["branches"]], ()
-    is_call = name == "shard_map" or name in parts.CALLS
+    is_call = primitives.kind_of(name) in (Kind.CALL, Kind.DEVICES)
     return [(parts.called_jaxpr(equation), operands)] if is_call else [], ()
 
 
@@ -227,9 +226,9 @@ def _converges(equation: Any, dtype: Any) -> bool:
         needed = needed | {i for i, x in state if x in wanted}
     inner = [x for step in steps for x in parts.equations_in(step)]
     names = {x.primitive.name for x in inner}
-    if names.isdisjoint(policy.KINDS[Kind.PRODUCT]):
+    if names.isdisjoint(primitives.names_of(Kind.PRODUCT)):
         return False
-    compares = [x for x in inner if x.primitive.name in policy.ORDERINGS]
+    compares = [x for x in inner if primitives.has(x.primitive.name, Trait.ORDER)]
     compared = _sizes([*condition.eqns, *compares])
     used = _sizes(inner) if names.isdisjoint(CHOICES) else []
     return policy.has_tolerance(compared, used, dtype)
@@ -244,8 +243,8 @@ def _sizes(equations: Sequence[Any]) -> list[float]:
 def _folded(equation: Any, program: Program, numbers: Sequence[Any]) -> Any:
     """Returns the number that the result is or is filled with, if it is known."""
     name, aval = equation.primitive.name, equation.outvars[0].aval
-    if name in FILLS:
-        return numbers[0]
+    if primitives.has(name, Trait.KEEPS) and len(numbers) == 1:
+        return numbers[0]  # It fills an array with it.
     is_known = numbers and all(program.scalar(x) is not None for x in equation.invars)
     if name not in FOLDS or not is_known or not isinstance(aval.dtype, np.dtype):
         return None

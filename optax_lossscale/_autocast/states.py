@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from optax_lossscale._autocast import policy
-from optax_lossscale._autocast.policy import Kind, State
+from optax_lossscale._autocast.policy import State
 from optax_lossscale._autocast.program import Program, Step
-from optax_lossscale._jaxprs import parts
+from optax_lossscale._jaxprs import primitives
+from optax_lossscale._jaxprs.primitives import Kind
 
 States = tuple[State | None, ...]
 # Calls that save nothing of their own, so that a number may be cast before it enters.
-CAST_BEFORE = [x for x in parts.CALLS if x != "remat2"]
+CAST_BEFORE = primitives.names_of(Kind.CALL) - {"remat2"}
 
 
 @dataclasses.dataclass(eq=False)
@@ -166,7 +167,7 @@ class Planner:
                 step.kind in moves and not found.isdisjoint(step.equation.outvars)
             ):
                 found.update(step.inputs)
-            elif step.name in parts.CALLS:
+            elif primitives.kind_of(step.name) == Kind.CALL:
                 ((body, reads),) = step.bodies
                 pairs = list(zip(reads, body.jaxpr.invars, strict=True))
                 passed = frozenset(x for i, x in pairs if step.inputs[i] in given)
@@ -243,7 +244,10 @@ class Planner:
                 for i, x in zip(reads, body.jaxpr.invars, strict=True):
                     wants[step.inputs[i]].append(x in inner and i not in step.carry)
             if not step.bodies:
-                is_wide = self._is_chosen(step) or step.kind in policy.WIDE_KINDS
+                is_wide = self._is_chosen(step) or step.kind not in (
+                    Kind.PRODUCT,
+                    *policy.FOLLOWERS,
+                )
                 for i, x in enumerate(step.inputs):
                     # Not through the adds of a residual stream, which others read, too.
                     is_passed = step.kind != Kind.ARITHMETIC or count[x] == 1

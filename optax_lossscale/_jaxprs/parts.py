@@ -3,10 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-# Primitives that call one jaxpr, and the parameters that hold it.
-CALLS = (
-    "jit", "closed_call", "eval_jaxpr", "remat2", "custom_jvp_call", "custom_vjp_call",
-)  # fmt: skip
+# The parameters that hold the jaxpr of a call.
 CALLED = ("jaxpr", "call_jaxpr")
 
 
@@ -21,7 +18,7 @@ def is_jaxpr(x: Any) -> bool:
 
 
 def called_jaxpr(equation: Any) -> Any:
-    """Returns the jaxpr that a primitive in `CALLS` calls."""
+    """Returns the jaxpr that a primitive of the kind CALL calls."""
     return next(equation.params[x] for x in CALLED if x in equation.params)
 
 

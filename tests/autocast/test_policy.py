@@ -8,8 +8,10 @@ from casting import check, error, normal
 from jax import lax
 
 from optax_lossscale._autocast import policy, states
-from optax_lossscale._autocast.policy import Kind, State
+from optax_lossscale._autocast.policy import State
 from optax_lossscale._autocast.states import Planner
+from optax_lossscale._jaxprs import primitives
+from optax_lossscale._jaxprs.primitives import Kind
 
 X, W = normal(64, 16), normal(16, 16, scale=0.25)
 P = {"w": W, "b": normal(16, scale=0.1), "out": normal(16, 8, scale=0.25)}
@@ -288,7 +290,7 @@ def test_formulas_agree_with_float32(f, size):
 
 def move(name, kind):
     """Returns a change of the table: a primitive of another kind."""
-    return lambda patch: patch.setitem(policy.KIND_OF, name, kind)
+    return lambda patch: patch.setitem(primitives._ROWS, name, (kind, primitives.NONE))
 
 
 def without_rule_a(patch):
@@ -347,7 +349,7 @@ def only_through_arithmetic(patch):
 
 
 def without_parallels(patch):
-    patch.setattr(policy, "PARALLEL", ())
+    patch.setattr(primitives, "has", lambda *about: False)
 
 
 MUTATIONS = {

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._jaxprs import parts
+from optax_lossscale._jaxprs.primitives import Kind, kind_of
 
 TWO = jnp.array([1.0, 2.0], jnp.float32)
 
@@ -90,7 +91,7 @@ def run_eagerly(jaxpr, consts, args):
 
     for equation in jaxpr.eqns:
         inputs = list(map(read, equation.invars))
-        if equation.primitive.name in parts.CALLS:
+        if kind_of(equation.primitive.name) == Kind.CALL:
             inner = parts.opened(parts.called_jaxpr(equation))
             found = yield from run_eagerly(*inner, inputs)
         else:
