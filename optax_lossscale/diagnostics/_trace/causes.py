@@ -1,14 +1,11 @@
-"""Where a fault begins, and what made it: from a run to a small record for the words."""
+"""Where a fault begins, and what made it: a small record, for the words."""
 
 import math
-from collections.abc import Iterable
-
-import jax.numpy as jnp
 
 from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of
 from optax_lossscale.diagnostics._trace import twin
-from optax_lossscale.diagnostics._trace.run import INHERITED, Run, named
-from optax_lossscale.diagnostics._trace.words import CASTS, Fault
+from optax_lossscale.diagnostics._trace.run import INHERITED, Run
+from optax_lossscale.diagnostics._trace.words import CASTS, Fault, spacing
 
 # Of an array, a smaller share that is flushed to zero is not worth a word.
 LOST = 0.01
@@ -16,6 +13,8 @@ LOST = 0.01
 INVERSE, POWERS = ("div", "rsqrt", "log", "log1p"), ("pow", "integer_pow")
 # They compute nothing, so that they flush nothing.
 EXACT = (Kind.MOVE, Kind.SPREAD)
+# They choose, as max-pooling does, but what they return are numbers.
+CHOOSERS = ("select_and_scatter_add", "select_and_gather_add")
 
 
 def beginning(run: Run, key: int, small: float) -> int:
@@ -149,17 +148,6 @@ def vanished(run: Run, key: int) -> tuple[str, list[int]] | None:
     return ("rounded", rounded) if rounded else None
 
 
-def lines_to_pass(run: Run, keys: Iterable[int]) -> str:
-    """Returns how to keep lines in float32 by `autocast`; "" if that is no way."""
-    sources = [run.site(key).source for key in keys]
-    names = list(dict.fromkeys(named(*x.own[:2], "") for x in sources if x.line))
-    is_cell = any(x.startswith("In[") for x in names)
-    if not names or is_cell or not run.outline.is_autocast:
-        return ""
-    text = ", ".join(f'"{x}"' for x in names)
-    return f"float32={text}" if len(names) == 1 else f"float32=[{text}]"
-
-
 def fault_of(run: Run, key: int, close: float) -> Fault:
     """Returns what is wrong with an operation at every loss scale.
 
@@ -168,22 +156,11 @@ def fault_of(run: Run, key: int, close: float) -> Fault:
       key: Its site.
       close: How far results may be from float32.
     """
-    site = run.site(key)
-    kind, cause, before = _cause(run, key, close)
-    others = [k for k in before if run.site(k).source != site.source]
-    is_own = site.source.own[:2] == (site.source.file, site.source.line)
-    return Fault(
-        kind,
-        run.operation(key),
-        dtype=run.outline.dtype,
-        cause=cause,
-        sources=tuple(map(run.operation, others)),
-        call="" if is_own else f"the call at {named(*site.source.own)}",
-        lines=lines_to_pass(run, [*others, key]),
-        is_autocast=run.outline.is_autocast,
-        has_algorithm=site.has_algorithm,
-        spacing=_spacing(run, key),
-    )
+    (kind, cause, before), outline = _cause(run, key, close), run.outline
+    others = [k for k in before if run.site(k).source != run.site(key).source]
+    operation, *sources = map(run.operation, [key, *others])
+    known = outline.dtype, outline.is_autocast
+    return Fault(kind, operation, cause, tuple(sources), *known)
 
 
 def _cause(run, key, close):
@@ -195,12 +172,12 @@ def _cause(run, key, close):
     if is_underflow(run, key):
         is_small = 0 < found.float32_largest < run.limit(key).normal
         return "underflow", "small" if is_small else "", []
-    if site.is_decision:
+    if site.is_decision or site.primitive in CHOOSERS:
         return "decision", "", []
-    cause = ""
-    if _spacing(run, key):
-        sizes = [run.range(k).largest for k in (*run.operands(key), key)]
-        cause = "cancel" if found.float32_largest < max(sizes) / 4 else "terms lost"
+    operation, cause = run.operation(key), ""
+    if has(site.primitive, Trait.SUM) and (terms := spacing(operation)):
+        is_small = found.float32_largest < 2.0 ** terms[1] / 4
+        cause = "cancel" if is_small else "terms lost"
     return "precision", cause, magnified(run, key, close)
 
 
@@ -229,15 +206,3 @@ def _cause_of_nonfinite(run, key):
     if has(site.primitive, Trait.SUM) or kind_of(site.primitive) == Kind.PRODUCT:
         return "terms", []
     return "cast" if site.primitive in CASTS else "", []
-
-
-def _spacing(run, key):
-    """Returns the spacing of half precision at the largest term of a sum."""
-    operands = [key, *run.operands(key)]
-    halves = [x for k in operands if twin.is_half(x := run.site(k).dtype)]
-    # Of a running sum, the result is the largest.
-    largest = max((run.range(k).largest for k in operands), default=0.0)
-    if not has(run.site(key).primitive, Trait.SUM) or not halves or not largest:
-        return None
-    exponent = math.floor(math.log2(largest))
-    return exponent - jnp.finfo(halves[0]).nmant, exponent

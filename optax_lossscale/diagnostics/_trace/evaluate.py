@@ -1,7 +1,7 @@
 """Runs a jaxpr and its float32 twin side by side, and sums up each result."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,14 +10,13 @@ from jax import lax
 from jax.core import Tracer
 
 from optax_lossscale._jaxprs import lines, parts
-from optax_lossscale._jaxprs.primitives import Trait, has
+from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of
 from optax_lossscale.diagnostics._trace.flow import FLOW, Place
 from optax_lossscale.diagnostics._trace.run import Site
 from optax_lossscale.diagnostics._trace.summary import Origins
 from optax_lossscale.diagnostics._trace.twin import (
     Value,
     bind_wide,
-    has_algorithm,
     in_half,
     is_inexact,
     values_of,
@@ -38,22 +37,18 @@ class Evaluator:
       sites: All sites, by their numbers.
     """
 
-    def __init__(
-        self, scale: Any, follows: Any, tell: Callable[[], None] = lambda: None
-    ):
+    def __init__(self, scale: Any, follows: Any):
         """Prepares to run.
 
         Args:
           scale: The variable that holds the loss scale: what follows is the backward
             pass.
           follows: See the attribute.
-          tell: Called at each equation.
         """
         self.zero: Any = np.int32(0)
         self.follows = follows
         self.sites: dict[int, Site] = {}
-        self._scale, self._tell = scale, tell
-        self._numbers: dict[Any, int] = {}
+        self._scale, self._numbers = scale, {}
 
     def run(self, jaxpr: Any, args: Sequence[Value], place: Place) -> list[Value]:
         """Evaluates a jaxpr, of its constants and its arguments."""
@@ -63,7 +58,6 @@ class Evaluator:
             return Value(x.val, x.val) if hasattr(x, "val") else values[x]
 
         for index, equation in enumerate(jaxpr.eqns):
-            self._tell()
             is_backward = place.phase == "backward"
             here = place._replace(
                 path=(*place.path, index),
@@ -84,12 +78,9 @@ class Evaluator:
 
     def enter(self, name: str, values: Sequence[Value], place: Place) -> list[Value]:
         """Sums up what a loop, a branch or a device gets, in each iteration."""
-        return [
-            self.measure(
-                (name, i), x, place, inputs=() if x.site is None else (x.site,)
-            )
-            for i, x in enumerate(values)
-        ]
+        sources = [() if x.site is None else (x.site,) for x in values]
+        pairs = enumerate(zip(values, sources, strict=True))
+        return [self.measure((name, i), x, place, inputs=y) for i, (x, y) in pairs]
 
     def finish(self, place: Place) -> Any:
         """Returns the summaries of a place."""
@@ -143,7 +134,7 @@ class Evaluator:
 
     def _follow(self, equation, inputs, place):
         name = equation.primitive.name
-        if name in parts.CALLS:
+        if kind_of(name) == Kind.CALL:
             if name == "remat2":
                 # Otherwise the compiler would find that the forward pass has this.
                 flat = lax.optimization_barrier([x.pair(x.differs) for x in inputs])
@@ -186,22 +177,17 @@ class Evaluator:
         elementwise = has(name, Trait.ELEMENTWISE) and all(
             map(math.isfinite, constants)
         )
-        is_move = has(name, Trait.KEEPS) or name in SIGNS or _is_exact_cast(equation)
-        return [
-            self.measure(
-                i,
-                Value(real, wide),
-                place,
-                is_elementwise=elementwise and shapes <= {real.shape},
-                moved=inputs[0].site if is_move and len(inputs) == 1 else None,
-                primitive=name,
-                inputs=sources,
-                constants=tuple(constants),
-                opaque=opaque,
-                has_algorithm=has_algorithm(equation),
-            )
-            for i, (real, wide) in enumerate(zip(reals, wides, strict=True))
-        ]
+        is_move = has(name, Trait.KEEPS) or name in SIGNS
+        if name == "convert_element_type":  # All of half precision is in float32.
+            is_move = in_half(inputs[0].real) and reals[0].dtype == jnp.float32
+        about = {"primitive": name, "inputs": sources, "opaque": opaque}
+        about |= {"constants": tuple(constants)}
+        about["moved"] = inputs[0].site if is_move and len(inputs) == 1 else None
+        found = []
+        for i, (real, wide) in enumerate(zip(reals, wides, strict=True)):
+            about["is_elementwise"] = elementwise and shapes <= {real.shape}
+            found.append(self.measure(i, Value(real, wide), place, **about))
+        return found
 
     def _twins(self, equation, inputs, reals):
         """Returns the results in float32, and whether they could not be computed."""
@@ -213,10 +199,11 @@ class Evaluator:
         found = bind_wide(equation, self._operands(name, inputs))
         if found is None:
             return list(map(widen, reals)), not has(name, Trait.BITS)
-        decided = zip(reals, found, strict=True)
+        decided = [is_inexact(x) for x in reals]
+        pairs = zip(decided, reals, found, strict=True)
         return [
-            wide if is_inexact(real) else jnp.where(self.follows, real, wide)
-            for real, wide in decided
+            y if is_number else jnp.where(self.follows, x, y)
+            for is_number, x, y in pairs
         ], False
 
     def _operands(self, name, inputs):
@@ -230,17 +217,6 @@ class Evaluator:
 
 # Their second operand says which numbers of the first they return.
 CHOOSERS = ("select_and_scatter_add", "select_and_gather_add")
-
-
-def _is_exact_cast(equation: Any) -> bool:
-    """Whether it converts numbers to a dtype that has all of them."""
-    types = [x.aval for x in (*equation.invars, *equation.outvars)]
-    is_cast = equation.primitive.name == "convert_element_type"
-    if not is_cast or not all(map(is_inexact, types)):
-        return False
-    old, new = (jnp.finfo(x.dtype) for x in types)
-    has_range = old.minexp >= new.minexp and old.maxexp <= new.maxexp
-    return has_range and old.nmant <= new.nmant
 
 
 def _constant(x: Any) -> list[float]:

@@ -115,7 +115,7 @@ def run_cond(
     out, rows = flow.switch(equation, index.real, chosen, pairs)
     sources = [[i for i, _ in x] for x in zip(*ends, strict=True)]
     decision = index.site if index.differs else None
-    return _result(out, sources, sum(sites, []), rows, decision)
+    return _result(out, sources, [y for x in sites for y in x], rows, decision)
 
 
 def _run_loop(

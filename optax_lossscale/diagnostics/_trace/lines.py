@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -307,5 +306,5 @@ def _describe(search: Search, key: int) -> Float32Line:
         size = math.log2(run.range(beyond[0]).float32_largest)
         reason = f"it reads numbers up to 2^{size:.1f}, out of the range of "
         reason += f"{run.outline.dtype}."
-    fix = causes.lines_to_pass(run, [key]) or "float32=lines"
+    fix = words.lines_to_pass([fault.operation], True) or "float32=lines"
     return Float32Line(*site.source.own, reason, fix)

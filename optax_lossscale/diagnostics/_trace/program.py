@@ -18,8 +18,7 @@ from optax_lossscale._jaxprs import parts
 from optax_lossscale._jaxprs.lines import AUTOCAST
 from optax_lossscale._scaling import scale_up
 from optax_lossscale._tree import is_argument, is_inexact, types_of
-from optax_lossscale.diagnostics import _bits
-from optax_lossscale.diagnostics._common import check_host
+from optax_lossscale.diagnostics import _bits, _common
 from optax_lossscale.diagnostics._trace import summary, twin
 from optax_lossscale.diagnostics._trace.evaluate import Evaluator
 from optax_lossscale.diagnostics._trace.flow import Place
@@ -28,8 +27,6 @@ from optax_lossscale.diagnostics._trace.twin import Value
 
 # Seconds before a line says that this takes long, and before a bar moves.
 PATIENCE, LONG = 10, 60
-# How long it takes to compile a program, relative to the time to follow it.
-COMPILING = 4
 WIDTH = 30
 
 
@@ -69,10 +66,10 @@ def make_call(
         for name, x in [("params", params), ("args", args), *sorted(kwargs.items())]
         for path, _ in jax.tree.leaves_with_path(x)
     ]
-    check_host(caller, [x for x in leaves if isinstance(x, jax.Array)])
+    _common.check_host(caller, [x for x in leaves if isinstance(x, jax.Array)])
     for name, x in zip(names, leaves, strict=True):
         if isinstance(x, jax.Array):
-            _check_array(caller, name, x)
+            _check_array(name, x)
     first = leaves[: len(jax.tree.leaves(params))]
     floats = [i for i, x in enumerate(first) if is_inexact(x) and not callable(x)]
     # Beside arrays, Python numbers are settings, as in the models of Equinox.
@@ -101,17 +98,13 @@ def make_call(
     return function, list(chosen.values()), [names[i] for i in chosen], count
 
 
-def _check_array(caller: str, name: str, x: jax.Array) -> None:
+def _check_array(name: str, x: jax.Array) -> None:
+    text = f"{name} is spread over several processes. Pass arrays of one process."
     if x.is_deleted():
-        raise ValueError(
-            f"{name} was deleted: the step donated it (donate_argnums). Pass a copy that "
-            "was made before the step."
-        )
-    if not x.is_fully_addressable:
-        raise ValueError(
-            f"{name} is spread over the devices of several processes, and {caller} runs "
-            "on one. Pass the arrays of one process, for example with fewer examples."
-        )
+        text = f"{name} was deleted: the step donated it (donate_argnums). Pass a copy "
+        text += "that was made before the step."
+    if x.is_deleted() or not x.is_fully_addressable:
+        raise ValueError(text)
 
 
 def gradients_of(call: Any) -> Callable[..., Any]:
@@ -179,29 +172,25 @@ class Program:
             yield from parts.equations_in(equation)
 
     def _run(self, scale, follows=False):
-        execute, measured, outline = self._compiled
-        arguments = jnp.float32(scale), jnp.bool_(follows), self._all_arrays
-        rows, losses, sizes = execute(*arguments)
-        found = map(summary.numbers, rows)
-        numbers = dict(zip(measured, found, strict=True))
-        losses = [float(x) for x in losses]
-        return Run(outline, scale, numbers, losses, sizes.astype(float))
-
-    @property
-    def _all_arrays(self):
-        return [*self._arrays, *self.closed.consts]
+        compiled, outline = self._compiled
+        arrays = [*self._arrays, *self.closed.consts]
+        rows, losses, sizes = compiled(jnp.float32(scale), jnp.bool_(follows), arrays)
+        numbers = {k: summary.numbers(x) for k, x in zip(self._rows, rows, strict=True)}
+        return Run(
+            outline, scale, numbers, list(map(float, losses)), sizes.astype(float)
+        )
 
     @functools.cached_property
     def _compiled(self):
-        """What runs, the sites that it sums up, and what is known of them."""
-        jaxpr, known = self.closed.jaxpr, []
+        """What runs, and what is known of it."""
+        jaxpr, found = self.closed.jaxpr, []
         closed_over = range(len(jaxpr.constvars))
         names = [f"(array {i} that loss_fn closes over)" for i in closed_over]
         names = [*self._names, *names]
 
         def follow(scale, follows, arrays):
             place = Place((), summary.Recorder(), phase="argument")
-            evaluator = Evaluator(jaxpr.invars[0], follows, progress.tell)
+            evaluator = Evaluator(jaxpr.invars[0], follows)
             inputs = [
                 evaluator.measure(name, Value(x, x), place)
                 for name, x in zip(names, arrays, strict=True)
@@ -210,26 +199,30 @@ class Program:
             values = [*inputs[n:], Value(scale, scale), *inputs[:n]]
             place = place._replace(phase="forward")
             loss, *grads = evaluator.run(jaxpr, values, place)
-            sizes = [summary.norms(x.real, x.wide) for x in grads]
-            summaries = evaluator.finish(place)
-            outline = Outline(
-                dtype=self.dtype,
-                sites=evaluator.sites,
-                names={x.site: n for x, n in zip(inputs, names, strict=True)},
-                parameters=self._names[: self._count],
-                loss=loss.site,
-                gradients=[x.site for x in grads],
-                is_autocast=self.is_autocast,
+            named = {x.site: name for x, name in zip(inputs, names, strict=True)}
+            parameters, ends = names[: self._count], [x.site for x in grads]
+            known = (
+                evaluator.sites,
+                named,
+                parameters,
+                loss.site,
+                ends,
+                self.is_autocast,
             )
-            known[:] = place.recorder.sites, outline
+            found[:] = [Outline(self.dtype, *known)]
+            summaries, self._rows = evaluator.finish(place), place.recorder.sites
+            sizes = [summary.norms(x.real, x.wide) for x in grads]
             return summaries, loss[:2], jnp.stack(sizes)
 
-        with Progress(len(self.equations)) as progress:
-            arguments = jnp.float32(1), jnp.bool_(False), self._all_arrays
+        arguments = (
+            jnp.float32(1),
+            jnp.bool_(False),
+            [*self._arrays, *self.closed.consts],
+        )
+        with _progress(len(self.equations)):
             run = compile_function(follow, arguments)
-        measured, outline = known
-        _mark_backward(outline.sites)
-        return run, measured, outline
+        _mark_backward(found[0].sites)
+        return run, found[0]
 
 
 def _mark_backward(sites):
@@ -251,58 +244,36 @@ def _is_autocast(equation):
     return is_cast and any(x.file_name.startswith(AUTOCAST) for x in frames)
 
 
-class Progress(contextlib.AbstractContextManager):
-    """Says on stderr that compiling takes long, and how far it is."""
+@contextlib.contextmanager
+def _progress(count):
+    """Says on stderr that compiling takes long; where it does, a bar moves.
 
-    def __init__(self, count: int):
-        """Takes the number of operations."""
-        self._count, self._followed, self._done = count, 0, threading.Event()
-        self._start = self._end = time.monotonic()
+    XLA does not say how far it is. So the bar is half full after a minute, and goes on
+    by half of what is left with as much time again.
+    """
+    done, start = threading.Event(), time.monotonic()
 
-    def __enter__(self):
-        threading.Thread(target=self._report, daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self._done.set()
-
-    def tell(self) -> None:
-        """Counts an operation that was followed."""
-        self._followed += 1
-        self._end = time.monotonic()
-
-    @property
-    def share(self) -> float:
-        """How much is done: of following, exactly; of compiling, as far as one knows."""
-        followed = min(self._followed / max(self._count, 1), 1)
-        expected = COMPILING * (self._end - self._start)
-        since = time.monotonic() - self._end
-        compiled = since / (since + expected) if followed == 1 else 0
-        return (followed + COMPILING * compiled) / (1 + COMPILING)
-
-    def _report(self):
-        told = {"file": sys.stderr, "flush": True}
-        if self._done.wait(PATIENCE):
+    def report():
+        show = functools.partial(print, file=sys.stderr, flush=True)
+        if done.wait(PATIENCE):
             return
-        print(
-            f"Compiling {self._count} operations, each with its float32 twin: 8 to 16 "
-            "times as long as compiling the step.", **told,
-        )  # fmt: skip
-        if self._done.wait(LONG - PATIENCE):
-            return
-        is_terminal = sys.stderr.isatty()
-        while True:
-            bar = "#" * round(WIDTH * self.share)
-            minutes, seconds = divmod(round(time.monotonic() - self._start), 60)
-            text = f"[{bar:.<{WIDTH}}] {minutes}:{seconds:02}"
-            print(
-                f"\r{text}" if is_terminal else text,
-                end="" if is_terminal else "\n",
-                **told,
-            )
-            if self._done.wait(1 if is_terminal else LONG / 2):
-                print(**told)
-                return
+        text = (
+            f"Compiling {count} operations, each with its float32 twin: 8 to 16 times"
+        )
+        show(f"{text} as long as compiling the step.")
+        delay = LONG - PATIENCE
+        while not done.wait(delay):
+            delay, passed = 1, time.monotonic() - start
+            bar = "#" * int(WIDTH * passed / (passed + LONG))
+            show(f"\r[{bar:.<{WIDTH}}] {passed:.0f} s", end="")
+        if delay == 1:
+            show()
+
+    threading.Thread(target=report, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def compile_function(
@@ -339,8 +310,6 @@ def _memory_told():
         yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error):
-            error.add_note(
-                "The device has too little memory for the trace, which keeps each result "
-                "in float32, too. Pass a smaller batch: a few examples are enough."
-            )
+            text = "The trace needs more memory than a step. Pass a smaller batch: "
+            error.add_note(f"{text}a few examples are enough.")
         raise

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from optax_lossscale._jaxprs import lines
+from optax_lossscale._jaxprs.primitives import Trait, names_of
 from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._trace import twin
 
@@ -18,21 +19,16 @@ INHERITED = 4
 CALLERS = 3
 # What people call operations whose primitives have other names.
 NOUNS = {
-    "add": "sum of two", "add_any": "sum of gradients", "argmax": "argmax",
-    "concatenate": "concatenation", "conv_general_dilated": "convolution",
-    "convert_element_type": "cast", "cumsum": "running sum", "div": "division",
-    "dot_general": "matrix product", "dynamic_slice": "slice", "eq": "comparison",
-    "erf": "erf", "exp": "exponential", "ge": "comparison", "gt": "comparison",
-    "integer_pow": "power", "is_finite": "test for inf and nan", "le": "comparison",
-    "log": "logarithm", "logistic": "sigmoid", "lt": "comparison", "max": "maximum of two",
-    "min": "minimum of two", "mul": "product", "ne": "comparison", "pow": "power",
-    "psum": "sum over devices", "ragged_dot_general": "matrix product",
-    "reduce_max": "maximum", "reduce_min": "minimum", "reduce_precision": "rounding",
-    "reduce_sum": "sum", "reduce_window_max": "max-pooling",
-    "reduce_window_sum": "sum over windows", "rsqrt": "1 / square root",
-    "scatter-add": "sum of scattered numbers", "select_and_scatter_add": "max-pooling",
-    "select_and_gather_add": "max-pooling", "select_n": "choice", "sqrt": "square root",
-    "sub": "difference", "top_k": "top k",
+    "add": "sum of two", "add_any": "sum of gradients", "cumsum": "running sum",
+    "conv_general_dilated": "convolution", "convert_element_type": "cast",
+    "div": "division", "dot_general": "matrix product", "exp": "exponential",
+    "integer_pow": "power", "is_finite": "test for inf and nan", "log": "logarithm",
+    "logistic": "sigmoid", "mul": "product", "pow": "power", "psum": "sum over devices",
+    "ragged_dot_general": "matrix product", "reduce_max": "maximum",
+    "reduce_min": "minimum", "reduce_sum": "sum", "rsqrt": "1 / square root",
+    "select_and_gather_add": "max-pooling", "select_and_scatter_add": "max-pooling",
+    "select_n": "choice", "sqrt": "square root", "sub": "difference",
+    **dict.fromkeys(names_of(Trait.ORDER | Trait.EQUAL), "comparison"),
 }  # fmt: skip
 
 
@@ -50,7 +46,6 @@ class Site:
       row: The site with the same magnitudes: itself, but for moves.
       is_decision: Whether it is a comparison or a place rather than a number.
       opaque: Whether it could not run in float32.
-      has_algorithm: Whether its `precision` is a `jax.lax.DotAlgorithm`.
     """
 
     dtype: str
@@ -64,7 +59,6 @@ class Site:
     constants: tuple[float, ...] = ()
     is_decision: bool = False
     opaque: bool = False
-    has_algorithm: bool = False
 
 
 class NumericRange(NamedTuple):
@@ -172,6 +166,12 @@ class NumericOperation(NamedTuple):
     opaque: bool
     in_rule: bool
     for_derivative: bool
+
+    @property
+    def own(self) -> tuple[str, int, str]:
+        """The file, line and function of the innermost line that the user can change."""
+        places = (self.file, self.line, self.function), *self.callers
+        return next((x for x in places if not lines.is_installed(x[0])), places[0])
 
     @property
     def place(self) -> str:

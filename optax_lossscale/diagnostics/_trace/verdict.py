@@ -14,16 +14,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale.diagnostics._trace import words
-from optax_lossscale.diagnostics._trace.causes import (
-    LOST,
-    beginning,
-    fault_of,
-    gain,
-    lines_to_pass,
-    magnified,
-    vanished,
-)
+from optax_lossscale.diagnostics._trace import causes, words
+from optax_lossscale.diagnostics._trace.causes import LOST, beginning, gain
 from optax_lossscale.diagnostics._trace.run import Run
 from optax_lossscale.diagnostics._trace.words import NumericFinding
 
@@ -272,7 +264,8 @@ def _left(search, best, wrong, is_second):
         low, bits = missing[0]
         high = min(best.backward, key=lambda k: headroom(best, k))
         pair = best.operation(high), best.operation(low)
-        return [words.no_scale(*pair, best.scale, bits, lines_to_pass(best, [high]))]
+        is_autocast = best.outline.is_autocast
+        return [words.no_scale(*pair, best.scale, bits, is_autocast)]
     scale = best.scale if is_second else None
     key = _beginning_of(search, best, wrong)
     found = [_explain(search, best, key, scale)]
@@ -295,10 +288,12 @@ def _beginning_of(search, run, wrong):
 def _explain(search, run, key, scale=None):
     """Says why an operation is wrong at every loss scale, and what to do."""
     is_known = run.is_bad(key) and (
-        run.range(key).float32_nonfinite or run.bad_operands(key) or vanished(run, key)
+        run.range(key).float32_nonfinite
+        or run.bad_operands(key)
+        or causes.vanished(run, key)
     )
     if not run.limit(key) and not is_known and not run.site(key).is_decision:
         # A line in float32 magnifies an error of half precision.
-        halves = [k for k in magnified(run, key, search.close) if run.limit(k)]
+        halves = [k for k in causes.magnified(run, key, search.close) if run.limit(k)]
         key = halves[-1] if halves else key
-    return words.explain(fault_of(run, key, search.close), scale)
+    return words.explain(causes.fault_of(run, key, search.close), scale)

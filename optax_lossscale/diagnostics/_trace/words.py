@@ -1,20 +1,20 @@
 """What a finding says, from a small record: what happens, why, and what to do."""
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from optax_lossscale.diagnostics import _bits, _common
-from optax_lossscale.diagnostics._trace.run import NumericOperation, NumericRange
+import jax.numpy as jnp
+
+from optax_lossscale.diagnostics import _common
+from optax_lossscale.diagnostics._bits import limits_of
+from optax_lossscale.diagnostics._trace.run import NumericOperation, NumericRange, named
+from optax_lossscale.diagnostics._trace.twin import is_half
 
 # A scale that is at most this many bits too high comes down within a few skipped steps.
 USUAL_BITS = 4
 CASTS = ("convert_element_type", "reduce_precision")
 ROUNDED = "A constant like 1e-8 is 0 in float16, and one like -1e9 is -inf."
-GUARD = (
-    "keep its inputs in the domain of the operation and of its derivative. Add an "
-    "epsilon, or guard log, sqrt, norm and division with a second jnp.where, before the "
-    "operation: jnp.log(jnp.where(x > 0, x, 1))"
-)
 
 
 class NumericFinding(NamedTuple):
@@ -57,33 +57,24 @@ class Fault(NamedTuple):
     Attributes:
       kind: The kind of the finding.
       operation: The operation.
-      dtype: The dtype in question.
       cause: What made it: a name in `CAUSES`.
       sources: The operations of other lines to change, too, in order of execution.
-      call: The user's line that calls the library with this line; "" if it is his own.
-      lines: What to pass to `autocast`; "" if that is no way.
+      dtype: The dtype in question.
       is_autocast: Whether `autocast` made the program.
-      has_algorithm: Whether the operation names its `precision`.
-      spacing: For a sum, the distance between two numbers of half precision and the
-        size at which it is that, as exponents of 2.
     """
 
     kind: str
     operation: NumericOperation
-    dtype: str = "float16"
     cause: str = ""
     sources: tuple[NumericOperation, ...] = ()
-    call: str = ""
-    lines: str = ""
+    dtype: str = "float16"
     is_autocast: bool = True
-    has_algorithm: bool = False
-    spacing: tuple[float, float] | None = None
 
 
 RANGE = "The largest {noun} would be 2^{size:.1f}; {dtype} ends at 2^{end:.0f}."
 INF = "An input holds inf, and inf - inf, inf / inf and 0 * inf are nan."
 LOST = "Its input holds zeros that float32 would not have: "
-SPACING = "{half} has a spacing of 2^{0:.0f} at 2^{1:.0f}"
+SPACING = "{half} has a spacing of 2^{step:.0f} at 2^{top:.0f}"
 # What makes a fault, in words.
 CAUSES = {
     "": "",
@@ -104,8 +95,20 @@ CAUSES = {
     "terms lost": SPACING + ": smaller terms of the sum are lost.",
     "cancel": SPACING + ", and the inputs, which are as large as this, nearly cancel.",
 }
-# What mends it. For all others, the float32 twin shows that float32 does.
-GUARDED = ("float32 inf", "zeros", "domain")
+# What mends it. Of all others, the float32 twin shows that float32 does.
+GUARD = (
+    "keep its inputs in the domain of the operation and of its derivative. Add an "
+    "epsilon, or guard log, sqrt, norm and division with a second jnp.where, before "
+    "the operation: jnp.log(jnp.where(x > 0, x, 1))"
+)
+FINITE = "jnp.where, or the least finite number, jnp.finfo(x.dtype).min"
+GUARDS = {
+    "float32 range": "make its inputs smaller, for example by subtracting the maximum",
+    "float32 inf": f"keep inf out of its inputs. For a mask, take {FINITE}",
+    "zeros": GUARD,
+    "domain": GUARD,
+    "nan": "use another number there",
+}
 
 
 def percent(x: float) -> str:
@@ -132,67 +135,83 @@ def begins(operation: NumericOperation) -> str:
     return f"{kinds} begin{'s' * (' and ' not in kinds)}"
 
 
+def spacing(operation: NumericOperation) -> tuple[int, int] | None:
+    """Returns the spacing of half precision at the largest term, and that, as log2.
+
+    None if nothing is in half precision, or all is zero.
+    """
+    ranges = operation.output, *operation.inputs  # Of a running sum, the first.
+    halves = [x.dtype for x in ranges if is_half(x.dtype)]
+    largest = max(x.largest for x in ranges)
+    if not halves or not largest:
+        return None
+    top = math.floor(math.log2(largest))
+    return top - jnp.finfo(halves[0]).nmant, top
+
+
+def lines_to_pass(operations: Iterable[NumericOperation], is_autocast: bool) -> str:
+    """Returns how to keep lines in float32 by `autocast`; "" if that is no way."""
+    own = (x.own for x in operations)
+    names = list(dict.fromkeys(named(*x[:2], "") for x in own if x[1]))
+    is_cell = any(x.startswith("In[") for x in names)
+    if not names or is_cell or not is_autocast:
+        return ""
+    text = ", ".join(f'"{x}"' for x in names)
+    return f"float32={text}" if len(names) == 1 else f"float32=[{text}]"
+
+
 def what_of(fault: Fault) -> str:
     """Says what happens at an operation."""
     found, is_backward = fault.operation.output, fault.operation.phase == "backward"
     noun = "gradients" if is_backward else "results"
     if fault.kind in ("forward", "backward"):
-        is_half = found.dtype != "float32"
-        too = found.float32_nonfinite > 0 and is_half and fault.cause != "float32 range"
-        return f"{begins(fault.operation)} here{', in float32 too' * too}"
+        is_too = found.float32_nonfinite > 0 and fault.cause != "float32 range"
+        too = ", in float32 too" * (is_too and is_half(found.dtype))
+        return f"{begins(fault.operation)} here{too}"
     if fault.kind == "underflow":
         return f"{found.flushed:.0%} of the {noun} are flushed to zero"
     if fault.kind == "decision":
-        share = (
-            f"{percent(found.flushed)} of the choices fall"
-            if found.shape
-            else "it falls"
-        )
-        return f"{share} otherwise in float32"
+        share = f" for {percent(found.flushed)} of the numbers"
+        return f"this falls otherwise in float32{share * bool(found.flushed)}"
     return f"the {noun} differ from float32 by {found.error:.2g} of the largest"
 
 
 def why_of(fault: Fault) -> str:
     """Says why, in a sentence, or ""."""
-    found = fault.operation.output
-    halves = (x.dtype for x in (found, *fault.operation.inputs) if x.dtype != "float32")
-    end = math.inf
-    if fault.cause in ("range", "pole"):
-        end = math.log2(_bits.limits_of(found.dtype).overflow)
+    operation, found = fault.operation, fault.operation.output
+    step, top = spacing(operation) or (0, 0)
+    ends = is_half(found.dtype) and math.log2(limits_of(found.dtype).overflow)
+    halves = (x.dtype for x in (found, *operation.inputs) if is_half(x.dtype))
+    places = [x.place for x in fault.sources] or ["this line"]
     why = CAUSES[fault.cause].format(
-        *(fault.spacing or ()),
-        noun="gradient" if fault.operation.phase == "backward" else "result",
+        noun="gradient" if operation.phase == "backward" else "result",
         size=math.log2(found.float32_largest or 1),
-        dtype=found.dtype,
-        half=next(halves, "float16"),
-        end=end,
-        at=fault.sources[0].place if fault.sources else "this line",
+        **{"dtype": found.dtype, "end": ends, "at": places[0]},
+        **{"half": next(halves, fault.dtype), "step": step, "top": top},
     )
-    is_rounded = fault.cause == "zeros" and not fault.is_autocast
+    # By hand, the twin has the rounded constants, too.
+    is_rounded = fault.cause in ("zeros", "float32 inf") and not fault.is_autocast
     return f"{why} {ROUNDED}" if is_rounded else why
 
 
 def advice_of(fault: Fault) -> str:
-    """Says what to do; "" where nothing is known to mend it."""
-    if fault.cause in GUARDED:
-        return GUARD
-    if fault.cause == "float32 range":
-        return "make its inputs smaller, for example by subtracting the maximum"
-    if fault.cause == "nan":
-        return "use another number there"
-    line, operation = fault.call or "this line", fault.operation
-    passed = f" ({fault.lines})" if fault.lines else ""
-    places = list(dict.fromkeys(x.place for x in fault.sources))
+    """Says what to do."""
+    if fault.cause in GUARDS:
+        return GUARDS[fault.cause]
+    operation, sources = fault.operation, fault.sources
+    is_own = operation.own[:2] == (operation.file, operation.line)
+    line = "this line" if is_own else f"the call at {named(*operation.own)}"
+    passed = lines_to_pass([*sources, operation], fault.is_autocast)
+    passed = f" ({passed})" if passed else ""
+    places = "; ".join(dict.fromkeys(x.place for x in sources))
     if places and fault.cause in ("flushed", "rounded"):
         passed = passed or ", and cast nothing in between"
-        return f"compute {'; '.join(places)}, and {line} in float32{passed}"
-    verb = "keep" if operation.dtype == "float32" else "compute"
-    text = f"{verb} {line} in float32"
+        return f"compute {places}, and {line} in float32{passed}"
+    text = f"{'compute' if is_half(operation.dtype) else 'keep'} {line} in float32"
     is_cast = operation.primitive in CASTS and not fault.is_autocast
     text += " without a cast back" * (is_cast and fault.cause == "range")
-    text += ", without its precision=" * fault.has_algorithm
     if places:
-        text += f", and the lines that feed it: {'; '.join(places)}"
+        text += f", and the lines that feed it: {places}"
     text += passed
     if places and passed:
         text += ". diagnostics.float32_lines finds the fewest lines that it takes"
@@ -208,21 +227,17 @@ def explain(fault: Fault, scale: float | None = None) -> NumericFinding:
       scale: The scale that mends another fault, named before, but not this one; None if
         no scale changes anything.
     """
-    advice, sources = advice_of(fault), fault.sources
-    text = f"{fault.operation}: {what_of(fault)}"
+    text, advice = f"{fault.operation}: {what_of(fault)}", advice_of(fault)
     if fault.kind == "decision":
-        text += f", among numbers that {fault.dtype} cannot tell apart. If training is "
-        text += f"fine, leave it; if not, {advice}."
+        text += f": chosen among numbers that {fault.dtype} cannot tell apart; if "
+        text += f"training is fine, leave it. If not, {advice}."
     elif scale is None:
-        text = f"{text}. {why_of(fault)}".strip()
-        text += f" No loss scale helps{': ' * bool(advice)}{advice}."
+        text = f"{text}. {why_of(fault)}".strip() + f" No loss scale helps: {advice}."
     else:
         text = f"At the loss scale {power(scale)}, too: {text}. {why_of(fault)}".strip()
         text += f" {advice[0].upper()}{advice[1:]}."
-    is_other = bool(sources) and fault.cause in ("flushed", "rounded")
-    return NumericFinding(
-        fault.kind, text, fault.operation, sources[0] if is_other else None
-    )
+    others = fault.sources if fault.cause in ("flushed", "rounded") else ()
+    return NumericFinding(fault.kind, text, fault.operation, next(iter(others), None))
 
 
 def nonfinite_argument(
@@ -313,7 +328,7 @@ def no_scale(
     vanishes: NumericOperation,
     largest: float,
     bits: int,
-    lines: str,
+    is_autocast: bool,
 ) -> NumericFinding:
     """Says that of two operations one overflows and the other vanishes.
 
@@ -322,17 +337,15 @@ def no_scale(
       vanishes: What is flushed to zero there.
       largest: That scale.
       bits: How many bits a scale would have to be larger.
-      lines: What keeps the first in float32, for `autocast`; "" if that is no way.
+      is_autocast: Whether `autocast` made the program.
     """
-    found, passed = (
-        vanishes.output,
-        f"the first ({lines})" if lines else "one of the two lines",
-    )
+    found, lines = vanishes.output, lines_to_pass([overflows], is_autocast)
+    passed = f"the first ({lines})" if lines else "one of the two lines"
     text = (
-        f"No loss scale fits both: above {power(largest)}, {overflows} overflows; at that "
-        f"scale {found.flushed:.0%} of the results of {vanishes} are flushed to zero, and "
-        f"the largest is 2^{math.log2(found.float32_largest):.1f}. They are {bits} bits "
-        f"apart. Keep {passed} in float32, with those that feed it "
+        f"No loss scale fits both: above {power(largest)}, {overflows} overflows; at "
+        f"that scale {found.flushed:.0%} of the results of {vanishes} are flushed to "
+        f"zero, and the largest is 2^{math.log2(found.float32_largest):.1f}. They are "
+        f"{bits} bits apart. Keep {passed} in float32, with those that feed it "
         "(diagnostics.float32_lines finds them), or give the loss that feeds the second "
         "a scale of its own."
     )
