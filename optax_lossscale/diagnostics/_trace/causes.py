@@ -46,16 +46,15 @@ def beginning(run: Run, key: int, small: float) -> int:
         found = key if run.site(key).primitive else found
         operands = [k for k in run.operands(key) if k not in seen]
         otherwise = list(filter(run.is_decided_otherwise, operands))
-        if run.is_decided_otherwise(key) and not run.site(key).primitive:
-            # The end of a loop is not seen inside of it.
-            otherwise = otherwise or [k for k in operands if run.site(k).is_decision]
-        if otherwise and not run.site(key).primitive:
-            key = otherwise[0]  # It took another branch.
-            continue
         numbers = [k for k in operands if not run.site(k).is_decision]
         worst = max(numbers, key=lambda k: run.range(k).error, default=None)
         least = max(small, min(run.range(key).error, 1) / INHERITED)
-        if worst is not None and run.range(worst).error >= least:
+        is_large = worst is not None and run.range(worst).error >= least
+        if not run.site(key).primitive:
+            # It took another branch; or the loop did not end, which is not seen inside.
+            is_large &= not otherwise
+            otherwise = otherwise or [k for k in operands if run.site(k).is_decision]
+        if is_large:
             key = worst
         elif otherwise:  # The index is wrong, or the mask.
             key = otherwise[0]
@@ -148,6 +147,17 @@ def vanished(run: Run, key: int) -> tuple[str, list[int]] | None:
     return ("rounded", rounded) if rounded else None
 
 
+def _rounded_before(run, key):
+    """Returns the nearest results in half precision, among which was chosen."""
+
+    def parents(k):
+        is_move = kind_of(run.site(k).primitive) in EXACT or run.site(k).row != k
+        return run.operands(k) if k == key or (is_move and not run.limit(k)) else []
+
+    found = run.ancestors([key], parents)
+    return [k for k in run.sites if k in found and run.limit(k)]
+
+
 def fault_of(run: Run, key: int, close: float) -> Fault:
     """Returns what is wrong with an operation at every loss scale.
 
@@ -173,7 +183,7 @@ def _cause(run, key, close):
         is_small = 0 < found.float32_largest < run.limit(key).normal
         return "underflow", "small" if is_small else "", []
     if site.is_decision or site.primitive in CHOOSERS:
-        return "decision", "", []
+        return "decision", "decided", _rounded_before(run, key)
     operation, cause = run.operation(key), ""
     if has(site.primitive, Trait.SUM) and (terms := spacing(operation)):
         is_small = found.float32_largest < 2.0 ** terms[1] / 4

@@ -13,6 +13,8 @@ from optax_lossscale.diagnostics._trace.twin import is_half
 
 # A scale that is at most this many bits too high comes down within a few skipped steps.
 USUAL_BITS = 4
+# Smaller errors, relative to the largest number, do not matter by themselves.
+SMALL = 0.005
 CASTS = ("convert_element_type", "reduce_precision")
 ROUNDED = "A constant like 1e-8 is 0 in float16, and one like -1e9 is -inf."
 
@@ -78,6 +80,7 @@ SPACING = "{half} has a spacing of 2^{step:.0f} at 2^{top:.0f}"
 # What makes a fault, in words.
 CAUSES = {
     "": "",
+    "decided": "",
     "range": RANGE,
     "pole": RANGE,
     "float32 range": "The result is too large for float32 as well.",
@@ -173,7 +176,8 @@ def what_of(fault: Fault) -> str:
     if fault.kind == "decision":
         share = f" for {percent(found.flushed)} of the numbers"
         return f"this falls otherwise in float32{share * bool(found.flushed)}"
-    return f"the {noun} differ from float32 by {found.error:.2g} of the largest"
+    text = f"the {noun} differ from float32 by {found.error:.2g} of the largest"
+    return text + ", and other lines magnify that" * (found.error < SMALL)
 
 
 def why_of(fault: Fault) -> str:
@@ -204,10 +208,11 @@ def advice_of(fault: Fault) -> str:
     passed = lines_to_pass([*sources, operation], fault.is_autocast)
     passed = f" ({passed})" if passed else ""
     places = "; ".join(dict.fromkeys(x.place for x in sources))
-    if places and fault.cause in ("flushed", "rounded"):
+    if places and fault.cause in ("flushed", "rounded", "decided"):
         passed = passed or ", and cast nothing in between"
         return f"compute {places}, and {line} in float32{passed}"
-    text = f"{'compute' if is_half(operation.dtype) else 'keep'} {line} in float32"
+    is_float32 = operation.dtype == "float32"
+    text = f"{'keep' if is_float32 else 'compute'} {line} in float32"
     is_cast = operation.primitive in CASTS and not fault.is_autocast
     text += " without a cast back" * (is_cast and fault.cause == "range")
     if places:
@@ -230,7 +235,9 @@ def explain(fault: Fault, scale: float | None = None) -> NumericFinding:
     text, advice = f"{fault.operation}: {what_of(fault)}", advice_of(fault)
     if fault.kind == "decision":
         text += f": chosen among numbers that {fault.dtype} cannot tell apart; if "
-        text += f"training is fine, leave it. If not, {advice}."
+        text += "training is fine, leave it."
+        is_half_there = fault.sources or any(is_half(x.dtype) for x in fault.operation.inputs)
+        text += f" If not, {advice}." * bool(is_half_there)
     elif scale is None:
         text = f"{text}. {why_of(fault)}".strip() + f" No loss scale helps: {advice}."
     else:
