@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -16,15 +17,19 @@ from jax.typing import ArrayLike
 
 from optax_lossscale import _check as check
 from optax_lossscale._autocast.cast import autocast, function_of
+from optax_lossscale._jaxprs import parts
+from optax_lossscale._jaxprs.lines import Source, source_of
 from optax_lossscale.diagnostics._trace import causes, trace, verdict, words
 from optax_lossscale.diagnostics._trace.program import (
     Program,
     compile_function,
     gradients_of,
+    is_autocast,
     make_call,
 )
 from optax_lossscale.diagnostics._trace.run import INHERITED, Run, named
 from optax_lossscale.diagnostics._trace.summary import norms
+from optax_lossscale.diagnostics._trace.twin import in_half
 from optax_lossscale.diagnostics._trace.verdict import Search
 
 # Seconds between two lines that say how far the search is.
@@ -73,11 +78,10 @@ class Float32Lines(NamedTuple):
 
     Examples:
       >>> import jax.numpy as jnp
-      >>> from optax_lossscale import diagnostics
-      >>> def loss_fn(w):
-      ...     return jnp.sum(jnp.square(w.astype(jnp.float16))).astype(jnp.float32)
-      >>> print(diagnostics.float32_lines(loss_fn, jnp.array([1.0, 2.0])))
-      No line needs float32 at the loss scale 2^13 within 1% (loss 0%, gradients 0%).
+      >>> from optax_lossscale import autocast, diagnostics
+      >>> loss_fn = autocast(lambda w: jnp.sum(w @ w))
+      >>> print(diagnostics.float32_lines(loss_fn, jnp.eye(2)))
+      No line needs float32 at the loss scale 2^14 within 1% (loss 0%, gradients 0%).
     """
 
     lines: list[Float32Line]
@@ -103,37 +107,35 @@ def float32_lines(
     has_aux: bool = False,
     **kwargs: Any,
 ) -> Float32Lines:
-    """Proposes the smallest set of lines to keep in float32.
+    """Proposes the smallest set of lines of `autocast` to keep in float32.
 
     It suspects lines with results that are out of range, flushed to zero, not finite or
     imprecise in half precision. It computes these lines in float32, and runs the step
     to verify that the loss and the gradients then agree with float32. Finally it drops
     lines until none can be dropped.
 
-    A line in float32 casts its inputs, and computes the result and its derivative in
-    float32. If half precision goes on after it, cast the result back: otherwise JAX
-    computes everything after it in float32, too. Lines in loops, branches,
-    `jax.checkpoint`, `jax.shard_map` and rules of derivatives count, too; kernels that
-    JAX cannot look into stay as they are. The set belongs to these parameters and this
-    batch: ask again later.
+    It runs `autocast(f, float32=lines)` and `f`, so it compiles the gradient once for
+    each set of lines that it tries. The set belongs to these parameters and this batch:
+    ask again later.
 
-    Of `autocast(f)` it runs `autocast(f, float32=lines)` and `f`, so it compiles the
-    gradient once for each set of lines that it tries. In a program with casts written
-    by hand, it compiles one program and runs that a few dozen times.
+    It is for `autocast` alone. Of a function with casts written by hand nobody knows
+    which float32 program was meant: remove the casts, and wrap it in `autocast`.
+    `trace_numerics` judges such a function line by line, as it is.
 
     Call it on the host with the arguments of a step, as `trace_numerics`. It says on
     stderr how far it is.
 
     Args:
-      loss_fn: Called as `loss_fn(params, *args, **kwargs)`; returns a real scalar loss,
-        or the loss and auxiliary data if `has_aux`.
+      loss_fn: `autocast(f)`. Called as `loss_fn(params, *args, **kwargs)`; returns a
+        real scalar loss, or the loss and auxiliary data if `has_aux`. Lines that it
+        keeps in float32 already are proposed, too.
       params: The parameters, any pytree. Its floating-point arrays are differentiated.
       *args: More arguments.
       state: The state, for its loss scale: a pytree that holds one
         `LossScaleOptimizerState`.
       scale: The loss scale, from 2**-126 to 2**126, in place of a state. Without either
         it is the largest with which nothing in the backward pass overflows, at least 1.
-      dtype: The dtype in question: "float16", "bfloat16" or a float8.
+      dtype: The dtype that `autocast` computes in: "float16" or "bfloat16".
       tolerance: How far the loss and the gradients may be from float32, relative to the
         loss, and to the norm of all gradients.
       has_aux: Whether `loss_fn` returns auxiliary data as well.
@@ -146,37 +148,35 @@ def float32_lines(
     Raises:
       ValueError: If both `state` and `scale` are given, or a number is out of range; if
         `state` holds no loss scale, or several states; if an argument was donated.
-      TypeError: If `params` has nothing to differentiate, the loss is not a real
-        scalar, `dtype` is no such dtype, or under a transformation of JAX, such as
-        `jax.jit`.
+      TypeError: If `loss_fn` is no `autocast`, with the first line that casts by hand;
+        if `params` has nothing to differentiate, the loss is not a real scalar, `dtype`
+        is no dtype, or under a transformation of JAX, such as `jax.jit`.
 
     Examples:
+      >>> import jax
       >>> import jax.numpy as jnp
-      >>> from optax_lossscale import diagnostics
-      >>> def loss_fn(w, x):
-      ...     weights = jnp.exp((w * x).astype(jnp.float16))
-      ...     weights = weights / weights.sum()
-      ...     return jnp.sum(jnp.square(weights).astype(jnp.float32))
-      >>> x = jnp.arange(8, dtype=jnp.float16)
-      >>> found = diagnostics.float32_lines(loss_fn, jnp.float32(2), x)
-      >>> [x.line for x in found.lines], found.verified
-      ([2, 3], True)
+      >>> from optax_lossscale import autocast, diagnostics
+      >>> @autocast
+      ... def loss_fn(w, x):
+      ...     scores = (x @ w) @ (x @ w).T
+      ...     return jnp.mean(jax.nn.softmax(scores / 1e5)[:, 0])
+      >>> found = diagnostics.float32_lines(loss_fn, jnp.eye(4), 200 * jnp.eye(4))
+      >>> len(found.lines), found.verified
+      (0, True)
     """
     name = "float32_lines"
-    function = function_of(getattr(loss_fn, "without_scale", loss_fn))
-    if function is None:
-        raise TypeError(
-            "float32_lines needs autocast(loss_fn). Of a program with casts written "
-            "by hand, trace_numerics names the line that breaks first."
-        )
-    tolerance = check.share("tolerance", tolerance)
-    is_given = scale is not None or state is not None
-    scale = trace.check_scale(name, state, scale)
 
     def call(function):
         return make_call(name, function, params, args, kwargs, has_aux)
 
-    # The lines that it has already are proposed, too.
+    function = function_of(getattr(loss_fn, "without_scale", loss_fn))
+    if function is None:
+        raise TypeError(_refusal(call(loss_fn)))
+    tolerance = check.share("tolerance", tolerance)
+    is_given = scale is not None or state is not None
+    scale = trace.check_scale(name, state, scale)
+
+    Program(call(loss_fn), dtype)  # It raises an error if that is another dtype.
     followed = Program(call(autocast(function, dtype)), dtype)
     search = Search(followed.run, tolerance, scale)
     if not is_given:
@@ -187,13 +187,36 @@ def float32_lines(
     lines = sorted(suspects, key=lambda x: -suspects[x][0])
     compare = _compared(search.run, function, call)
     effect = functools.cache(lambda lines: search.judge(*compare(lines)))
-    kept = _minimal(lines, lambda lines: effect(frozenset(lines)).is_fine)
+
+    def helps(some):
+        found = effect(frozenset(some))
+        # A loss that differs with all lines in float32, too, is roundoff.
+        is_close = found.loss <= tolerance or effect(frozenset(lines)).loss > tolerance
+        return found.is_fine and is_close
+
+    kept = _minimal(lines, helps)
     after, before = (effect(frozenset(x)) for x in (kept or (), ()))
     keys = [key for line, (_, key) in suspects.items() if line in (kept or ())]
     found = [_describe(search, key) for key in keys]
-    errors = after.loss, after.gradients, after.is_fine
     text = _message(search, kept, len(lines), after, before)
-    return Float32Lines(found, search.run.scale, *errors, text)
+    errors = after.loss, after.gradients
+    return Float32Lines(found, search.run.scale, *errors, kept is not None, text)
+
+
+def _refusal(call: Any) -> str:
+    """Says why a function that is no `autocast` is refused."""
+    text = "loss_fn must be autocast(f), whose lines float32= keeps in float32. "
+    function, arrays, *_ = call
+    for equation in parts.all_equations(jax.make_jaxpr(function)(arrays).jaxpr):
+        is_cast = equation.primitive.name == "convert_element_type"
+        if is_cast and in_half(equation.outvars[0].aval) and not is_autocast(equation):
+            at = source_of(equation, Source(), is_backward=False)
+            place = named(at.file, at.line, at.function)
+            return (
+                f"{text}This one casts by hand, first at {place}: remove its casts, and "
+                "wrap it in autocast. trace_numerics judges the lines as they are."
+            )
+    return f"{text}Wrap it: float32_lines(autocast(loss_fn), ...)."
 
 
 def _compared(run: Run, function: Any, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -151,7 +151,7 @@ class Program:
         finally:
             SHOWS.reset(shown)
         self.equations = list(parts.all_equations(self.closed.jaxpr))
-        self.is_autocast = any(map(_is_autocast, self.equations))
+        self.is_autocast = any(map(is_autocast, self.equations))
         results = (x.aval for equation in self.equations for x in equation.outvars)
         halves = {x.dtype.name for x in results if twin.in_half(x)}
         self.computes_in_dtype = self.dtype in halves
@@ -236,7 +236,7 @@ def _mark_backward(sites):
             sites[k].phase = "backward"
 
 
-def _is_autocast(equation):
+def is_autocast(equation: Any) -> bool:
     """Whether `autocast` made a cast."""
     traceback = equation.source_info.traceback
     frames = traceback.frames if traceback is not None else ()

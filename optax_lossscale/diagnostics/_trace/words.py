@@ -236,7 +236,9 @@ def explain(fault: Fault, scale: float | None = None) -> NumericFinding:
     if fault.kind == "decision":
         text += f": chosen among numbers that {fault.dtype} cannot tell apart; if "
         text += "training is fine, leave it."
-        is_half_there = fault.sources or any(is_half(x.dtype) for x in fault.operation.inputs)
+        is_half_there = fault.sources or any(
+            is_half(x.dtype) for x in fault.operation.inputs
+        )
         text += f" If not, {advice}." * bool(is_half_there)
     elif scale is None:
         text = f"{text}. {why_of(fault)}".strip() + f" No loss scale helps: {advice}."
