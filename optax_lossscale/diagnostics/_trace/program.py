@@ -135,8 +135,8 @@ class Program:
       equations: All equations in it.
       is_autocast: Whether `autocast` casts anything in it.
       computes_in_dtype: Whether anything computes in the dtype in question.
-      run: Runs it at a loss scale. The second argument says whether the twin takes the
-        program's decisions.
+      run: Runs it at a loss scale. Two more arguments say whether the twin takes the
+        program's decisions, and whether to round the parameters and the data first.
     """
 
     def __init__(self, call: Any, dtype: Any):
@@ -171,9 +171,11 @@ class Program:
                 return
             yield from parts.equations_in(equation)
 
-    def _run(self, scale, follows=False):
+    def _run(self, scale, follows=False, rounds=False):
         compiled, outline = self._compiled
         arrays = [*self._arrays, *self.closed.consts]
+        if rounds:
+            arrays = [twin.rounded(x, self.dtype) for x in arrays]
         rows, losses, sizes = compiled(jnp.float32(scale), jnp.bool_(follows), arrays)
         numbers = {k: summary.numbers(x) for k, x in zip(self._rows, rows, strict=True)}
         return Run(

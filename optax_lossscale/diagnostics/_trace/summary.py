@@ -28,6 +28,8 @@ HIGHEST = np.iinfo(np.int32).max
 # A group has at most GROUPED numbers, to save memory. Small arrays are repeated up to ROW
 # numbers, if that is a multiple of their size.
 ROW, GROUPED = 2**12, 2**20
+# The squares of frequencies, of which none is a multiple of another.
+WAVES = (1, 2, 3, 5)
 NOTHING = np.zeros(len(FIELDS), np.int32)
 
 
@@ -147,8 +149,8 @@ def numbers(summary: Any) -> dict[str, float]:
 def norms(real: Any, wide: Any) -> Any:
     """Returns the norms of a gradient in float32, of its error, and of what it lost.
 
-    The fourth number is a projection: where the gradient is only roundoff, it differs
-    from run to run.
+    After these three come `WAVES` projections of the gradient in float32. From two runs
+    they say how far it has moved, without the gradient itself: see `moved`.
     """
     wide, narrow = (jnp.ravel(_as_real(x)) for x in (wide, real))
 
@@ -157,9 +159,16 @@ def norms(real: Any, wide: Any) -> Any:
         unit = jnp.where(largest == 0, 1, largest)  # Squares could overflow.
         return unit * jnp.sqrt(jnp.sum(jnp.square(x / unit)))
 
-    waves = jnp.sin(jnp.arange(wide.size, dtype=jnp.float32))
+    places = 1 + jnp.arange(wide.size, dtype=jnp.float32)
+    waves = jnp.stack([jnp.sin(x**0.5 * places) for x in WAVES])
     found = map(norm, (wide, narrow - wide, jnp.where(narrow == 0, wide, 0)))
-    return jnp.stack([*found, jnp.sum(waves * wide)])
+    return jnp.concatenate([jnp.stack([*found]), jnp.sum(waves * wide, 1)])
+
+
+def moved(before: Any, after: Any) -> Any:
+    """Estimates the norms of the differences between gradients of two runs."""
+    change = np.sum(np.square(after[:, 3:] - before[:, 3:]), 1)
+    return np.sqrt(2 * change / len(WAVES))
 
 
 @functools.partial(jax.jit, static_argnames=("edge", "axes"), inline=True)

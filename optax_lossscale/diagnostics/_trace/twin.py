@@ -35,6 +35,13 @@ def widen(x: Any) -> Any:
     return jnp.asarray(x, jnp.float32) if in_half(x) else x
 
 
+def rounded(x: Any, dtype: str) -> Any:
+    """Rounds numbers in float32 to as many bits as a dtype has, in any range."""
+    if getattr(x, "dtype", None) != jnp.float32:
+        return x
+    return jax.lax.reduce_precision(x, 8, jnp.finfo(dtype).nmant)
+
+
 class Value(NamedTuple):
     """An array, what it would be in float32, and the number of its site.
 

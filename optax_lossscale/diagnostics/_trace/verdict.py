@@ -16,7 +16,8 @@ import numpy as np
 
 from optax_lossscale.diagnostics._trace import causes, words
 from optax_lossscale.diagnostics._trace.causes import LOST, beginning, gain
-from optax_lossscale.diagnostics._trace.run import Run
+from optax_lossscale.diagnostics._trace.run import INHERITED, Run
+from optax_lossscale.diagnostics._trace.summary import moved
 from optax_lossscale.diagnostics._trace.words import NumericFinding
 
 # Results agree with float32 if they differ by less: 20 times the precision of float16.
@@ -43,18 +44,26 @@ class Effect(NamedTuple):
         all; inf if it is not finite.
       parameters: The same of the gradient of each parameter.
       wrong: The numbers of the parameters whose gradients are wrong, the worst first.
+      parts: Those that are wrong by themselves, and not only as a part of all.
       is_fine: Whether the gradients agree with float32, and the loss is finite.
+      floor: How far rounded parameters and data alone move the gradients; 0 if that
+        does not matter.
     """
 
     loss: float
     gradients: float
     parameters: list[float]
     wrong: list[int]
+    parts: list[int]
     is_fine: bool
+    floor: float = 0.0
 
     def __str__(self):
-        parts = self.loss, self.gradients
-        return "loss {}, gradients {}".format(*map(words.percent, parts))
+        loss, gradients, floor = map(
+            words.percent, (self.loss, self.gradients, self.floor)
+        )
+        text = f"loss {loss}, gradients {gradients}"
+        return text + f"; rounded parameters and data {floor}" * (self.floor > 0)
 
 
 class Search:
@@ -73,13 +82,12 @@ class Search:
     def __init__(self, at: Callable[..., Run], close: float, scale: float):
         """Runs the program until the largest scale is found."""
         self.close, self.at, self.run = close, functools.cache(at), at(scale)
-        self.effect = functools.cache(lambda run: self.judge(run.norms, run.losses))
+        self.effect = functools.cache(self._effect)
         # Gradients that are zero in theory, as that of a bias before a normalization,
         # are roundoff: a scale that is no power of two rounds them differently.
-        factor = 1.375
-        before, after = self.run.norms, at(scale * factor).norms
+        factor, before = 1.375, self.run.norms
         with np.errstate(invalid="ignore"):
-            change = np.abs(after[:, 3] / factor - before[:, 3])
+            change = moved(before, at(scale * factor).norms / factor)
             self._noise = change > CLOSE * before[:, 0]
         rooms = [headroom(self.run, key) for key in self.run.backward]
         predicted = math.log2(scale) + min([2.0 * HIGHEST, *rooms]) - 2**-20
@@ -104,22 +112,39 @@ class Search:
         origins = run.origins("backward")
         return not any(map(run.exceeds, origins)) or not self.effect(run).wrong
 
+    @functools.cached_property
+    def floor(self) -> float:
+        """How far all gradients move if float32 gets rounded parameters and data."""
+        before = self.run.norms
+        change = moved(before, self.at(self.run.scale, False, True).norms)
+        return _ratio(math.hypot(*change), math.hypot(*before[:, 0]))
+
+    def _effect(self, run):
+        effect = self.judge(run.norms, run.losses)
+        if effect.wrong and not effect.parts and self.close < effect.gradients:
+            # Half precision can be no better than its inputs, above all near a minimum.
+            most = min(INHERITED * self.floor, LEAF * self.close)
+            if effect.gradients <= most:
+                is_fine = math.isfinite(run.losses[0])
+                effect = effect._replace(wrong=[], is_fine=is_fine, floor=self.floor)
+        return effect
+
     def judge(self, norms: Any, losses: Sequence[float]) -> Effect:
         """Compares the norms of gradients, and losses, with float32."""
-        sizes, differences, lost, _ = norms.T
+        sizes, differences, lost = norms.T[:3]
         total, difference = math.hypot(*sizes), math.hypot(*differences)
         gradients = _ratio(difference, total)
         allowed = self.close * np.maximum(LEAF * sizes, PART * total)
         is_wrong = ~np.isfinite(differences) | (differences > allowed)
         is_wrong |= lost > LOST * sizes
-        wrong = np.flatnonzero(is_wrong & ~self._noise).tolist()
+        parts = np.flatnonzero(is_wrong & ~self._noise).tolist()
+        wrong = sorted(parts, key=lambda i: -_ratio(differences[i], 1))
         if gradients > self.close and not wrong:
             wrong = [int(np.argmax(differences))]
-        wrong.sort(key=lambda i: -_ratio(differences[i], 1))
         loss = _ratio(abs(losses[0] - losses[1]), abs(losses[1]))
         parameters = list(map(_ratio, differences, sizes))
         is_fine = not wrong and math.isfinite(losses[0])
-        return Effect(loss, gradients, parameters, wrong, is_fine)
+        return Effect(loss, gradients, parameters, wrong, parts, is_fine)
 
 
 def _ratio(part: float, whole: float) -> float:
@@ -146,12 +171,17 @@ def find_all(search: Search) -> list[NumericFinding]:
     """Returns what was found, what to fix first."""
     run, best = search.run, search.best
     effect = search.effect(run)
+    if effect.floor and best is not None:  # What a scale mends is no roundoff.
+        raw = search.judge(run.norms, run.losses)
+        effect = raw if _underflow(search, best, raw) else effect
     if best is None or not effect.is_fine:
-        if found := _bad_argument(run) or _wrong(search, effect):
+        found = _bad_argument(run) or _wrong(search, effect)
+        if found:
             return found
     swallowed = [run.operation(key) for key in run.nonfinite_origins()[:1]]
     largest = best and best.scale
-    return [words.fine(str(effect), largest, swallowed[0] if swallowed else None)]
+    first = swallowed[0] if swallowed else None
+    return [words.fine(str(effect), largest, first, is_near=not effect.floor)]
 
 
 def _bad_argument(run):
@@ -269,12 +299,19 @@ def _left(search, best, wrong, is_second):
     scale = best.scale if is_second else None
     key = _beginning_of(search, best, wrong)
     found = [_explain(search, best, key, scale)]
-    if found[0].kind == "decision":
+    decided = [k for k in best.sites if best.is_decided_otherwise(k)]
+    followed = search.at(best.scale, True) if decided else best
+    still = search.effect(followed).wrong
+    if found[0].kind == "decision" and still:
         # What is wrong where float32 decides as the program does comes first.
-        followed = search.at(best.scale, True)
-        if wrong := search.effect(followed).wrong:
-            first = _beginning_of(search, followed, wrong)
-            found = [_explain(search, followed, first, scale), *found]
+        first = _beginning_of(search, followed, still)
+        return [_explain(search, followed, first, scale), *found]
+    if found[0].kind == "precision" and not still:
+        # Only decisions make it wrong: what they choose among may be, or is too near.
+        reached = best.ancestors(best.ran(best.outline.gradients[i] for i in wrong))
+        decided = [k for k in decided if k in reached] or decided
+        most = max(decided, key=lambda k: best.range(k).flushed)
+        return [_explain(search, best, beginning(best, most, search.close / 2), scale)]
     return found
 
 

@@ -362,7 +362,10 @@ def no_scale(
 
 
 def fine(
-    errors: str, largest: float | None, swallowed: NumericOperation | None
+    errors: str,
+    largest: float | None,
+    swallowed: NumericOperation | None = None,
+    is_near: bool = True,
 ) -> NumericFinding:
     """Says that the gradients agree with float32.
 
@@ -370,8 +373,12 @@ def fine(
       errors: How far the loss and the gradients are off, in words.
       largest: The largest loss scale; None if there is none.
       swallowed: Where inf or nan begins that changes nothing; None if nowhere.
+      is_near: Whether they agree by themselves, and not only as far as the parameters
+        and the data in half precision let them.
     """
     text = f"Fine: the gradients agree with float32 ({errors})."
+    if not is_near:
+        text = f"Fine: with its inputs rounded, float32 is as far off ({errors})."
     if largest is not None:
         text += f" The largest loss scale is {power(largest)}."
     if swallowed is not None:
