@@ -12,7 +12,11 @@ from optax_lossscale import _check as check, _gradients, _inner, _retries, _step
 from optax_lossscale._commit import Skip, barrier_on_cpu
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
-from optax_lossscale._rules.identifiers import get_loss_scale, keras_loss_scale
+from optax_lossscale._rules.identifiers import (
+    RuleName,
+    get_loss_scale,
+    keras_loss_scale,
+)
 from optax_lossscale._state import LossScaleOptimizerState, find_rule_state, find_state
 from optax_lossscale._step import Options
 
@@ -110,7 +114,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     def __new__(
         cls,
         inner_optimizer: optax.GradientTransformation | Any,
-        loss_scale: LossScale | float | str | None = None,
+        loss_scale: LossScale | float | RuleName | None = None,
         *,
         dynamic: bool = True,
         initial_scale: float | None = None,

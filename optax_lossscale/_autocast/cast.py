@@ -1,27 +1,41 @@
 """`autocast`: a float32 function computes in half precision."""
 
 import functools
-import re
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale import _check as check
+from optax_lossscale._autocast import choices as choices_lib, reasons
 from optax_lossscale._autocast.evaluate import run_plan
 from optax_lossscale._autocast.modules import Modules
 from optax_lossscale._autocast.policy import State
-from optax_lossscale._autocast.program import Step, read
+from optax_lossscale._autocast.program import Step, read, steps_of
 from optax_lossscale._autocast.states import Planner, is_float32
 from optax_lossscale._tree import is_argument, is_inexact, split_arrays
 from optax_lossscale._warn import warn
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _Scalar(Protocol):
+    """A dtype as JAX writes it: `jnp.float16`."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+
+Dtype = Literal["float16", "bfloat16"] | np.dtype[Any] | type[Any] | _Scalar
+
 
 def autocast(
-    fun: Callable[..., Any], dtype: Any = jnp.float16, *, float32: Any = ()
-) -> Callable[..., Any]:
+    fun: Callable[P, R], dtype: Dtype = jnp.float16, *, float32: Any = ()
+) -> Callable[P, R]:
     """Makes a float32 function compute in half precision where that is fast and safe.
 
     Matrix products and convolutions compute in `dtype`, in the backward pass, too, and
@@ -46,16 +60,19 @@ def autocast(
         changes. If it is an `autocast` already, its `dtype` changes, and `float32` is
         added to it.
       dtype: The dtype to compute in: float16 or bfloat16.
-      float32: Lines to keep in float32, with their derivatives: "file.py:123", where
-        the path may be the end of a path, or what `diagnostics.float32_lines` returns.
-        The innermost line of your code counts.
+      float32: What to keep in float32, with its derivative; one or several. A function,
+        a class or a method: all that runs inside of it, also in a library. The name of
+        a `jax.named_scope`, or of a module that names its scope, as Flax and Haiku do:
+        "encoder/attention". A line, "file.py:123", where the path may be the end of a
+        path and the innermost line of your code counts; or what
+        `diagnostics.float32_lines` returns.
 
     Returns:
       A function with the arguments and the results of `fun`.
 
     Raises:
-      TypeError: If `fun` is no function, or `float32` holds something else than lines.
-      ValueError: If `dtype` is another dtype, or a line has no number.
+      TypeError: If `fun` is no function, or `float32` holds something else.
+      ValueError: If `dtype` is another dtype.
 
     Examples:
       >>> import jax
@@ -83,19 +100,22 @@ def autocast(
     name = check.dtype("dtype", dtype)
     if name not in ("float16", "bfloat16"):
         raise ValueError(f"dtype must be float16 or bfloat16, got {dtype!r}.")
-    lines = _lines_of(float32)
-    if (written := function_of(fun)) is not None:
-        fun, lines = written, [*vars(fun)["float32"], *lines]
+    choices = choices_lib.choices_of(float32)
+    if (inner := function_of(fun)) is not None:
+        fun, choices = inner, [*vars(fun)["float32"], *choices]
+    written: Any = fun
+
+    told: list[str] = []  # It warns once.
 
     @functools.wraps(fun, updated=())
-    def cast(*args, **kwargs):
+    def cast(*args: P.args, **kwargs: P.kwargs) -> R:
         modules = Modules((args, kwargs))
         arrays, join = split_arrays(modules.tree, _is_traced)
         paths: list[Any] = []
 
         def flat(*arrays):
             (args, kwargs), changes = modules.join(join(arrays))
-            out = fun(*args, **kwargs)
+            out = written(*args, **kwargs)
             paths[:], variables = changes()
             results, join_results = split_arrays((out, variables), _is_array)
             joins[:] = [join_results]
@@ -103,15 +123,20 @@ def autocast(
 
         joins: list[Any] = []
         closed = jax.make_jaxpr(flat)(*arrays)
-        found = _evaluate(closed, list(map(jnp.asarray, arrays)), name, lines)
+        arrays = list(map(jnp.asarray, arrays))
+        found, reason = _evaluate(closed, arrays, name, choices, (args, kwargs))
+        if reason and not told:
+            told.append(reason)
+            of = getattr(fun, "__name__", "the function")
+            warn(f"autocast computes nothing of {of} in {name}: {reason}.")
         out, variables = joins[0](found)
         modules.write(paths, variables)
         return out
 
-    vars(cast)["float32"] = lines
+    vars(cast)["float32"] = choices
     inner = getattr(fun, "without_scale", None)  # What with_loss_scale wraps.
     if inner is not None:
-        vars(cast)["without_scale"] = autocast(inner, dtype, float32=lines)
+        vars(cast)["without_scale"] = autocast(inner, dtype, float32=choices)
     return cast
 
 
@@ -125,59 +150,41 @@ def function_of(fun: Any) -> Any:
     return fun.__wrapped__ if is_cast else None
 
 
-def _evaluate(closed, arrays, dtype, lines):
-    """Runs a jaxpr with the policy."""
-    missing = set(lines)
+def _evaluate(closed, arrays, dtype, choices, called_with):
+    """Runs a jaxpr with the policy; returns results, and why it casts no product."""
+    matches, missing = choices_lib.chooser(choices)
 
-    def is_wanted(step: Step) -> bool:
+    def is_chosen(step: Step) -> bool:
         equation = step.equation
         types = [x.aval for x in (*equation.invars, *equation.outvars)]
-        if not all(is_float32(x) for x in types if is_inexact(x)):
-            return False  # Somebody chose another dtype.
-        source = step.source()
-        pairs = source.own[:2], (source.file, source.line)
-        places = [f"/{file}:{line}".replace("\\", "/") for file, line in pairs]
-        found = {x for x in lines if any(y.endswith(f"/{x}") for y in places)}
-        missing.difference_update(found)
-        return bool(found)
+        # Otherwise somebody chose another dtype.
+        is_ours = all(is_float32(x) for x in types if is_inexact(x))
+        return is_ours and matches(step)
 
     def states(variables, state):
         return tuple(state if is_float32(x.aval) else None for x in variables)
 
-    planner = Planner(dtype, is_wanted if lines else lambda step: False)
+    planner = Planner(dtype, is_chosen if choices else lambda step: False)
     inputs = states(closed.jaxpr.invars, State.FLEXIBLE)
     outputs = states(closed.jaxpr.outvars, State.WIDE)
     # The caller reads the results in float32.
-    program = read(closed, dtype, programs=None if lines else {})
-    plan = planner.plan(program, inputs, (True,) * len(outputs))
+    program = read(closed, dtype, programs=None if choices else {})
+    plan = planner.plan(program, inputs, (State.WIDE,) * len(outputs))
     found = run_plan(planner, plan, arrays, outputs, is_saved=True)
     found = list(map(jnp.asarray, found))  # Known numbers are none yet.
-    for text in sorted(missing):
+    for choice in sorted(missing, key=lambda x: x.name):
+        nearest = choice.nearest(list(steps_of(program)))
         warn(
-            f"float32 has a line on which autocast casts nothing: {text}. The "
-            "innermost line of your code counts, and the number of the line may have "
-            "changed: ask diagnostics.float32_lines again. If the line casts by "
-            "itself, remove its casts."
+            f"float32 has something in which autocast casts nothing: {choice.name}."
+            + f" The nearest in this program: {nearest}." * bool(nearest)
+            + " Of a line, the innermost of your code counts, and its number may have "
+            "changed: ask diagnostics.float32_lines again. If it casts by itself, "
+            "remove its casts."
         )
-    return found
-
-
-def _lines_of(float32: Any) -> list[str]:
-    """Returns lines, "file.py:123" for example."""
-    float32 = getattr(float32, "lines", float32)
-    wanted = (
-        'float32 must hold lines, "file.py:123" for example, or be what '
-        f"diagnostics.float32_lines returns, got {float32!r}."
-    )
-    try:
-        lines = [float32] if isinstance(float32, str) else list(float32)
-        found = [x if isinstance(x, str) else f"{x.file}:{x.line}" for x in lines]
-    except (AttributeError, TypeError) as error:
-        raise TypeError(wanted) from error
-    if not all(re.fullmatch(r".+:\d+", x) for x in found):
-        raise ValueError(wanted)
-    # The gradient of the loss has no line: it is float32 already.
-    return [x.replace("\\", "/") for x in found if not x.endswith(":0")]
+    if reasons.computes_in_half(plan):
+        return found, None
+    args, kwargs = called_with
+    return found, reasons.first_reason(plan, args, kwargs, is_chosen)
 
 
 def _is_traced(x: Any) -> bool:

@@ -128,13 +128,14 @@ class _Run:
             is_weak = inputs[0].aval.weak_type and states[0] != State.HALF
             # The gradient of this cast is weakly typed, as without `autocast`.
             return [jax.lax.convert_element_type(x, x.dtype) if is_weak else x]
-        if State.HALF not in states or _spreads(step):
+        is_rounded = step in self.plan.rounded
+        if State.HALF not in states or is_rounded or _spreads(step):
             is_placed = params.get("out_sharding") is not None
             bind = parts.bind if is_placed else MULTIPLIED.get(step.kind, parts.bind)
             found = bind(equation, [self.read(x, State.WIDE) for x in inputs])
             found = list(map(self._cast, found, states))
             is_named = self.is_saved is not None and step.kind == Kind.ARITHMETIC
-            if is_named and State.HALF in states:
+            if is_named and State.HALF in states and not is_rounded:
                 # `policy.is_saved`: saved in place of the product, which is as large.
                 return [checkpoint_name(x, "autocast") for x in found]
             return found
@@ -181,18 +182,35 @@ def _run_scan(run: _Run, step: Step) -> list[Any]:
     outputs, (plan,) = run.outputs(step), run.plan.bodies[step]
     n = len(carry)
     body = run.body(step, 0, (*outputs[:n], *plan.outputs[n:]))
+    states, _, inputs = flow.scan_parts(step.equation, run.plan.operands[step])
+    casts = [
+        run.held(x, state) if state == State.HALF else None
+        for x, state in zip(consts, states, strict=True)
+    ]
     # The derivative adds up over the iterations what the constants get: in float32.
     consts = [run.held(x, State.WIDE) for x in consts]
     carry = list(map(run.held, carry, outputs[:n]))
-    _, _, states = flow.scan_parts(step.equation, run.plan.operands[step])
-    xs = list(map(run.held, xs, states))
+    xs = list(map(run.held, xs, inputs))
 
     def iterate(carry, x):
-        found = body(*consts, *carry, *x)
+        pairs = zip(consts, casts, strict=True)
+        given = [x if cast is None else _cast_before(x, cast) for x, cast in pairs]
+        found = body(*given, *carry, *x)
         return found[:n], found[n:]
 
     carry, ys = flow.scan(step.equation, iterate, carry, xs)
     return [*carry, *ys]
+
+
+@jax.custom_jvp
+def _cast_before(_x, cast):
+    """Returns an array that was cast before; its derivative goes to what was cast."""
+    return cast
+
+
+@_cast_before.defjvp
+def _(primals, tangents):
+    return primals[1], tangents[0].astype(primals[1].dtype)
 
 
 def _run_while(run: _Run, step: Step) -> list[Any]:

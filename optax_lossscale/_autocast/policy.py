@@ -1,14 +1,20 @@
 """What computes in which dtype, and why. Change it here.
 
-A float32 number of the program is in one of three states. FLEXIBLE: an argument, or
-what follows from arguments without products: float32, and rounded where it meets HALF.
-HALF: held in half precision. WIDE: float32 on purpose. Integers have no state.
+A float32 number of the program is in one of these states; integers have none.
+
+- HALF: held in half precision, the result of a product.
+- WIDE: float32 on purpose.
+- FLEXIBLE: an argument, or what follows from arguments without products. It is float32,
+  and makes float32 what it meets, as PyTorch promotes.
+- LOOKED_UP, BROADCAST, BOUNDED: float32 that gives way, rounded where it meets HALF. An
+  embedding, which integers look up; a bias or a gain, which is smaller than what it
+  meets; the result of a bounded function, or a number that fits.
 """
 
 import enum
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,25 +26,26 @@ from optax_lossscale._jaxprs.primitives import Kind, Trait
 
 
 class State(enum.IntEnum):
-    """How a float32 number of the program is held. Where two meet, the larger wins."""
+    """How a float32 number of the program is held. Where two meet, the larger wins.
 
-    FLEXIBLE = 0
-    HALF = 1
-    WIDE = 2
+    But where FLEXIBLE meets HALF, the result is WIDE.
+    """
+
+    BOUNDED = 0
+    BROADCAST = 1
+    LOOKED_UP = 2
+    FLEXIBLE = 3
+    HALF = 4
+    WIDE = 5
 
 
 # Their results are as wide as their operands.
-FOLLOWERS = Kind.ARITHMETIC, Kind.OUTER, Kind.MOVE, Kind.SPREAD
+ARITHMETIC = Kind.ARITHMETIC, Kind.OUTER
+FOLLOWERS = *ARITHMETIC, Kind.MOVE, Kind.SPREAD
 # Beyond such a factor the product may leave the range that its other factor is in.
 LARGEST_FACTOR = 128
 # Such a factor is of a moving average: of 0.99 * x, half precision loses what it adds.
 NEAR_ONE = 1 / 64
-# From so many iterations on, the roundings of what a loop updates add up.
-LONG_LOOP = 128
-# Of so many units of roundoff, a number may be one that a loop is to come down to.
-TOLERANCE = 16
-# They read positions, whose units half precision may not resolve.
-ROUNDINGS = ("floor", "ceil", "round")
 # Larger arrays are parameters rather than masks, and looking at them takes time.
 LARGEST_CONSTANT = 2**20
 # They mark what is certain to fit.
@@ -118,31 +125,6 @@ def _is_length(equation: Any) -> bool:
     return x == y and batch == other and len(x) + len(batch) == len(shape)
 
 
-def may_add_up(equation: Any, start: Any) -> bool:
-    """Whether a part of a loop's state may be a sum or a product of many numbers.
-
-    Args:
-      equation: The loop.
-      start: What number that part is before the loop; None if that is not known.
-    """
-    return start is not None or equation.params.get("length", LONG_LOOP) >= LONG_LOOP
-
-
-def has_tolerance(compared: Sequence[float], used: Sequence[float], dtype: Any) -> bool:
-    """Whether a loop ends when something is as small as roundoff.
-
-    Args:
-      compared: The sizes of the numbers that it compares with.
-      used: Those of all numbers that its end depends on.
-      dtype: The dtype to compute in.
-    """
-    eps = float(jnp.finfo(dtype).eps)
-    limit = TOLERANCE * eps
-    largest = max((x for x in used if x < limit), default=0)
-    # A solver adds an absolute and a relative tolerance: the larger one counts.
-    return any(0 < x < limit for x in compared) or 0 < largest < eps
-
-
 def is_saved(primitive: Any, *_: Any, **_params: Any) -> bool:
     """Whether the backward pass reads a result rather than computes it again."""
     return not primitives.has(primitive.name, Trait.CHEAP)
@@ -153,7 +135,7 @@ def state_of_number(number: Any, dtype: Any) -> State:
     info, size = jnp.finfo(dtype), abs(float(number))
     fits = float(info.tiny) <= size <= float(info.max)
     return (
-        State.FLEXIBLE if fits or size in (0, math.inf) or size != size else State.WIDE
+        State.BOUNDED if fits or size in (0, math.inf) or size != size else State.WIDE
     )
 
 
@@ -173,21 +155,55 @@ def state_of_array(array: Any, dtype: Any) -> State:
     return State.FLEXIBLE if fits else State.WIDE
 
 
-def state_of_result(kind: Kind, states: Sequence[State], is_wanted: bool) -> State:
+class Operand(NamedTuple):
+    """A float32 operand: its state, its size, and its number if that is known."""
+
+    state: State
+    size: int
+    number: Any
+
+
+def met(states: Sequence[State]) -> State:
+    """Returns the state of numbers that meet."""
+    return State.WIDE if {State.FLEXIBLE, State.HALF} <= set(states) else max(states)
+
+
+def state_of_result(
+    name: str, kind: Kind, operands: Sequence[Operand], size: int
+) -> State:
     """Returns the state of the results of an equation.
 
     Args:
+      name: The name of its primitive.
       kind: Its kind.
-      states: The states of its operands.
-      is_wanted: Whether all that read the result compute in float32.
+      operands: Its float32 operands.
+      size: The size of its first result.
     """
     if kind == Kind.PRODUCT:
         return State.HALF
     if kind == Kind.BOUNDED:
-        return State.FLEXIBLE
-    if kind not in FOLLOWERS or not states:
+        return State.BOUNDED
+    if kind not in FOLLOWERS or not operands:
         return State.WIDE
-    found = max(states)
-    # Otherwise it, or its gradient, would be rounded before it is added up: of a cross
-    # entropy the two parts of the gradient, p and -1, are nearly each other's opposite.
-    return State.WIDE if is_wanted and found == State.HALF else found
+    broadcasts = kind == Kind.OUTER or primitives.has(name, Trait.ELEMENTWISE)
+    broadcasts |= primitives.has(name, Trait.KEEPS)
+    states = [
+        State.BROADCAST
+        if broadcasts and x.state == State.FLEXIBLE and x.size < size
+        else x.state
+        for x in operands
+    ]
+    found = met(states)
+    if name == "gather" and found == State.FLEXIBLE:
+        return State.LOOKED_UP
+    arrays = [x for x, y in zip(states, operands, strict=True) if y.number is None]
+    numbers = [x.number for x in operands if x.number is not None]
+    if kind in ARITHMETIC and found in (State.BOUNDED, State.BROADCAST):
+        # Each may be a bias or a gain, but both together are an array of the program:
+        # times of measurements by frequencies, an offset and an oscillation.
+        is_built = len(arrays) == 2 and found == State.BROADCAST
+        is_scaled = arrays == [State.BOUNDED] and any(
+            abs(1 / x if name == "div" else x) > 1 for x in numbers
+        )
+        return State.FLEXIBLE if is_built or is_scaled else found
+    return found

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,13 @@ import numpy as np
 
 from optax_lossscale._autocast import policy
 from optax_lossscale._jaxprs import flow, parts, primitives
-from optax_lossscale._jaxprs.lines import Source, source_of
+from optax_lossscale._jaxprs.lines import (
+    Function,
+    Source,
+    functions_of,
+    scope_of,
+    source_of,
+)
 from optax_lossscale._jaxprs.primitives import Kind, Trait
 from optax_lossscale._tree import is_inexact
 
@@ -22,8 +28,6 @@ FOLDS: dict[str, Callable[..., Any]] = {
     "max": np.maximum, "min": np.minimum, "convert_element_type": lambda x: x,
     "integer_pow": lambda x, y: x**y, "stop_gradient": lambda x: x,
 }  # fmt: skip
-# They choose tokens or actions. A solver's loop has none.
-CHOICES = primitives.names_of(Trait.PLACE) | {"sort"}
 
 
 @dataclasses.dataclass(eq=False)
@@ -33,14 +37,14 @@ class Step:
     Attributes:
       equation: The equation.
       kind: What the policy does with it.
-      source: Where it stands in the user's code.
+      callers: The equations that hold it, the outermost first.
       bodies: The programs in it, each with the indices of the operands that it reads.
       carry: The indices of the operands that are the state of a loop.
     """
 
     equation: Any
     kind: Kind
-    source: Callable[[], Source]
+    callers: tuple[Any, ...]
     bodies: Sequence[tuple["Program", Sequence[int]]] = ()
     carry: Sequence[int] = ()
 
@@ -54,6 +58,24 @@ class Step:
         """Whether each result is of one operand, as in sorting several arrays alike."""
         counts = len(self.equation.invars), len(self.equation.outvars)
         return primitives.has(self.name, Trait.PARALLEL) and counts[0] == counts[1]
+
+    def source(self) -> Source:
+        """Returns where it stands in the user's code."""
+        source = Source()
+        for x in (*self.callers, self.equation):
+            source = source_of(x, source, is_backward=False)
+        return source
+
+    def functions(self) -> set[Function]:
+        """Returns the functions that were running when JAX made it."""
+        return set().union(*map(functions_of, (*self.callers, self.equation)))
+
+    def scope(self) -> str:
+        """Returns the named scopes that it is in."""
+        scope = ""
+        for x in (*self.callers, self.equation):
+            scope = scope_of(x, scope)
+        return scope
 
     @functools.cached_property
     def inputs(self) -> list[Any]:
@@ -95,6 +117,18 @@ class Program:
         is_same = jax.typeof(number).update(weak_type=aval.weak_type) == aval
         return number if is_same or _variable(atom) is None else None
 
+    def source(self, variable: Any) -> Any:
+        """Returns what was moved to a variable, or broadcast to it."""
+        while (step := self._makers.get(variable)) is not None:
+            if not primitives.has(step.name, Trait.KEEPS) or len(step.inputs) > 1:
+                break
+            (variable,) = step.inputs
+        return variable
+
+    @functools.cached_property
+    def _makers(self):
+        return {x: step for step in self.steps for x in step.equation.outvars}
+
     @functools.cached_property
     def outputs(self) -> list[Any]:
         """The variables among its results; None for a number."""
@@ -118,11 +152,19 @@ class Program:
         return is_flat and all(x.repeats for x in bodies)
 
 
+def steps_of(program: Program) -> Iterator[Step]:
+    """Yields the steps of a program, and of the programs in it."""
+    for step in program.steps:
+        yield step
+        for body, _ in step.bodies:
+            yield from steps_of(body)
+
+
 def read(
     closed: Any,
     dtype: Any,
     known: Sequence[Any] = (),
-    outer: Callable[[], Source] = Source,
+    callers: tuple[Any, ...] = (),
     programs: dict[Any, "Program"] | None = None,
 ) -> Program:
     """Returns the program of a jaxpr.
@@ -132,7 +174,7 @@ def read(
       dtype: The dtype to compute in.
       known: Of its first arguments, the numbers that they are or are filled with; None
         for what is not known.
-      outer: Returns where it is called.
+      callers: The equations that hold it, the outermost first.
       programs: What was read before, so that a function that is called often is read,
         planned and traced once. None if it matters where each call stands.
     """
@@ -146,13 +188,13 @@ def read(
     reshaped: dict[Any, Any] = {}  # what was reshaped, and to which shape
     for equation in jaxpr.eqns:
         numbers = list(map(program.number, equation.invars))
-        source = functools.partial(_source, equation, outer)
-        jaxprs, carry = _bodies(equation, dtype)
+        jaxprs, carry = _bodies(equation)
         # A loop changes its state, and a branch is not worth it.
         kind = primitives.kind_of(equation.primitive.name)
         passed = numbers if kind == Kind.CALL else ()
         inner = functools.partial(read, programs=programs)
-        bodies = [(inner(x, dtype, passed, source), reads) for x, reads in jaxprs]
+        around = (*callers, equation)
+        bodies = [(inner(x, dtype, passed, around), reads) for x, reads in jaxprs]
         number = _folded(equation, program, numbers) if equation.outvars else None
         if number is not None:
             program.numbers[equation.outvars[0]] = number
@@ -169,7 +211,7 @@ def read(
             )
             is_square = first is not None and first == second
         kind = policy.kind_of(equation, dtype, numbers, is_square)
-        program.steps.append(Step(equation, kind, source, bodies, carry))
+        program.steps.append(Step(equation, kind, callers, bodies, carry))
     if programs is not None:
         programs[key] = program
     return program
@@ -179,19 +221,15 @@ def _variable(atom: Any) -> Any:
     return None if hasattr(atom, "val") else atom
 
 
-def _source(equation, outer):
-    return source_of(equation, outer(), is_backward=False)
-
-
 def _bodies(
-    equation: Any, dtype: Any
+    equation: Any,
 ) -> tuple[list[tuple[Any, Sequence[int]]], Sequence[int]]:
     """Returns jaxprs with the operands that each reads, and the state of a loop."""
     name, params = equation.primitive.name, equation.params
     operands = range(len(equation.invars))
     if name == "scan":
         return [(params["jaxpr"], operands)], flow.scan_parts(equation, operands)[1]
-    if name == "while" and not _converges(equation, dtype):
+    if name == "while" and not _ends_by_floats(equation):
         asked, consts, carry = flow.while_parts(equation, operands)
         found = [(params["cond_jaxpr"], [*asked, *carry])]
         return [*found, (params["body_jaxpr"], [*consts, *carry])], carry
@@ -201,43 +239,14 @@ def _bodies(
     return [(parts.called_jaxpr(equation), operands)] if is_call else [], ()
 
 
-def _converges(equation: Any, dtype: Any) -> bool:
-    """Whether a `while` goes on until what its products make has converged.
+def _ends_by_floats(equation: Any) -> bool:
+    """Whether a `while` asks floating-point numbers if it ends: a solver, for example.
 
-    So it compares with a small number, and roundoff of half precision may never be as
-    small; or it is a solver, whose steps become as small as its tolerance.
+    Roundoff of half precision may never be as small as its tolerance.
     """
-    condition, body = (
-        parts.opened(equation.params[x])[0] for x in ("cond_jaxpr", "body_jaxpr")
-    )
-    asked, consts, _ = flow.while_parts(equation, equation.invars)
-    steps, before = [], None
-    read_first = {_variable(x) for step in condition.eqns for x in step.invars}
-    state = enumerate(condition.invars[len(asked) :])
-    needed = {i for i, x in state if x in read_first}
-    while needed != before:
-        before, steps = needed, condition.eqns
-        wanted = {_variable(body.outvars[i]) for i in needed}
-        for step in reversed(body.eqns):
-            if not wanted.isdisjoint(step.outvars):
-                steps = [*steps, step]
-                wanted.update(map(_variable, step.invars))
-        state = enumerate(body.invars[len(consts) :])
-        needed = needed | {i for i, x in state if x in wanted}
-    inner = [x for step in steps for x in parts.equations_in(step)]
-    names = {x.primitive.name for x in inner}
-    if names.isdisjoint(primitives.names_of(Kind.PRODUCT)):
-        return False
-    compares = [x for x in inner if primitives.has(x.primitive.name, Trait.ORDER)]
-    compared = _sizes([*condition.eqns, *compares])
-    used = _sizes(inner) if names.isdisjoint(CHOICES) else []
-    return policy.has_tolerance(compared, used, dtype)
-
-
-def _sizes(equations: Sequence[Any]) -> list[float]:
-    """Returns the magnitudes of the numbers in equations."""
-    numbers = [x.val for step in equations for x in step.invars if hasattr(x, "val")]
-    return [float(abs(x)) for x in numbers if is_inexact(x) and not np.ndim(x)]
+    condition, _ = parts.opened(equation.params["cond_jaxpr"])
+    asked = {_variable(x) for step in condition.eqns for x in step.invars}
+    return any(is_inexact(x.aval) for x in condition.invars if x in asked)
 
 
 def _folded(equation: Any, program: Program, numbers: Sequence[Any]) -> Any:

@@ -68,8 +68,9 @@ class Call:
         types = [_type_of(x, state) for x, state in pairs]
         with user_context(nowhere()):
             closed = jax.make_jaxpr(function)(*types)
-        found = read(closed, self._planner.dtype, numbers, self._step.source)
-        plan = self._planner.plan(found, states, (False,) * len(found.outputs))
+        callers = (*self._step.callers, self._step.equation)
+        found = read(closed, self._planner.dtype, numbers, callers)
+        plan = self._planner.plan(found, states, (None,) * len(found.outputs))
         others = plan.outputs[len(outputs) :]
         with user_context(self._traceback):
             return self._run(self._planner, plan, args, (*outputs, *others)), others

@@ -28,6 +28,7 @@ class Plan:
       outputs: The states of its results.
       operands: By step, the states of its operands.
       bodies: By step, the plans of the programs in it.
+      rounded: The steps that compute in float32, and whose results only products read.
     """
 
     program: Program
@@ -38,6 +39,7 @@ class Plan:
         default_factory=dict
     )
     bodies: dict[Step, tuple["Plan", ...]] = dataclasses.field(default_factory=dict)
+    rounded: set[Step] = dataclasses.field(default_factory=set)
 
     def is_read_wide(self, variable: Any) -> bool:
         """Whether a step, or perhaps a call in it, reads an argument in float32."""
@@ -62,23 +64,22 @@ class Planner:
         self.dtype, self._is_chosen = dtype, is_chosen
         self.functions: dict[Any, Callable[..., Any]] = {}
         self._plans: dict[Any, Plan] = {}
-        self._wants: dict[Any, set[Any]] = {}
-        self._found: dict[Any, set[Any]] = {}
+        self._reads: dict[Any, dict[Any, State | None]] = {}
 
-    def plan(self, program: Program, inputs: States, wanted: Sequence[bool]) -> Plan:
+    def plan(self, program: Program, inputs: States, reads: States) -> Plan:
         """Returns the states of a program.
 
         Args:
           program: The program.
           inputs: The states of its arguments.
-          wanted: For each result, whether all that read it compute in float32.
+          reads: For each result, how all that read it do; see `readers`.
         """
-        key = program, inputs, tuple(wanted)
+        key = program, inputs, reads
         if key not in self._plans:
             self._plans[key] = self._plan(*key)
         return self._plans[key]
 
-    def _state(self, plan, atom):
+    def _state(self, plan, atom) -> Any:
         """Returns the state of an operand; None if it is not float32."""
         if not is_float32(atom.aval):
             return None
@@ -86,7 +87,7 @@ class Planner:
             return policy.state_of_number(number, self.dtype)
         return plan.states[atom]
 
-    def _plan(self, program, inputs, wanted):
+    def _plan(self, program, inputs, reads):
         plan, jaxpr = Plan(program, {}, inputs), program.jaxpr
         arrays = [
             policy.state_of_array(x, self.dtype) if is_float32(x) else None
@@ -94,169 +95,174 @@ class Planner:
         ]
         given = zip((*jaxpr.constvars, *jaxpr.invars), (*arrays, *inputs), strict=True)
         plan.states.update(given)
-        wants, positions = self._wanted(program, wanted), self._positions(program)
+        reads = self._readers(program, reads)
         for step in program.steps:
-            variables = step.equation.outvars
-            is_wanted = [x in wants for x in variables]
-            if step.name == "add":
-                is_wanted = [is_wanted[0] or variables[0] in positions]
-            states = [self._state(plan, x) for x in step.equation.invars]
-            plan.operands[step] = states
+            atoms, variables = step.equation.invars, step.equation.outvars
+            wishes = [reads[x] for x in variables]
+            plan.operands[step] = [self._state(plan, x) for x in atoms]
             if step.bodies:
-                found = self._nested(plan, step, states, is_wanted)
+                found = self._nested(plan, step, plan.operands[step], wishes)
             elif step.is_parallel:
-                pairs = zip(states, is_wanted, strict=True)
-                found = [self._result(plan, step, [x], y) for x, y in pairs]
+                pairs = zip(atoms, wishes, strict=True)
+                found = [self._result(plan, step, [x], wish) for x, wish in pairs]
             else:
-                found = [self._result(plan, step, states, any(is_wanted))]
+                found = [self._result(plan, step, atoms, _agreed(wishes))]
                 found *= len(variables)
             for variable, state in zip(variables, found, strict=True):
                 plan.states[variable] = state if is_float32(variable.aval) else None
-        self._widen(plan)
         plan.outputs = tuple(self._state(plan, x) for x in jaxpr.outvars)
         return plan
 
-    def _widen(self, plan):
-        """Holds numbers in float32 that nothing reads in half precision.
-
-        It goes backward from what reads, up to the first add.
-        """
-        program = plan.program
-        reads_half = set(program.outputs)
-        for step in reversed(program.steps):
-            found = [plan.states.get(x) for x in step.equation.outvars]
-            is_alone = step.kind in policy.FOLLOWERS and len(found) == 1
-            if is_alone and found == [State.HALF]:
-                (variable,) = step.equation.outvars
-                if variable not in reads_half:
-                    plan.states[variable] = State.WIDE
-                    # The adds of a residual stream before it stay as they are.
-                    found = found if step.name == "add" else [State.WIDE]
-            is_wide = all(x in (State.WIDE, None) for x in found)
-            if step.bodies or step.kind == Kind.PRODUCT or not is_wide:
-                reads_half.update(step.inputs)
-
-    def _positions(self, program, arguments=None):
-        """Returns numbers that are rounded, or less an argument or a constant.
-
-        Args:
-          program: The program.
-          arguments: Which of its arguments are given; all if None.
-        """
-        if arguments is None:
-            arguments = frozenset(program.jaxpr.invars)
-        key = program, arguments
-        if key in self._found:
-            return self._found[key]
-        given = {None, *program.numbers, *program.jaxpr.constvars}
-        given.update(arguments)
-        found: set[Any] = set()
-        moves = Kind.MOVE, Kind.SPREAD
-        for step in program.steps:
-            if step.kind in moves and given.issuperset(step.inputs):
-                given.update(step.equation.outvars)
-        for step in reversed(program.steps):
-            if step.name == "sub":
-                atoms = step.equation.invars[::-1]
-                for x, other, atom in zip(
-                    step.inputs, step.inputs[::-1], atoms, strict=True
-                ):
-                    if other in given and program.number(atom) != 0:
-                        found.add(x)
-            elif step.name in policy.ROUNDINGS or (
-                step.kind in moves and not found.isdisjoint(step.equation.outvars)
-            ):
-                found.update(step.inputs)
-            elif primitives.kind_of(step.name) == Kind.CALL:
-                ((body, reads),) = step.bodies
-                pairs = list(zip(reads, body.jaxpr.invars, strict=True))
-                passed = frozenset(x for i, x in pairs if step.inputs[i] in given)
-                inner = self._positions(body, passed)
-                found.update(step.inputs[i] for i, x in pairs if x in inner)
-        return self._found.setdefault(key, found - {None})
-
-    def _result(self, plan, step, states, is_wanted):
+    def _result(self, plan, step, atoms, wish):
         """Returns the state of the results of a step without programs in it."""
-        if self._is_chosen(step):
-            return State.WIDE
         program = plan.program
-        for variable in step.equation.outvars:
-            if program.number(variable) is not None:
-                return self._state(plan, variable)
-        states = [x for x in states if x is not None]
-        return policy.state_of_result(step.kind, states, is_wanted)
+        if self._is_chosen(step) or not step.equation.outvars:
+            return State.WIDE
+        result = step.equation.outvars[0]
+        if program.number(result) is not None:
+            return self._state(plan, result)
+        operands = [
+            policy.Operand(self._state(plan, x), x.aval.size, program.number(x))
+            for x in atoms
+            if is_float32(x.aval)
+        ]
+        state = policy.state_of_result(step.name, step.kind, operands, result.aval.size)
+        is_half = state == State.HALF
+        if step.name == "add" and is_half and self._updates(plan, step):
+            return State.WIDE
+        if wish == State.WIDE and is_half and step.kind in policy.FOLLOWERS:
+            # Otherwise it, or its gradient, would be rounded before it is added up: of
+            # a cross entropy the two parts of the gradient, p and -1, are nearly each
+            # other's opposite.
+            return State.WIDE
+        if wish == State.HALF and not is_half and is_float32(result.aval):
+            if step.kind not in (Kind.MOVE, Kind.SPREAD):
+                plan.rounded.add(step)
+                return State.HALF
+            return State.HALF if State.HALF in [x.state for x in operands] else state
+        return state
 
-    def _nested(self, plan, step, states, wanted):
+    def _updates(self, plan, step):
+        """Whether it adds to an array, which is broadcast, what comes from that array.
+
+        The state of an ensemble that starts from one state, for example. What a bias or
+        a gain is added to or multiplied with does not come from it.
+        """
+        program = plan.program
+        for atom, other in zip(step.inputs, step.inputs[::-1], strict=True):
+            if not self._gives_way(plan, step, atom) or other is None:
+                continue
+            reached = {program.source(atom)}
+            for reader in itertools.takewhile(lambda x: x is not step, program.steps):
+                is_met = reader.kind in policy.ARITHMETIC
+                is_met &= State.HALF in plan.operands[reader]
+                if any(
+                    x in reached and not (is_met and self._gives_way(plan, reader, x))
+                    for x in reader.inputs
+                ):
+                    reached.update(reader.equation.outvars)
+            if other in reached:
+                return True
+        return False
+
+    def _gives_way(self, plan, step, variable):
+        """Whether a step broadcasts an operand, or gets it broadcast."""
+        if variable is None or plan.program.number(variable) is not None:
+            return False
+        is_small = variable.aval.size < step.equation.outvars[0].aval.size
+        state = plan.states[variable]
+        return state == State.BROADCAST or (state == State.FLEXIBLE and is_small)
+
+    def _nested(self, plan, step, states, wishes):
         """Plans the programs in a step, and returns the states of its results."""
         n = len(step.carry)
-        wanted[:n] = [False] * n
+        wishes = [*[None] * n, *wishes[n:]]
         for i in step.carry:
-            start = plan.program.number(step.equation.invars[i])
-            body, reads = step.bodies[-1]
-            variable = body.jaxpr.invars[list(reads).index(i)]
-            may_add_up = policy.may_add_up(step.equation, start)
-            if states[i] is not None and (
-                may_add_up or variable in self._positions(body)
-            ):
-                states[i] = State.WIDE
-        if step.name in CAST_BEFORE:
-            ((body, _),) = step.bodies
-            inner = self._wanted(body, tuple(wanted))
-            for i, x in enumerate(body.jaxpr.invars):
-                if x in inner and states[i] == State.HALF:
-                    states[i] = State.WIDE
+            # A state of a loop is no bias, and no number.
+            is_number = plan.program.number(step.equation.invars[i]) is not None
+            if states[i] == State.BROADCAST or (is_number and states[i] is not None):
+                states[i] = max(State.FLEXIBLE, states[i])
+        for body, reads in step.bodies:
+            inner = self._readers(body, tuple(wishes[: len(body.outputs)]))
+            for i, x in zip(reads, body.jaxpr.invars, strict=True):
+                if states[i] is None or i in step.carry:
+                    continue
+                if step.name in CAST_BEFORE and states[i] == State.HALF:
+                    states[i] = inner[x] or State.HALF
+                elif step.carry and inner[x] == State.HALF:
+                    states[i] = State.HALF  # Cast once, before the loop.
         while True:
             # The last is the body of a loop; the first may be its condition.
             plans = tuple(
-                self.plan(x, tuple(states[i] for i in reads), wanted[: len(x.outputs)])
+                self.plan(
+                    x, tuple(states[i] for i in reads), tuple(wishes[: len(x.outputs)])
+                )
                 for x, reads in step.bodies
             )
             results = [x.outputs for x in (plans[-1:] if n else plans)]
-            found = [_largest(x) for x in zip(*results, strict=True)]
+            found = [_met(x) for x in zip(*results, strict=True)]
             before = [states[i] for i in step.carry]
-            carry = [_largest(x) for x in zip(before, found[:n], strict=True)]
+            carry = [_met(x) for x in zip(before, found[:n], strict=True)]
             if carry == before:
                 plan.bodies[step] = plans
                 return [*carry, *found[n:]]
             for i, state in zip(step.carry, carry, strict=True):
                 states[i] = state
 
-    def _wanted(self, program, outputs):
-        """Returns what only operations in float32 read.
+    def _readers(self, program, outputs):
+        """Returns how each number is read: a walk backward.
+
+        WIDE: all that read it compute in float32. HALF: products alone read it, perhaps
+        through moves; since moves round nothing, it may be rounded before them. None:
+        otherwise.
 
         Args:
           program: The program.
-          outputs: For each of its results, whether only such operations read it.
+          outputs: How each of its results is read.
         """
         key = program, outputs
-        if key in self._wants:
-            return self._wants[key]
-        wants = collections.defaultdict(list)
-        for variable, is_wanted in zip(program.outputs, outputs, strict=True):
-            wants[variable].append(is_wanted)
+        if key in self._reads:
+            return self._reads[key]
         reads = itertools.chain(program.outputs, *(x.inputs for x in program.steps))
         count = collections.Counter(reads)
+        wide: set[Any] = set()  # on purpose, whatever the arguments are
+        for step in program.steps:
+            is_wide = self._reads_wide(step) and step.kind != Kind.BOUNDED
+            follows = step.kind in policy.FOLLOWERS and not wide.isdisjoint(step.inputs)
+            if not step.bodies and (is_wide or follows):
+                wide.update(x for x in step.equation.outvars if is_float32(x.aval))
+        wishes = collections.defaultdict(list)
+        for variable, wish in zip(program.outputs, outputs, strict=True):
+            wishes[variable].append(wish)
         for step in reversed(program.steps):
-            found = [bool(wants[x]) and all(wants[x]) for x in step.equation.outvars]
-            found[: len(step.carry)] = [False] * len(step.carry)
+            found = [_agreed(wishes[x]) for x in step.equation.outvars]
+            found[: len(step.carry)] = [None] * len(step.carry)
             for body, reads in step.bodies:
-                inner = self._wanted(body, tuple(found[: len(body.outputs)]))
+                inner = self._readers(body, tuple(found[: len(body.outputs)]))
                 for i, x in zip(reads, body.jaxpr.invars, strict=True):
-                    wants[step.inputs[i]].append(x in inner and i not in step.carry)
-            if not step.bodies:
-                is_wide = self._is_chosen(step) or step.kind not in (
-                    Kind.PRODUCT,
-                    *policy.FOLLOWERS,
+                    wish = None if i in step.carry else inner[x]
+                    wishes[step.inputs[i]].append(wish)
+            for i, x in enumerate(() if step.bodies else step.inputs):
+                result = found[i] if step.is_parallel else _agreed(found)
+                is_wide = self._reads_wide(step) or (
+                    step.kind in policy.ARITHMETIC
+                    and not wide.isdisjoint(step.equation.outvars)
                 )
-                for i, x in enumerate(step.inputs):
-                    # Not through the adds of a residual stream, which others read, too.
-                    is_passed = step.kind != Kind.ARITHMETIC or count[x] == 1
-                    is_read = found[i] if step.is_parallel else any(found)
-                    is_passed &= step.kind in policy.FOLLOWERS and is_read
-                    wants[x].append(is_wide or is_passed)
-        return self._wants.setdefault(
-            key, {k for k, x in wants.items() if x and all(x)}
-        )
+                # An add of a residual stream, which others read, too, stays as it is.
+                is_alone = step.kind == Kind.SPREAD or count[x] == 1
+                if is_wide or step.kind == Kind.PRODUCT:
+                    wish = State.WIDE if is_wide else State.HALF
+                elif step.kind == Kind.MOVE:
+                    wish = result
+                else:  # Gradients of what spreads are sums.
+                    wish = result if result == State.WIDE and is_alone else None
+                wishes[x].append(wish)
+        found = {x: _agreed(wish) for x, wish in wishes.items()}
+        return self._reads.setdefault(key, collections.defaultdict(type(None), found))
+
+    def _reads_wide(self, step):
+        kinds = Kind.PRODUCT, *policy.FOLLOWERS
+        return self._is_chosen(step) or step.kind not in kinds
 
 
 def is_float32(x: Any) -> bool:
@@ -264,5 +270,9 @@ def is_float32(x: Any) -> bool:
     return str(getattr(x, "dtype", "")) == "float32"
 
 
-def _largest(states):
-    return None if None in states else max(states)
+def _met(states):
+    return None if None in states else policy.met(states)
+
+
+def _agreed(wishes):
+    return wishes[0] if wishes and len(set(wishes)) == 1 else None

@@ -30,6 +30,8 @@ CONSOLES = re.compile(
 )
 # A file, a line, and the qualified name of the function with that line.
 Line = tuple[str, int, str]
+# A file, the qualified name of a function, and its first line.
+Function = tuple[str, str, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +90,19 @@ def source_of(equation: Any, caller: Source, *, is_backward: bool) -> Source:
     # A lambda and what calls it are often on one line.
     callers = (y for x, y in itertools.pairwise(lines) if x[:2] != y[:2])
     return Source(*lines[0], in_rule, tuple(callers))
+
+
+def functions_of(equation: Any) -> set[Function]:
+    """Returns the functions that were running when JAX made an equation.
+
+    Those that run the jaxpr which holds it are not among them: see `source_of`.
+    """
+    traceback, found = equation.source_info.traceback, set()
+    for frame in traceback.frames if traceback is not None else ():
+        if frame.function_name in BORDERS:
+            break
+        found.add((frame.file_name, frame.function_name, frame.function_start_line))
+    return found
 
 
 @functools.cache

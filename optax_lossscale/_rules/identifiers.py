@@ -1,6 +1,7 @@
 """Makes rules from the names and numbers that users pass."""
 
 import numbers
+from typing import Literal
 
 from optax_lossscale import _check as check
 from optax_lossscale._rules.base import LossScale
@@ -8,10 +9,11 @@ from optax_lossscale._rules.dynamic import DynamicLossScale
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._rules.headroom import HeadroomLossScale
 
+RuleName = Literal["dynamic", "headroom"]
 BY_NAME = {"dynamic": DynamicLossScale, "headroom": HeadroomLossScale}
 
 
-def get_loss_scale(identifier: LossScale | float | str) -> LossScale:
+def get_loss_scale(identifier: LossScale | float | RuleName) -> LossScale:
     """Converts a name or number to a `LossScale`.
 
     Args:

@@ -21,7 +21,9 @@ HERE = Path(__file__).name
 
 def bad_in_float32_too(w, mended=False):
     x = jnp.maximum(half(w), 0)
-    return total(jnp.where(x > 0, jnp.log(jnp.where(x > 0, x, 1) if mended else x), 0.0))
+    return total(
+        jnp.where(x > 0, jnp.log(jnp.where(x > 0, x, 1) if mended else x), 0.0)
+    )
 
 
 def divided_by_what_was_flushed(w, mended=False):
@@ -51,7 +53,11 @@ def test_float32_is_no_advice_where_it_is_nan_too():
 FLUSHED = jnp.linspace(0.5, 2, 8).at[0].set(5e-4)  # One number of h is flushed, too.
 LINES = {
     divided_by_what_was_flushed: (FLUSHED, "all are flushed", "divided"),
-    one_minus_what_rounds_to_one: (jnp.array([0.0, 12.0]), "rounds to one", "logarithm"),
+    one_minus_what_rounds_to_one: (
+        jnp.array([0.0, 12.0]),
+        "rounds to one",
+        "logarithm",
+    ),
 }
 
 
@@ -77,7 +83,9 @@ def normal(i, *shape):
     return jax.random.normal(jax.random.key(i), shape)
 
 
-def make_perceptron(depth=2, activation="relu", size=1e-9, batch=32, width=16, fault=None):
+def make_perceptron(
+    depth=2, activation="relu", size=1e-9, batch=32, width=16, fault=None
+):
     sizes = [8, *[width] * depth, 1]
     pairs = enumerate(zip(sizes, sizes[1:], strict=False))
     params = [(normal(i, *s) / s[0] ** 0.5, jnp.zeros(s[1])) for i, s in pairs]

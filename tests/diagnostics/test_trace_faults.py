@@ -43,7 +43,9 @@ def loss_fn(params, x, f):
     y = y / (jnp.abs(y) + 1e-8)  # constant
     loss += total(y * p["constant"])
     loss += jnp.sum(jnp.sin(p["backward"]).astype(jnp.float32)) * f["steep"]  # backward
-    loss += jnp.sum(jnp.sin(p["underflow"]).astype(jnp.float32)) * f["tiny"]  # underflow
+    loss += (
+        jnp.sum(jnp.sin(p["underflow"]).astype(jnp.float32)) * f["tiny"]
+    )  # underflow
     step = lambda i, n: n + 1  # noqa: E731 # rounding
     n = lax.fori_loop(0, f["count"].astype(jnp.int32), step, jnp.float16(0))
     loss += total(jnp.sin(p["rounding"])) * n.astype(jnp.float32) / f["count"]
@@ -59,7 +61,9 @@ def trace(*faults):
     for name in faults:
         values |= FAULTS[name]
     params = {
-        name: jnp.linspace(0.3, 1.7, 8) for name in FAULTS if name not in ("parameter", "data")
+        name: jnp.linspace(0.3, 1.7, 8)
+        for name in FAULTS
+        if name not in ("parameter", "data")
     }
     params["overflow"] = params["overflow"].at[3].mul(values.pop("params"))
     x = jnp.ones(8).at[2].set(values.pop("x"))
@@ -68,7 +72,10 @@ def trace(*faults):
 
 def is_named(finding, fault):
     if KINDS[fault] == "nonfinite_argument":
-        return f"The {'parameter' if fault == 'parameter' else 'argument'} " in finding.message
+        return (
+            f"The {'parameter' if fault == 'parameter' else 'argument'} "
+            in finding.message
+        )
     return finding.operation.line == line_of(fault, __file__)
 
 

@@ -175,9 +175,14 @@ def float32_lines(
     tolerance = check.share("tolerance", tolerance)
     is_given = scale is not None or state is not None
     scale = trace.check_scale(name, state, scale)
-
-    Program(call(loss_fn), dtype)  # It raises an error if that is another dtype.
-    followed = Program(call(autocast(function, dtype)), dtype)
+    given = Program(call(loss_fn), dtype)  # It raises an error for another dtype.
+    if not given.computes_in_dtype:
+        text = trace.summarize(given, trace.why_nothing(loss_fn, call, given.dtype))
+        return Float32Lines([], scale, 0.0, 0.0, True, f"No line needs float32. {text}")
+    if not given.is_autocast:  # The function casts by itself.
+        raise TypeError(_refusal(call(function)))
+    # The lines that it has already are proposed, too.
+    followed = Program(call(autocast(function, jnp.dtype(given.dtype))), dtype)
     search = Search(followed.run, tolerance, scale)
     if not is_given:
         # Where all is flushed to zero, nothing overflows, but in float32 it would.
@@ -235,9 +240,8 @@ def _compared(run: Run, function: Any, call: Callable[..., Any]) -> Callable[...
     def compare(lines):
         names = [f"{file}:{number}" for file, number in lines if number]
         with warnings.catch_warnings(action="ignore"):  # A line of constants alone.
-            loss, found = gradients(
-                autocast(function, run.outline.dtype, float32=names)
-            )
+            half = jnp.dtype(run.outline.dtype)
+            loss, found = gradients(autocast(function, half, float32=names))
         pairs = zip(found, truth()[1], strict=True)
         sizes = np.array([norms(*pair) for pair in pairs], float)
         return sizes, (float(loss), float(truth()[0]))

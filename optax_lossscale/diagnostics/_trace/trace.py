@@ -1,14 +1,18 @@
 """`trace_numerics`: which line breaks in half precision, and why."""
 
 import textwrap
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale import _check as check
+from optax_lossscale._autocast.cast import autocast, function_of
 from optax_lossscale._jaxprs.lines import Source, source_of
 from optax_lossscale._jaxprs.primitives import Kind, names_of
 from optax_lossscale.diagnostics._common import check_host, scale_of
@@ -85,8 +89,33 @@ class NumericsTrace(NamedTuple):
         return "\n".join(lines)
 
 
-def summarize(program: Program) -> str:
-    """Says how many products compute in the dtype in question, and with what."""
+def why_nothing(loss_fn: Any, call: Callable[..., Any], dtype: str) -> str:
+    """Returns why `autocast` casts nothing; "" if `loss_fn` is no `autocast`.
+
+    Args:
+      loss_fn: The loss function.
+      call: Takes a call of a function apart: see `make_call`.
+      dtype: The dtype.
+    """
+    loss_fn = getattr(loss_fn, "without_scale", loss_fn)
+    if (function := function_of(loss_fn)) is None:
+        return ""
+    again = autocast(function, jnp.dtype(dtype), float32=loss_fn.float32)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        taken, arrays, *_ = call(again)  # It warns once, and has perhaps done so.
+        jax.eval_shape(taken, arrays)
+    texts = (str(x.message) for x in caught)
+    return next((x.partition(": ")[2] for x in texts if "computes nothing" in x), "")
+
+
+def summarize(program: Program, nothing: str, kept: Sequence[Any] = ()) -> str:
+    """Says how many products compute in the dtype in question, and with what.
+
+    Args:
+      program: The program.
+      nothing: Why `autocast` casts nothing, if so.
+      kept: What `autocast` keeps in float32 by its argument.
+    """
     products = [x for x in program.equations if x.primitive.name in PRODUCTS]
     casts = [x for x in program.equations if x.primitive.name == "convert_element_type"]
     halves = {y for x in casts if in_half(x.invars[0].aval) for y in x.outvars}
@@ -94,9 +123,14 @@ def summarize(program: Program) -> str:
     count, dtype = types.count({program.dtype}), program.dtype
     text = [f"{count} of {len(products)} matrix products compute in {dtype}."]
     if not program.computes_in_dtype:
-        text = [f"No operation computes in {dtype}: trace autocast(loss_fn) to try it."]
+        advice = nothing or "trace autocast(loss_fn) to try it."
+        text = [f"No operation computes in {dtype}: {advice}"]
     elif not products:
         text = []
+    if nothing and program.computes_in_dtype:
+        text.append(f"autocast casts nothing: {nothing}")
+    if kept:
+        text.append(f"float32= keeps {', '.join(x.name for x in kept)} in float32.")
 
     def was_half(x):
         return in_half(x.aval) or (not hasattr(x, "val") and x in halves)
@@ -208,7 +242,12 @@ def trace_numerics(
     """
     name = "trace_numerics"
     scale = check_scale(name, state, scale)
-    program = Program(make_call(name, loss_fn, params, args, kwargs, has_aux), dtype)
+
+    def call(function):
+        return make_call(name, function, params, args, kwargs, has_aux)
+
+    program = Program(call(loss_fn), dtype)
+    nothing = "" if program.is_autocast else why_nothing(loss_fn, call, program.dtype)
     search = Search(program.run, closeness(program.dtype), scale)
     run, best = search.run, search.best
     first = next(iter(run.nonfinite_origins()), None)
@@ -224,7 +263,7 @@ def trace_numerics(
         float32_loss=float32_loss,
         dtype=program.dtype,
         computes_in_dtype=program.computes_in_dtype,
-        summary=summarize(program),
+        summary=summarize(program, nothing, getattr(loss_fn, "float32", ())),
         operations=list(map(run.operation, operations)),
     )
 

@@ -1,0 +1,114 @@
+"""What the user keeps in float32, by `float32=`: which steps of a program that is."""
+
+import difflib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from optax_lossscale._autocast.program import Step
+from optax_lossscale._jaxprs.lines import Function
+
+KINDS = (
+    'lines ("file.py:123", or what diagnostics.float32_lines returns), functions, '
+    'classes, methods, or names of scopes ("encoder/attention")'
+)
+
+
+class Choice:
+    """One line, function, class or scope.
+
+    Attributes:
+      name: How it is called in a warning.
+    """
+
+    def __init__(self, chosen: Any):
+        """Takes what the user passed; TypeError if it is of another kind."""
+        self.name, self._line, self._scope = "", "", ()
+        self._functions: set[Function] = set()
+        if hasattr(chosen, "file") and hasattr(chosen, "line"):
+            chosen = f"{chosen.file}:{chosen.line}"
+        if isinstance(chosen, str) and chosen.strip("/"):
+            self.name = chosen.replace("\\", "/")
+            if re.fullmatch(r".+:\d+", chosen):
+                self._line = f"/{self.name}"
+            else:
+                self._scope = tuple(chosen.strip("/").split("/"))
+            return
+        self._functions = set(_functions(chosen))
+        if not self._functions:
+            raise TypeError(f"float32 must hold {KINDS}, got {chosen!r}.")
+        self.name = getattr(chosen, "__qualname__", repr(chosen))
+
+    def matches(self, step: Step) -> bool:
+        """Whether a step is in it."""
+        if self._functions:
+            return not self._functions.isdisjoint(step.functions())
+        if self._line:
+            return any(x.endswith(self._line) for x in _places(step))
+        names, n = step.scope().split("/"), len(self._scope)
+        pieces = (tuple(names[i : i + n]) for i in range(len(names)))
+        return self._scope in pieces
+
+    def nearest(self, steps: list[Step]) -> str:
+        """Returns what steps have that is nearest to it; "" if nothing is near."""
+        if self._functions:
+            seen = {name for step in steps for _, name, _ in step.functions()}
+        elif self._line:
+            seen = {place[1:] for step in steps for place in _places(step)}
+        else:
+            names = (step.scope().split("/") for step in steps)
+            seen = {"/".join(x[:i]) for x in names for i in range(1, len(x) + 1)}
+            # What is below the first scope is the same in every model of that class.
+            seen |= {x.partition("/")[2] for x in seen}
+        return next(iter(difflib.get_close_matches(self.name, seen, 1)), "")
+
+
+def choices_of(float32: Any) -> list[Choice]:
+    """Returns what `float32=` holds: one, several, or lines of the diagnostics."""
+    chosen: Any = getattr(float32, "lines", float32)
+    is_one = isinstance(chosen, str) or callable(chosen) or hasattr(chosen, "line")
+    try:
+        several = [chosen] if is_one else list(iter(chosen))
+    except TypeError as error:
+        raise TypeError(f"float32 must hold {KINDS}, got {float32!r}.") from error
+    # The gradient of the loss has no line: it is float32 already.
+    several = [x for x in several if getattr(x, "line", None) != 0]
+    return [x if isinstance(x, Choice) else Choice(x) for x in several]
+
+
+def chooser(choices: list[Choice]) -> tuple[Callable[[Step], bool], set[Choice]]:
+    """Returns whether a step is chosen, and a set of the choices that matched none."""
+    missing = set(choices)
+
+    @functools.cache
+    def is_chosen(step):
+        found = [x for x in choices if x.matches(step)]
+        missing.difference_update(found)
+        return bool(found)
+
+    return is_chosen, missing
+
+
+def _places(step: Step) -> list[str]:
+    source = step.source()
+    pairs = source.own[:2], (source.file, source.line)
+    return [f"/{file}:{line}".replace("\\", "/") for file, line in pairs]
+
+
+def _functions(chosen: Any) -> Iterator[Function]:
+    """Yields the functions of what the user passed."""
+    if isinstance(chosen, functools.partial):
+        chosen = chosen.func
+    if inspect.isclass(chosen):
+        # Not all that it inherits: every module runs methods of its framework's base.
+        for name in {*vars(chosen), "__call__"}:
+            member = getattr(chosen, name, None)
+            member = getattr(member, "fget", member)  # of a property
+            if not inspect.isclass(member):
+                yield from _functions(member)
+    elif callable(chosen):
+        code = getattr(inspect.unwrap(chosen), "__code__", None)
+        if code is not None:
+            yield code.co_filename, code.co_qualname, code.co_firstlineno

@@ -1,0 +1,216 @@
+"""`float32=` by function, class, method and scope, in models that nobody edits."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from casting import normal, products
+from jax import lax
+
+from optax_lossscale import autocast
+from optax_lossscale._jaxprs.parts import all_equations
+
+X, W = normal(16, 8), normal(8, 8, scale=0.4)
+
+
+def kept(h, w):
+    return jax.nn.relu(h @ w)
+
+
+class Block:
+    def __call__(self, h, w):
+        return self.inner(h, w) @ w
+
+    def inner(self, h, w):
+        return jnp.tanh(h @ w)
+
+
+class Inherits(Block):
+    pass
+
+
+def widths(f, *args):
+    """Returns how many products compute in float32 and in float16, forward."""
+    equations = all_equations(jax.make_jaxpr(f)(*args).jaxpr)
+    names = [x.outvars[0].aval.dtype.name for x in equations if is_product(x)]
+    return names.count("float32"), names.count("float16")
+
+
+def is_product(equation):
+    return equation.primitive.name in ("dot_general", "conv_general_dilated")
+
+
+WAYS = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "scan": lambda f: (
+        lambda h, w: lax.scan(lambda h, _: (f(h, w), None), h, length=2)[0]
+    ),
+    "vmap": lambda f: jax.vmap(f, (0, None)),
+}
+
+
+CHOICES = [
+    (kept, 1), ([kept], 1), (functools.partial(kept), 1), (jax.jit(kept), 1),
+    (Block, 2), (Block.inner, 1), (Block().inner, 1), ([kept, Block], 3),
+    (Inherits, 2), ("outer", 4), ("outer/model", 3), ("model", 3), ("ute", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("way", "float32", "inside"),
+    [("plain", *x) for x in CHOICES]
+    + [(way, *x) for way in [*WAYS][1:] for x in ((kept, 1), (Block, 2), ("model", 3))],
+)
+def test_by_function_class_method_and_scope(way, float32, inside):
+    def f(w, x):
+        with jax.named_scope("outer"):
+            h = x @ w
+            with jax.named_scope("model"):
+                h = WAYS[way](lambda h, w: Block()(kept(h, w), w))(h, w)
+        return jnp.mean((h @ w) ** 2)
+
+    if not inside:
+        with pytest.warns(UserWarning, match=r"casts nothing: ute. .*: outer\."):
+            autocast(f, float32=float32)(W, X)
+        return
+    cast = autocast(f, float32=float32)
+    assert widths(cast, W, X) == (inside, 5 - inside)
+    # The derivative, too: of each product but the first by both of its operands.
+    both = [x for kinds in products(cast, W, X) for x in kinds]
+    found = both.count("float32"), both.count("float16")
+    again = found[0] + found[1] - 14  # A checkpoint computes some again.
+    assert (again > 0) == (way == "checkpoint")
+    assert 3 * inside - (float32 == "outer") <= found[0] <= 3 * inside + again
+    assert found[1] >= 14 - 3 * inside
+
+
+def linen():
+    nn = pytest.importorskip("flax.linen")
+
+    class Linen(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            h = nn.Dense(8, name="first")(x)
+            h = nn.MultiHeadDotProductAttention(2, name="attention")(h[None])[0]
+            return nn.Dense(8, name="last")(h)
+
+    model = Linen()
+    params = model.init(jax.random.key(0), X)
+    chosen = {"class": nn.MultiHeadDotProductAttention, "method": nn.Dense.__call__}
+    return params, model.apply, chosen
+
+
+def flax_nnx():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(8, 8, rngs=rngs)
+            self.attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs)
+
+        def __call__(self, x):
+            return self.attention(self.first(x)[None])[0]
+
+    graph, params = nnx.split(Model(nnx.Rngs(0)))
+    apply = lambda params, x: nnx.merge(graph, params)(x)  # noqa: E731
+    chosen = {"class": nnx.MultiHeadAttention, "function": nnx.dot_product_attention}
+    return params, apply, chosen
+
+
+def equinox():
+    eqx = pytest.importorskip("equinox")
+    keys = jax.random.split(jax.random.key(0))
+    first = eqx.nn.Linear(8, 8, key=keys[0])
+    attention = eqx.nn.MultiheadAttention(2, 8, key=keys[1])
+    params, static = eqx.partition((first, attention), eqx.is_array)
+
+    def apply(params, x):
+        first, attention = eqx.combine(params, static)
+        h = jax.vmap(first)(x)
+        return attention(h, h, h)
+
+    chosen = {"class": eqx.nn.MultiheadAttention, "method": eqx.nn.Linear.__call__}
+    return params, apply, chosen
+
+
+def haiku():
+    hk = pytest.importorskip("haiku")
+
+    def forward(x):
+        h = hk.Linear(8, name="first")(x)
+        h = hk.nets.MLP([8, 8], name="middle")(h)
+        return hk.Linear(8, name="last")(h)
+
+    model = hk.without_apply_rng(hk.transform(forward))
+    params = model.init(jax.random.key(0), X)
+    return params, model.apply, {"class": hk.nets.MLP}
+
+
+@pytest.mark.parametrize(
+    ("make", "float32", "m", "n"),
+    [
+        (linen, "class", 6, 2), (linen, "method", 2, 6), (linen, "attention", 6, 2),
+        (linen, "Linen/last", 1, 7), (flax_nnx, "class", 6, 1),
+        (flax_nnx, "function", 2, 5), (equinox, "class", 6, 1),
+        (equinox, "method", 5, 2), (haiku, "class", 2, 2), (haiku, "middle", 2, 2),
+    ],
+)  # fmt: skip
+def test_in_libraries(make, float32, m, n):
+    params, apply, chosen = make()
+
+    def f(params, x):
+        return jnp.mean(apply(params, x) ** 2)
+
+    cast = autocast(f, float32=chosen.get(float32, float32))
+    assert widths(cast, params, X) == (m, n)
+    grad, wanted = (jax.jit(jax.grad(g))(params, X) for g in (cast, f))
+    difference = optax.tree.norm(optax.tree.sub(grad, wanted))
+    assert difference < 0.005 * optax.tree.norm(wanted)
+
+
+def test_what_matches_nothing_warns_with_what_is_nearest():
+    def kept_too(h, w):
+        return h @ w
+
+    f = lambda w, x: jnp.mean(kept(x, w) ** 2)  # noqa: E731
+    with pytest.warns(UserWarning, match=re.escape("kept_too. The nearest in this")):
+        autocast(lambda w, x: f(w, x @ w), float32=[kept_too, kept])(W, X)
+
+
+def distances(a, b):
+    return jnp.sum(a**2, -1)[:, None] - 2 * a @ b.T + jnp.sum(b**2, -1)
+
+
+CODES = normal(30, 8, scale=0.3) + 4.0
+
+
+def quantized(w, x):
+    z = 0.3 * (x @ w) + 4
+    near = jnp.argmin(distances(z, CODES), -1)
+    chosen = CODES[near] + 0 * w[0]
+    return jnp.mean((z - lax.stop_gradient(chosen)) ** 2), near
+
+
+def discrepancy(w, x):
+    z = 0.3 * (x @ w) + 3
+    y = 3 + 0.3 * jnp.sin(X)
+    kernel = lambda a, b: jnp.mean(jnp.exp(-distances(a, b) / 2))  # noqa: E731
+    return kernel(z, z) + kernel(y, y) - 2 * kernel(z, y), None
+
+
+@pytest.mark.parametrize("f", [quantized, discrepancy])
+def test_differences_of_products_by_the_name_of_their_function(f):
+    x = normal(256, 8)
+    run = lambda f: jax.jit(jax.grad(f, has_aux=True))(W, x)  # noqa: E731
+    (grads, codes), (wanted, right) = run(autocast(f, float32=distances)), run(f)
+    worse, wrong = run(autocast(f))
+    error = lambda g: float(jnp.linalg.norm(g - wanted) / jnp.linalg.norm(wanted))  # noqa: E731
+    assert error(grads) < 0.002
+    assert error(worse) > 3 * error(grads)
+    if codes is not None:
+        assert jnp.sum(codes != right) == 0 < jnp.sum(wrong != right)

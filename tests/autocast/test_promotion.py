@@ -1,0 +1,205 @@
+"""An array of the program plus a half-precision one is float32; what gives way is not.
+
+Each program is compared with float32, and with float16 by hand: there the operands of
+products are cast, and all else is float32.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from casting import normal
+from jax import lax
+
+from optax_lossscale import autocast
+from optax_lossscale._jaxprs.parts import all_equations
+
+SCALE = 2.0**10
+HALF = jnp.float16
+
+
+def by_hand(x, w):
+    return jnp.matmul(x.astype(HALF), w.astype(HALF), preferred_element_type="float32")
+
+
+def net(w, x, matmul):
+    return matmul(jnp.tanh(matmul(x, w["a"])), w["b"])
+
+
+def normed(x):
+    x = x - x.mean(-1, keepdims=True)
+    return x / jnp.sqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-5)
+
+
+W = {"a": normal(8, 32, scale=8**-0.5), "b": normal(32, 8, scale=32**-0.5)}
+KELVIN = 280 + 15 * normal(4, 8)
+
+
+def rollout(n, w, u, matmul):
+    start = u
+    for _ in range(n):
+        u = u + 0.1 * net(w, u / 300, matmul)
+    return jnp.mean((u - start - 1) ** 2)
+
+
+def steps(n, w, z, matmul):
+    step = lambda z, _: (z + 0.01 * net(w, z, matmul), None)  # noqa: E731
+    return jnp.mean(lax.scan(step, z, None, length=n)[0] ** 2)
+
+
+def runge_kutta(w, z, matmul):
+    for _ in range(16):
+        half = z + 0.05 * net(w, z, matmul)
+        z = z + 0.1 * net(w, half, matmul)
+    return jnp.mean(z**2)
+
+
+def coordinates(octaves, w, x, matmul):
+    x = x + 0.02 * net(w, x, matmul)
+    phases = x[:, None] * 2.0 ** jnp.arange(float(octaves))[:, None]
+    features = jnp.concatenate([jnp.sin(phases), jnp.cos(phases)], -1)
+    features = features.reshape(len(x), -1)
+    return jnp.mean((matmul(features, features[:8].T) - 1) ** 2)
+
+
+def times(w, x, matmul):
+    """Time stamps times learned frequencies, plus what a network says."""
+    phases = (100 + x[:, :1]) * w["a"][0] + w["a"][1] + net(w, x, matmul)[:, :1]
+    return jnp.mean(matmul(jnp.sin(phases), w["b"]) ** 2)
+
+
+def oscillation(w, x, matmul):
+    u = 256 + 100 * jnp.sin(x)
+    for _ in range(8):
+        u = u + 0.1 * net(w, u / 256, matmul)
+    return jnp.mean((u - 256 - 100 * jnp.sin(x) - 1) ** 2)
+
+
+def offset_stream(w, h, matmul):
+    for _ in range(3):
+        h = h + net(w, normed(h), matmul)
+    return jnp.mean(matmul(normed(h), w["a"]) ** 2) + 1e-3 * jnp.mean(h)
+
+
+def low_rank(w, x, matmul):
+    frozen = lax.stop_gradient(normal(8, 8))
+    return jnp.mean(matmul(x, frozen + 0.1 * matmul(w["a"][:, :2], w["b"][:2])) ** 2)
+
+
+def ensemble(w, u, matmul):
+    start, noise = u[0], normal(12, 8)
+    u = jnp.broadcast_to(start, noise.shape)
+    for _ in range(8):
+        u = u + 0.2 * net(w, u / 280 + 0.1 * noise, matmul)
+    return jnp.mean((u - start - 1) ** 2)
+
+
+def residual(begin, w, x, matmul):
+    h = begin(w, x, matmul)
+    for _ in range(3):
+        h = h + net(w, normed(h), matmul)
+    return jnp.mean(matmul(normed(h), w["a"]) ** 2)
+
+
+def embedding(w, x, matmul):
+    return w["a"].T[jnp.arange(16) % 5] + w["b"][:16]
+
+
+def image(w, x, matmul):
+    kernel = w["a"].reshape(8, 4, 8)[:, :3]
+    if matmul is by_hand:
+        x, kernel = x.astype(HALF), kernel.astype(HALF)
+    x = x[None]
+    h = lax.conv_general_dilated(
+        x, kernel, (1,), "SAME", dimension_numbers=("NWC", "IWO", "NWC")
+    )
+    return h[0].astype(jnp.float32)
+
+
+X = normal(16, 8)
+CASES = {
+    "12 steps near 280": (functools.partial(rollout, 12), KELVIN),
+    "30 steps near 280": (functools.partial(rollout, 30), KELVIN),
+    "30 small steps": (functools.partial(rollout, 30), X),
+    "a scan of 2 steps": (functools.partial(steps, 2), X),
+    "a scan of 100 steps": (functools.partial(steps, 100), X),
+    "a scan of 127 steps": (functools.partial(steps, 127), X),
+    "a scan of 128 steps": (functools.partial(steps, 128), X),
+    "a scan of 1,000 steps": (functools.partial(steps, 1000), X / 4),
+    "Runge-Kutta": (runge_kutta, X),
+    "coordinates to 2^6": (functools.partial(coordinates, 6), X),
+    "coordinates to 2^9": (functools.partial(coordinates, 9), X),
+    "times and frequencies": (times, X),
+    "an oscillation with an offset": (oscillation, X),
+    "a stream with an offset": (offset_stream, 300 + X),
+    "a low-rank update": (low_rank, X),
+    "an ensemble from one state": (ensemble, KELVIN),
+    "a residual stream from an embedding": (functools.partial(residual, embedding), X),
+    "one from a convolution": (functools.partial(residual, image), X),
+    "one from an input": (functools.partial(residual, lambda w, x, _: x), X),
+    "one from a product": (
+        functools.partial(residual, lambda w, x, matmul: matmul(x, w["a"])[:, :8]), X,
+    ),
+}  # fmt: skip
+OFTEN = ("12 steps near 280", "a scan of 127 steps", "times and frequencies")
+
+
+def error(wanted, found):
+    pairs = zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True)
+    norm = np.linalg.norm
+    return max(norm(np.float64(y) - x) / norm(np.float64(x)) for x, y in pairs)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [x if x in OFTEN else pytest.param(x, marks=pytest.mark.exhaustive) for x in CASES],
+)
+def test_gradients_are_as_near_as_by_hand(name):
+    f, x = CASES[name]
+
+    def run(f):
+        scaled = jax.jit(jax.grad(lambda *args: SCALE * f(*args)))
+        return jax.tree.map(lambda g: g / SCALE, scaled(W, x))
+
+    plain = functools.partial(f, matmul=jnp.matmul)
+    wanted, hand = run(plain), run(functools.partial(f, matmul=by_hand))
+    assert error(wanted, run(autocast(plain))) < max(2 * error(wanted, hand), 0.002)
+
+
+def dtype_of(f, *args):
+    """Returns the dtype that the result of a function is held in, before a product."""
+    cast = autocast(lambda w, x: (f(w, x) * 0.5) @ w)
+    equations = all_equations(jax.make_jaxpr(cast)(*args).jaxpr)
+    return [x.outvars[0].aval.dtype for x in equations if x.primitive.name == "mul"][-1]
+
+
+B = normal(8)
+
+
+@pytest.mark.parametrize(
+    ("f", "dtype"),
+    [
+        (lambda w, x: x + x @ w, "float32"),
+        (lambda w, x: 2 * x + x @ w, "float32"),
+        (lambda w, x: jnp.where(x > 0, x, x @ w) + x @ w, "float32"),
+        (lambda w, x: jnp.broadcast_to(x[0], x.shape) + x[0] * (x @ w), "float16"),
+        (lambda w, x: jnp.concatenate([x[:8], (x @ w)[8:]]) + x @ w, "float32"),
+        (lambda w, x: x @ w + B, "float16"),
+        (lambda w, x: x @ w + jnp.broadcast_to(B, (1, 8)), "float16"),
+        (lambda w, x: x @ w + 3.0, "float16"),
+        (lambda w, x: x @ w + jnp.sin(x), "float16"),
+        (lambda w, x: x @ w + (1 + jnp.tanh(x)) / 2, "float16"),
+        (lambda w, x: x @ w + 3 * jnp.sin(x), "float32"),
+        (lambda w, x: x @ w + B * jnp.sin(x), "float32"),
+        (lambda w, x: x @ w + w[jnp.arange(16) % 8], "float16"),
+        (lambda w, x: x @ w + 16 * w[jnp.arange(16) % 8], "float16"),
+        (lambda w, x: x @ w + x[:, :1] * B, "float32"),
+        (lambda w, x: x @ w + jnp.outer(x[:, 0], B), "float32"),
+        (lambda w, x: x @ w + (jnp.sum(x, -1, keepdims=True) + B), "float32"),
+        (lambda w, x: x @ w + (x @ w) @ w, "float16"),
+    ],
+)  # fmt: skip
+def test_what_wins_and_what_gives_way(f, dtype):
+    assert dtype_of(f, normal(8, 8), normal(16, 8)) == dtype

@@ -1,0 +1,85 @@
+"""`autocast` says when no product computes in half precision, and why."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from casting import normal
+from jax import lax
+from tracing import line_of
+
+from optax_lossscale import autocast
+
+X, W = normal(16, 8), normal(8, 8, scale=0.4)
+
+
+def loss_fn(params, x):
+    return jnp.mean((x @ params["w"]) ** 2)  # product
+
+
+def by_itself(params, x):
+    h = x.astype(jnp.bfloat16) @ params["w"].astype(jnp.bfloat16)  # casts
+    return jnp.mean(h.astype(jnp.float32) ** 2)
+
+
+def no_product(params, x):
+    return jnp.mean((x * params["w"][0]) ** 2)
+
+
+def precise(params, x):
+    return jnp.mean(jnp.dot(x, params["w"], precision="highest") ** 2)  # precise
+
+
+def converges(params, x):
+    step = lambda x: jnp.tanh(x @ params["w"]) / 2  # noqa: E731
+    return jnp.mean(lax.while_loop(lambda x: jnp.max(x) > 0.1, step, x))  # loop
+
+
+HALF = {"w": W.astype(jnp.float16)}, X.astype(jnp.float16)
+CASES = {
+    "by itself": (by_itself, ({"w": W}, X), {}, "{casts} casts to bfloat16 by itself"),
+    "no product": (no_product, ({"w": W}, X), {}, "it has no matrix product"),
+    "covered": (loss_fn, ({"w": W}, X), {"float32": loss_fn}, "float32= covers all"),
+    "argument": (loss_fn, HALF, {}, r"args\[0\]\['w'\] is float16"),
+    "precision": (precise, ({"w": W}, X), {}, "{precise} asks for precision .*HIGHEST"),
+    "loop": (converges, ({"w": W}, X), {}, "{loop} is a loop that ends by floating"),
+}
+
+
+@pytest.mark.parametrize(("f", "args", "options", "reason"), CASES.values(), ids=CASES)
+def test_the_first_reason_once(f, args, options, reason):
+    for mark in ("casts", "precise", "loop"):
+        place = f"test_reasons.py:{line_of(mark, __file__)}"
+        reason = reason.replace(f"{{{mark}}}", place)
+    cast = autocast(f, **options)
+    with pytest.warns(
+        UserWarning, match=f"nothing of {f.__name__} in float16: {reason}"
+    ):
+        jax.eval_shape(cast, *args)
+    jax.eval_shape(cast, *args)  # Warnings are errors.
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_float64():
+    x64 = getattr(jax, "enable_x64", None)
+    if not isinstance(x64, type(jax.debug_nans)):
+        from jax.experimental import enable_x64 as x64  # Older versions.
+    with x64(True):
+        x, w = jnp.ones((4, 8), jnp.float64), jnp.ones((8, 8), jnp.float64)
+        with pytest.warns(UserWarning, match=r"args\[0\]\['w'\] is float64"):
+            autocast(loss_fn)({"w": w}, x=jnp.float32(x))
+        with pytest.warns(UserWarning, match=r"kwargs\['x'\] is float64"):
+            autocast(loss_fn)({"w": W}, x=x)
+
+
+def both(p, x):
+    step = lambda h, _: (jnp.tanh(h @ p["w"]), None)  # noqa: E731
+    return precise(p, x) + lax.scan(step, x, length=2)[0].sum()
+
+
+def test_a_function_that_casts_something_does_not_warn():
+    with warnings.catch_warnings(action="error"):
+        jax.eval_shape(autocast(loss_fn), {"w": W}, X)
+        # One of two products is enough, also inside of a loop.
+        jax.eval_shape(autocast(both), {"w": W}, X)
