@@ -176,11 +176,11 @@ def float32_lines(
     is_given = scale is not None or state is not None
     scale = trace.check_scale(name, state, scale)
     given = Program(call(loss_fn), dtype)  # It raises an error for another dtype.
-    if not given.computes_in_dtype:
-        text = trace.summarize(given, trace.why_nothing(loss_fn, call, given.dtype))
-        return Float32Lines([], scale, 0.0, 0.0, True, f"No line needs float32. {text}")
-    if not given.is_autocast:  # The function casts by itself.
-        raise TypeError(_refusal(call(function)))
+    if nothing := trace.why_nothing(loss_fn, call, given.dtype):
+        if given.computes_in_dtype:  # The function casts by itself.
+            raise TypeError(_refusal(call(function)))
+        text = f"No line needs float32. {trace.summarize(given, nothing)}"
+        return Float32Lines([], scale, 0.0, 0.0, True, text)
     # The lines that it has already are proposed, too.
     followed = Program(call(autocast(function, jnp.dtype(given.dtype))), dtype)
     search = Search(followed.run, tolerance, scale)

@@ -247,7 +247,8 @@ def trace_numerics(
         return make_call(name, function, params, args, kwargs, has_aux)
 
     program = Program(call(loss_fn), dtype)
-    nothing = "" if program.is_autocast else why_nothing(loss_fn, call, program.dtype)
+    nothing = why_nothing(loss_fn, call, program.dtype)
+    program.is_autocast &= not nothing
     search = Search(program.run, closeness(program.dtype), scale)
     run, best = search.run, search.best
     first = next(iter(run.nonfinite_origins()), None)
