@@ -188,7 +188,10 @@ def _cause(run, key, close):
     if has(site.primitive, Trait.SUM) and (terms := spacing(operation)):
         is_small = found.float32_largest < 2.0 ** terms[1] / 4
         cause = "cancel" if is_small else "terms lost"
-    return "precision", cause, magnified(run, key, close)
+    # A line that casts is not to be computed in float32: the next one is.
+    before = magnified(run, key, close)
+    before = [k for k in before if run.site(k).primitive not in CASTS]
+    return "precision", cause, before
 
 
 def _cause_of_nonfinite(run, key):

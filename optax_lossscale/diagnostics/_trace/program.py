@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,8 @@ from optax_lossscale.diagnostics._trace.twin import Value
 # Seconds before a line says that this takes long, and before a bar moves.
 PATIENCE, LONG = 10, 60
 WIDTH = 30
+# How many characters of the types of arguments an error shows.
+SHOWN = 300
 
 
 def make_call(
@@ -84,16 +87,21 @@ def make_call(
         )
     chosen |= {i: x for i, x in enumerate(leaves) if is_argument(x)}
 
+    shown = {"params": params} | {f"args[{i}]": x for i, x in enumerate(args)} | kwargs
+
     def function(arrays):
         given = dict(enumerate(leaves)) | dict(zip(chosen, arrays, strict=True))
         first, rest, named = jax.tree.unflatten(treedef, given.values())
         try:
-            return loss_of(loss_fn(first, *rest, **named), has_aux)
+            loss = loss_of(loss_fn(first, *rest, **named), has_aux)
         except Exception as error:
-            given = ", ".join([f"params={types_of(params)}", *map(types_of, args)])
-            given += "".join(f", {k}={types_of(x)}" for k, x in kwargs.items())
-            error.add_note(f"{caller} called loss_fn({given}), traced as by jax.jit.")
+            text = ", ".join(f"{k}={types_of(x)}" for k, x in shown.items())
+            text = textwrap.shorten(text, SHOWN)
+            error.add_note(f"{caller} called loss_fn({text}), traced as by jax.jit.")
             raise
+        if jnp.shape(loss):
+            raise TypeError(f"loss_fn must return a scalar loss, got {types_of(loss)}.")
+        return loss
 
     return function, list(chosen.values()), [names[i] for i in chosen], count
 

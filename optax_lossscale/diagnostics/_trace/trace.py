@@ -255,8 +255,11 @@ def trace_numerics(
     sites = run.sites.items()
     operations = [k for k, x in sites if x.primitive and not x.is_decision]
     loss, float32_loss = run.losses
+    findings = find_all(search)
+    if not program.computes_in_dtype and findings[0].kind == "fine":
+        findings = [NumericFinding("fine", f"Nothing to judge in {program.dtype}.")]
     return NumericsTrace(
-        findings=find_all(search),
+        findings=findings,
         first_nonfinite=None if first is None else run.operation(first),
         largest_scale=best and best.scale,
         scale=scale,

@@ -76,7 +76,7 @@ class Fault(NamedTuple):
 RANGE = "The largest {noun} would be 2^{size:.1f}; {dtype} ends at 2^{end:.0f}."
 INF = "An input holds inf, and inf - inf, inf / inf and 0 * inf are nan."
 LOST = "Its input holds zeros that float32 would not have: "
-SPACING = "{half} has a spacing of 2^{step:.0f} at 2^{top:.0f}"
+SPACING = "{half} has a spacing of {step} at 2^{top}"
 # What makes a fault, in words.
 CAUSES = {
     "": "",
@@ -100,9 +100,9 @@ CAUSES = {
 }
 # What mends it. Of all others, the float32 twin shows that float32 does.
 GUARD = (
-    "keep its inputs in the domain of the operation and of its derivative. Add an "
-    "epsilon, or guard log, sqrt, norm and division with a second jnp.where, before "
-    "the operation: jnp.log(jnp.where(x > 0, x, 1))"
+    "keep its inputs in the domain of the operation and of its derivative: guard log, "
+    "sqrt, norm and division with a second jnp.where, as in jnp.log(jnp.where(x > 0, "
+    "x, 1)), or add an epsilon"
 )
 FINITE = "jnp.where, or the least finite number, jnp.finfo(x.dtype).min"
 GUARDS = {
@@ -191,7 +191,7 @@ def why_of(fault: Fault) -> str:
         noun="gradient" if operation.phase == "backward" else "result",
         size=math.log2(found.float32_largest or 1),
         **{"dtype": found.dtype, "end": ends, "at": places[0]},
-        **{"half": next(halves, fault.dtype), "step": step, "top": top},
+        **{"half": next(halves, fault.dtype), "step": power(2.0**step), "top": top},
     )
     # By hand, the twin has the rounded constants, too.
     is_rounded = fault.cause in ("zeros", "float32 inf") and not fault.is_autocast
