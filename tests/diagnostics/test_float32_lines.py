@@ -138,7 +138,10 @@ def cast_by_hand(w):
     [
         (cast_by_hand, r"tracing.py:\d+, in half: remove its casts.*trace_numerics"),
         (lambda w: jnp.sum(w @ w), r"float32_lines\(autocast\(loss_fn\)"),
-        (lambda w: autocast(lambda w: jnp.sum(w @ w))(w), r"float32_lines\(autocast\(loss_fn\)"),
+        (
+            lambda w: autocast(lambda w: jnp.sum(w @ w))(w),
+            r"float32_lines\(autocast\(loss_fn\)",
+        ),
     ],
 )
 def test_it_is_for_autocast(loss_fn, match):

@@ -1,5 +1,6 @@
 """Advice of `trace_numerics` that mends, or none; and underflow before rounding."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -87,7 +88,7 @@ def make_perceptron(
     depth=2, activation="relu", size=1e-9, batch=32, width=16, fault=None
 ):
     sizes = [8, *[width] * depth, 1]
-    pairs = enumerate(zip(sizes, sizes[1:], strict=False))
+    pairs = enumerate(itertools.pairwise(sizes))
     params = [(normal(i, *s) / s[0] ** 0.5, jnp.zeros(s[1])) for i, s in pairs]
     x = normal(10, batch, 8)
 
@@ -105,12 +106,13 @@ def make_perceptron(
 
 CHANGES = [
     {}, {"depth": 1}, {"depth": 3}, {"depth": 4}, {"depth": 6},
-    *({"activation": x} for x in ("tanh", "gelu", "silu", "sigmoid", "elu", "softplus")),
+    *({"activation": x} for x in ("tanh", "gelu", "silu", "sigmoid", "softplus")),
     *({"size": x} for x in (1e-8, 1e-10, 1e-12, 1e-15, 1e-20)),
     *({"batch": x} for x in (8, 64, 256, 1024)),
     *({"width": x} for x in (4, 24, 32, 64)),
     {"depth": 3, "activation": "tanh"}, {"depth": 3, "activation": "gelu"},
-    {"depth": 4, "size": 1e-12}, {"depth": 1, "batch": 256}, {"width": 64, "batch": 128},
+    {"depth": 4, "size": 1e-12}, {"depth": 1, "batch": 256}, {"activation": "elu"},
+    {"width": 64, "batch": 128},
     {"activation": "silu", "size": 1e-15}, {"activation": "gelu", "width": 32},
 ]  # fmt: skip
 

@@ -34,7 +34,7 @@ HEALTHY = {
 
 
 def loss_fn(params, x, f):
-    """A sum of parts, each with a parameter of its own; by hand, so that all is half."""
+    """A sum of parts, each with a parameter of its own. By hand, all is half."""
     p = {name: w.astype(jnp.float16) for name, w in params.items()}
     x, g = x.astype(jnp.float16), {k: v.astype(jnp.float16) for k, v in f.items()}
     y = jnp.square(p["overflow"] * x * g["large"])  # overflow
@@ -42,10 +42,10 @@ def loss_fn(params, x, f):
     y = p["constant"] * x * g["shift"]
     y = y / (jnp.abs(y) + 1e-8)  # constant
     loss += total(y * p["constant"])
-    loss += jnp.sum(jnp.sin(p["backward"]).astype(jnp.float32)) * f["steep"]  # backward
-    loss += (
-        jnp.sum(jnp.sin(p["underflow"]).astype(jnp.float32)) * f["tiny"]
-    )  # underflow
+    y = jnp.sin(p["backward"]).astype(jnp.float32)  # backward
+    loss += jnp.sum(y) * f["steep"]
+    y = jnp.sin(p["underflow"]).astype(jnp.float32)  # underflow
+    loss += jnp.sum(y) * f["tiny"]
     step = lambda i, n: n + 1  # noqa: E731 # rounding
     n = lax.fori_loop(0, f["count"].astype(jnp.int32), step, jnp.float16(0))
     loss += total(jnp.sin(p["rounding"])) * n.astype(jnp.float32) / f["count"]

@@ -155,9 +155,9 @@ def haiku_recurrent():
 
 
 MODELS = [
-    linen_convolutions, linen_transformer, linen_recurrent, nnx_residual, nnx_perceptron,
-    nnx_autoencoder, equinox_perceptron, equinox_convolutions, haiku_perceptron,
-    haiku_recurrent,
+    linen_convolutions, linen_transformer, linen_recurrent, nnx_residual,
+    nnx_perceptron, nnx_autoencoder, equinox_perceptron, equinox_convolutions,
+    haiku_perceptron, haiku_recurrent,
 ]  # fmt: skip
 
 

@@ -115,8 +115,8 @@ def vanished(run: Run, key: int) -> tuple[str, list[int]] | None:
     the first line with any zero is not what counts, but the one with as many.
 
     Returns:
-      "flushed" with the site where they were, or "rounded" with the sites that rounded a
-      number from which another one is subtracted; None if there are no such zeros.
+      "flushed" with the site where they were, or "rounded" with the sites that rounded
+      a number from which another one is subtracted; None if there are no such zeros.
     """
     operands = run.operands(key)
     at = operands[-1:] if run.site(key).primitive == "div" else operands

@@ -218,8 +218,8 @@ def _refusal(call: Any) -> str:
             at = source_of(equation, Source(), is_backward=False)
             place = named(at.file, at.line, at.function)
             return (
-                f"{text}This one casts by hand, first at {place}: remove its casts, and "
-                "wrap it in autocast. trace_numerics judges the lines as they are."
+                f"{text}This one casts by hand, first at {place}: remove its casts, "
+                "and wrap it in autocast. trace_numerics judges lines as they are."
             )
     return f"{text}Wrap it: float32_lines(autocast(loss_fn), ...)."
 

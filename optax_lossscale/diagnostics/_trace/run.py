@@ -169,7 +169,7 @@ class NumericOperation(NamedTuple):
 
     @property
     def own(self) -> tuple[str, int, str]:
-        """The file, line and function of the innermost line that the user can change."""
+        """File, line and function of the innermost line that the user can change."""
         places = (self.file, self.line, self.function), *self.callers
         return next((x for x in places if not lines.is_installed(x[0])), places[0])
 

@@ -355,8 +355,8 @@ def no_scale(
         f"that scale {found.flushed:.0%} of the results of {vanishes} are flushed to "
         f"zero, and the largest is 2^{math.log2(found.float32_largest):.1f}. They are "
         f"{bits} bits apart. Keep {passed} in float32, with those that feed it "
-        "(diagnostics.float32_lines finds them), or give the loss that feeds the second "
-        "a scale of its own."
+        "(diagnostics.float32_lines finds them), or give the loss that feeds the "
+        "second a scale of its own."
     )
     return NumericFinding("no_scale", text, overflows, vanishes)
 
