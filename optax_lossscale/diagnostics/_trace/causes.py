@@ -54,7 +54,7 @@ def beginning(run: Run, key: int, small: float) -> int:
             # It took another branch; or the loop did not end, which is not seen inside.
             is_large &= not otherwise
             otherwise = otherwise or [k for k in operands if run.site(k).is_decision]
-        if is_large:
+        if worst is not None and is_large:
             key = worst
         elif otherwise:  # The index is wrong, or the mask.
             key = otherwise[0]
@@ -173,14 +173,16 @@ def fault_of(run: Run, key: int, close: float) -> Fault:
     return Fault(kind, operation, cause, tuple(sources), *known)
 
 
-def _cause(run, key, close):
+def _cause(run: Run, key: int, close: float) -> tuple[str, str, list[int]]:
     """Returns the kind of a fault, its cause, and the sites before that made it."""
     site, found = run.site(key), run.range(key)
     kind = "backward" if site.phase == "backward" else "forward"
     if run.is_bad(key) or run.exceeds(key):
-        return kind, *_cause_of_nonfinite(run, key)
+        cause, before = _cause_of_nonfinite(run, key)
+        return kind, cause, before
     if is_underflow(run, key):
-        is_small = 0 < found.float32_largest < run.limit(key).normal
+        limits = run.limit(key)
+        is_small = limits is not None and 0 < found.float32_largest < limits.normal
         return "underflow", "small" if is_small else "", []
     if site.is_decision or site.primitive in CHOOSERS:
         return "decision", "decided", _rounded_before(run, key)
@@ -194,7 +196,7 @@ def _cause(run, key, close):
     return "precision", cause, before
 
 
-def _cause_of_nonfinite(run, key):
+def _cause_of_nonfinite(run: Run, key: int) -> tuple[str, list[int]]:
     """Returns what made inf or nan, and the sites before that did."""
     site, found, operands = run.site(key), run.range(key), run.operands(key)
     before = map(run.site, run.ancestors([key], run.bad_operands))

@@ -137,7 +137,7 @@ def _run_loop(
       loop_over: Runs a step, of the state and a slice, on the first state; the third
         argument has the type of the summaries.
     """
-    differ, before, seen = [x.may_differ for x in carry], None, {}
+    differ, seen = [x.may_differ for x in carry], {}
 
     def iterate(pairs, x):
         inner = place.inside("loop")
@@ -151,10 +151,12 @@ def _run_loop(
         outs = [x.pair(x.may_differ) for x in out]
         return list(map(Value.pair, new, differ)), outs, found
 
-    while differ != before:  # What the loop decides otherwise, it carries on.
+    while True:
         before, start = list(differ), list(map(Value.pair, carry, differ))
         run, (_, _, rows) = _traced(iterate, start, x)
         differ = [x or y for x, (_, y) in zip(differ, seen["new"], strict=True)]
+        if differ == before:  # What the loop decides otherwise, it carries on.
+            break
     state, outs, rows = loop_over(run, start, rows)
     sources = []
     for x, (made, _), (entered, _) in zip(
@@ -215,7 +217,10 @@ def run_while(
         if again.real.ndim:  # Under `jax.vmap`, each example has a condition.
             choose = functools.partial(flow.choose, again.real)
             pairs = zip(new, values, strict=True)
-            new = [Value(*map(choose, x[:2], y[:2]), x.site) for x, y in pairs]
+            new = [
+                Value(choose(x.real, y.real), choose(x.wide, y.wide), x.site)
+                for x, y in pairs
+            ]
         return new, []
 
     def loop_over(run, start, like):

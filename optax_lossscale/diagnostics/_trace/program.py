@@ -169,6 +169,7 @@ class Program:
                 f"{min(halves)}. Pass dtype={min(halves)!r}."
             )
         self.run = functools.cache(self._run)
+        self._rows: list[int] = []  # The sites in the order of the summaries.
 
     @property
     def forward(self) -> Iterator[Any]:
@@ -211,15 +212,8 @@ class Program:
             loss, *grads = evaluator.run(jaxpr, values, place)
             named = {x.site: name for x, name in zip(inputs, names, strict=True)}
             parameters, ends = names[: self._count], [x.site for x in grads]
-            known = (
-                evaluator.sites,
-                named,
-                parameters,
-                loss.site,
-                ends,
-                self.is_autocast,
-            )
-            found[:] = [Outline(self.dtype, *known)]
+            known = parameters, loss.site, ends, self.is_autocast
+            found[:] = [Outline(self.dtype, evaluator.sites, named, *known)]
             summaries, self._rows = evaluator.finish(place), place.recorder.sites
             sizes = [summary.norms(x.real, x.wide) for x in grads]
             return summaries, loss[:2], jnp.stack(sizes)

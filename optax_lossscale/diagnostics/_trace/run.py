@@ -233,7 +233,7 @@ class Outline(NamedTuple):
 
     dtype: str
     sites: dict[int, Site]
-    names: dict[int, str]
+    names: dict[int | None, str]
     parameters: list[str]
     loss: int | None
     gradients: list[int | None]

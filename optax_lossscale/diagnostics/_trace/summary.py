@@ -104,7 +104,8 @@ class Recorder:
         none, mask, never = range(len(rows), len(rows) + 3)
         index: list[list[int]] = [[never]] * len(rows)
         elementwise = np.zeros(len(rows), bool)
-        for site, (inputs, constants, elementwise[rows[site]]) in self._origins.items():
+        for site, (inputs, constants, is_elementwise) in self._origins.items():
+            elementwise[rows[site]] = is_elementwise
             # An inf may be a mask, but with a constant of nan the nan begins here.
             masks = [mask] * any(map(math.isinf, constants))
             index[rows[site]] = [rows[k] for k in inputs if k in rows] + masks
@@ -112,7 +113,8 @@ class Recorder:
         index = [x + [none] * (width - len(x)) for x in index]
         infs, nans = lax.bitcast_convert_type(found[:, BAD], jnp.float32).T
         bad = jnp.stack([infs + nans, nans], 1)
-        known = jnp.concatenate([bad, np.float32([[0, 0], [1, 0], [1, 1]])])
+        others = np.array([[0, 0], [1, 0], [1, 1]], np.float32)
+        known = jnp.concatenate([bad, others])
         had = known[np.array(index, np.int32).reshape(len(rows), width)].sum(1)
         is_first = (bad[:, 0] > 0) & (had[:, 0] == 0)
         is_new = (bad[:, 1] > 0) & (had[:, 1] == 0)
