@@ -148,9 +148,8 @@ def resnet() -> Model:
         def loss(p, x, y):
             h = conv(p["stem"], x, 2, dtype)
             h = jax.nn.relu(normed(p["norm"], h, (0, 1, 2), dtype))
-            start = jnp.array(-jnp.inf, dtype)
             window = (1, 2, 2, 1)
-            h = lax.reduce_window(h, start, lax.max, window, window, "VALID")
+            h = lax.reduce_window(h, -jnp.inf, lax.max, window, window, "VALID")
             for q in p["blocks"]:
                 z = conv(q["a"], h, 1, dtype)
                 z = jax.nn.relu(normed(q["norm1"], z, (0, 1, 2), dtype))
@@ -225,15 +224,15 @@ def vit() -> Model:
     params = {
         "patch": of(16, 16, 3, n),
         "class": of(1, 1, n),
-        "positions": of(1, 197, n),
+        "positions": of(1, 256, n),
     }
     params |= {"blocks": [block_of(n)] * 6, "norm": norm(n), "out": layer(n, 1000)}
 
     def make(dtype):
         def loss(p, x, y):
             w = p["patch"].reshape(-1, n)
-            x = x.reshape(len(x), 14, 16, 14, 16, 3).transpose(0, 1, 3, 2, 4, 5)
-            h = dense({"w": w}, x.reshape(len(x), 196, -1), dtype)
+            x = x.reshape(len(x), 15, 16, 17, 16, 3).transpose(0, 1, 3, 2, 4, 5)
+            h = dense({"w": w}, x.reshape(len(x), 255, -1), dtype)
             first = jnp.broadcast_to(p["class"].astype(dtype), (len(x), 1, n))
             h = jnp.concatenate([first, h], 1) + p["positions"].astype(dtype)
             for q in p["blocks"]:
@@ -244,7 +243,7 @@ def vit() -> Model:
 
         return loss
 
-    return params, (of(32, 224, 224, 3), of(32, dtype=jnp.int32)), make
+    return params, (of(32, 240, 272, 3), of(32, dtype=jnp.int32)), make
 
 
 def gpt() -> Model:

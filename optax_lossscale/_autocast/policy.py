@@ -125,9 +125,12 @@ def _is_length(equation: Any) -> bool:
     return x == y and batch == other and len(x) + len(batch) == len(shape)
 
 
-def is_saved(primitive: Any, *_: Any, **_params: Any) -> bool:
+def is_saved(primitive: Any, *types: Any, **_params: Any) -> bool:
     """Whether the backward pass reads a result rather than computes it again."""
-    return not primitives.has(primitive.name, Trait.CHEAP)
+    is_move = primitives.kind_of(primitive.name) == Kind.MOVE
+    # What it moves in float32 may be there in half precision.
+    is_wide = is_move and any(x.dtype == np.float32 for x in types)
+    return not (is_wide or primitives.has(primitive.name, Trait.CHEAP))
 
 
 def state_of_number(number: Any, dtype: Any) -> State:

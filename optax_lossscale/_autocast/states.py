@@ -95,7 +95,7 @@ class Planner:
         ]
         given = zip((*jaxpr.constvars, *jaxpr.invars), (*arrays, *inputs), strict=True)
         plan.states.update(given)
-        reads = self._readers(program, reads)
+        results, reads = reads, self._readers(program, reads)
         for step in program.steps:
             atoms, variables = step.equation.invars, step.equation.outvars
             wishes = [reads[x] for x in variables]
@@ -110,7 +110,11 @@ class Planner:
                 found *= len(variables)
             for variable, state in zip(variables, found, strict=True):
                 plan.states[variable] = state if is_float32(variable.aval) else None
-        plan.outputs = tuple(self._state(plan, x) for x in jaxpr.outvars)
+        outputs = [self._state(plan, x) for x in jaxpr.outvars]
+        pairs = zip(outputs, results, strict=True)
+        plan.outputs = tuple(
+            wish if wish == State.HALF and x is not None else x for x, wish in pairs
+        )
         return plan
 
     def _result(self, plan, step, atoms, wish):

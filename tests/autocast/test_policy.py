@@ -366,6 +366,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mutate", "f", "size"), MUTATIONS.values(), ids=MUTATIONS)
 def test_each_rule_is_needed(mutate, f, size, monkeypatch):
     scale = 1.0  # A scale mends none of them.
