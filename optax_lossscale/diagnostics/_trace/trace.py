@@ -176,24 +176,26 @@ def trace_numerics(
     searches the largest loss scale with which nothing in the backward pass overflows,
     exactly, by trying.
 
-    The verdict judges the effect on the loss and the gradients. All is "fine" if the
-    loss agrees with float32 within 1%, all gradients within 1% of their norm, and the
-    gradient of each parameter that matters within 10%; in bfloat16 these limits are 8
-    times as wide. A parameter is never fine if more than 1% of its gradient is flushed
-    to zero. That holds for small gradients, too, because Adam would train this
-    parameter as well. Gradients that are roundoff in float32 do not count. If something
-    is not fine, the first finding names the line where the error begins.
+    The verdict judges the effect on the gradients. All is "fine" if all gradients agree
+    with float32 within 1% of their norm, or as far as they would with rounded
+    parameters and data in float32, and the gradient of each parameter that matters
+    within 10%; in bfloat16 these limits are 8 times as wide. A parameter is never fine
+    if more than 1% of its gradient is flushed to zero. That holds for small gradients,
+    too, because Adam would train this parameter as well. Gradients that are roundoff in
+    float32 do not count. If something is not fine, the first finding names the line
+    where the error begins: inf and nan before what a loss scale mends, that before what
+    no scale mends. A finding of the kind "decision" says that float32 chooses
+    otherwise, among numbers that half precision cannot tell apart. It is no fault by
+    itself.
 
-    Of `autocast(f)` it compares with `f`: with its constants and its decisions. In a
-    program with casts written by hand, a comparison of results that are near each other
-    counts as the program decides it, as in ReLU and argmax, so that a sign that flips
-    near zero is no error. Labels, positions and data that are only cast are compared as
-    in float32. Constants count as the dtype rounds them.
+    Of `autocast(f)` it compares with `f`, with its constants. In a program with casts
+    written by hand, constants count as the dtype rounds them: 1e-8 is 0 in float16.
 
     Call it on the host with the arguments of a step that went wrong. It compiles one
     program, which returns a few numbers for each operation, so it needs little memory;
-    arrays may be sharded. It runs the program a few times, with callbacks in it. Under
-    `jax.jit`, use `suggest_loss_scale`.
+    arrays may be sharded over the devices of one process. It runs the program a few
+    times, with callbacks in it. Compiling takes long: several times as long as for the
+    step. Under `jax.jit`, use `suggest_loss_scale`.
 
     Args:
       loss_fn: Called as `loss_fn(params, *args, **kwargs)`; returns a real scalar loss,
