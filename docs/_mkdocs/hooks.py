@@ -24,6 +24,7 @@ FILES = {
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/results/cpu.md": "benchmarks/cpu.md",
     "benchmarks/results/casting.md": "benchmarks/casting.md",
+    "benchmarks/results/by_hand.md": "benchmarks/by_hand.md",
     "benchmarks/results/steps.md": "benchmarks/steps.md",
     "benchmarks/results/tools.md": "benchmarks/tools.md",
     "examples/grpo/README.md": "examples/grpo.md",

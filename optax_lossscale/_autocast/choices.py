@@ -68,9 +68,9 @@ class Choice:
 def choices_of(float32: Any) -> list[Choice]:
     """Returns what `float32=` holds: one, several, or lines of the diagnostics."""
     chosen: Any = getattr(float32, "lines", float32)
-    is_one = isinstance(chosen, str) or callable(chosen) or hasattr(chosen, "line")
+    is_one = isinstance(chosen, str), callable(chosen), hasattr(chosen, "line")
     try:
-        several = [chosen] if is_one else list(iter(chosen))
+        several = [chosen] if any(is_one) else list(chosen)
     except TypeError as error:
         raise TypeError(f"float32 must hold {KINDS}, got {float32!r}.") from error
     # The gradient of the loss has no line: it is float32 already.

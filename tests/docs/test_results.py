@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-from benchmarks import grpo, need, pages, report
+from benchmarks import by_hand, grpo, need, pages, report
 from benchmarks.tasks import detector, perceptron
 from docs._mkdocs import figures
 
@@ -14,6 +14,10 @@ from docs._mkdocs import figures
 @pytest.mark.parametrize("path", pages.PAGES, ids=lambda path: path.name)
 def test_numbers_are_those_of_the_results(path):
     assert pages.updated(path) == path.read_text()
+
+
+def test_the_page_of_autocast_by_hand_shows_its_results():
+    assert by_hand.page() == by_hand.PAGE.read_text()
 
 
 def test_numbers_are_written_wherever_lines_end():
