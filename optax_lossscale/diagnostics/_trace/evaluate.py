@@ -162,7 +162,11 @@ class Evaluator:
 
     def _operation(self, equation, inputs, place):
         name = equation.primitive.name
-        reals = parts.bind(equation, [x.real for x in inputs])
+        args = [x.real for x in inputs]
+        if name == "div" and not isinstance(args[1], Tracer):
+            # The compiler would multiply by the reciprocal of a constant.
+            args[1] = lax.optimization_barrier(jnp.asarray(args[1]))
+        reals = parts.bind(equation, args)
         # The compiler would fold constants and join operations, and hide an overflow.
         is_joined = has(name, Trait.REWRITTEN)
         if is_joined or not all(isinstance(x.real, Tracer) for x in inputs):
