@@ -83,7 +83,7 @@ def test_without_a_fault():
     assert [x.kind for x in trace().findings] == ["fine"]
 
 
-@pytest.mark.parametrize("fault", exhaustive_but(FAULTS, ["constant", "underflow"]))
+@pytest.mark.parametrize("fault", exhaustive_but(FAULTS, ["constant"]))
 def test_one_fault(fault):
     found = trace(fault)
     assert [x.kind for x in found.findings] == [KINDS[fault]], str(found)
@@ -91,7 +91,7 @@ def test_one_fault(fault):
 
 
 PAIRS = list(itertools.combinations(FAULTS, 2))
-DEFAULT = [("underflow", "cancellation"), ("rounding", "decision")]
+DEFAULT = [("underflow", "cancellation")]
 
 
 @pytest.mark.parametrize("pair", exhaustive_but(PAIRS, DEFAULT), ids="-".join)
