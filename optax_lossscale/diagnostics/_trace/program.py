@@ -262,7 +262,7 @@ def _progress(count):
         if done.wait(PATIENCE):
             return
         text = (
-            f"Compiling {count} operations, each with its float32 twin: 8 to 16 times"
+            f"Compiling {count} operations, each with its float32 twin: 2 to 13 times"
         )
         show(f"{text} as long as compiling the step.")
         delay = LONG - PATIENCE
