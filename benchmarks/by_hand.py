@@ -497,8 +497,9 @@ def page() -> str:
     return (
         "# autocast against float16 by hand\n\n"
         "What a training step with Adam moves, and the temporary memory that it needs, "
-        "as compiled\nfor an H100, relative to the same model with casts by hand. The body of "
-        "a loop counts\nonce, however often it runs. This compiler reports no flops. "
+        "as compiled\nfor an H100, relative to the same model with casts by hand. "
+        "The body of a loop counts\nonce, however often it runs. "
+        "This compiler reports no flops. "
         f"`python -m benchmarks.by_hand` makes the table, here\nwith {text}.\n\n"
         + table({name: found[name] for name in MODELS if name in found})
     )
