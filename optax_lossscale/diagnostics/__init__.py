@@ -22,19 +22,19 @@ from optax_lossscale.diagnostics._report import (
 from optax_lossscale.diagnostics._suggest import (
     suggest_loss_scale as suggest_loss_scale,
 )
-from optax_lossscale.diagnostics._trace.findings import (
-    NumericFinding as NumericFinding,
-)
 from optax_lossscale.diagnostics._trace.lines import (
     Float32Lines as Float32Lines,
     float32_lines as float32_lines,
 )
-from optax_lossscale.diagnostics._trace.operations import (
+from optax_lossscale.diagnostics._trace.run import (
     NumericOperation as NumericOperation,
 )
 from optax_lossscale.diagnostics._trace.trace import (
     NumericsTrace as NumericsTrace,
     trace_numerics as trace_numerics,
+)
+from optax_lossscale.diagnostics._trace.words import (
+    NumericFinding as NumericFinding,
 )
 from optax_lossscale.diagnostics._underflow import (
     ExponentHistogram as ExponentHistogram,

@@ -304,7 +304,7 @@ class TestDevices:
         x = jnp.array([1.0, 2.0, 3.0, 6e4])
         trace = trace_numerics(loss_fn, TWO, x)
         assert_found(trace, "shard_map", primitive="mul", shape=(2,))
-        assert trace.first_nonfinite.output.infs == 0.25
+        assert trace.first_nonfinite.output.infs == 0.5  # Of the worst device.
         assert np.isnan(trace.loss)
 
 

@@ -1,6 +1,7 @@
 """`trace_numerics`: its arguments, its reports, and every number in them."""
 
 import json
+import re
 from collections import Counter
 
 import jax
@@ -14,6 +15,7 @@ from tracing import TWO, half, run_eagerly, total
 
 from optax_lossscale import LossScaleOptimizer
 from optax_lossscale.diagnostics import trace_numerics
+from optax_lossscale.diagnostics._trace import program
 
 
 def loss_fn(w, x=1.0):
@@ -183,6 +185,34 @@ class TestArguments:
     def test_a_loss_that_is_no_real_scalar(self, loss):
         with pytest.raises(TypeError, match=r"loss|scalar|real"):
             trace_numerics(lambda w: loss, TWO)
+
+    def test_an_error_of_the_loss_says_how_it_was_called(self):
+        with pytest.raises(TypeError) as caught:
+            trace_numerics(loss_fn, TWO, TWO, TWO)
+        text = "loss_fn(params=float32[2], args[0]=float32[2], args[1]=float32[2])"
+        assert any(text in note for note in caught.value.__notes__)
+
+    def test_an_array_of_several_processes(self, monkeypatch):
+        monkeypatch.setattr(type(TWO), "is_fully_addressable", False)
+        with pytest.raises(ValueError, match=r"args\[0\] is spread over several proc"):
+            trace_numerics(loss_fn, np.ones(2, np.float32), TWO)
+
+    def test_too_little_memory(self, monkeypatch):
+        def fail(*_):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+        monkeypatch.setattr(jax, "device_get", fail)
+        with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+            trace_numerics(loss_fn, TWO)
+        assert "Pass a smaller batch" in caught.value.__notes__[0]
+
+    def test_a_bar_moves_while_it_compiles(self, monkeypatch, capsys):
+        monkeypatch.setattr(program, "PATIENCE", 0.0)
+        monkeypatch.setattr(program, "LONG", 0.01)
+        trace_numerics(loss_fn, TWO)
+        text = capsys.readouterr().err
+        assert "operations, each with its float32 twin" in text
+        assert re.search(r"\r\[#*\.+\] \d+ s", text)
 
     def test_under_jit(self):
         with pytest.raises(TypeError, match="trace_numerics"):

@@ -13,7 +13,7 @@ from tracing import Casts, by_hand, errors, half, line_of, total
 
 from optax_lossscale import autocast
 from optax_lossscale.diagnostics import float32_lines, trace_numerics
-from optax_lossscale.diagnostics._trace.equations import bind_wide
+from optax_lossscale.diagnostics._trace.twin import bind_wide
 
 CLOSE = 0.01
 rng = np.random.default_rng(0)

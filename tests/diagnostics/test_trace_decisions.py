@@ -12,7 +12,7 @@ from jax import lax
 from tracing import Casts, by_hand, errors, line_of
 
 from optax_lossscale import autocast
-from optax_lossscale.diagnostics import float32_lines, trace_numerics
+from optax_lossscale.diagnostics import trace_numerics
 
 CLOSE = 0.01
 rng = np.random.default_rng(0)
@@ -199,7 +199,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("loss_fn", exhaustive_but(CASES, [branch_of_sum, squashed]))
+@pytest.mark.parametrize("loss_fn", exhaustive_but(CASES, [squashed]))
 def test_what_a_decision_hides(loss_fn):
     truth = by_hand(partial(loss_fn, Casts(jnp.float32)), W, X)(1.0)
     scale = 1.0
@@ -212,8 +212,6 @@ def test_what_a_decision_hides(loss_fn):
     assert all(f"{Path(__file__).name}:{x}," in messages for x in marks), str(trace)
     repaired = by_hand(partial(loss_fn, Casts(repaired=CASES[loss_fn])), W, X)(scale)
     assert np.max(errors(repaired, truth)) < CLOSE
-    lines = float32_lines(partial(loss_fn, Casts()), W, X, scale=scale)
-    assert lines.verified, str(lines)
 
 
 def test_places_along_a_sharded_axis():

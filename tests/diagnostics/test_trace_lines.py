@@ -180,9 +180,9 @@ def test_a_fault_in_a_library(tmp_path):
     assert [line for _, line, _ in found.callers[:4]] == [3, 4, library, run_at]
     inside = "test_a_fault_in_a_library.<locals>"
     assert str(found) == (
-        f"layers/norm.py:2, in f, called from {HERE}:{library}, in {inside}.model, "
-        f"called from {HERE}:{run_at}, in {inside}.run, called from "
-        f"{HERE}:{run_at + 3}, in {inside}.loss_fn: exp float16[2], forward pass"
+        f"exponential at layers/norm.py:2, in f, called from {HERE}:{library}, "
+        f"in {inside}.model, called from {HERE}:{run_at}, in {inside}.run, called from "
+        f"{HERE}:{run_at + 3}, in {inside}.loss_fn, float16[2], forward pass"
     )
 
 

@@ -9,7 +9,7 @@ from flax import linen, nnx
 from helpers import exhaustive_but
 from tracing import assert_found
 
-from optax_lossscale.diagnostics import float32_lines, trace_numerics
+from optax_lossscale.diagnostics import trace_numerics
 
 X = jnp.full((2, 3), 10.0)
 # In the model: 10 * 3 * 0.1 = 3 before the gain; then 3 * gain * 2 * weight.
@@ -144,12 +144,6 @@ def test_names_the_faulty_line(name):
     assert first is None or (first.file, first.line) in faulty.lines
     assert found.phase == ("backward" if name == "sum" else "forward")
     assert not found.output.is_finite
-    if name == "logits":
-        proposed = float32_lines(*program, scale=2.0**8)
-        lines = {(x.file, x.line) for x in proposed.lines}
-        assert proposed.verified
-        assert lines & faulty.lines
-        assert len(lines) <= 3, str(proposed)
 
 
 @pytest.mark.exhaustive

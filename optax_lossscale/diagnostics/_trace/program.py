@@ -1,9 +1,11 @@
-"""The program that computes the loss and its scaled gradient, and measures them."""
+"""The program that computes the loss and its scaled gradient, beside its twin."""
 
-import dataclasses
+import contextlib
 import functools
 import sys
+import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,23 +13,24 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale import _check as check
-from optax_lossscale._autocast.cast import function_of
 from optax_lossscale._autocast.evaluate import SHOWS
 from optax_lossscale._gradients import loss_of
 from optax_lossscale._jaxprs import parts
-from optax_lossscale._jaxprs.lines import Source, source_of
+from optax_lossscale._jaxprs.lines import AUTOCAST
 from optax_lossscale._scaling import scale_up
-from optax_lossscale._tree import is_argument, is_inexact
-from optax_lossscale.diagnostics import _bits
-from optax_lossscale.diagnostics._common import check_host
-from optax_lossscale.diagnostics._trace import equations
-from optax_lossscale.diagnostics._trace.interpreter import Interpreter, backward_keys
-from optax_lossscale.diagnostics._trace.statistics import Recorder, norms
-from optax_lossscale.diagnostics._trace.values import Place, Value
+from optax_lossscale._tree import is_argument, is_inexact, types_of
+from optax_lossscale.diagnostics import _bits, _common
+from optax_lossscale.diagnostics._trace import summary, twin
+from optax_lossscale.diagnostics._trace.evaluate import Evaluator
+from optax_lossscale.diagnostics._trace.flow import Place
+from optax_lossscale.diagnostics._trace.run import Outline, Run
+from optax_lossscale.diagnostics._trace.twin import Value
 
-# Seconds before a line says that this takes long; and the number of operations from
-# which on it says so at once.
-PATIENCE, MANY = 10, 1000
+# Seconds before a line says that this takes long, and before a bar moves.
+PATIENCE, LONG = 10, 60
+WIDTH = 30
+# How many characters of the types of arguments an error shows.
+SHOWN = 300
 
 
 def make_call(
@@ -55,7 +58,7 @@ def make_call(
     Raises:
       TypeError: If `loss_fn` is no function, `has_aux` no boolean, an argument belongs
         to a transformation of JAX, or `params` has no floating-point array.
-      ValueError: If an array was deleted.
+      ValueError: If an array was deleted, or is spread over several processes.
     """
     # What with_loss_scale wraps: the scale comes from the state here.
     loss_fn = check.function("loss_fn", getattr(loss_fn, "without_scale", loss_fn))
@@ -66,13 +69,10 @@ def make_call(
         for name, x in [("params", params), ("args", args), *sorted(kwargs.items())]
         for path, _ in jax.tree.leaves_with_path(x)
     ]
-    check_host(caller, [x for x in leaves if isinstance(x, jax.Array)])
+    _common.check_host(caller, [x for x in leaves if isinstance(x, jax.Array)])
     for name, x in zip(names, leaves, strict=True):
-        if isinstance(x, jax.Array) and x.is_deleted():
-            raise ValueError(
-                f"{name} was deleted: the step donated it (donate_argnums). Pass a "
-                "copy that was made before the step."
-            )
+        if isinstance(x, jax.Array):
+            _check_array(name, x)
     first = leaves[: len(jax.tree.leaves(params))]
     floats = [i for i, x in enumerate(first) if is_inexact(x) and not callable(x)]
     # Beside arrays, Python numbers are settings, as in the models of Equinox.
@@ -87,12 +87,32 @@ def make_call(
         )
     chosen |= {i: x for i, x in enumerate(leaves) if is_argument(x)}
 
+    shown = {"params": params} | {f"args[{i}]": x for i, x in enumerate(args)} | kwargs
+
     def function(arrays):
         given = dict(enumerate(leaves)) | dict(zip(chosen, arrays, strict=True))
-        params, args, kwargs = jax.tree.unflatten(treedef, given.values())
-        return loss_of(loss_fn(params, *args, **kwargs), has_aux)
+        first, rest, named = jax.tree.unflatten(treedef, given.values())
+        try:
+            loss = loss_of(loss_fn(first, *rest, **named), has_aux)
+        except Exception as error:
+            text = ", ".join(f"{k}={types_of(x)}" for k, x in shown.items())
+            text = textwrap.shorten(text, SHOWN)
+            error.add_note(f"{caller} called loss_fn({text}), traced as by jax.jit.")
+            raise
+        if jnp.shape(loss):
+            raise TypeError(f"loss_fn must return a scalar loss, got {types_of(loss)}.")
+        return loss
 
     return function, list(chosen.values()), [names[i] for i in chosen], count
+
+
+def _check_array(name: str, x: jax.Array) -> None:
+    text = f"{name} is spread over several processes. Pass arrays of one process."
+    if x.is_deleted():
+        text = f"{name} was deleted: the step donated it (donate_argnums). Pass a copy "
+        text += "that was made before the step."
+    if x.is_deleted() or not x.is_fully_addressable:
+        raise ValueError(text)
 
 
 def gradients_of(call: Any) -> Callable[..., Any]:
@@ -114,27 +134,6 @@ def gradients_of(call: Any) -> Callable[..., Any]:
     return program
 
 
-def cast_by_hand(loss_fn: Any, call: Callable[..., Any]) -> Source | None:
-    """Returns where a function in `autocast` casts to half precision by itself.
-
-    Args:
-      loss_fn: The loss function.
-      call: Takes a call of a function apart: see `make_call`.
-
-    Returns:
-      The first such line; None if there is none, or if it is not in `autocast`.
-    """
-    written = function_of(getattr(loss_fn, "without_scale", loss_fn))
-    if written is None:
-        return None
-    function, arrays, *_ = call(written)
-    for equation in parts.all_equations(jax.make_jaxpr(function)(arrays).jaxpr):
-        is_cast = equation.primitive.name == "convert_element_type"
-        if is_cast and equations.in_half(equation.outvars[0].aval):
-            return source_of(equation, Source(), is_backward=False)
-    return None
-
-
 class Program:
     """A compiled program: the loss and its scaled gradient.
 
@@ -142,54 +141,35 @@ class Program:
       dtype: The name of the dtype in question.
       closed: The jaxpr that it follows.
       equations: All equations in it.
-      is_autocast: Whether `autocast` made it, so that it has the constants and the
-        decisions of the float32 function.
-      by_hand: Where that function casts by itself: see `cast_by_hand`.
+      is_autocast: Whether `autocast` casts anything in it.
       computes_in_dtype: Whether anything computes in the dtype in question.
-      parameters: The keys of the parameters that are differentiated.
-      keys: The keys of the statistics.
-      sites: By key, what was measured, in order of execution.
-      scaled: The keys of what depends on the loss scale: the backward pass.
-      loss: The keys of the loss.
-      gradients: For each of the parameters, the keys of its gradient.
-      run: Maps a loss scale to the statistics of everything in `keys`; to the loss, and
-        what it would be in float32; and to the norms of each gradient, f32[n, 4]: see
-        `statistics.norms`.
+      run: Runs it at a loss scale. Two more arguments say whether the twin takes the
+        program's decisions, and whether to round the parameters and the data first.
     """
 
-    def __init__(self, call: Any, dtype: Any, by_hand: Source | None = None):
-        """Traces the program.
-
-        Args:
-          call: What `make_call` returns.
-          dtype: The dtype in question.
-          by_hand: What `cast_by_hand` returns.
-        """
-        self.by_hand = by_hand
+    def __init__(self, call: Any, dtype: Any):
+        """Traces a call, as `make_call` returns it."""
         self.dtype = check.dtype("dtype", dtype)
         _bits.limits_of(self.dtype)  # Some have no zero.
-        _, arrays, names, count = call
+        _, self._arrays, self._names, self._count = call
         shown = SHOWS.set(True)
         try:
-            self.closed = jax.make_jaxpr(gradients_of(call))(jnp.float32(1), arrays)
+            scale = jnp.float32(1)
+            self.closed = jax.make_jaxpr(gradients_of(call))(scale, self._arrays)
         finally:
             SHOWS.reset(shown)
-        self.parameters = [(name,) for name in names[:count]]
-        self.equations = followed = list(parts.all_equations(self.closed.jaxpr))
-        casts = (x for x in followed if x.primitive.name == "convert_element_type")
-        self.is_autocast = any(map(equations.is_autocast, casts))
-        results = (x.aval for equation in followed for x in equation.outvars)
-        halves = {x.dtype.name for x in results if equations.in_half(x)}
+        self.equations = list(parts.all_equations(self.closed.jaxpr))
+        self.is_autocast = any(map(is_autocast, self.equations))
+        results = (x.aval for equation in self.equations for x in equation.outvars)
+        halves = {x.dtype.name for x in results if twin.in_half(x)}
         self.computes_in_dtype = self.dtype in halves
         if halves and not self.computes_in_dtype:
             raise ValueError(
                 f"Nothing computes in {self.dtype}, but the program computes in "
                 f"{min(halves)}. Pass dtype={min(halves)!r}."
             )
-        self._arrays = [*arrays, *self.closed.consts]
-        closed_over = range(len(self.closed.consts))
-        names += [f"(array {i} that loss_fn closes over)" for i in closed_over]
-        self._names = names
+        self.run = functools.cache(self._run)
+        self._rows: list[int] = []  # The sites in the order of the summaries.
 
     @property
     def forward(self) -> Iterator[Any]:
@@ -200,67 +180,104 @@ class Program:
                 return
             yield from parts.equations_in(equation)
 
+    def _run(self, scale, follows=False, rounds=False):
+        compiled, outline = self._compiled
+        arrays = [*self._arrays, *self.closed.consts]
+        if rounds:
+            arrays = [twin.rounded(x, self.dtype) for x in arrays]
+        rows, losses, sizes = compiled(jnp.float32(scale), jnp.bool_(follows), arrays)
+        numbers = {k: summary.numbers(x) for k, x in zip(self._rows, rows, strict=True)}
+        return Run(
+            outline, scale, numbers, list(map(float, losses)), sizes.astype(float)
+        )
+
     @functools.cached_property
-    def run(self) -> Callable[[float], Any]:
-        """Runs the program at a loss scale; compiles it the first time."""
-        run, about = self.compile(Interpreter)
-        self.keys, self.sites, self.loss, self.gradients = about
-        self.scaled = backward_keys(self.sites)
-        for key in self.scaled.intersection(self.sites):
-            if self.sites[key].phase == "forward":
-                site = dataclasses.replace(self.sites[key], phase="backward")
-                self.sites[key] = site
-        return functools.cache(run)
+    def _compiled(self):
+        """What runs, and what is known of it."""
+        jaxpr, found = self.closed.jaxpr, []
+        closed_over = range(len(jaxpr.constvars))
+        names = [f"(array {i} that loss_fn closes over)" for i in closed_over]
+        names = [*self._names, *names]
 
-    def compile(self, make: Callable[..., Interpreter], *options: Any) -> Any:
-        """Compiles the program, as an interpreter runs it.
-
-        Args:
-          make: Returns the interpreter. It takes what `Interpreter` takes, and more.
-          *options: Arrays that it takes, for their shapes and dtypes.
-
-        Returns:
-          A function of the loss scale and of such arrays, which returns what `run`
-          does; and the attributes of this class that say what the numbers belong to.
-        """
-        jaxpr, about = self.closed.jaxpr, []
-
-        def follow(zero, scale, arrays, *options):
-            known = zero, jaxpr.invars[0], self.dtype, self.is_autocast
-            interpreter = make(*known, *options)
-            place = Place((), Recorder())
-            outside = place._replace(phase="argument")
+        def follow(scale, follows, arrays):
+            place = Place((), summary.Recorder(), phase="argument")
+            evaluator = Evaluator(jaxpr.invars[0], follows)
             inputs = [
-                interpreter.measure((name,), interpreter.value(x), outside)
-                for name, x in zip(self._names, arrays, strict=True)
+                evaluator.measure(name, Value(x, x), place)
+                for name, x in zip(names, arrays, strict=True)
             ]
-            n = len(inputs) - len(jaxpr.constvars)
-            variables = [*inputs[n:], Value(scale), *inputs[:n]]
-            loss, *gradients = interpreter.run(jaxpr, variables, place)
-            statistics, keys = place.recorder.finish(), [x.keys for x in gradients]
-            about[:] = place.recorder.keys, interpreter.sites, loss.keys, keys
-            sizes = [norms(x.real, x.shadow) for x in gradients]
-            return statistics, (loss.real, loss.shadow), jnp.stack(sizes)
+            n = len(self._arrays)
+            values = [*inputs[n:], Value(scale, scale), *inputs[:n]]
+            place = place._replace(phase="forward")
+            loss, *grads = evaluator.run(jaxpr, values, place)
+            named = {x.site: name for x, name in zip(inputs, names, strict=True)}
+            parameters, ends = names[: self._count], [x.site for x in grads]
+            known = parameters, loss.site, ends, self.is_autocast
+            found[:] = [Outline(self.dtype, evaluator.sites, named, *known)]
+            summaries, self._rows = evaluator.finish(place), place.recorder.sites
+            sizes = [summary.norms(x.real, x.wide) for x in grads]
+            return summaries, loss[:2], jnp.stack(sizes)
 
-        def arguments(scale, *options):
-            return jnp.uint32(0), jnp.float32(scale), self._arrays, *options
+        arguments = (
+            jnp.float32(1),
+            jnp.bool_(False),
+            [*self._arrays, *self.closed.consts],
+        )
+        with _progress(len(self.equations)):
+            run = compile_function(follow, arguments)
+        _mark_backward(found[0].sites)
+        return run, found[0]
 
-        def run(*given):
-            statistics, losses, sizes = execute(*arguments(*given))
-            return statistics, [float(x) for x in losses], sizes.astype(float)
 
-        count = len(self.equations)
-        text = f"Compiling {count} operations: 4 to 8 times as long as for the step."
-        delay = PATIENCE if count < MANY else 0
-        told = {"file": sys.stderr, "flush": True}
-        timer = threading.Timer(delay, print, [text], told)
-        timer.daemon = True
-        timer.start()
-        try:
-            execute = compile_function(follow, arguments(1, *options))
-        finally:
-            timer.cancel()
-        return run, about
+def _mark_backward(sites):
+    """Marks what depends on the loss scale as backward."""
+    reached, before = {k for k, x in sites.items() if x.phase == "scale"}, 0
+    while len(reached) != before:
+        before = len(reached)
+        reached |= {k for k, x in sites.items() if not reached.isdisjoint(x.inputs)}
+    for k in reached:
+        if sites[k].phase == "forward":
+            sites[k].phase = "backward"
+
+
+def is_autocast(equation: Any) -> bool:
+    """Whether `autocast` made a cast."""
+    traceback = equation.source_info.traceback
+    frames = traceback.frames if traceback is not None else ()
+    is_cast = equation.primitive.name == "convert_element_type"
+    return is_cast and any(x.file_name.startswith(AUTOCAST) for x in frames)
+
+
+@contextlib.contextmanager
+def _progress(count):
+    """Says on stderr that compiling takes long; where it does, a bar moves.
+
+    XLA does not say how far it is. So the bar is half full after a minute, and goes on
+    by half of what is left with as much time again.
+    """
+    done, start = threading.Event(), time.monotonic()
+
+    def report():
+        show = functools.partial(print, file=sys.stderr, flush=True)
+        if done.wait(PATIENCE):
+            return
+        text = (
+            f"Compiling {count} operations, each with its float32 twin: 2 to 13 times"
+        )
+        show(f"{text} as long as compiling the step.")
+        delay = LONG - PATIENCE
+        while not done.wait(delay):
+            delay, passed = 1, time.monotonic() - start
+            bar = "#" * int(WIDTH * passed / (passed + LONG))
+            show(f"\r[{bar:.<{WIDTH}}] {passed:.0f} s", end="")
+        if delay == 1:
+            show()
+
+    threading.Thread(target=report, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def compile_function(
@@ -279,11 +296,24 @@ def compile_function(
     if jax.default_backend() == "cpu":
         # It runs a few times only, and LLVM would take most of the time.
         options["xla_backend_optimization_level"] = 0
-    with jax.disable_jit(False):
+    with jax.disable_jit(False), _memory_told():
         compiled = jax.jit(function).lower(*arguments).compile(options)
 
     def run(*arguments):
-        with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
+        quiet = jax.debug_nans(False), jax.debug_infs(False)
+        with jax.disable_jit(False), quiet[0], quiet[1], _memory_told():
             return jax.device_get(compiled(*arguments))
 
     return run
+
+
+@contextlib.contextmanager
+def _memory_told():
+    """Says what to do if the device has too little memory."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            text = "The trace needs more memory than a step. Pass a smaller batch: "
+            error.add_note(f"{text}a few examples are enough.")
+        raise

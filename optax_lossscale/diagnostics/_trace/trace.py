@@ -1,24 +1,28 @@
 """`trace_numerics`: which line breaks in half precision, and why."""
 
 import textwrap
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale import _check as check
+from optax_lossscale._autocast.cast import autocast, function_of
 from optax_lossscale._jaxprs.lines import Source, source_of
+from optax_lossscale._jaxprs.primitives import Kind, names_of
 from optax_lossscale.diagnostics._common import check_host, scale_of
-from optax_lossscale.diagnostics._trace.effects import closeness
-from optax_lossscale.diagnostics._trace.equations import PRODUCTS, in_half
-from optax_lossscale.diagnostics._trace.findings import NumericFinding, power
-from optax_lossscale.diagnostics._trace.operations import NumericOperation, named
-from optax_lossscale.diagnostics._trace.program import Program, cast_by_hand, make_call
-from optax_lossscale.diagnostics._trace.search import Search
-from optax_lossscale.diagnostics._trace.verdict import find_all
+from optax_lossscale.diagnostics._trace.program import Program, make_call
+from optax_lossscale.diagnostics._trace.run import NumericOperation, named
+from optax_lossscale.diagnostics._trace.twin import in_half
+from optax_lossscale.diagnostics._trace.verdict import Search, closeness, find_all
+from optax_lossscale.diagnostics._trace.words import NumericFinding, power
 
+PRODUCTS = names_of(Kind.PRODUCT)
 WIDTH = 79
 
 
@@ -85,8 +89,33 @@ class NumericsTrace(NamedTuple):
         return "\n".join(lines)
 
 
-def summarize(program: Program) -> str:
-    """Says how many products compute in the dtype in question, and with what."""
+def why_nothing(loss_fn: Any, call: Callable[..., Any], dtype: str) -> str:
+    """Returns why `autocast` casts nothing; "" if `loss_fn` is no `autocast`.
+
+    Args:
+      loss_fn: The loss function.
+      call: Takes a call of a function apart: see `make_call`.
+      dtype: The dtype.
+    """
+    loss_fn = getattr(loss_fn, "without_scale", loss_fn)
+    if (function := function_of(loss_fn)) is None:
+        return ""
+    again = autocast(function, jnp.dtype(dtype), float32=loss_fn.float32)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        taken, arrays, *_ = call(again)  # It warns once, and has perhaps done so.
+        jax.eval_shape(taken, arrays)
+    texts = (str(x.message) for x in caught)
+    return next((x.partition(": ")[2] for x in texts if "computes nothing" in x), "")
+
+
+def summarize(program: Program, nothing: str, kept: Sequence[Any] = ()) -> str:
+    """Says how many products compute in the dtype in question, and with what.
+
+    Args:
+      program: The program.
+      nothing: Why `autocast` casts nothing, if so.
+      kept: What `autocast` keeps in float32 by its argument.
+    """
     products = [x for x in program.equations if x.primitive.name in PRODUCTS]
     casts = [x for x in program.equations if x.primitive.name == "convert_element_type"]
     halves = {y for x in casts if in_half(x.invars[0].aval) for y in x.outvars}
@@ -94,9 +123,14 @@ def summarize(program: Program) -> str:
     count, dtype = types.count({program.dtype}), program.dtype
     text = [f"{count} of {len(products)} matrix products compute in {dtype}."]
     if not program.computes_in_dtype:
-        text = [f"No operation computes in {dtype}: trace autocast(loss_fn) to try it."]
+        advice = nothing or "trace autocast(loss_fn) to try it."
+        text = [f"No operation computes in {dtype}: {advice}"]
     elif not products:
         text = []
+    if nothing and program.computes_in_dtype:
+        text.append(f"autocast casts nothing: {nothing}")
+    if kept:
+        text.append(f"float32= keeps {', '.join(x.name for x in kept)} in float32.")
 
     def was_half(x):
         return in_half(x.aval) or (not hasattr(x, "val") and x in halves)
@@ -115,15 +149,6 @@ def summarize(program: Program) -> str:
     if constants and not program.is_autocast:
         text.append(f"Constants count as {dtype} rounds them; `autocast` knows them.")
     return " ".join(text)
-
-
-def casts_left(program: Program) -> list[str]:
-    """Says where a function in `autocast` casts to half precision by itself, if so."""
-    if (at := program.by_hand) is None:
-        return []
-    place = named(at.file, at.line, at.function)
-    text = f"{place} casts by itself, or a layer does that it calls, by its dtype."
-    return [f"{text} autocast leaves that as it is: remove such casts first."]
 
 
 def wrapped(text: str) -> str:
@@ -151,24 +176,26 @@ def trace_numerics(
     searches the largest loss scale with which nothing in the backward pass overflows,
     exactly, by trying.
 
-    The verdict judges the effect on the loss and the gradients. All is "fine" if the
-    loss agrees with float32 within 1%, all gradients within 1% of their norm, and the
-    gradient of each parameter that matters within 10%; in bfloat16 these limits are 8
-    times as wide. A parameter is never fine if more than 1% of its gradient is flushed
-    to zero. That holds for small gradients, too, because Adam would train this
-    parameter as well. Gradients that are roundoff in float32 do not count. If something
-    is not fine, the first finding names the line where the error begins.
+    The verdict judges the effect on the gradients. All is "fine" if all gradients agree
+    with float32 within 1% of their norm, or as far as they would with rounded
+    parameters and data in float32, and the gradient of each parameter that matters
+    within 10%; in bfloat16 these limits are 8 times as wide. A parameter is never fine
+    if more than 1% of its gradient is flushed to zero. That holds for small gradients,
+    too, because Adam would train this parameter as well. Gradients that are roundoff in
+    float32 do not count. If something is not fine, the first finding names the line
+    where the error begins: inf and nan before what a loss scale mends, that before what
+    no scale mends. A finding of the kind "decision" says that float32 chooses
+    otherwise, among numbers that half precision cannot tell apart. It is no fault by
+    itself.
 
-    Of `autocast(f)` it compares with `f`: with its constants and its decisions. In a
-    program with casts written by hand, a comparison of results that are near each other
-    counts as the program decides it, as in ReLU and argmax, so that a sign that flips
-    near zero is no error. Labels, positions and data that are only cast are compared as
-    in float32. Constants count as the dtype rounds them.
+    Of `autocast(f)` it compares with `f`, with its constants. In a program with casts
+    written by hand, constants count as the dtype rounds them: 1e-8 is 0 in float16.
 
     Call it on the host with the arguments of a step that went wrong. It compiles one
     program, which returns a few numbers for each operation, so it needs little memory;
-    arrays may be sharded. It runs the program a few times, with callbacks in it. Under
-    `jax.jit`, use `suggest_loss_scale`.
+    arrays may be sharded over the devices of one process. It runs the program a few
+    times, with callbacks in it. Compiling takes long: several times as long as for the
+    step. Under `jax.jit`, use `suggest_loss_scale`.
 
     Args:
       loss_fn: Called as `loss_fn(params, *args, **kwargs)`; returns a real scalar loss,
@@ -216,20 +243,25 @@ def trace_numerics(
       [NumericalStabilitySanitizer](https://clang.llvm.org/docs/NumericalStabilitySanitizer.html).
     """
     name = "trace_numerics"
+    scale = check_scale(name, state, scale)
 
     def call(function):
         return make_call(name, function, params, args, kwargs, has_aux)
 
-    scale = check_scale(name, state, scale)
-    program = Program(call(loss_fn), dtype, cast_by_hand(loss_fn, call))
-    search = Search(program, closeness(program.dtype), scale)
+    program = Program(call(loss_fn), dtype)
+    nothing = why_nothing(loss_fn, call, program.dtype)
+    program.is_autocast &= not nothing
+    search = Search(program.run, closeness(program.dtype), scale)
     run, best = search.run, search.best
-    first = next(run.nonfinite_origins(), None)
-    sites = ((k, run.site(k)) for k in run.keys)
+    first = next(iter(run.nonfinite_origins()), None)
+    sites = run.sites.items()
     operations = [k for k, x in sites if x.primitive and not x.is_decision]
     loss, float32_loss = run.losses
+    findings = find_all(search)
+    if not program.computes_in_dtype and findings[0].kind == "fine":
+        findings = [NumericFinding("fine", f"Nothing to judge in {program.dtype}.")]
     return NumericsTrace(
-        findings=find_all(search),
+        findings=findings,
         first_nonfinite=None if first is None else run.operation(first),
         largest_scale=best and best.scale,
         scale=scale,
@@ -237,7 +269,7 @@ def trace_numerics(
         float32_loss=float32_loss,
         dtype=program.dtype,
         computes_in_dtype=program.computes_in_dtype,
-        summary=" ".join([summarize(program), *casts_left(program)]),
+        summary=summarize(program, nothing, getattr(loss_fn, "float32", ())),
         operations=list(map(run.operation, operations)),
     )
 

@@ -1,105 +1,228 @@
-"""The verdict: what breaks, why, and what to do, the most urgent first.
+"""The verdict: what is wrong, the most urgent first.
 
-It rests on the effect: as long as the loss and the gradients agree with float32, all is
-fine. If they do not, it goes from the wrong results up to the line where that begins.
+It rests on the effect: as long as the gradients agree with float32, all is fine. If
+they do not, it goes from the wrong gradients up to the line where that begins. Inf and
+nan come before what a scale mends, that before what no scale mends, and choices that
+fall otherwise come last.
 """
 
+import functools
 import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from optax_lossscale.diagnostics._trace.causes import (
-    begins,
-    flushed_before,
-    gain,
-    kinds_of,
-    lines_to_pass,
-    sources_of,
-    trouble_of,
-)
-from optax_lossscale.diagnostics._trace.effects import LOST, Effect
-from optax_lossscale.diagnostics._trace.findings import NumericFinding, log2_of, power
-from optax_lossscale.diagnostics._trace.operations import Run
-from optax_lossscale.diagnostics._trace.search import HIGHEST, LOWEST, Search, headroom
-from optax_lossscale.diagnostics._trace.values import Key
+import jax.numpy as jnp
+import numpy as np
 
+from optax_lossscale.diagnostics._trace import causes, words
+from optax_lossscale.diagnostics._trace.causes import LOST, beginning, gain
+from optax_lossscale.diagnostics._trace.run import INHERITED, Run
+from optax_lossscale.diagnostics._trace.summary import moved
+from optax_lossscale.diagnostics._trace.words import NumericFinding
+
+# Results agree with float32 if they differ by less: 20 times the precision of float16.
+CLOSE = 0.01
+# With fewer bits of precision more is usual, but never more than this.
+FARTHEST = 0.5
+# The gradient of one parameter may be farther: rounding the parameters alone does that.
+LEAF = 10
+# An error that is a smaller share of the norm of all gradients never matters.
+PART = 0.1
+LOWEST, HIGHEST = -126, 126
 # How many lines to name of each kind.
 SHOWN = 3
 # An inf that is swallowed leaves larger errors than this.
 SWALLOWED = 0.5
-# A scale that is at most this many bits too high comes down within a few skipped steps.
-USUAL_BITS = 4
+
+
+class Effect(NamedTuple):
+    """How far the loss and the gradients are from float32.
+
+    Attributes:
+      loss: The difference of the loss, relative to float32; inf if it is not finite.
+      gradients: The norm of the difference of all gradients, relative to the norm of
+        all; inf if it is not finite.
+      parameters: The same of the gradient of each parameter.
+      wrong: The numbers of the parameters whose gradients are wrong, the worst first.
+      parts: Those that are wrong by themselves, and not only as a part of all.
+      is_fine: Whether the gradients agree with float32, and the loss is finite.
+      floor: How far rounded parameters and data alone move the gradients; 0 if that
+        does not matter.
+    """
+
+    loss: float
+    gradients: float
+    parameters: list[float]
+    wrong: list[int]
+    parts: list[int]
+    is_fine: bool
+    floor: float = 0.0
+
+    def __str__(self):
+        loss, gradients, floor = map(
+            words.percent, (self.loss, self.gradients, self.floor)
+        )
+        text = f"loss {loss}, gradients {gradients}"
+        return text + f"; rounded parameters and data {floor}" * (self.floor > 0)
+
+
+class Search:
+    """Runs a program at several scales.
+
+    Attributes:
+      close: How far gradients may be from float32.
+      at: Runs the program at a scale; the second argument says whether the twin follows
+        the program's decisions.
+      predicted: The largest scale at which the backward pass in float32 is in range.
+      run: The run at the scale in question.
+      best: The run at the largest scale with which the gradients are finite, and no
+        overflow in the backward pass changes them; None if there is none.
+    """
+
+    def __init__(self, at: Callable[..., Run], close: float, scale: float):
+        """Runs the program until the largest scale is found."""
+        self.close, self.at, self.run = close, functools.cache(at), at(scale)
+        self.effect = functools.cache(self._effect)
+        # Gradients that are zero in theory, as that of a bias before a normalization,
+        # are roundoff: a scale that is no power of two rounds them differently.
+        factor, before = 1.375, self.run.norms
+        with np.errstate(invalid="ignore"):
+            change = moved(before, at(scale * factor).norms / factor)
+            self._noise = change > CLOSE * before[:, 0]
+        rooms = [headroom(self.run, key) for key in self.run.backward]
+        predicted = math.log2(scale) + min([2.0 * HIGHEST, *rooms]) - 2**-20
+        exponent = min(max(math.floor(predicted), LOWEST), HIGHEST)
+        self.predicted = 2.0**exponent
+        self.best = self._find_largest([exponent, exponent + 1])
+
+    def _find_largest(self, guesses):
+        """Returns the run at the largest scale that fits: guesses, then bisection."""
+        below, above = LOWEST - 1, HIGHEST + 1
+        while above - below > 1:
+            inside = (x for x in guesses if below < x < above)
+            middle = next(inside, (below + above) // 2)
+            is_sound = self._is_sound(self.at(2.0**middle))
+            below, above = (middle, above) if is_sound else (below, middle)
+        return self.at(2.0**below) if below >= LOWEST else None
+
+    def _is_sound(self, run):
+        """Whether no overflow in the backward pass matters, at the scale of the run."""
+        if any(map(run.is_bad, run.gradients)):
+            return False
+        origins = run.origins("backward")
+        return not any(map(run.exceeds, origins)) or not self.effect(run).wrong
+
+    @functools.cached_property
+    def floor(self) -> float:
+        """How far all gradients move if float32 gets rounded parameters and data."""
+        before = self.run.norms
+        change = moved(before, self.at(self.run.scale, False, True).norms)
+        return _ratio(math.hypot(*change), math.hypot(*before[:, 0]))
+
+    def _effect(self, run):
+        effect = self.judge(run.norms, run.losses)
+        if effect.wrong and not effect.parts and self.close < effect.gradients:
+            # Half precision can be no better than its inputs, above all near a minimum.
+            most = min(INHERITED * self.floor, LEAF * self.close)
+            if effect.gradients <= most:
+                is_fine = math.isfinite(run.losses[0])
+                effect = effect._replace(wrong=[], is_fine=is_fine, floor=self.floor)
+        return effect
+
+    def judge(self, norms: Any, losses: Sequence[float]) -> Effect:
+        """Compares the norms of gradients, and losses, with float32."""
+        sizes, differences, lost = norms.T[:3]
+        total, difference = math.hypot(*sizes), math.hypot(*differences)
+        gradients = _ratio(difference, total)
+        allowed = self.close * np.maximum(LEAF * sizes, PART * total)
+        is_wrong = ~np.isfinite(differences) | (differences > allowed)
+        is_wrong |= lost > LOST * sizes
+        parts = np.flatnonzero(is_wrong & ~self._noise).tolist()
+        wrong = sorted(parts, key=lambda i: -_ratio(differences[i], 1))
+        if gradients > self.close and not wrong:
+            wrong = [int(np.argmax(differences))]
+        loss = _ratio(abs(losses[0] - losses[1]), abs(losses[1]))
+        parameters = list(map(_ratio, differences, sizes))
+        is_fine = not wrong and math.isfinite(losses[0])
+        return Effect(loss, gradients, parameters, wrong, parts, is_fine)
+
+
+def _ratio(part: float, whole: float) -> float:
+    """Returns a part of a whole; inf if that is no number, and 0 of nothing."""
+    if not math.isfinite(part) or not math.isfinite(whole):
+        return math.inf
+    return float(part / whole) if whole else math.inf if part else 0.0
+
+
+def closeness(dtype: str) -> float:
+    """Returns how far results may be from float32 in a dtype: 0.01 in float16."""
+    return min(CLOSE * 2.0 ** (10 - jnp.finfo(dtype).nmant), FARTHEST)
+
+
+def headroom(run: Run, key: int) -> float:
+    """Returns log2 of what a result could grow by before it overflows."""
+    limits, largest = run.limit(key), run.range(key).float32_largest
+    if limits is None or not largest:
+        return math.inf
+    return math.log2(limits.overflow / largest)
 
 
 def find_all(search: Search) -> list[NumericFinding]:
     """Returns what was found, what to fix first."""
     run, best = search.run, search.best
     effect = search.effect(run)
-    found = []
+    if effect.floor and best is not None:  # What a scale mends is no roundoff.
+        raw = search.judge(run.norms, run.losses)
+        effect = raw if _underflow(search, best, raw) else effect
     if best is None or not effect.is_fine:
-        found = _nonfinite_arguments(run) or _wrong(search, effect)
-    return found or [_fine(search, effect)]
+        found = _bad_argument(run) or _wrong(search, effect)
+        if found:
+            return found
+    swallowed = [run.operation(key) for key in run.nonfinite_origins()[:1]]
+    largest = best and best.scale
+    first = swallowed[0] if swallowed else None
+    return [words.fine(str(effect), largest, first, is_near=not effect.floor)]
 
 
-def _fine(search: Search, effect: Effect) -> NumericFinding:
-    run, best = search.run, search.best
-    text = f"Fine: the loss and the gradients agree with float32 ({effect})."
-    if abs(run.losses[0] - run.losses[1]) > search.close * abs(run.losses[1]):
-        text += " The loss is small because its terms cancel."
-    if best is not None:
-        text += f" The largest loss scale is {power(best.scale)}."
-    swallowed = next(run.nonfinite_origins(), None)
-    if swallowed is not None:
-        place = run.operation(swallowed).place
-        text += f" The {kinds_of(run, swallowed)} at {place} changes nothing."
-    return NumericFinding("fine", text)
-
-
-def _wrong(search: Search, effect: Effect) -> list[NumericFinding]:
-    """Says why the loss or the gradients are not those of float32."""
-    run, best = search.run, search.best
-    losses = run.inputs(run.program.loss)
-    causes, late = run.causes(losses), run.causes(run.gradients)
-    if best is None:
-        causes = causes or late
-    if causes:
-        return _nonfinite(search, causes)
-    if best is None or effect.loss > search.close:
-        return [_explain(search, run, beginning_of(search, run, []))]
-    found, at_best = [], search.effect(best)
-    if run.scale > best.scale:
-        late = late or run.origins("backward")
-        found = [_too_high(run, k, best, at_best.is_fine) for k in late[:1]]
-    if at_best.wrong:
-        return [_conflict(search, best, at_best.wrong), *found]
-    return found or _underflow(search, best, effect.wrong)
-
-
-# Where no loss scale helps.
-
-
-def _nonfinite_arguments(run: Run) -> list[NumericFinding]:
+def _bad_argument(run):
     """Finds inf or nan in the arguments, if a gradient is not finite either."""
-    results = [*run.inputs(run.program.loss), *run.gradients]
+    results = [*run.ran([run.outline.loss]), *run.gradients]
     reached = run.ancestors(filter(run.is_bad, results), run.bad_operands)
-    arguments = (k for k in run.keys if run.site(k).phase == "argument")
-    bad = [k for k in arguments if k in reached and not run.range(k).is_finite]
+    arguments = [k for k, x in run.sites.items() if x.phase == "argument"]
+    bad = [k for k in arguments if k in reached and run.is_bad(k)]
     if not bad or not any(map(run.is_bad, run.gradients)):
         return []
-    (name,) = bad[0]
-    operations = (k for k in run.keys if run.site(k).primitive)
-    readers = (k for k in operations if bad[0] in run.ancestors([k]))
-    operation = run.operation(next(readers, bad[0]))
-    more = "" if len(bad) == 1 else f" (and {len(bad) - 1} more)"
-    kind, fix = "argument", "Look for the bad example in the data"
-    if bad[0] in run.program.parameters:
-        kind, fix = "parameter", "Restore a checkpoint from before"
-    message = (
-        f"The {kind} {name}{more} held {kinds_of(run, bad[0])} before anything was "
-        f"computed. It is first used at {operation}. No loss scale helps. {fix}."
+    operations = (k for k, x in run.sites.items() if x.primitive)
+    reader = next((k for k in operations if bad[0] in run.ancestors([k])), bad[0])
+    name = run.outline.names[bad[0]]
+    is_parameter = name in run.outline.parameters
+    more, held = len(bad) - 1, words.kinds_of(run.range(bad[0]))
+    operation = run.operation(reader)
+    return [words.nonfinite_argument(name, more, is_parameter, held, operation)]
+
+
+def _wrong(search, effect):
+    """Says why the loss or the gradients are not those of float32."""
+    run, best = search.run, search.best
+    causes, late = run.causes(run.ran([run.outline.loss])), run.causes(run.gradients)
+    if causes := causes or (late if best is None else []):
+        return _nonfinite(search, causes)
+    if best is None or not effect.wrong:
+        return [_explain(search, run, _beginning_of(search, run, effect.wrong))]
+    found, at_best = [], search.effect(best)
+    if run.scale > best.scale:
+        for key in (late or run.origins("backward"))[:1]:
+            operation = run.operation(key)
+            too_high = words.too_high(operation, run.scale, best.scale, at_best.is_fine)
+            found.append(too_high)
+    else:
+        found = _underflow(search, best, effect)
+    return found + (
+        _left(search, best, at_best.wrong, bool(found)) if at_best.wrong else []
     )
-    return [NumericFinding("nonfinite_argument", message, operation)]
 
 
-def _nonfinite(search: Search, keys: list[Key]) -> list[NumericFinding]:
+def _nonfinite(search, keys):
     """Says where inf and nan begin, at every loss scale."""
     run = search.run
     keys = [k for k in keys if run.site(k).phase == "forward"] or keys
@@ -107,138 +230,107 @@ def _nonfinite(search: Search, keys: list[Key]) -> list[NumericFinding]:
     first = {k for k in keys if not run.bad_operands(k)}
     later = (run.ancestors([k], run.bad_operands) - {k} for k in keys)
     keys = [k for k, x in zip(keys, later, strict=True) if first.isdisjoint(x)]
-    keys = _distinct_lines(run, [_cause(run, key) for key in keys])
-    return [_explain(search, run, key) for key in keys[:SHOWN]]
+    begin = (beginning(run, k, SWALLOWED) for k in keys)  # As in log(1 / inf).
+    keys = [x if run.is_lost(x) else k for k, x in zip(keys, begin, strict=True)]
+    return [_explain(search, run, key) for key in _distinct_lines(run, keys)[:SHOWN]]
 
 
-def _distinct_lines(run: Run, keys: list[Key]) -> list[Key]:
+def _distinct_lines(run, keys):
     """Returns the first site of each line."""
-    found: dict[object, Key] = {}
+    found: dict[object, int] = {}
     for key in keys:
         site = run.site(key)
         found.setdefault((site.source, site.scope, site.source.line or key), key)
     return list(found.values())
 
 
-def _explain(search: Search, run: Run, key: Key) -> NumericFinding:
-    """Says why an operation is wrong at every loss scale, and what to do."""
-    if not run.limit(key) and not _has_cause(run, key):
-        # A line in float32 magnifies an error of half precision.
-        halves = [k for k in sources_of(search, run, key) if run.limit(k)]
-        key = halves[-1] if halves else key
-    operation = run.operation(key)
-    kind, what, why, fix = trouble_of(search, run, key)
-    why = f" {why}" if why else ""
-    text = f"{operation}: {what}.{why} No loss scale helps: {fix}."
-    first = flushed_before(run, key)
-    other = None if first is None else run.operation(first)
-    return NumericFinding(kind, text, operation, other)
-
-
-def _has_cause(run: Run, key: Key) -> bool:
-    """Whether there is inf or nan for which no error of half precision is needed."""
-    if not run.is_bad(key):
-        return False
-    is_known = run.range(key).float32_nonfinite or run.bad_operands(key)
-    return bool(is_known) or flushed_before(run, key) is not None
-
-
-def _cause(run: Run, key: Key) -> Key:
-    """Returns where inf begins that is swallowed, as in log(1 / inf) and nan_to_num."""
-    found = run.beginning(key, SWALLOWED)
-    return found if run.is_lost(found) else key
-
-
-# The backward pass, which the loss scale moves up and down.
-
-
-def _too_high(run: Run, key: Key, best: Run, alone: bool) -> NumericFinding:
-    operation = run.operation(key)
-    would = ""
-    if math.isfinite(headroom(run, key)):
-        would = f" (it would be 2^{log2_of(run, key):.1f})"
-    text = (
-        f"{operation}: {begins(run, key)} here{would}, at the loss scale "
-        f"{power(run.scale)}. The largest scale with which nothing in the backward "
-        f"pass overflows is {power(best.scale)}."
-    )
-    bits = math.log2(run.scale / best.scale)
-    if not operation.line:
-        text += " This is the gradient of the loss itself: return the loss in float32."
-    elif alone and bits <= USUAL_BITS and best.scale >= 1:
-        text += (
-            " Nothing is wrong: this is usual after the scale has grown. A dynamic "
-            "scale skips the step and lowers itself."
-        )
-    elif alone and best.scale < 1:
-        scale = math.log2(best.scale)
-        lowest = f"min_scale=2.0**{max(scale - 4, LOWEST):.0f}"
-        text += f" Start below 1: DynamicLossScale(2.0**{scale:.0f}, {lowest})."
-    elif alone:
-        text += " Start at a lower loss scale, or let a dynamic one come down."
-    return NumericFinding("scale_too_high", text, operation)
-
-
-def _losers(run: Run, wrong: list[int]) -> list[Key]:
+def _losers(run, wrong):
     """Returns where gradients of these parameters are flushed, the most first."""
-    keys = (k for i in wrong for k in run.inputs(run.program.gradients[i]))
-    reached = run.ancestors(keys)
+    reached = run.ancestors(run.ran(run.outline.gradients[i] for i in wrong))
     gains = {k: gain(run, k) for k in run.backward if k in reached and run.limit(k)}
     found = sorted(gains, key=lambda key: -gains[key])
     return _distinct_lines(run, [k for k in found if gains[k] >= LOST])
 
 
-def _underflow(search: Search, best: Run, wrong: list[int]) -> list[NumericFinding]:
-    """Says where the gradients of parameters are lost, with a scale that is too low."""
-    run, found = search.run, []
-    for key in _losers(run, wrong)[:SHOWN]:
-        operation = run.operation(key)
-        message = (
-            f"{operation}: {run.range(key).flushed:.0%} of the gradients are flushed "
-            f"to zero at the loss scale {power(run.scale)}, and "
-            f"{best.range(key).flushed:.0%} at {power(best.scale)}, the largest "
-            "with which nothing in the backward pass overflows. Use that: "
-            f"initial_scale=2.0**{math.log2(best.scale):.0f}."
+def _underflow(search, best, effect):
+    """Says where gradients are lost that a larger scale brings back."""
+    run, after = search.run, search.effect(best)
+    pairs = list(zip(effect.parameters, after.parameters, strict=True))
+    helped = [i for i in effect.wrong if pairs[i][0] - pairs[i][1] > search.close]
+    if not helped:
+        return []
+    keys = _losers(run, helped)
+    keys = [k for k in keys if best.range(k).flushed < run.range(k).flushed]
+    keys = keys[:SHOWN] or [_beginning_of(search, run, helped)]
+    scales = run.scale, best.scale
+    return [
+        words.underflow(
+            run.operation(k),
+            *scales,
+            shares=(run.range(k).flushed, best.range(k).flushed),
+            errors=pairs[helped[0]],
+            is_first=k == keys[0],
         )
-        found.append(NumericFinding("underflow", message, operation))
-    if not found and wrong:
-        found = [_explain(search, run, beginning_of(search, run, wrong))]
+        for k in keys
+    ]
+
+
+def _left(search, best, wrong, is_second):
+    """Says why gradients are wrong even at the largest scale.
+
+    Args:
+      search: The search.
+      best: The run at that scale.
+      wrong: The parameters whose gradients are.
+      is_second: Whether a scale mends something else.
+    """
+    missing = [
+        (k, math.ceil(math.log2(limits.normal / largest)))
+        for k in _losers(best, wrong)
+        if (limits := best.limit(k))
+        and 0 < (largest := best.range(k).float32_largest) < limits.normal
+    ]
+    if missing and best.scale < 2.0**HIGHEST:
+        low, bits = missing[0]
+        high = min(best.backward, key=lambda k: headroom(best, k))
+        pair = best.operation(high), best.operation(low)
+        is_autocast = best.outline.is_autocast
+        return [words.no_scale(*pair, best.scale, bits, is_autocast)]
+    scale = best.scale if is_second else None
+    key = _beginning_of(search, best, wrong)
+    found = [_explain(search, best, key, scale)]
+    decided = [k for k in best.sites if best.is_decided_otherwise(k)]
+    followed = search.at(best.scale, True) if decided else best
+    still = search.effect(followed).wrong
+    if found[0].kind == "decision" and still:
+        # What is wrong where float32 decides as the program does comes first.
+        first = _beginning_of(search, followed, still)
+        return [_explain(search, followed, first, scale), *found]
+    if found[0].kind == "precision" and not still:
+        # Only decisions make it wrong: what they choose among may be, or is too near.
+        reached = best.ancestors(best.ran(best.outline.gradients[i] for i in wrong))
+        decided = [k for k in decided if k in reached] or decided
+        most = max(decided, key=lambda k: best.range(k).flushed)
+        return [_explain(search, best, beginning(best, most, search.close / 2), scale)]
     return found
 
 
-def beginning_of(search: Search, run: Run, wrong: list[int]) -> Key:
+def _beginning_of(search, run, wrong):
     """Returns where the error of the worst gradient begins, or else of the loss."""
-    worst = [k for i in wrong[:1] for k in run.program.gradients[i]]
-    (*_, key) = run.inputs(worst) or run.inputs(run.program.loss)
-    return run.beginning(key, search.close / 2)
+    worst = run.ran(run.outline.gradients[i] for i in wrong[:1])
+    (*_, key) = worst or run.ran([run.outline.loss])
+    return beginning(run, key, search.close / 2)
 
 
-def _out_of_range(run: Run, wrong: list[int]) -> dict[Key, int]:
-    """Returns where gradients are flushed, and how many bits are missing."""
-    losers = ((k, run.limit(k), run.range(k)) for k in _losers(run, wrong))
-    return {
-        k: math.ceil(math.log2(limits.normal) - log2_of(run, k))
-        for k, limits, found in losers
-        if limits and 0 < found.float32_largest < limits.normal
-    }
-
-
-def _conflict(search: Search, best: Run, wrong: list[int]) -> NumericFinding:
-    """Says why gradients are wrong even at the largest scale."""
-    missing = _out_of_range(best, wrong)
-    if not missing or best.scale == 2.0**HIGHEST:
-        return _explain(search, best, beginning_of(search, best, wrong))
-    (low, bits), *_ = missing.items()
-    high = min(best.backward, key=lambda k: headroom(best, k))
-    first, second = best.operation(high), best.operation(low)
-    passed = lines_to_pass(best, [high])
-    lines = f"the first ({passed})" if passed else "one of the two lines"
-    message = (
-        f"No loss scale fits both: above {power(best.scale)}, {first} "
-        f"overflows; at that scale {best.range(low).flushed:.0%} of the results of "
-        f"{second} are flushed to zero, and the largest is 2^{log2_of(best, low):.1f}. "
-        f"They are {bits} bits apart. Keep {lines} in float32, with those that feed it "
-        "(diagnostics.float32_lines finds them), or give the loss that feeds the "
-        "second a scale of its own."
+def _explain(search, run, key, scale=None):
+    """Says why an operation is wrong at every loss scale, and what to do."""
+    is_known = run.is_bad(key) and (
+        run.range(key).float32_nonfinite
+        or run.bad_operands(key)
+        or causes.vanished(run, key)
     )
-    return NumericFinding("no_scale", message, first, second)
+    if not run.limit(key) and not is_known and not run.site(key).is_decision:
+        # A line in float32 magnifies an error of half precision.
+        halves = [k for k in causes.magnified(run, key, search.close) if run.limit(k)]
+        key = halves[-1] if halves else key
+    return words.explain(causes.fault_of(run, key, search.close), scale)

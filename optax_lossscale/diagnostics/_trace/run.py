@@ -1,25 +1,64 @@
-"""What is known of each operation after a run, as Python numbers."""
+"""What is known of each result after a run, as Python numbers."""
 
+import dataclasses
 import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from optax_lossscale._jaxprs import lines
+from optax_lossscale._jaxprs.primitives import Trait, names_of
 from optax_lossscale.diagnostics import _bits
-from optax_lossscale.diagnostics._trace import equations
-from optax_lossscale.diagnostics._trace.program import Program
-from optax_lossscale.diagnostics._trace.statistics import MAXIMA
-from optax_lossscale.diagnostics._trace.values import Key, Site
+from optax_lossscale.diagnostics._trace import twin
 
 # An operation makes an error of its own if its inputs have so many times smaller ones.
 INHERITED = 4
 # How many lines to name that led to an operation.
 CALLERS = 3
+# What people call operations whose primitives have other names.
+NOUNS = {
+    "add": "sum of two", "add_any": "sum of gradients", "cumsum": "running sum",
+    "conv_general_dilated": "convolution", "convert_element_type": "cast",
+    "div": "division", "dot_general": "matrix product", "exp": "exponential",
+    "integer_pow": "power", "is_finite": "test for inf and nan", "log": "logarithm",
+    "logistic": "sigmoid", "mul": "product", "pow": "power", "psum": "sum over devices",
+    "ragged_dot_general": "matrix product", "reduce_max": "maximum",
+    "reduce_min": "minimum", "reduce_sum": "sum", "rsqrt": "1 / square root",
+    "select_and_gather_add": "max-pooling", "select_and_scatter_add": "max-pooling",
+    "select_n": "choice", "sqrt": "square root", "sub": "difference",
+    **dict.fromkeys(names_of(Trait.ORDER | Trait.EQUAL), "comparison"),
+}  # fmt: skip
+
+
+@dataclasses.dataclass
+class Site:
+    """A result that is summed up. It holds no numbers.
+
+    Attributes:
+      primitive: The name of the primitive; "" for what enters or leaves the program, a
+        loop, a branch or a device.
+      dtype, shape, source, scope: What it is, and where.
+      phase: "argument", "forward", "backward", or "scale" for what scales the loss.
+      inputs: The sites of its operands.
+      constants: The operands that are constants in the program, and an exponent.
+      row: The site with the same magnitudes: itself, but for moves.
+      is_decision: Whether it is a comparison or a place rather than a number.
+      opaque: Whether it could not run in float32.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    source: lines.Source
+    row: int
+    scope: str = ""
+    phase: str = "forward"
+    primitive: str = ""
+    inputs: tuple[int, ...] = ()
+    constants: tuple[float, ...] = ()
+    is_decision: bool = False
+    opaque: bool = False
 
 
 class NumericRange(NamedTuple):
@@ -82,7 +121,8 @@ class NumericOperation(NamedTuple):
       callers: The user's lines that led there, the innermost first, up to the loss
         function: of each the file, the line and the function.
       scope: The named scopes around it, `Model/Block_0/Dense_1` for example.
-      primitive: The name of the JAX primitive.
+      name: What people call it, "matrix product" for example.
+      primitive: The name of the JAX primitive, `dot_general` for example.
       dtype: The name of its dtype.
       shape: Its shape.
       inputs: The ranges of its floating-point inputs.
@@ -117,6 +157,7 @@ class NumericOperation(NamedTuple):
     function: str
     callers: tuple[tuple[str, int, str], ...]
     scope: str
+    name: str
     primitive: str
     dtype: str
     shape: tuple[int, ...]
@@ -125,6 +166,12 @@ class NumericOperation(NamedTuple):
     opaque: bool
     in_rule: bool
     for_derivative: bool
+
+    @property
+    def own(self) -> tuple[str, int, str]:
+        """File, line and function of the innermost line that the user can change."""
+        places = (self.file, self.line, self.function), *self.callers
+        return next((x for x in places if not lines.is_installed(x[0])), places[0])
 
     @property
     def place(self) -> str:
@@ -145,7 +192,7 @@ class NumericOperation(NamedTuple):
             phase += ", for its derivative"
         own = [x for x in self.callers if not lines.is_installed(x[0])]
         calls = "".join(f", called from {named(*x)}" for x in own[:CALLERS])
-        return f"{self.place}{calls}: {self.primitive} {self.dtype}[{shape}], {phase}"
+        return f"{self.name} at {self.place}{calls}, {self.dtype}[{shape}], {phase}"
 
 
 def named(file: str, line: int, function: str) -> str:
@@ -171,146 +218,179 @@ def _short(file: str) -> str:
     return "/".join(parts if lines.is_installed(file) else parts[-2:])
 
 
-class Run:
-    """One run of the program: what was measured at a loss scale.
+class Outline(NamedTuple):
+    """What is known of a program before it runs.
 
     Attributes:
-      program: The program.
-      scale: The loss scale.
-      losses: The loss, and what it would be in float32.
-      norms: Of each parameter's gradient, f64[n, 4]: see `statistics.norms`.
-      keys: The keys of everything that ran, in order of execution; arguments first.
+      dtype: The name of the dtype in question.
+      sites: All sites, by their numbers, in order of execution.
+      names: By site, the names of the arguments.
+      parameters: The names of the parameters that are differentiated.
+      loss: The site of the loss.
+      gradients: For each parameter, the site of its gradient.
+      is_autocast: Whether `autocast` made it.
     """
 
-    def __init__(self, program: Program, scale: float):
-        """Runs the program at a loss scale."""
-        self.program, self.scale = program, scale
-        self._statistics, self.losses, self.norms = program.run(scale)
-        self._rows = {key: i for i, key in enumerate(program.keys)}
+    dtype: str
+    sites: dict[int, Site]
+    names: dict[int | None, str]
+    parameters: list[str]
+    loss: int | None
+    gradients: list[int | None]
+    is_autocast: bool
+
+
+class Run:
+    """One run of a program: what was summed up at a loss scale.
+
+    Attributes:
+      outline: The program.
+      scale: The loss scale.
+      losses: The loss, and what it would be in float32.
+      norms: Of each parameter's gradient, f64[n, 4]: see `summary.norms`.
+      sites: All sites that ran, by their numbers, in order of execution.
+    """
+
+    def __init__(
+        self,
+        outline: Outline,
+        scale: float,
+        numbers: Mapping[int, Mapping[str, float]],
+        losses: Sequence[float],
+        norms: Any,
+    ):
+        """Takes what a run returned.
+
+        Args:
+          outline: The program.
+          scale: The loss scale.
+          numbers: By row, the numbers of its summary, by the names in `summary.FIELDS`.
+          losses: See the attribute.
+          norms: See the attribute.
+        """
+        self.outline, self.scale, self._numbers = outline, scale, numbers
+        self.losses, self.norms = losses, norms
+        ran = ((i, x) for i, x in outline.sites.items() if numbers[x.row]["seen"])
+        self.sites = dict(ran)
         self.range = functools.cache(self._range)
-        counts = self._statistics.counts
-        self._seen, self._nonfinite = counts[:, 0] > 0, counts[:, 2:4].any(1)
-        self.keys = sorted(filter(self._ran, program.sites), key=self._order)
 
-    def _row(self, key: Key) -> int:
-        return self._rows[self.site(key).moved or key]
+    def site(self, key: int) -> Site:
+        """Returns what is summed up."""
+        return self.outline.sites[key]
 
-    def _ran(self, key: Key) -> bool:
-        return self._seen[self._row(key)]
-
-    def _order(self, key: Key) -> Any:
-        """Returns what to sort by."""
-        if self.site(key).phase == "argument":
-            return []
-        return [-(x == "condition") if isinstance(x, str) else x for x in key]
-
-    def site(self, key: Key) -> Site:
-        """Returns what is measured."""
-        return self.program.sites[key]
-
-    def _range(self, key: Key) -> NumericRange:
+    def _range(self, key):
         """Returns the numbers at a site."""
-        site, found = self.site(key), self._statistics.row(self._row(key))
-        seen, _ = max(found.pop("seen"), 1.0), found.pop("begins")
-        numbers = {
-            name: float(np.int32(x).view(np.float32)) if name in MAXIMA else x / seen
-            for name, x in found.items()
-        }
-        largest = numbers["float32_largest"]
-        numbers["error"] = numbers["error"] / largest if largest else 0.0
-        return NumericRange(dtype=site.dtype, shape=site.shape, **numbers)
+        site = self.site(key)
+        found = dict(self._numbers[site.row])
+        del found["seen"], found["begins"]
+        largest = found["float32_largest"]
+        found["error"] = found["error"] / largest if largest else 0.0
+        return NumericRange(dtype=site.dtype, shape=site.shape, **found)
 
-    def operation(self, key: Key) -> NumericOperation:
+    def operation(self, key: int) -> NumericOperation:
         """Returns an operation."""
         site = self.site(key)
         own = site.source.file, site.source.line, site.primitive
-        inputs = (self.inputs(x) for x in site.inputs)
         names = ("phase", "scope", "primitive", "dtype", "shape", "opaque")
         return NumericOperation(
             **vars(site.source),
             **{name: getattr(site, name) for name in names},
-            inputs=tuple(self.range(x[-1]) for x in inputs if x),
+            name=self._name(site),
+            inputs=tuple(self.range(x) for x in self.operands(key)),
             output=self.range(key),
             for_derivative=site.phase == "forward" and own not in self._needed,
         )
 
+    def _name(self, site):
+        is_cast = site.primitive == "convert_element_type" and twin.is_half(site.dtype)
+        if is_cast and site.phase == "forward" and self.outline.is_autocast:
+            return "layer's input"
+        return NOUNS.get(site.primitive, site.primitive.replace("_", " "))
+
     @functools.cached_property
     def _needed(self):
         """The lines on which the loss depends, with the primitives in them."""
-        sites = map(self.site, self.ancestors(self.inputs(self.program.loss)))
+        sites = map(self.site, self.ancestors(self.ran([self.outline.loss])))
         return {(x.source.file, x.source.line, x.primitive) for x in sites}
 
     @property
-    def backward(self) -> list[Key]:
+    def backward(self) -> list[int]:
         """The operations of the backward pass."""
-        sites = ((key, self.site(key)) for key in self.keys)
+        sites = self.sites.items()
         return [k for k, x in sites if x.phase == "backward" and x.primitive]
 
     @property
-    def gradients(self) -> list[Key]:
+    def gradients(self) -> list[int]:
         """The sites of the parameters' gradients."""
-        return self.inputs(k for keys in self.program.gradients for k in keys)
+        return self.ran(self.outline.gradients)
 
-    def operands(self, key: Key) -> list[Key]:
+    def ran(self, keys: Iterable[int | None]) -> list[int]:
+        """Returns those of the sites that ran."""
+        return [k for k in keys if k in self.sites]
+
+    def operands(self, key: int) -> list[int]:
         """Returns the sites of the inputs of an operation."""
-        return [k for keys in self.site(key).inputs for k in self.inputs(keys)]
-
-    def inputs(self, keys: Iterable[Key]) -> list[Key]:
-        """Returns the sites of an input that ran."""
-        return [k for k in keys if k in self.program.sites and self._ran(k)]
+        return self.ran(self.site(key).inputs)
 
     # What is not finite.
 
-    def limit(self, key: Key) -> _bits.Limits | None:
+    def limit(self, key: int) -> _bits.Limits | None:
         """Returns the limits of half precision that apply, if any do."""
         dtype = self.site(key).dtype
-        return _bits.limits_of(dtype) if equations.is_half(dtype) else None
+        return _bits.limits_of(dtype) if twin.is_half(dtype) else None
 
-    def exceeds(self, key: Key) -> bool:
+    def exceeds(self, key: int) -> bool:
         """Whether the result in float32 is too large for the dtype."""
         limits, largest = self.limit(key), self.range(key).float32_largest
         if limits is None or largest < limits.overflow:
             return False
         return largest > limits.overflow or limits.tie_overflows
 
-    def is_bad(self, key: Key) -> bool:
+    def is_bad(self, key: int) -> bool:
         """Whether there is inf or nan."""
-        return self._nonfinite[self._row(key)]
+        return not self.range(key).is_finite
 
-    def is_origin(self, key: Key) -> bool:
+    def is_lost(self, key: int) -> bool:
+        """Whether there is inf or nan that is not in float32, too."""
+        found = self.range(key)
+        return self.is_bad(key) and found.infs + found.nans > found.float32_nonfinite
+
+    def is_decided_otherwise(self, key: int) -> bool:
+        """Whether it is a decision that is another one in float32."""
+        return self.site(key).is_decision and self.range(key).flushed > 0
+
+    def _begins(self, key):
+        """Returns 2 if inf or nan begins with finite inputs, 1 if more of it does."""
+        site = self.site(key)
+        is_operation = site.primitive and site.row == key
+        return self._numbers[key]["begins"] if is_operation else 0
+
+    def is_origin(self, key: int) -> bool:
         """Whether inf or nan begins here."""
         return self._begins(key) > 0
 
-    def _begins(self, key):
-        """Returns 2 if inf or nan begins with finite inputs: see `Statistics`."""
-        site = self.site(key)
-        if not site.primitive or site.moved:
-            return 0
-        return self._statistics.row(self._rows[key])["begins"]
-
-    def bad_operands(self, key: Key) -> list[Key]:
+    def bad_operands(self, key: int) -> list[int]:
         """Returns the inputs with inf or nan from which an operation makes others."""
         operands = self.operands(key) if self._begins(key) < 2 else ()
         return list(filter(self.is_bad, operands))
 
-    def origins(self, phase: str | None = None) -> list[Key]:
+    def origins(self, phase: str | None = None) -> list[int]:
         """Returns where inf or nan begins, in order of execution."""
-        keys = (k for k in self.keys if phase in (None, self.site(k).phase))
+        keys = (k for k, x in self.sites.items() if phase in (None, x.phase))
         return list(filter(self.is_origin, keys))
 
-    def nonfinite_origins(self) -> Iterator[Key]:
-        """Yields where inf or nan begins, but for constants: `jnp.var` holds a nan."""
-        origins = (k for k in self.origins() if self.site(k).inputs)
-        return (k for k in origins if not self.range(k).is_finite)
+    def nonfinite_origins(self) -> list[int]:
+        """Returns where inf or nan begins, but for constants: `jnp.var` holds a nan."""
+        return [k for k in self.origins() if self.site(k).inputs and self.is_bad(k)]
 
-    def causes(self, keys: Iterable[Key]) -> list[Key]:
+    def causes(self, keys: Iterable[int]) -> list[int]:
         """Returns where the inf and nan of these sites begin, in order of execution."""
         reached = self.ancestors(filter(self.is_bad, keys), self.bad_operands)
-        return [key for key in self.keys if key in reached and self.is_origin(key)]
+        return [k for k in self.sites if k in reached and self.is_origin(k)]
 
     def ancestors(
-        self, keys: Iterable[Key], parents: Callable[[Key], Iterable[Key]] | None = None
-    ) -> set[Key]:
+        self, keys: Iterable[int], parents: Callable[[int], Iterable[int]] | None = None
+    ) -> set[int]:
         """Returns the sites on which others depend, and these themselves.
 
         Args:
@@ -324,52 +404,3 @@ class Run:
                 found.add(key)
                 ahead += (parents or self.operands)(key)
         return found
-
-    def beginning(self, key: Key, small: float) -> Key:
-        """Returns where the error of a finite result begins.
-
-        Args:
-          key: The site of the result.
-          small: An error that is not worth following.
-        """
-
-        def wrong(k):
-            ranges = ((x, self.range(x)) for x in self.operands(k))
-            return [
-                x
-                for x, found in ranges
-                if found.error >= small or found.flushed or self.is_lost(x)
-            ]
-
-        # An inf or nan may be swallowed: 1 / inf is 0.
-        reached = self.ancestors([key], wrong)
-        lost = (k for k in self.keys if k in reached and self.is_lost(k))
-        if origins := list(filter(self.is_origin, lost)):
-            # In a loop, an inf that is made later comes in earlier.
-            return min(origins, key=lambda k: bool(self.bad_operands(k)))
-        seen, found = set(), key
-        while key not in seen:
-            seen.add(key)
-            found = key if self.site(key).primitive else found
-            operands = [k for k in self.operands(key) if k not in seen]
-            otherwise = [k for k in operands if self.is_decided_otherwise(k)]
-            if otherwise and not self.site(key).primitive:
-                key = otherwise[0]  # It took another branch.
-                continue
-            numbers = [k for k in operands if k not in otherwise]
-            worst = max(numbers, key=lambda k: self.range(k).error, default=key)
-            least = max(small, min(self.range(key).error, 1) / INHERITED)
-            if self.range(worst).error >= least:
-                key = worst
-            elif otherwise:  # The index is wrong, or the mask.
-                key = otherwise[0]
-        return found
-
-    def is_lost(self, key: Key) -> bool:
-        """Whether there is inf or nan that is not in float32, too."""
-        found = self.range(key)
-        return self.is_bad(key) and found.infs + found.nans > found.float32_nonfinite
-
-    def is_decided_otherwise(self, key: Key) -> bool:
-        """Whether it is a decision that is another one in float32."""
-        return self.site(key).is_decision and self.range(key).flushed > 0

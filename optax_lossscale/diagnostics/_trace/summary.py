@@ -1,0 +1,217 @@
+"""A few numbers about an array and its twin; two summaries of one array join by max."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from optax_lossscale.diagnostics import _bits
+
+# Each is a float32 that is not negative, kept as its bits: larger numbers are larger
+# integers, so the summaries of iterations and devices join by max, and what never ran
+# is all zeros. Shares are those of the worst iteration, or device.
+FIELDS = (
+    "seen", "begins", "zeros", "infs", "nans", "flushed", "float32_nonfinite",
+    "largest", "float32_largest", "error", "smallest",
+)  # fmt: skip
+BEGINS, BAD = (
+    FIELDS.index("begins"),
+    slice(FIELDS.index("infs"), FIELDS.index("nans") + 1),
+)
+# The smallest magnitude is kept as the difference from this, so it is a maximum, too.
+HIGHEST = np.iinfo(np.int32).max
+# A group has at most GROUPED numbers, to save memory. Small arrays are repeated up to
+# ROW numbers, if that is a multiple of their size.
+ROW, GROUPED = 2**12, 2**20
+# The squares of frequencies, of which none is a multiple of another.
+WAVES = (1, 2, 3, 5)
+NOTHING = np.zeros(len(FIELDS), np.int32)
+
+
+class Origins(NamedTuple):
+    """What says whether inf or nan begins in a result.
+
+    Attributes:
+      inputs: The sites of the operands.
+      constants: The operands that are constants.
+      is_elementwise: Whether each number is made of one of each operand, so that new
+        inf and nan can be counted.
+    """
+
+    inputs: Sequence[int]
+    constants: Sequence[float]
+    is_elementwise: bool
+
+
+class Recorder:
+    """Sums arrays up, those of one size together: that compiles faster.
+
+    Attributes:
+      sites: What was summed up, in the order of the summaries.
+    """
+
+    def __init__(self):
+        """Prepares to sum up."""
+        self.sites: list[int] = []
+        self._parts: list[Any] = [NOTHING[None][:0]]
+        self._groups: dict[Any, list[Any]] = {}
+        self._origins: dict[int, Origins] = {}
+
+    def add(self, site: int, real: Any, wide: Any, origins: Origins | None) -> None:
+        """Sums an array and its twin up.
+
+        Args:
+          site: The number of its site.
+          real: The array.
+          wide: The array in float32.
+          origins: What says whether inf or nan begins here; None if it cannot.
+        """
+        if origins is not None:
+            self._origins[site] = origins
+        limits = _bits.limits_of(jnp.finfo(real.dtype).dtype.name)
+        edge = int(np.float32(limits.flushed).view(np.int32))
+        has_twin = wide is not real
+        real = _as_real(real)
+        wide = _as_real(wide) if has_twin else real
+        size = real.size
+        if not size or 2 * size > GROUPED or not _is_replicated(real):
+            found = _reduced(real, wide, edge, tuple(range(real.ndim)))
+            self.extend([site], found[None])
+            return
+        size = ROW if size < ROW and ROW % size == 0 else size
+        group = self._groups.setdefault((edge, has_twin, size), [])
+        group.append((site, real, wide))
+        if (len(group) + 1) * size > GROUPED:
+            self._reduce_group((edge, has_twin, size))
+
+    def extend(self, sites: Sequence[int], summaries: Any) -> None:
+        """Adds what was summed up elsewhere."""
+        self.sites += sites
+        self._parts.append(summaries)
+
+    def finish(self) -> Any:
+        """Returns i32[len(sites), len(FIELDS)]."""
+        for kind in list(self._groups):
+            self._reduce_group(kind)
+        found = jnp.concatenate(self._parts)
+        rows = {site: i for i, site in enumerate(self.sites)}
+        # After the rows: no operand, a mask of inf, and where nothing begins.
+        none, mask, never = range(len(rows), len(rows) + 3)
+        index: list[list[int]] = [[never]] * len(rows)
+        elementwise = np.zeros(len(rows), bool)
+        for site, (inputs, constants, is_elementwise) in self._origins.items():
+            elementwise[rows[site]] = is_elementwise
+            # An inf may be a mask, but with a constant of nan the nan begins here.
+            masks = [mask] * any(map(math.isinf, constants))
+            index[rows[site]] = [rows[k] for k in inputs if k in rows] + masks
+        width = max(map(len, index), default=0)
+        index = [x + [none] * (width - len(x)) for x in index]
+        infs, nans = lax.bitcast_convert_type(found[:, BAD], jnp.float32).T
+        bad = jnp.stack([infs + nans, nans], 1)
+        others = np.array([[0, 0], [1, 0], [1, 1]], np.float32)
+        known = jnp.concatenate([bad, others])
+        had = known[np.array(index, np.int32).reshape(len(rows), width)].sum(1)
+        is_first = (bad[:, 0] > 0) & (had[:, 0] == 0)
+        is_new = (bad[:, 1] > 0) & (had[:, 1] == 0)
+        is_new |= elementwise & (bad[:, 0] > 1.001 * had[:, 0])
+        begins = jnp.where(is_first, 2, jnp.where(is_new, 1, 0)).astype(jnp.float32)
+        # In the rows of a loop or a branch inside, it is known already.
+        return found.at[:, BEGINS].max(lax.bitcast_convert_type(begins, jnp.int32))
+
+    def _reduce_group(self, kind):
+        edge, has_twin, size = kind
+        sites, reals, wides = zip(*self._groups.pop(kind), strict=True)
+
+        def stack(arrays):
+            rows = []
+            for x in arrays:
+                # Not padded: on CPU, fusions with a pad read beyond the array.
+                flat = lax.reshape(x, (1, x.size))
+                repeated = lax.broadcast_in_dim(flat, (size // x.size, x.size), (0, 1))
+                rows.append(lax.reshape(repeated, (1, size)))
+            return lax.concatenate(rows, 0)
+
+        real = stack(reals)
+        wide = stack(wides) if has_twin else real
+        self.extend(sites, _reduced(real, wide, edge, (1,)))
+
+
+def numbers(summary: Any) -> dict[str, float]:
+    """Returns the numbers of a summary on the host, by the names in `FIELDS`."""
+    bits = np.array(summary)
+    bits[-1] = bits[-1] and HIGHEST - bits[-1]
+    return dict(zip(FIELDS, bits.view(np.float32).tolist(), strict=True))
+
+
+def norms(real: Any, wide: Any) -> Any:
+    """Returns the norms of a gradient in float32, of its error, and of what it lost.
+
+    After these three come `WAVES` projections of the gradient in float32. From two runs
+    they say how far it has moved, without the gradient itself: see `moved`.
+    """
+    wide, narrow = (jnp.ravel(_as_real(x)) for x in (wide, real))
+
+    def norm(x):
+        largest = jnp.max(jnp.abs(x), initial=0)
+        unit = jnp.where(largest == 0, 1, largest)  # Squares could overflow.
+        return unit * jnp.sqrt(jnp.sum(jnp.square(x / unit)))
+
+    places = 1 + jnp.arange(wide.size, dtype=jnp.float32)
+    waves = jnp.stack([jnp.sin(x**0.5 * places) for x in WAVES])
+    found = map(norm, (wide, narrow - wide, jnp.where(narrow == 0, wide, 0)))
+    return jnp.concatenate([jnp.stack([*found]), jnp.sum(waves * wide, 1)])
+
+
+def moved(before: Any, after: Any) -> Any:
+    """Estimates the norms of the differences between gradients of two runs."""
+    change = np.sum(np.square(after[:, 3:] - before[:, 3:]), 1)
+    return np.sqrt(2 * change / len(WAVES))
+
+
+@functools.partial(jax.jit, static_argnames=("edge", "axes"), inline=True)
+def _reduced(real, wide, edge, axes):
+    """Sums two arrays up in one pass: on CPU each further pass costs as much."""
+    size = max(math.prod(real.shape[i] for i in axes), 1)
+    if size >= _bits.COUNTABLE:  # No int32 count overflows: the worst row counts.
+        return _reduced(real, wide, edge, axes[1:]).max(0)
+    infinity = int(np.float32(np.inf).view(np.int32))
+    (bits,), (twin,), (error,) = map(_bits.magnitudes, (real, wide, real - wide))
+    is_zero = bits == 0
+    is_lost = (twin > 0) & (is_zero | (twin <= edge))
+    flags = [is_zero, bits == infinity, bits > infinity, is_lost, twin >= infinity]
+    maxima = [jnp.where(x < infinity, x, 0) for x in (bits, twin, error)]
+    maxima.append(jnp.where(~is_zero & (bits < infinity), HIGHEST - bits, 0))
+    n = len(flags)  # `combine` must not hold arrays: JAX keeps it.
+
+    def combine(x, y):
+        return *map(lax.add, x[:n], y[:n]), *map(lax.max, x[n:], y[n:])
+
+    start = (np.int32(0),) * (n + len(maxima))
+    arrays = *(x.astype(jnp.int32) for x in flags), *maxima
+    found = lax.reduce(arrays, start, combine, axes)
+    shares = jnp.stack(found[:n], -1).astype(jnp.float32) / size
+    seen = jnp.stack(
+        [jnp.ones_like(shares[..., 0]), jnp.zeros_like(shares[..., 0])], -1
+    )
+    floats = lax.bitcast_convert_type(jnp.concatenate([seen, shares], -1), jnp.int32)
+    return jnp.concatenate([floats, jnp.stack(found[n:], -1)], -1)
+
+
+def _is_replicated(x: Any) -> bool:
+    spec = getattr(getattr(jax.typeof(x), "sharding", None), "spec", ())
+    return not any(axis is not None for axis in spec or ())
+
+
+def _as_real(x):
+    """Returns an array in float32, with both parts if it is complex."""
+    x = jnp.asarray(x)
+    x = jnp.stack([lax.real(x), lax.imag(x)]) if jnp.iscomplexobj(x) else x
+    end = float(jnp.finfo(jnp.float32).max)  # What is finite in float64 stays finite.
+    if x.dtype == jnp.float64:
+        x = jnp.where(jnp.isfinite(x), jnp.clip(x, -end, end), x)
+    return x.astype(jnp.float32)

@@ -1,0 +1,135 @@
+"""A value and its float32 twin; an equation in float32."""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_lossscale._jaxprs.parts import bind, is_jaxpr, opened
+from optax_lossscale._jaxprs.primitives import Trait, has
+
+# A product may name the dtype of its operands.
+ALGORITHMS = jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset
+HALF = [x for x in dir(jnp) if re.fullmatch(r"b?float16|float[48]_\w+", x)]
+
+
+def is_half(dtype: Any) -> bool:
+    """Whether a dtype, or its name, is a floating-point one of at most 16 bits."""
+    return str(dtype) in HALF
+
+
+def in_half(x: Any) -> bool:
+    """Whether an array, or its type, is in half precision."""
+    return is_half(getattr(x, "dtype", None))
+
+
+def is_inexact(x: Any) -> bool:
+    """Whether an array, or its type, is floating-point or complex."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def widen(x: Any) -> Any:
+    """Converts half precision to float32."""
+    return jnp.asarray(x, jnp.float32) if in_half(x) else x
+
+
+def rounded(x: Any, dtype: str) -> Any:
+    """Rounds numbers in float32 to as many bits as a dtype has, in any range."""
+    if getattr(x, "dtype", None) != jnp.float32:
+        return x
+    return jax.lax.reduce_precision(x, 8, jnp.finfo(dtype).nmant)
+
+
+class Value(NamedTuple):
+    """An array, what it would be in float32, and the number of its site.
+
+    As long as the two cannot differ they are one object, and nothing runs twice.
+    """
+
+    real: Any
+    wide: Any
+    site: int | None = None
+
+    @property
+    def differs(self) -> bool:
+        """Whether float32 may have other numbers."""
+        return self.wide is not self.real
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether it differs, or is a number at all."""
+        return self.differs or is_inexact(self.real)
+
+    def pair(self, differs: bool) -> tuple[Any, Any]:
+        """Returns its arrays for a loop or a branch; one, if others differ neither."""
+        return (self.real, widen(self.wide)) if differs else (self.real, None)
+
+
+def values_of(pairs: Iterable[Any], like: Iterable[Value]) -> list[Value]:
+    """Returns values from pairs of arrays, each with the site of another value."""
+    return [
+        Value(real, real if wide is None else wide, x.site)
+        for (real, wide), x in zip(pairs, like, strict=True)
+    ]
+
+
+def has_algorithm(equation: Any) -> bool:
+    """Whether a product names the dtypes that it computes in."""
+    return isinstance(equation.params.get("precision"), ALGORITHMS)
+
+
+def bind_wide(equation: Any, args: Sequence[Any]) -> list[Any] | None:
+    """Runs an equation in float32 where it is in half precision; None if it cannot."""
+    # It runs more than once. Collectives have an effect, but no side effect.
+    is_pure = all(type(x).__name__ == "NamedAxisEffect" for x in equation.effects)
+    name, results = equation.primitive.name, [x.aval for x in equation.outvars]
+    if not is_pure or has(name, Trait.OPAQUE | Trait.BITS):
+        return None
+    if name == "reduce_precision" and in_half(results[0]):
+        return [widen(args[0])]  # `jax.checkpoint` rounds so what it saves.
+    try:
+        params = {name: _widen_parameter(x) for name, x in equation.params.items()}
+        if has_algorithm(equation):
+            params["precision"] = (jax.lax.Precision.HIGHEST,) * 2
+        found = bind(equation, list(map(widen, args)), params)
+    except Exception:  # Whatever a primitive does not support.
+        return None
+    types = [(x.shape, _wide_dtype(x.dtype)) for x in results]
+    return found if [(x.shape, x.dtype) for x in found] == types else None
+
+
+def _wide_dtype(dtype: Any) -> Any:
+    return jnp.dtype(jnp.float32) if is_half(dtype) else dtype
+
+
+def _widen_parameter(x: Any) -> Any:
+    if is_jaxpr(x):
+        widened = _widen_jaxpr(*opened(x))
+        return widened if hasattr(x, "jaxpr") else widened.jaxpr
+    if isinstance(x, tuple):
+        parts = map(_widen_parameter, x)
+        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
+    is_dtype = isinstance(x, jnp.dtype) or (isinstance(x, type) and hasattr(x, "dtype"))
+    return _wide_dtype(jnp.dtype(x)) if is_dtype else x
+
+
+def _widen_jaxpr(jaxpr: Any, consts: Sequence[Any]) -> Any:
+    def run(*args):
+        values = dict(zip(jaxpr.constvars, map(widen, consts), strict=True))
+        values |= zip(jaxpr.invars, args, strict=True)
+
+        def read(x):
+            return widen(x.val) if hasattr(x, "val") else values[x]
+
+        for equation in jaxpr.eqns:
+            found = bind_wide(equation, list(map(read, equation.invars)))
+            if found is None:
+                raise TypeError(f"{equation.primitive} cannot run in float32.")
+            values.update(zip(equation.outvars, found, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    avals = (x.aval for x in jaxpr.invars)
+    types = (jax.ShapeDtypeStruct(x.shape, _wide_dtype(x.dtype)) for x in avals)
+    return jax.make_jaxpr(run)(*types)

@@ -1,0 +1,387 @@
+"""What a finding says, from a small record: what happens, why, and what to do."""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from optax_lossscale.diagnostics import _common
+from optax_lossscale.diagnostics._bits import limits_of
+from optax_lossscale.diagnostics._trace.run import NumericOperation, NumericRange, named
+from optax_lossscale.diagnostics._trace.twin import is_half
+
+# A scale that is at most this many bits too high comes down within a few skipped steps.
+USUAL_BITS = 4
+# Smaller errors, relative to the largest number, do not matter by themselves.
+SMALL = 0.005
+CASTS = ("convert_element_type", "reduce_precision")
+ROUNDED = "A constant like 1e-8 is 0 in float16, and one like -1e9 is -inf."
+
+
+class NumericFinding(NamedTuple):
+    """Something that `trace_numerics` found.
+
+    Attributes:
+      kind: "nonfinite_argument": a parameter or the data held inf or nan.
+        "forward": inf or nan begins in the forward pass, so no loss scale helps.
+        "backward": inf or nan begins in the backward pass at every loss scale.
+        "scale_too_high": the backward pass overflows at this loss scale.
+        "no_scale": no loss scale fits two operations.
+        "underflow": results are flushed to zero, or too small to be precise.
+        "precision": finite results differ too much from float32.
+        "decision": float32 chooses otherwise, among numbers that half precision cannot
+        tell apart. Alone it is no fault.
+        "fine": the gradients agree with float32.
+      message: What happens and what to do, in plain words.
+      operation: The operation, or None.
+      other: A second operation that matters, or None.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from optax_lossscale import diagnostics
+      >>> def loss_fn(w):
+      ...     return jnp.sum(jnp.exp(w.astype(jnp.float16))).astype(jnp.float32)
+      >>> trace = diagnostics.trace_numerics(loss_fn, jnp.array([1.0, 12.0]))
+      >>> trace.findings[0].kind
+      'forward'
+    """
+
+    kind: str
+    message: str
+    operation: NumericOperation | None = None
+    other: NumericOperation | None = None
+
+
+class Fault(NamedTuple):
+    """What is wrong with an operation at every loss scale.
+
+    Attributes:
+      kind: The kind of the finding.
+      operation: The operation.
+      cause: What made it: a name in `CAUSES`.
+      sources: The operations of other lines to change, too, in order of execution.
+      dtype: The dtype in question.
+      is_autocast: Whether `autocast` made the program.
+    """
+
+    kind: str
+    operation: NumericOperation
+    cause: str = ""
+    sources: tuple[NumericOperation, ...] = ()
+    dtype: str = "float16"
+    is_autocast: bool = True
+
+
+RANGE = "The largest {noun} would be 2^{size:.1f}; {dtype} ends at 2^{end:.0f}."
+INF = "An input holds inf, and inf - inf, inf / inf and 0 * inf are nan."
+LOST = "Its input holds zeros that float32 would not have: "
+SPACING = "{half} has a spacing of {step} at 2^{top}"
+# What makes a fault, in words.
+CAUSES = {
+    "": "",
+    "decided": "",
+    "range": RANGE,
+    "pole": RANGE,
+    "float32 range": "The result is too large for float32 as well.",
+    "constant": ROUNDED,
+    "nan": "A constant is nan.",
+    "inf": INF,
+    "float32 inf": INF,
+    "zeros": "An input holds zeros.",
+    "domain": "An input is outside of the domain of the function.",
+    "flushed": LOST + "they were flushed at {at}.",
+    "rounded": LOST + "the numbers that cancel are rounded at {at}.",
+    "terms": "Its terms overflow while they are added.",
+    "cast": "Its input is beyond the range of {dtype}.",
+    "small": "The largest is 2^{size:.1f}.",
+    "terms lost": SPACING + ": smaller terms of the sum are lost.",
+    "cancel": SPACING + ", and the inputs, which are as large as this, nearly cancel.",
+}
+# What mends it. Of all others, the float32 twin shows that float32 does.
+GUARD = (
+    "keep its inputs in the domain of the operation and of its derivative: guard log, "
+    "sqrt, norm and division with a second jnp.where, as in jnp.log(jnp.where(x > 0, "
+    "x, 1)), or add an epsilon"
+)
+FINITE = "jnp.where, or the least finite number, jnp.finfo(x.dtype).min"
+GUARDS = {
+    "float32 range": "make its inputs smaller, for example by subtracting the maximum",
+    "float32 inf": f"keep inf out of its inputs. For a mask, take {FINITE}",
+    "zeros": GUARD,
+    "domain": GUARD,
+    "nan": "use another number there",
+}
+
+
+def percent(x: float) -> str:
+    """Writes a share, or a relative error."""
+    if not math.isfinite(x):
+        return str(x)
+    return f"{100 * x:.0f}%" if x >= 1 else f"{100 * x:.2g}%"
+
+
+def power(scale: float) -> str:
+    """Writes a number as a power of two, but for 1."""
+    return "1" if scale == 1 else _common.power(scale)
+
+
+def kinds_of(found: NumericRange) -> str:
+    """Returns "inf", "nan" or both; "overflow" in a run in which there is neither."""
+    kinds = ["inf"] * (found.infs > 0) + ["nan"] * (found.nans > 0)
+    return " and ".join(kinds) or "overflow"
+
+
+def begins(operation: NumericOperation) -> str:
+    """Returns "inf begins", "inf and nan begin" and the like."""
+    kinds = kinds_of(operation.output)
+    return f"{kinds} begin{'s' * (' and ' not in kinds)}"
+
+
+def spacing(operation: NumericOperation) -> tuple[int, int] | None:
+    """Returns the spacing of half precision at the largest term, and that, as log2.
+
+    None if nothing is in half precision, or all is zero.
+    """
+    ranges = operation.output, *operation.inputs  # Of a running sum, the first.
+    halves = [x.dtype for x in ranges if is_half(x.dtype)]
+    largest = max(x.largest for x in ranges)
+    if not halves or not largest:
+        return None
+    top = math.floor(math.log2(largest))
+    return top - jnp.finfo(halves[0]).nmant, top
+
+
+def lines_to_pass(operations: Iterable[NumericOperation], is_autocast: bool) -> str:
+    """Returns how to keep lines in float32 by `autocast`; "" if that is no way."""
+    own = (x.own for x in operations)
+    names = list(dict.fromkeys(named(*x[:2], "") for x in own if x[1]))
+    is_cell = any(x.startswith("In[") for x in names)
+    if not names or is_cell or not is_autocast:
+        return ""
+    text = ", ".join(f'"{x}"' for x in names)
+    return f"float32={text}" if len(names) == 1 else f"float32=[{text}]"
+
+
+def what_of(fault: Fault) -> str:
+    """Says what happens at an operation."""
+    found, is_backward = fault.operation.output, fault.operation.phase == "backward"
+    noun = "gradients" if is_backward else "results"
+    if fault.kind in ("forward", "backward"):
+        is_too = found.float32_nonfinite > 0 and fault.cause != "float32 range"
+        too = ", in float32 too" * (is_too and is_half(found.dtype))
+        return f"{begins(fault.operation)} here{too}"
+    if fault.kind == "underflow":
+        return f"{found.flushed:.0%} of the {noun} are flushed to zero"
+    if fault.kind == "decision":
+        share = f" for {percent(found.flushed)} of the numbers"
+        return f"this falls otherwise in float32{share * bool(found.flushed)}"
+    text = f"the {noun} differ from float32 by {found.error:.2g} of the largest"
+    return text + ", and other lines magnify that" * (found.error < SMALL)
+
+
+def why_of(fault: Fault) -> str:
+    """Says why, in a sentence, or ""."""
+    operation, found = fault.operation, fault.operation.output
+    step, top = spacing(operation) or (0, 0)
+    ends = is_half(found.dtype) and math.log2(limits_of(found.dtype).overflow)
+    halves = (x.dtype for x in (found, *operation.inputs) if is_half(x.dtype))
+    places = [x.place for x in fault.sources] or ["this line"]
+    why = CAUSES[fault.cause].format(
+        noun="gradient" if operation.phase == "backward" else "result",
+        size=math.log2(found.float32_largest or 1),
+        **{"dtype": found.dtype, "end": ends, "at": places[0]},
+        **{"half": next(halves, fault.dtype), "step": power(2.0**step), "top": top},
+    )
+    # By hand, the twin has the rounded constants, too.
+    is_rounded = fault.cause in ("zeros", "float32 inf") and not fault.is_autocast
+    return f"{why} {ROUNDED}" if is_rounded else why
+
+
+def advice_of(fault: Fault) -> str:
+    """Says what to do."""
+    if fault.cause in GUARDS:
+        return GUARDS[fault.cause]
+    operation, sources = fault.operation, fault.sources
+    is_own = operation.own[:2] == (operation.file, operation.line)
+    line = "this line" if is_own else f"the call at {named(*operation.own)}"
+    passed = lines_to_pass([*sources, operation], fault.is_autocast)
+    passed = f" ({passed})" if passed else ""
+    places = "; ".join(dict.fromkeys(x.place for x in sources))
+    if places and fault.cause in ("flushed", "rounded", "decided"):
+        passed = passed or ", and cast nothing in between"
+        return f"compute {places}, and {line} in float32{passed}"
+    is_float32 = operation.dtype == "float32"
+    text = f"{'keep' if is_float32 else 'compute'} {line} in float32"
+    is_cast = operation.primitive in CASTS and not fault.is_autocast
+    text += " without a cast back" * (is_cast and fault.cause == "range")
+    if places:
+        text += f", and the lines that feed it: {places}"
+    text += passed
+    if places and passed:
+        text += ". diagnostics.float32_lines finds the fewest lines that it takes"
+    text += ", or make its inputs smaller" * (fault.cause == "range")
+    return text + ", or keep its inputs away from zero" * (fault.cause == "pole")
+
+
+def explain(fault: Fault, scale: float | None = None) -> NumericFinding:
+    """Says what is wrong with an operation, why, and what to do.
+
+    Args:
+      fault: The fault.
+      scale: The scale that mends another fault, named before, but not this one; None if
+        no scale changes anything.
+    """
+    text, advice = f"{fault.operation}: {what_of(fault)}", advice_of(fault)
+    if fault.kind == "decision":
+        text += f": chosen among numbers that {fault.dtype} cannot tell apart; if "
+        text += "training is fine, leave it."
+        is_half_there = fault.sources or any(
+            is_half(x.dtype) for x in fault.operation.inputs
+        )
+        text += f" If not, {advice}." * bool(is_half_there)
+    elif scale is None:
+        text = f"{text}. {why_of(fault)}".strip() + f" No loss scale helps: {advice}."
+    else:
+        text = f"At the loss scale {power(scale)}, too: {text}. {why_of(fault)}".strip()
+        text += f" {advice[0].upper()}{advice[1:]}."
+    others = fault.sources if fault.cause in ("flushed", "rounded") else ()
+    return NumericFinding(fault.kind, text, fault.operation, next(iter(others), None))
+
+
+def nonfinite_argument(
+    name: str, more: int, is_parameter: bool, held: str, operation: NumericOperation
+) -> NumericFinding:
+    """Says that an argument held inf or nan, and so many others."""
+    kind, fix = "argument", "Look for the bad example in the data"
+    if is_parameter:
+        kind, fix = "parameter", "Restore a checkpoint from before"
+    others = f" (and {more} more)" if more else ""
+    text = (
+        f"The {kind} {name}{others} held {held} before anything was computed. It is "
+        f"first used by: {operation}. No loss scale helps. {fix}."
+    )
+    return NumericFinding("nonfinite_argument", text, operation)
+
+
+def too_high(
+    operation: NumericOperation, scale: float, largest: float, is_alone: bool
+) -> NumericFinding:
+    """Says that the backward pass overflows at a scale, but not at the largest.
+
+    Args:
+      operation: Where it does.
+      scale: The scale.
+      largest: The largest with which it does not.
+      is_alone: Whether all is fine at the largest scale.
+    """
+    size, would, more = operation.output.float32_largest, "", ""
+    if size and operation.output.dtype != "float32":
+        would = f" (it would be 2^{math.log2(size):.1f})"
+    exponent = math.log2(largest)
+    if not operation.line:
+        more = " This is the gradient of the loss itself: return the loss in float32."
+    elif is_alone and exponent < 0:
+        least = f"min_scale=2.0**{max(exponent - 4, -126):.0f}"
+        more = f" Start below 1: DynamicLossScale(2.0**{exponent:.0f}, {least})."
+    elif is_alone and scale <= largest * 2**USUAL_BITS:
+        more = (
+            " Nothing is wrong: this is usual after the scale has grown. A dynamic "
+            "scale skips the step and lowers itself."
+        )
+    elif is_alone:
+        more = " Start at a lower loss scale, or let a dynamic one come down."
+    text = (
+        f"{operation}: {begins(operation)} here{would}, at the loss scale "
+        f"{power(scale)}. The largest scale with which nothing in the backward pass "
+        f"overflows is {power(largest)}.{more}"
+    )
+    return NumericFinding("scale_too_high", text, operation)
+
+
+def underflow(
+    operation: NumericOperation,
+    scale: float,
+    largest: float,
+    shares: tuple[float, float],
+    errors: tuple[float, float],
+    is_first: bool,
+) -> NumericFinding:
+    """Says that a larger scale mends gradients.
+
+    Args:
+      operation: Where they are lost.
+      scale: The scale.
+      largest: The largest scale with which nothing overflows.
+      shares: The shares that are flushed to zero here, at the two scales.
+      errors: How far the gradients of the parameters are off, at the two scales.
+      is_first: Whether it is the first of such findings, with the advice.
+    """
+    first, second = map(power, (scale, largest))
+    what = f"{shares[0]:.0%} of the gradients are flushed to zero at the loss scale "
+    what += f"{first}, and {shares[1]:.0%} at {second}"
+    if not shares[0]:
+        what = (
+            f"the gradients are too small to be precise: {percent(errors[0])} off at "
+        )
+        what += f"the loss scale {first}, and {percent(errors[1])} at {second}"
+    text = f"{operation}: {what}"
+    if is_first:
+        text += ", the largest with which nothing in the backward pass overflows. Use "
+        text += f"that: initial_scale=2.0**{math.log2(largest):.0f}"
+    return NumericFinding("underflow", f"{text}.", operation)
+
+
+def no_scale(
+    overflows: NumericOperation,
+    vanishes: NumericOperation,
+    largest: float,
+    bits: int,
+    is_autocast: bool,
+) -> NumericFinding:
+    """Says that of two operations one overflows and the other vanishes.
+
+    Args:
+      overflows: What overflows above the largest scale.
+      vanishes: What is flushed to zero there.
+      largest: That scale.
+      bits: How many bits a scale would have to be larger.
+      is_autocast: Whether `autocast` made the program.
+    """
+    found, lines = vanishes.output, lines_to_pass([overflows], is_autocast)
+    passed = f"the first ({lines})" if lines else "one of the two lines"
+    text = (
+        f"No loss scale fits both: above {power(largest)}, {overflows} overflows; at "
+        f"that scale {found.flushed:.0%} of the results of {vanishes} are flushed to "
+        f"zero, and the largest is 2^{math.log2(found.float32_largest):.1f}. They are "
+        f"{bits} bits apart. Keep {passed} in float32, with those that feed it "
+        "(diagnostics.float32_lines finds them), or give the loss that feeds the "
+        "second a scale of its own."
+    )
+    return NumericFinding("no_scale", text, overflows, vanishes)
+
+
+def fine(
+    errors: str,
+    largest: float | None,
+    swallowed: NumericOperation | None = None,
+    is_near: bool = True,
+) -> NumericFinding:
+    """Says that the gradients agree with float32.
+
+    Args:
+      errors: How far the loss and the gradients are off, in words.
+      largest: The largest loss scale; None if there is none.
+      swallowed: Where inf or nan begins that changes nothing; None if nowhere.
+      is_near: Whether they agree by themselves, and not only as far as the parameters
+        and the data in half precision let them.
+    """
+    text = f"Fine: the gradients agree with float32 ({errors})."
+    if not is_near:
+        text = f"Fine: with its inputs rounded, float32 is as far off ({errors})."
+    if largest is not None:
+        text += f" The largest loss scale is {power(largest)}."
+    if swallowed is not None:
+        kinds = kinds_of(swallowed.output)
+        text += f" The {kinds} at {swallowed.place} changes nothing."
+    return NumericFinding("fine", text)
