@@ -357,7 +357,14 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
         return value_and_grad
 
-    def _unscaled_grad(self, fun, state, has_aux, transform, argnums=0):
+    def _unscaled_grad(
+        self,
+        fun: Callable[..., Any],
+        state: Any,
+        has_aux: bool,
+        transform: Callable[..., Any],
+        argnums: int | tuple[int, ...] = 0,
+    ) -> Callable[..., tuple[Any, Any]]:
         """As `value_and_grad`, but it leaves what changes in Flax nnx modules."""
         rule = self.loss_scale
         scaled = _gradients.scaled_grad(rule, fun, has_aux, transform, argnums)

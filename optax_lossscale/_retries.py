@@ -111,8 +111,9 @@ def value_and_grad(
     grads = unscaled(grads, lax.stop_gradient(rule(looked.before)))
     retries += jnp.asarray(state.retries, jnp.int32)
     retries = jnp.where(retries < 0, 2**31 - 1, retries)
-    rule_states = _tree.select(looked.finite, looked[:2], (old, first.after))
-    looked = Look(*rule_states, looked.finite)
+    looks = looked.before, looked.after
+    before, after = _tree.select(looked.finite, looks, (old, first.after))
+    looked = Look(before, after, looked.finite)
     return value, grads, state._replace(retries=retries), looked
 
 
@@ -141,7 +142,8 @@ def _born(jaxpr: Jaxpr, grads: Sequence[Any]) -> list[Any]:
     The unscaling casts them.
     """
     born: dict[Any, Any] = {}
-    for equation in jaxpr.eqns:
+    equations: list[Any] = jaxpr.eqns
+    for equation in equations:
         if equation.primitive.name == "convert_element_type":
             (old,), (new,) = equation.invars, equation.outvars
             if old.aval.dtype in HALF and new.aval.dtype == jnp.float32:
@@ -159,13 +161,13 @@ def _check_effects(jaxpr: Jaxpr, options: Options) -> None:
             "the jax.Ref inside, or use an optimizer without retries."
         )
     # The index of a device has the same effect, and needs no other device.
-    exchanged = {
+    exchanged: set[Any] = {
         effect
         for equation in parts.all_equations(jaxpr)
         if primitives.has(equation.primitive.name, Trait.COLLECTIVE)
         for effect in equation.effects
     }
-    for effect in jaxpr.effects & exchanged:
+    for effect in exchanged.intersection(jaxpr.effects):
         if effect.name not in (names if isinstance(names, tuple) else (names,)):
             raise ValueError(
                 f"With retries={retries}, axis_name must contain {effect.name!r}, got "
