@@ -75,7 +75,13 @@ def count_step(
     # The old values lend new ones the axes of jax.shard_map over which they vary.
     no = lax.full_like(state.last_step_applied, False, bool)
     zero = lax.full_like(state.skipped_steps, 0, jnp.int32)
-    should_apply = ~no if should_apply is None else should_apply | no
+    if should_apply is None:
+        return state._replace(
+            last_step_applied=~no,
+            skipped_steps=jnp.asarray(state.skipped_steps, jnp.int32),
+            consecutive_skipped_steps=zero,
+            stuck_steps=zero,
+        )
     nonfinite_loss_steps = state.nonfinite_loss_steps
     if loss_is_finite is not None:
         # None in a state from before check_loss was switched on.
@@ -87,7 +93,7 @@ def count_step(
     in_a_row = count(state.consecutive_skipped_steps, failed)
     stuck_steps = count(state.stuck_steps, is_stuck)
     return state._replace(
-        last_step_applied=should_apply,
+        last_step_applied=should_apply | no,
         skipped_steps=count(state.skipped_steps, skipped),
         consecutive_skipped_steps=jnp.where(should_apply, 0, in_a_row),
         stuck_steps=jnp.where(should_apply, 0, stuck_steps),

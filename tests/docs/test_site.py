@@ -14,7 +14,8 @@ DOCS = ROOT / "docs"
 NOTEBOOKS = {f"notebooks/{path.stem}.md" for path in ROOT.glob("notebooks/*.ipynb")}
 MADE = NOTEBOOKS | {"notebooks/index.md", "index.md"}
 MADE |= {"changelog.md", "contributing.md"}
-MADE |= {f"benchmarks/{name}.md" for name in ("casting", "cpu", "steps", "tools")}
+RESULTS = ("by_hand", "casting", "cpu", "steps", "tools")
+MADE |= {f"benchmarks/{name}.md" for name in RESULTS}
 MADE |= {"examples/grpo.md", "examples/language_model.md"}
 PAGES = MADE | {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
 

@@ -134,15 +134,6 @@ def test_a_veto_that_is_no_flag(flag):
             call()
 
 
-def test_arguments_in_the_wrong_order():
-    with pytest.raises(ValueError, match=r"dict.*apply_gradients\(grads, params, stat"):
-        optimizer.apply_gradients(GRADS, state, PARAMS)
-    with pytest.raises(TypeError, match=r"loss_fn must be a function, got \{'w'"):
-        optimizer.minimize(PARAMS, loss_fn, state)
-    with pytest.raises(TypeError, match="loss_fn must be a function, got LossSca"):
-        optimizer.value_and_grad(state, loss_fn)
-
-
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 class TestWhatDoesNotFit:
     def test_gradients_of_other_shapes(self, wrap):
