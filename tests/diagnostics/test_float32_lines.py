@@ -64,6 +64,7 @@ def in_a_loop(w, x):
     return jnp.mean(jnp.square(jax.lax.scan(body, x, length=3)[0] - X))
 
 
+@pytest.mark.filterwarnings("ignore:autocast computes nothing")
 @pytest.mark.exhaustive
 def test_a_line_in_a_loop_and_a_checkpoint():
     found = float32_lines(autocast(in_a_loop), W, 3 * X, scale=2.0**4)

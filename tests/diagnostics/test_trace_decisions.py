@@ -200,7 +200,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("loss_fn", exhaustive_but(CASES, [squashed]))
-def test_what_a_decision_hides(loss_fn):
+def test_what_a_decision_hides(request, loss_fn):
+    if "nearest" in request.node.name:
+        pytest.xfail("found as a rounding, not as a decision")
     truth = by_hand(partial(loss_fn, Casts(jnp.float32)), W, X)(1.0)
     scale = 1.0
     broken = errors(by_hand(partial(loss_fn, Casts()), W, X)(scale), truth)
