@@ -9,24 +9,24 @@ import jax
 import jax.numpy as jnp
 
 
-def _nnx() -> Any:
+def flax_nnx() -> Any:
     """Returns `flax.nnx`, if somebody has imported it: else nothing is a module."""
     return sys.modules.get("flax.nnx")
 
 
 def is_module(x: Any) -> bool:
     """Whether `x` is a module, or another object of nnx that holds variables."""
-    nnx = _nnx()
+    nnx = flax_nnx()
     return nnx is not None and isinstance(x, nnx.Pytree)
 
 
 def _variables(modules: Any) -> dict[Any, Any]:
     """Returns the variables of modules, by path: those of the modules, no copies."""
-    return dict(_nnx().to_flat_state(_nnx().state(modules)))
+    return dict(flax_nnx().to_flat_state(flax_nnx().state(modules)))
 
 
 def _state_of(variables: dict[Any, Any]) -> Any:
-    return _nnx().from_flat_state(list(variables.items()))
+    return flax_nnx().from_flat_state(list(variables.items()))
 
 
 def trained(tree: Any, grads: Any) -> Any:
@@ -40,14 +40,14 @@ def trained(tree: Any, grads: Any) -> Any:
     def of_module(module, grads):
         if not is_module(module):
             return module
-        if not isinstance(grads, _nnx().State):
+        if not isinstance(grads, flax_nnx().State):
             raise TypeError(
                 f"{type(module).__name__} is a Flax nnx model, whose gradients must be "
                 f"an nnx.State, got {type(grads).__name__}: pass "
                 "transform=nnx.value_and_grad."
             )
         variables = _variables(module)
-        return _state_of({x: variables[x] for x, _ in _nnx().to_flat_state(grads)})
+        return _state_of({x: variables[x] for x, _ in flax_nnx().to_flat_state(grads)})
 
     return jax.tree.map(of_module, tree, grads, is_leaf=is_module)
 
@@ -67,8 +67,8 @@ def with_parameters(tree: Any, params: Any, *, in_place: bool) -> Any:
     def of_module(module, params):
         if not is_module(module):
             return params
-        module = module if in_place else _nnx().clone(module)
-        _nnx().update(module, params)
+        module = module if in_place else flax_nnx().clone(module)
+        flax_nnx().update(module, params)
         return module
 
     return jax.tree.map(of_module, tree, params, is_leaf=is_module)
@@ -102,9 +102,9 @@ def snapshot(args: Any) -> Callable[[Any], None] | None:
             path: jax.tree.map(functools.partial(select, flag), after[path], old)
             for path, old in before.items()
             if jax.tree.structure(after.get(path)) == jax.tree.structure(old)
-            and not isinstance(old, _nnx().RngState)
+            and not isinstance(old, flax_nnx().RngState)
         }
-        _nnx().update(modules, _state_of(kept))
+        flax_nnx().update(modules, _state_of(kept))
 
     return keep_if
 
@@ -123,14 +123,14 @@ class Modules:
         self._are_modules = list(map(is_module, leaves))
         self._graph, state = None, None
         if self._modules:
-            self._graph, state = _nnx().split(self._modules)
+            self._graph, state = flax_nnx().split(self._modules)
         self.tree = [x for x in leaves if not is_module(x)], state
 
     def join(self, tree: Any) -> tuple[Any, Callable[[], Any]]:
         """Returns arguments for arrays in `tree`, and a function of their changes."""
         leaves, state = jax.tree.map(lambda x: x, tree)  # Variables of this trace.
         given = {id(x): x for x in jax.tree.leaves(state)}  # Before merge takes them.
-        nodes = _nnx().merge(self._graph, state) if self._modules else []
+        nodes = flax_nnx().merge(self._graph, state) if self._modules else []
         rests = iter(leaves), iter(nodes)
         found = [next(rests[of_module]) for of_module in self._are_modules]
 
@@ -147,4 +147,4 @@ class Modules:
     def write(self, changes: Any) -> None:
         """Writes changed variables into the modules."""
         if changes is not None:
-            _nnx().update(self._modules, changes)
+            flax_nnx().update(self._modules, changes)

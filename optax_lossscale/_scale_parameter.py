@@ -13,6 +13,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from optax_lossscale import _check as check, _gradients, _state, _step, _tree
+from optax_lossscale._modules import flax_nnx
 from optax_lossscale._optimizer import LossScaleOptimizer
 from optax_lossscale._scaling import all_finite, on_all_devices, scale_up
 from optax_lossscale._step import Options
@@ -181,7 +182,7 @@ def with_loss_scale(
 
 
 def _scaled_loss(loss_fn, name, has_aux, params, /, *args, **kwargs):
-    nnx = sys.modules["flax.nnx"] if _is_of_nnx(params) else None
+    nnx = flax_nnx() if _is_of_nnx(params) else None
     tree = nnx.state(params) if nnx else params
     place, leaf, rest = _take_out(name, tree, "params")
     scale = jnp.clip(leaf, check.SMALLEST_SCALE, check.LARGEST_SCALE)
@@ -212,7 +213,7 @@ def _unscaled(x: Any, scale: jax.Array) -> Any:
     """Unscales gradients with respect to an argument that is not the parameters."""
     if not _is_of_nnx(x):
         return scale_gradient(x, 1 / scale)
-    nnx = sys.modules["flax.nnx"]
+    nnx = flax_nnx()
     # A module of an outer trace cannot be changed, and gets no gradient here.
     with contextlib.suppress(sys.modules["flax.errors"].TraceContextError):
         if isinstance(x, nnx.Pytree):
@@ -265,7 +266,7 @@ def _(primals, tangents):
 
 def _is_of_nnx(x: Any) -> bool:
     """Tells whether `x` is a module, or a variable, which may be changed in place."""
-    nnx = sys.modules.get("flax.nnx")
+    nnx = flax_nnx()
     return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
 
 

@@ -60,12 +60,11 @@ def first_reason(
 
 
 def _chosen_by_user(plan, args, kwargs, dtype, step):
-    leaves = [("args", args), ("", kwargs)]
-    for name, tree in leaves:
+    for name, tree in (("args", args), ("kwargs", kwargs)):
         for path, x in jax.tree_util.tree_leaves_with_path(tree):
             if str(getattr(x, "dtype", "")) == dtype:
                 place = jax.tree_util.keystr(path)
-                return f"{name or 'kwargs'}{place} is {dtype}"
+                return f"{name}{place} is {dtype}"
     for cast in steps_of(plan.program):
         is_cast = cast.name == "convert_element_type"
         if is_cast and cast.equation.outvars[0].aval.dtype.name == dtype:

@@ -99,7 +99,7 @@ def test_an_overflow_repeats_a_pass_and_skips_no_step(monkeypatch):
     assert repeats >= run.records[0]["retries"] > 0
     assert all(x.infs == x.nans == 0 for x in run.histograms)
     text = report.describe(fakes | {train.DYNAMIC: run})
-    assert f" 0 of 4 steps. Repeated backward passes: {repeats}. " in text
+    assert f" 0 of 4 steps. Repeated passes: {repeats}. " in text
 
 
 def test_patches_have_digits_where_the_labels_say():
