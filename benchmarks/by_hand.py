@@ -89,10 +89,10 @@ def heads_of(n: int) -> Any:
     return {name: layer(n, n) for name in "qkvo"}
 
 
-def block(p: Any, h: jax.Array, bias: Any, dtype: Any) -> jax.Array:
+def block(p: Any, h: jax.Array, bias: Any, dtype: Any, heads: int = 8) -> jax.Array:
     """Returns a block of a transformer."""
     x = normed(p["norm1"], h, -1, dtype)
-    h = h + attention(p["attention"], x, x, 8, bias, dtype)
+    h = h + attention(p["attention"], x, x, heads, bias, dtype)
     x = dense(p["up"], normed(p["norm2"], h, -1, dtype), dtype)
     return h + dense(p["down"], jax.nn.gelu(x), dtype)
 
@@ -163,11 +163,10 @@ def resnet() -> Model:
     return params, (of(32, 112, 112, 3), of(32, dtype=jnp.int32)), make
 
 
-def convnet() -> Model:
+def convnet(layers: int = 6, n: int = 128, images: int = 32, side: int = 56) -> Model:
     """Convolutions with norms on a residual stream."""
-    n = 128
     one = {"w": of(3, 3, n, n), "norm": norm(n)}
-    params = {"stem": of(3, 3, 3, n), "blocks": [one] * 6}
+    params = {"stem": of(3, 3, 3, n), "blocks": [one] * layers}
 
     def make(dtype):
         def loss(p, x):
@@ -179,7 +178,7 @@ def convnet() -> Model:
 
         return loss
 
-    return params, (of(32, 56, 56, 3),), make
+    return params, (of(images, side, side, 3),), make
 
 
 def unet() -> Model:
@@ -246,24 +245,30 @@ def vit() -> Model:
     return params, (of(32, 240, 272, 3), of(32, dtype=jnp.int32)), make
 
 
-def gpt() -> Model:
+def gpt(
+    blocks: int = 6,
+    n: int = 768,
+    heads: int = 8,
+    batch: int = 8,
+    length: int = 512,
+    vocabulary: int = 50304,
+) -> Model:
     """GPT-2, with six blocks."""
-    n, length, vocabulary = 768, 512, 50304
     params = {"tokens": of(vocabulary, n), "positions": of(length, n)}
-    params |= {"blocks": [block_of(n)] * 6, "norm": norm(n)}
+    params |= {"blocks": [block_of(n)] * blocks, "norm": norm(n)}
 
     def make(dtype):
         def loss(p, tokens):
             x, y = tokens[:, :-1], tokens[:, 1:]
             h = (p["tokens"][x] + p["positions"]).astype(dtype)
             for q in p["blocks"]:
-                h = block(q, h, causal(length), dtype)
+                h = block(q, h, causal(length), dtype, heads)
             h = normed(p["norm"], h, -1, dtype)
             return cross_entropy(h @ p["tokens"].T.astype(dtype), y)
 
         return loss
 
-    return params, (of(8, length + 1, dtype=jnp.int32),), make
+    return params, (of(batch, length + 1, dtype=jnp.int32),), make
 
 
 def t5() -> Model:
@@ -422,7 +427,7 @@ def dlrm() -> Model:
     return params, batch, make
 
 
-def mlp() -> Model:
+def mlp(layers: int = 12, n: int = 2048, batch: int = 64) -> Model:
     """Wide layers with relu."""
 
     def make(dtype):
@@ -433,7 +438,7 @@ def mlp() -> Model:
 
         return loss
 
-    return [of(2048, 2048)] * 12, (of(64, 2048),), make
+    return [of(n, n)] * layers, (of(batch, n),), make
 
 
 MODELS: dict[str, Callable[[], Model]] = {

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import datetime
 import itertools
 import json
 import os
@@ -19,7 +20,7 @@ from examples.common.command_line import OneLineParser
 
 RESULTS = Path(__file__).with_name("results")
 _PACKAGES = ["jax", "jaxlib", "optax", "flax", "jmp", "mixed_precision_for_JAX"]
-_PACKAGES += ["keras", "libtpu", "jax-cuda12-plugin"]
+_PACKAGES += ["keras", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin"]
 
 
 def parser(name: str, text: str | None, arguments: str = "") -> argparse.ArgumentParser:
@@ -49,8 +50,9 @@ def machine() -> dict[str, Any]:
 
 
 def about() -> dict[str, Any]:
-    """Returns the first entries of results: the machine and the versions."""
-    return {"machine": machine(), "versions": versions()}
+    """Returns the first entries of results: the machine, the versions, the date."""
+    date = datetime.date.today().isoformat()
+    return {"machine": machine(), "versions": versions(), "date": date}
 
 
 def load(path: Path) -> dict[str, Any]:

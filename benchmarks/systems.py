@@ -84,7 +84,8 @@ def minimize(inner, loss_fn, **options):
     return System(optimizer.init, step)
 
 
-def _in_two(inner, loss_fn, *, call, given, **options):
+def in_two(inner, loss_fn, *, call="update", given=False, **options):
+    """Returns the step of `value_and_grad` and a call that applies the gradients."""
     optimizer = LossScaleOptimizer(inner, **options)
 
     def step(params, state, *batch):
@@ -119,7 +120,8 @@ def _in_a_trainer(inner, loss_fn):
     return System(init, step)
 
 
-def _flax(inner, loss_fn):
+def flax_scale(inner, loss_fn):
+    """Returns the step of Flax's `DynamicScale`."""
     from flax.training.dynamic_scale import DynamicScale
 
     def init(params):
@@ -227,10 +229,10 @@ def make_systems(
     found["minimize"] = make(minimize, inner, loss_fn)
     for call in ("apply_gradients", "update"):
         label = f"{call} of unscaled" if given else call
-        found[label] = make(_in_two, inner, loss_fn, call=call, given=given)
+        found[label] = make(in_two, inner, loss_fn, call=call, given=given)
     found["minimize, fixed scale"] = make(minimize, inner, loss_fn, loss_scale=SCALE)
     found["with_loss_scale, update"] = make(_in_a_trainer, inner, loss_fn)
-    found["flax DynamicScale"] = make(_flax, inner, loss_fn)
+    found["flax DynamicScale"] = make(flax_scale, inner, loss_fn)
     found["jmp"] = make(_jmp, inner, loss_fn)
     found["mpx"] = make(_mpx, inner, loss_fn)
     found[PLAIN_KERAS] = make(_keras, optimizer, loss_fn, scaled=False)
