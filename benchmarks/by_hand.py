@@ -252,17 +252,26 @@ def gpt(
     batch: int = 8,
     length: int = 512,
     vocabulary: int = 50304,
+    form: str = "",
 ) -> Model:
-    """GPT-2, with six blocks."""
-    params = {"tokens": of(vocabulary, n), "positions": of(length, n)}
-    params |= {"blocks": [block_of(n)] * blocks, "norm": norm(n)}
+    """GPT-2; its form may be "scanned" or "rematerialized"."""
+    params = {"tokens": of(vocabulary, n), "positions": of(length, n), "norm": norm(n)}
+    stacked = jax.tree.map(lambda x: of(blocks, *x.shape), block_of(n))
+    params["blocks"] = stacked if form == "scanned" else [block_of(n)] * blocks
 
     def make(dtype):
+        def run(h, q):
+            return block(q, h, causal(length), dtype, heads), None
+
         def loss(p, tokens):
             x, y = tokens[:, :-1], tokens[:, 1:]
             h = (p["tokens"][x] + p["positions"]).astype(dtype)
-            for q in p["blocks"]:
-                h = block(q, h, causal(length), dtype, heads)
+            if form == "scanned":
+                h, _ = lax.scan(run, h, p["blocks"])
+            else:
+                once = jax.checkpoint(run) if form else run
+                for q in p["blocks"]:
+                    h, _ = once(h, q)
             h = normed(p["norm"], h, -1, dtype)
             return cross_entropy(h @ p["tokens"].T.astype(dtype), y)
 
@@ -446,6 +455,8 @@ MODELS: dict[str, Callable[[], Model]] = {
     "GRU": functools.partial(recurrent, "GRU"),
     "ResNet": resnet, "U-Net": unet, "ViT": vit, "MoE": moe, "T5": t5, "Mamba": mamba,
     "DLRM": dlrm, "GPT-2": gpt, "MLP": mlp, "convnet": convnet,
+    "GPT-2, scanned": functools.partial(gpt, form="scanned"),
+    "GPT-2, rematerialized": functools.partial(gpt, form="rematerialized"),
 }  # fmt: skip
 
 

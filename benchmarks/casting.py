@@ -1,129 +1,27 @@
 """Measures what `autocast` computes, and what it costs: `python -m benchmarks.casting`.
 
 Compares it with float32, with casts by hand and with other libraries: the errors of
-public models, small trainings, the products in float16 of a transformer, and what
-compilers make of another one. Adds to `results/casting.json`. Arguments name some of
-these parts: `models "TPU v5e"`.
+public models, small trainings, the products in float16 of a transformer, and the time
+to trace. Adds to `results/casting.json`. Arguments name some of these parts: `models`.
 """
 
 import functools
-import itertools
 import time
-from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import SingleDeviceSharding
 
-from benchmarks import need, report
-from benchmarks.compiled import H100, TPU, describe, device, place
-from benchmarks.measure import cpu_seconds
+from benchmarks import by_hand, need, report
 from benchmarks.tasks import TASKS
 from optax_lossscale import autocast
-from optax_lossscale._autocast import policy
 from optax_lossscale._jaxprs.parts import all_equations
 
 RESULTS = report.RESULTS / "casting.json"
-WIDTH, HEADS, TOKENS, BATCH, VOCABULARY, SCALE = 256, 8, 256, 16, 257, 2.0**12
-LAYERS = {TPU: 2, H100: 6, "CPU": 6}
-FORMS = "unrolled", "scanned", "rematerialized", "scanned and rematerialized"
-ALL_SAVED = "autocast, all saved"
-WAYS = "float32", "by hand", "autocast", ALL_SAVED
-
-
-def _normed(p, x):
-    x = x.astype(jnp.float32)
-    x = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
-    return x * p["gain"] + p["bias"]
-
-
-def _block(p, h, dtype):
-    dense = lambda p, x: x.astype(dtype) @ p["w"].astype(dtype) + p["b"].astype(dtype)  # noqa: E731
-    split = lambda x: x.reshape(*x.shape[:2], HEADS, -1)  # noqa: E731
-    q, k, v = map(split, jnp.split(dense(p["qkv"], _normed(p["norm1"], h)), 3, -1))
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / (WIDTH / HEADS) ** 0.5
-    mask = jnp.tri(scores.shape[-1], dtype=bool)
-    scores = jnp.where(mask, scores.astype(jnp.float32), -1e9)
-    weights = jax.nn.softmax(scores).astype(dtype)
-    attended = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(h.shape)
-    h = h + dense(p["out"], attended)
-    return h + dense(p["down"], jax.nn.gelu(dense(p["up"], _normed(p["norm2"], h))))
-
-
-def transformer(form: str, dtype: Any) -> Callable[..., jax.Array]:
-    """Returns the loss of a transformer that casts by hand."""
-    block = functools.partial(_block, dtype=dtype)
-    block = jax.checkpoint(block) if "remat" in form else block
-
-    def loss_fn(params, tokens):
-        x, y = tokens[:, :-1], tokens[:, 1:]
-        h, blocks = (params["tokens"][x] + params["positions"]).astype(dtype), []
-        if "scanned" in form:
-            h, _ = jax.lax.scan(lambda h, p: (block(p, h), None), h, params["blocks"])
-        else:
-            blocks = params["blocks"]
-        for p in blocks:
-            h = block(p, h)
-        logits = _normed(params["norm"], h).astype(dtype) @ params["out"].astype(dtype)
-        logits = logits.astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-
-    return loss_fn
-
-
-def shapes(form: str, layers: int) -> tuple[Any, Any]:
-    """Returns the shapes of the parameters, and of a batch."""
-    of, d = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32), WIDTH
-    dense = lambda m, n: {"w": of(m, n), "b": of(n)}  # noqa: E731
-    norm = {"gain": of(d), "bias": of(d)}
-    block = {"norm1": norm, "norm2": norm, "qkv": dense(d, 3 * d), "out": dense(d, d)}
-    block |= {"up": dense(d, 4 * d), "down": dense(4 * d, d)}
-    blocks = [block] * layers
-    if "scanned" in form:
-        blocks = jax.tree.map(lambda x: of(layers, *x.shape), block)
-    params = {"tokens": of(VOCABULARY, d), "positions": of(TOKENS, d), "norm": norm}
-    params |= {"blocks": blocks, "out": of(d, VOCABULARY)}
-    return params, jax.ShapeDtypeStruct((BATCH, TOKENS + 1), jnp.int32)
-
-
-def _losses(form):
-    float32, half = (transformer(form, x) for x in (jnp.float32, jnp.float16))
-    mended = autocast(float32)
-    return dict(zip(WAYS, (float32, half, mended, mended), strict=True))
-
-
-def compile_(target: str) -> list[dict[str, Any]] | None:
-    """Compiles training steps of the transformer; None without the compiler."""
-    if (on := device(target)) is None:
-        return None
-    optimizer, rows = optax.adam(1e-3), []
-    on_device = functools.partial(place, sharding=SingleDeviceSharding(on))
-    for form, way in itertools.product(FORMS, WAYS):
-        params, tokens = shapes(form, LAYERS[target])
-
-        loss_fn = _losses(form)[way]
-
-        def step(params, state, tokens, loss_fn=loss_fn):
-            scaled = jax.value_and_grad(lambda p: SCALE * loss_fn(p, tokens))
-            loss, grads = scaled(params)
-            grads = jax.tree.map(lambda g: g / SCALE, grads)
-            updates, state = optimizer.update(grads, state, params)
-            return optax.apply_updates(params, updates), state, loss
-
-        args = params, jax.eval_shape(optimizer.init, params), tokens
-        jitted = jax.jit(step, donate_argnums=(0, 1))
-        is_saved = policy.is_saved if way != ALL_SAVED else lambda *_, **__: True
-        with mock.patch.object(policy, "is_saved", is_saved):
-            lowered = jitted.lower(*jax.tree.map(on_device, args))
-        seconds, compiled = cpu_seconds(lowered.compile)
-        rows.append({"form": form, "way": way, "seconds": seconds})
-        rows[-1] |= {"layers": LAYERS[target], **describe(compiled)}
-        print(rows[-1], flush=True)
-    return rows
+SCALE = 2.0**12
+FORMS = "GPT-2", "GPT-2, scanned", "GPT-2, rematerialized"
 
 
 def errors() -> dict[str, dict[str, Any]]:
@@ -234,23 +132,22 @@ def _halves(equations, names):
 def tracing() -> list[dict[str, Any]]:
     """Returns equations, and times to trace, of a gradient relative to float32."""
     rows = []
-    for form in FORMS:
-        args = shapes(form, LAYERS["CPU"])
-        rows.append({"form": form})
+    for name in FORMS:
+        params, batch, make = by_hand.MODELS[name]()
+        rows.append({"form": name})
         for way, cast in (("float32", lambda f: f), ("autocast", autocast)):
             times = []
             for _ in range(5):
                 # JAX remembers the jaxprs of functions that it has seen before.
-                loss_fn = cast(transformer(form, jnp.float32))
+                loss_fn = cast(make(jnp.float32))
                 start = time.process_time()
-                equations = len(_equations(jax.grad(loss_fn), *args))
+                equations = len(_equations(jax.grad(loss_fn), params, *batch))
                 times.append(time.process_time() - start)
             rows[-1][way] = {"equations": equations, "seconds": float(np.median(times))}
     return rows
 
 
 PARTS = {"models": errors, "training": trainings, "peers": peers, "CPU": tracing}
-PARTS |= {target: functools.partial(compile_, target) for target in (TPU, H100)}
 
 
 def _percent(found):
@@ -287,19 +184,6 @@ def tables(found: dict[str, Any]) -> list[str]:
             saved = f"{row['saved_bytes'] / 1e6:.1f}"
             cells.append([name, *("{} of {}".format(*x) for x in pairs), saved])
         made.append(report.table(header, cells))
-    for target in (TPU, H100):
-        cells = [
-            [
-                f"{row['form']}, {row['way']}",
-                f"{row['bytes'] / 1e9:.2f}",
-                f"{row['flops'] / 1e9:.1f}" if row["flops"] else "",
-                f"{row['temp_bytes'] / 1e6:.0f}",
-                f"{row['seconds']:.0f}",
-            ]
-            for row in rows.get(target, ())
-        ]
-        header = [f"transformer for {target}", "GB moved", "Gflop", "temporary MB"]
-        made += [report.table([*header, "s to compile"], cells)] if cells else []
     if traced := rows.get("CPU"):
         cells = []
         for row in traced:
@@ -308,7 +192,7 @@ def tables(found: dict[str, Any]) -> list[str]:
                 for k in ("equations", "seconds")
             ]
             cells.append([row["form"], *(f"{a / b:.2f}" for a, b in pairs)])
-        header = ["gradient of a transformer / float32", "equations", "time to trace"]
+        header = ["gradient / float32", "equations", "time to trace"]
         made.append(report.table(header, cells))
     return made
 

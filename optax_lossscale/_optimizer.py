@@ -195,55 +195,6 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             "optax.GradientTransformationExtraArgs(init, update) around this one."
         )
 
-    @property
-    def inner_optimizer(self) -> Any:
-        """The optimizer that this one wraps."""
-        return self._options.inner_optimizer
-
-    @property
-    def loss_scale(self) -> LossScale:
-        """The rule with its hyperparameters, not the current scale."""
-        return self._options.loss_scale
-
-    @property
-    def dynamic(self) -> bool:
-        """Whether the scale adapts by itself."""
-        return not isinstance(self.loss_scale, FixedLossScale)
-
-    @property
-    def initial_scale(self) -> float | None:
-        """The first (or fixed) scale; None if a custom rule does not name it."""
-        fixed = getattr(self.loss_scale, "loss_scale_value", None)
-        return getattr(self.loss_scale, "initial_scale", fixed)
-
-    @property
-    def dynamic_growth_steps(self) -> int | None:
-        """Finite steps before the scale grows; None if it does not."""
-        return getattr(self.loss_scale, "growth_interval", None)
-
-    def dynamic_counter(self, state: Any) -> jax.Array | None:
-        """Returns the finite steps since the scale changed or a step was skipped.
-
-        Args:
-          state: A pytree that holds one `LossScaleOptimizerState`.
-
-        Returns:
-          i32[], or None if the scale is fixed or the rule counts no steps.
-
-        Raises:
-          ValueError: If `state` holds none or several.
-
-        Examples:
-          >>> import jax.numpy as jnp
-          >>> import optax
-          >>> from optax_lossscale import LossScaleOptimizer
-          >>> optimizer = LossScaleOptimizer(optax.sgd(0.1))
-          >>> int(optimizer.dynamic_counter(optimizer.init(jnp.ones(3))))
-          0
-        """
-        good_steps = getattr(find_state(state).loss_scale_state, "good_steps", None)
-        return None if good_steps is None else _tree.unbox(good_steps)
-
     def init(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, params: optax.Params
     ) -> LossScaleOptimizerState:
@@ -265,280 +216,6 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             for `scale_as_parameter`.
         """
         return _step.init(self._options, params)
-
-    def current_loss_scale(self, state: Any) -> jax.Array:
-        """Returns the current loss scale.
-
-        Args:
-          state: A pytree that holds one `LossScaleOptimizerState`.
-
-        Returns:
-          f32[], or f32[n] for a state of n members.
-
-        Raises:
-          ValueError: If `state` holds none or several.
-
-        Examples:
-          >>> import jax.numpy as jnp
-          >>> import optax
-          >>> from optax_lossscale import LossScaleOptimizer
-          >>> optimizer = LossScaleOptimizer(optax.sgd(0.1))
-          >>> float(optimizer.current_loss_scale(optimizer.init(jnp.ones(3))))
-          32768.0
-        """
-        return self.loss_scale(find_rule_state(state, self.loss_scale))
-
-    def value_and_grad(
-        self,
-        fun: Callable[..., Any],
-        state: Any,
-        argnums: int | tuple[int, ...] = 0,
-        has_aux: bool = False,
-        *,
-        transform: Callable[..., Any] = jax.value_and_grad,
-    ) -> Callable[..., Any]:
-        """Makes a function that returns the value and unscaled gradients of `fun`.
-
-        Call this inside the training step, with the current state. A function that you
-        make once before the loop keeps the first scale, even after the scale has
-        fallen. (A state that changes in place, as in `nnx.Optimizer`, is read at each
-        call.)
-
-        Args:
-          fun: Returns a real scalar loss, or the loss and auxiliary data if `has_aux`.
-          state: A pytree that holds one `LossScaleOptimizerState`.
-          argnums: Which positional arguments to differentiate with respect to.
-          has_aux: Whether `fun` returns auxiliary data as well.
-          transform: The function that differentiates: `jax.value_and_grad`,
-            `eqx.filter_value_and_grad` or `nnx.value_and_grad`. It must return the
-            value with the gradients, which `jax.grad` does not.
-
-        Returns:
-          A function with the arguments of `fun` and the results of
-          `jax.value_and_grad(fun)`. The value is not scaled, and exact even if the
-          scaled loss overflows. float16 and bfloat16 gradients become float32.
-          Variables that `fun` changes in Flax nnx modules, such as batch statistics,
-          keep their old values if gradients are not finite; random counts go on.
-
-        Raises:
-          ValueError: If `state` holds no `LossScaleOptimizerState` or several, or the
-            state of another rule.
-          TypeError: When called, if the loss is not a real scalar, or if `transform`
-            returns no value.
-
-        Warns:
-          UserWarning: If the scale of `state` is a constant in a function that JAX
-            traces (`jax.jit`, `jax.lax.scan`); if devices of `jax.shard_map` have
-            losses of their own, and the same parameters.
-
-        Examples:
-          >>> import jax
-          >>> import jax.numpy as jnp
-          >>> import optax
-          >>> from optax_lossscale import LossScaleOptimizer, autocast
-          >>> optimizer = LossScaleOptimizer(optax.sgd(0.1))
-          >>> x, w = jnp.ones(2), jnp.full((2, 2), 5e-5)
-          >>> state = optimizer.init(x)
-          >>> tiny = autocast(lambda x: jnp.sum(x @ w @ w))
-          >>> print(jax.grad(tiny)(x)[0])
-          0.0
-          >>> value, grads = optimizer.value_and_grad(tiny, state)(x)
-          >>> print(f"{grads[0]:.2g}")
-          1e-08
-        """
-        unscaled = self._unscaled_grad(fun, state, has_aux, transform, argnums)
-
-        def value_and_grad(*args, **kwargs):
-            keep_if = _modules.snapshot((args, kwargs))
-            value, grads = unscaled(*args, **kwargs)
-            if keep_if and self.loss_scale.skip_nonfinite:
-                keep_if(all_finite(grads, axis_name=self._options.axis_name))
-            return value, grads
-
-        return value_and_grad
-
-    def _unscaled_grad(
-        self,
-        fun: Callable[..., Any],
-        state: Any,
-        has_aux: bool,
-        transform: Callable[..., Any],
-        argnums: int | tuple[int, ...] = 0,
-    ) -> Callable[..., tuple[Any, Any]]:
-        """As `value_and_grad`, but it leaves what changes in Flax nnx modules."""
-        rule = self.loss_scale
-        scaled = _gradients.scaled_grad(rule, fun, has_aux, transform, argnums)
-        self.current_loss_scale(state)  # Raises early.
-
-        def value_and_grad(*args, **kwargs):
-            # Read once: scaling and unscaling must agree, and a state may change in
-            # place.
-            scale = _gradients.scale_of_step(rule, state)
-            value, grads = scaled(scale, *args, **kwargs)
-            grads = barrier_on_cpu(self._options.skips, grads)
-            return value, _gradients.unscale_by(grads, scale)
-
-        return value_and_grad
-
-    def get_scaled_loss(self, loss: Any, state: Any) -> Any:
-        """Multiplies a loss by the current scale.
-
-        You need it only to compute gradients by hand, together with
-        `get_unscaled_gradients`. Call both inside the training step, with the same,
-        current state. A function that you make once before the loop keeps the first
-        scale.
-
-        Args:
-          loss: An array or Python number, or a function that returns one and nothing
-            else.
-          state: A pytree that holds one `LossScaleOptimizerState`.
-
-        Returns:
-          The scaled loss, or a function that returns it. float16 and bfloat16
-          losses become float32, so that the scaled value itself cannot overflow;
-          float64 stays float64. (Reduce the loss in float32: the gradient with
-          respect to a float16 loss is the scale in float16, which is inf from 2**16
-          on.)
-
-        Raises:
-          ValueError: If `state` holds no `LossScaleOptimizerState` or several, or the
-            state of another rule.
-          TypeError: If the loss is not an array or number.
-
-        Warns:
-          UserWarning: If the scale of `state` is a constant in a function that JAX
-            traces (`jax.jit`, `jax.lax.scan`).
-
-        Examples:
-          >>> import jax
-          >>> import jax.numpy as jnp
-          >>> import optax
-          >>> from optax_lossscale import LossScaleOptimizer
-          >>> optimizer = LossScaleOptimizer(optax.sgd(0.25))
-          >>> params = jnp.array(0.5)
-          >>> state = optimizer.init(params)
-          >>> loss_fn = lambda params: params**2
-          >>> print(optimizer.get_scaled_loss(loss_fn(params), state))
-          8192.0
-          >>> scaled = jax.grad(optimizer.get_scaled_loss(loss_fn, state))(params)
-          >>> print(scaled, optimizer.get_unscaled_gradients(scaled, state))
-          32768.0 1.0
-        """
-        return _gradients.scale_loss(self.loss_scale, loss, state)
-
-    def get_unscaled_gradients(self, grads: optax.Updates, state: Any) -> optax.Updates:
-        """Divides gradients by the current scale.
-
-        Args:
-          grads: Gradients of a scaled loss, any pytree.
-          state: A pytree that holds one `LossScaleOptimizerState`.
-
-        Returns:
-          The unscaled gradients. float16 and bfloat16 leaves become float32, because
-          in half precision they would underflow again; float32, float64 and complex
-          leaves keep their dtype; None, integer and float0 leaves are unchanged.
-          Dividing multiplies by the reciprocal, which is exact for powers of two.
-
-        Raises:
-          ValueError: If `state` holds no `LossScaleOptimizerState` or several, or the
-            state of another rule.
-
-        Warns:
-          UserWarning: If the scale of `state` is a constant in a function that JAX
-            traces (`jax.jit`, `jax.lax.scan`).
-
-        Examples:
-          >>> import jax.numpy as jnp
-          >>> import optax
-          >>> from optax_lossscale import LossScaleOptimizer
-          >>> optimizer = LossScaleOptimizer(optax.sgd(0.1), loss_scale=2)
-          >>> state = optimizer.init(jnp.ones(3))
-          >>> grads = [jnp.float16(4), None, jnp.float16(-8)]
-          >>> optimizer.get_unscaled_gradients(grads, state)
-          [Array(2., dtype=float32), None, Array(-4., dtype=float32)]
-        """
-        grads = barrier_on_cpu(self._options.skips, grads)
-        scale = _gradients.scale_of_step(self.loss_scale, state)
-        return _gradients.unscale_by(grads, scale)
-
-    def update(  # pyright: ignore[reportIncompatibleVariableOverride]
-        self,
-        updates: optax.Updates,
-        state: LossScaleOptimizerState,
-        params: optax.Params | None = None,
-        *,
-        skip_if: jax.typing.ArrayLike | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, LossScaleOptimizerState]:
-        """Transforms gradients and advances the loss scale, or skips the step.
-
-        The inner optimizer computes in at least float32, even if parameters or
-        gradients are narrower.
-
-        Args:
-          updates: Unscaled gradients, as `value_and_grad` and
-            `get_unscaled_gradients` return them. None stands for a missing gradient;
-            pass `params` then.
-          state: The state.
-          params: The parameters, if the inner optimizer needs them.
-          skip_if: bool[] or bool, whether to skip this step for a reason of your own: a
-            loss that is an outlier, or a step that another optimizer skips. With
-            `axis_name`, all devices skip if one does. The loss scale sees the gradients
-            as always, and does not back off.
-          **extra_args: For the inner optimizer. `check_loss` needs `value`, the loss.
-
-        Returns:
-          The updates and the new state. Updates have the dtypes of the gradients
-          (`value_and_grad` returns float32), and are None where a gradient is None. If
-          the step is skipped, the updates are -0.0, because adding -0.0 changes no
-          parameter, and `inner_state` is bitwise unchanged. (On CPU, XLA flushes
-          subnormal numbers to zero in any addition; `apply_gradients` and `minimize`
-          keep them.)
-
-        Raises:
-          ValueError: If `state` is not a `LossScaleOptimizerState`.
-          TypeError: If `skip_if` is not a bool; with `check_loss`, if `value` is
-            missing or not a real scalar.
-        """
-        extra_args["skip_if"] = skip_if
-        return _step.take_step(
-            self._options, updates, params, state, extra_args, adds=False
-        )
-
-    def apply_gradients(
-        self,
-        grads: optax.Updates,
-        params: optax.Params,
-        state: LossScaleOptimizerState,
-        *,
-        skip_if: jax.typing.ArrayLike | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Params, LossScaleOptimizerState]:
-        """Updates parameters with unscaled gradients, or skips the step.
-
-        Like `update` with `optax.apply_updates`, but a skipped step adds nothing.
-
-        Args:
-          grads: Unscaled gradients, as `value_and_grad` and
-            `get_unscaled_gradients` return them. Parameters whose gradient is None
-            stay as they are.
-          params: The parameters.
-          state: The state.
-          skip_if: As in `update`.
-          **extra_args: For the inner optimizer. `check_loss` needs `value`, the loss.
-
-        Returns:
-          The new parameters, with unchanged dtypes, and the new state.
-
-        Raises:
-          ValueError: If `state` is not a `LossScaleOptimizerState`.
-          TypeError: If `skip_if` is not a bool; with `check_loss`, if `value` is
-            missing or not a real scalar.
-        """
-        extra_args["skip_if"] = skip_if
-        return _step.take_step(
-            self._options, grads, params, state, extra_args, adds=True
-        )
 
     def minimize(
         self,
@@ -653,6 +330,329 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         if keep_if and (options.skips or skip_if is not None):
             keep_if(state.last_step_applied)
         return _modules.with_parameters(model, params, in_place=True), state, value
+
+    def value_and_grad(
+        self,
+        fun: Callable[..., Any],
+        state: Any,
+        argnums: int | tuple[int, ...] = 0,
+        has_aux: bool = False,
+        *,
+        transform: Callable[..., Any] = jax.value_and_grad,
+    ) -> Callable[..., Any]:
+        """Makes a function that returns the value and unscaled gradients of `fun`.
+
+        Call this inside the training step, with the current state. A function that you
+        make once before the loop keeps the first scale, even after the scale has
+        fallen. (A state that changes in place, as in `nnx.Optimizer`, is read at each
+        call.)
+
+        Args:
+          fun: Returns a real scalar loss, or the loss and auxiliary data if `has_aux`.
+          state: A pytree that holds one `LossScaleOptimizerState`.
+          argnums: Which positional arguments to differentiate with respect to.
+          has_aux: Whether `fun` returns auxiliary data as well.
+          transform: The function that differentiates: `jax.value_and_grad`,
+            `eqx.filter_value_and_grad` or `nnx.value_and_grad`. It must return the
+            value with the gradients, which `jax.grad` does not.
+
+        Returns:
+          A function with the arguments of `fun` and the results of
+          `jax.value_and_grad(fun)`. The value is not scaled, and exact even if the
+          scaled loss overflows. float16 and bfloat16 gradients become float32.
+          Variables that `fun` changes in Flax nnx modules, such as batch statistics,
+          keep their old values if gradients are not finite; random counts go on.
+
+        Raises:
+          ValueError: If `state` holds no `LossScaleOptimizerState` or several, or the
+            state of another rule.
+          TypeError: When called, if the loss is not a real scalar, or if `transform`
+            returns no value.
+
+        Warns:
+          UserWarning: If the scale of `state` is a constant in a function that JAX
+            traces (`jax.jit`, `jax.lax.scan`); if devices of `jax.shard_map` have
+            losses of their own, and the same parameters.
+
+        Examples:
+          >>> import jax
+          >>> import jax.numpy as jnp
+          >>> import optax
+          >>> from optax_lossscale import LossScaleOptimizer, autocast
+          >>> optimizer = LossScaleOptimizer(optax.sgd(0.1))
+          >>> x, w = jnp.ones(2), jnp.full((2, 2), 5e-5)
+          >>> state = optimizer.init(x)
+          >>> tiny = autocast(lambda x: jnp.sum(x @ w @ w))
+          >>> print(jax.grad(tiny)(x)[0])
+          0.0
+          >>> value, grads = optimizer.value_and_grad(tiny, state)(x)
+          >>> print(f"{grads[0]:.2g}")
+          1e-08
+        """
+        unscaled = self._unscaled_grad(fun, state, has_aux, transform, argnums)
+
+        def value_and_grad(*args, **kwargs):
+            keep_if = _modules.snapshot((args, kwargs))
+            value, grads = unscaled(*args, **kwargs)
+            if keep_if and self.loss_scale.skip_nonfinite:
+                keep_if(all_finite(grads, axis_name=self._options.axis_name))
+            return value, grads
+
+        return value_and_grad
+
+    def _unscaled_grad(
+        self,
+        fun: Callable[..., Any],
+        state: Any,
+        has_aux: bool,
+        transform: Callable[..., Any],
+        argnums: int | tuple[int, ...] = 0,
+    ) -> Callable[..., tuple[Any, Any]]:
+        """As `value_and_grad`, but it leaves what changes in Flax nnx modules."""
+        rule = self.loss_scale
+        scaled = _gradients.scaled_grad(rule, fun, has_aux, transform, argnums)
+        self.current_loss_scale(state)  # Raises early.
+
+        def value_and_grad(*args, **kwargs):
+            # Read once: scaling and unscaling must agree, and a state may change in
+            # place.
+            scale = _gradients.scale_of_step(rule, state)
+            value, grads = scaled(scale, *args, **kwargs)
+            grads = barrier_on_cpu(self._options.skips, grads)
+            return value, _gradients.unscale_by(grads, scale)
+
+        return value_and_grad
+
+    def update(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self,
+        updates: optax.Updates,
+        state: LossScaleOptimizerState,
+        params: optax.Params | None = None,
+        *,
+        skip_if: jax.typing.ArrayLike | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, LossScaleOptimizerState]:
+        """Transforms gradients and advances the loss scale, or skips the step.
+
+        The inner optimizer computes in at least float32, even if parameters or
+        gradients are narrower.
+
+        Args:
+          updates: Unscaled gradients, as `value_and_grad` and
+            `get_unscaled_gradients` return them. None stands for a missing gradient;
+            pass `params` then.
+          state: The state.
+          params: The parameters, if the inner optimizer needs them.
+          skip_if: bool[] or bool, whether to skip this step for a reason of your own: a
+            loss that is an outlier, or a step that another optimizer skips. With
+            `axis_name`, all devices skip if one does. The loss scale sees the gradients
+            as always, and does not back off.
+          **extra_args: For the inner optimizer. `check_loss` needs `value`, the loss.
+
+        Returns:
+          The updates and the new state. Updates have the dtypes of the gradients
+          (`value_and_grad` returns float32), and are None where a gradient is None. If
+          the step is skipped, the updates are -0.0, because adding -0.0 changes no
+          parameter, and `inner_state` is bitwise unchanged. (On CPU, XLA flushes
+          subnormal numbers to zero in any addition; `apply_gradients` and `minimize`
+          keep them.)
+
+        Raises:
+          ValueError: If `state` is not a `LossScaleOptimizerState`.
+          TypeError: If `skip_if` is not a bool; with `check_loss`, if `value` is
+            missing or not a real scalar.
+        """
+        extra_args["skip_if"] = skip_if
+        return _step.take_step(
+            self._options, updates, params, state, extra_args, adds=False
+        )
+
+    def apply_gradients(
+        self,
+        grads: optax.Updates,
+        params: optax.Params,
+        state: LossScaleOptimizerState,
+        *,
+        skip_if: jax.typing.ArrayLike | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Params, LossScaleOptimizerState]:
+        """Updates parameters with unscaled gradients, or skips the step.
+
+        Like `update` with `optax.apply_updates`, but a skipped step adds nothing.
+
+        Args:
+          grads: Unscaled gradients, as `value_and_grad` and
+            `get_unscaled_gradients` return them. Parameters whose gradient is None
+            stay as they are.
+          params: The parameters.
+          state: The state.
+          skip_if: As in `update`.
+          **extra_args: For the inner optimizer. `check_loss` needs `value`, the loss.
+
+        Returns:
+          The new parameters, with unchanged dtypes, and the new state.
+
+        Raises:
+          ValueError: If `state` is not a `LossScaleOptimizerState`.
+          TypeError: If `skip_if` is not a bool; with `check_loss`, if `value` is
+            missing or not a real scalar.
+        """
+        extra_args["skip_if"] = skip_if
+        return _step.take_step(
+            self._options, grads, params, state, extra_args, adds=True
+        )
+
+    def current_loss_scale(self, state: Any) -> jax.Array:
+        """Returns the current loss scale.
+
+        Args:
+          state: A pytree that holds one `LossScaleOptimizerState`.
+
+        Returns:
+          f32[], or f32[n] for a state of n members.
+
+        Raises:
+          ValueError: If `state` holds none or several.
+
+        Examples:
+          >>> import jax.numpy as jnp
+          >>> import optax
+          >>> from optax_lossscale import LossScaleOptimizer
+          >>> optimizer = LossScaleOptimizer(optax.sgd(0.1))
+          >>> float(optimizer.current_loss_scale(optimizer.init(jnp.ones(3))))
+          32768.0
+        """
+        return self.loss_scale(find_rule_state(state, self.loss_scale))
+
+    def get_scaled_loss(self, loss: Any, state: Any) -> Any:
+        """Multiplies a loss by the current scale.
+
+        You need it only to compute gradients by hand, together with
+        `get_unscaled_gradients`. Call both inside the training step, with the same,
+        current state. A function that you make once before the loop keeps the first
+        scale.
+
+        Args:
+          loss: An array or Python number, or a function that returns one and nothing
+            else.
+          state: A pytree that holds one `LossScaleOptimizerState`.
+
+        Returns:
+          The scaled loss, or a function that returns it. float16 and bfloat16
+          losses become float32, so that the scaled value itself cannot overflow;
+          float64 stays float64. (Reduce the loss in float32: the gradient with
+          respect to a float16 loss is the scale in float16, which is inf from 2**16
+          on.)
+
+        Raises:
+          ValueError: If `state` holds no `LossScaleOptimizerState` or several, or the
+            state of another rule.
+          TypeError: If the loss is not an array or number.
+
+        Warns:
+          UserWarning: If the scale of `state` is a constant in a function that JAX
+            traces (`jax.jit`, `jax.lax.scan`).
+
+        Examples:
+          >>> import jax
+          >>> import jax.numpy as jnp
+          >>> import optax
+          >>> from optax_lossscale import LossScaleOptimizer
+          >>> optimizer = LossScaleOptimizer(optax.sgd(0.25))
+          >>> params = jnp.array(0.5)
+          >>> state = optimizer.init(params)
+          >>> loss_fn = lambda params: params**2
+          >>> print(optimizer.get_scaled_loss(loss_fn(params), state))
+          8192.0
+          >>> scaled = jax.grad(optimizer.get_scaled_loss(loss_fn, state))(params)
+          >>> print(scaled, optimizer.get_unscaled_gradients(scaled, state))
+          32768.0 1.0
+        """
+        return _gradients.scale_loss(self.loss_scale, loss, state)
+
+    def get_unscaled_gradients(self, grads: optax.Updates, state: Any) -> optax.Updates:
+        """Divides gradients by the current scale.
+
+        Args:
+          grads: Gradients of a scaled loss, any pytree.
+          state: A pytree that holds one `LossScaleOptimizerState`.
+
+        Returns:
+          The unscaled gradients. float16 and bfloat16 leaves become float32, because
+          in half precision they would underflow again; float32, float64 and complex
+          leaves keep their dtype; None, integer and float0 leaves are unchanged.
+          Dividing multiplies by the reciprocal, which is exact for powers of two.
+
+        Raises:
+          ValueError: If `state` holds no `LossScaleOptimizerState` or several, or the
+            state of another rule.
+
+        Warns:
+          UserWarning: If the scale of `state` is a constant in a function that JAX
+            traces (`jax.jit`, `jax.lax.scan`).
+
+        Examples:
+          >>> import jax.numpy as jnp
+          >>> import optax
+          >>> from optax_lossscale import LossScaleOptimizer
+          >>> optimizer = LossScaleOptimizer(optax.sgd(0.1), loss_scale=2)
+          >>> state = optimizer.init(jnp.ones(3))
+          >>> grads = [jnp.float16(4), None, jnp.float16(-8)]
+          >>> optimizer.get_unscaled_gradients(grads, state)
+          [Array(2., dtype=float32), None, Array(-4., dtype=float32)]
+        """
+        grads = barrier_on_cpu(self._options.skips, grads)
+        scale = _gradients.scale_of_step(self.loss_scale, state)
+        return _gradients.unscale_by(grads, scale)
+
+    @property
+    def inner_optimizer(self) -> Any:
+        """The optimizer that this one wraps."""
+        return self._options.inner_optimizer
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The rule with its hyperparameters, not the current scale."""
+        return self._options.loss_scale
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale adapts by itself."""
+        return not isinstance(self.loss_scale, FixedLossScale)
+
+    @property
+    def initial_scale(self) -> float | None:
+        """The first (or fixed) scale; None if a custom rule does not name it."""
+        fixed = getattr(self.loss_scale, "loss_scale_value", None)
+        return getattr(self.loss_scale, "initial_scale", fixed)
+
+    @property
+    def dynamic_growth_steps(self) -> int | None:
+        """Finite steps before the scale grows; None if it does not."""
+        return getattr(self.loss_scale, "growth_interval", None)
+
+    def dynamic_counter(self, state: Any) -> jax.Array | None:
+        """Returns the finite steps since the scale changed or a step was skipped.
+
+        Args:
+          state: A pytree that holds one `LossScaleOptimizerState`.
+
+        Returns:
+          i32[], or None if the scale is fixed or the rule counts no steps.
+
+        Raises:
+          ValueError: If `state` holds none or several.
+
+        Examples:
+          >>> import jax.numpy as jnp
+          >>> import optax
+          >>> from optax_lossscale import LossScaleOptimizer
+          >>> optimizer = LossScaleOptimizer(optax.sgd(0.1))
+          >>> int(optimizer.dynamic_counter(optimizer.init(jnp.ones(3))))
+          0
+        """
+        good_steps = getattr(find_state(state).loss_scale_state, "good_steps", None)
+        return None if good_steps is None else _tree.unbox(good_steps)
 
 
 def _without_attributes(cls: type[LossScaleOptimizer]) -> LossScaleOptimizer:

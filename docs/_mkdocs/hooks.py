@@ -60,27 +60,13 @@ PICTURE = re.compile(
 )
 IMAGE = re.compile(r"!\[([^\]]*)\]\((?!\w+:)([^)\s]+)\.png\)")
 PICTURE_OF_CELL = re.compile(r"!\[png\]")
-# The home page shows this part of the README side by side with the cards.
-HERO = re.compile(r"^!\[.*?(?=^## )", re.DOTALL | re.MULTILINE)
-CARDS = """
-<div class="grid cards" markdown data-search-exclude>
-
-- **[Start](docs/guide/autocast.md)**
-
-    `autocast(loss_fn)`, and `LossScaleOptimizer` around your optimizer: two lines.
-
-- **[Diagnose](docs/guide/troubleshooting.md)**
-
-    The loss is nan, or does not fall? One call names the line.
-
-- **[Come from elsewhere](docs/guide/coming-from-another-loss-scaler.md)**
-
-    PyTorch's `autocast` and `GradScaler`, Flax, Keras, jmp: what to write.
-
-</div>
-"""
-# It shows these beside what follows, where the screen is wide.
-GAINS = re.compile(r"^## What you get\n.*?(?=^## )", re.DOTALL | re.MULTILINE)
+# The home page shows these parts of the README: the start, beside it what one gets, and
+# the rest. A whole script is folded.
+PARTS = re.compile(r"^## (?=What you get|When the loss)", re.MULTILINE)
+SCRIPT = re.compile(
+    r"^The script, `(.*?)`(.*?):\n\n(```python.*?```\n\n```.*?```)", re.M | re.S
+)
+ITSELF = re.compile(r"^\[Read the documentation\]\(.*?\)\. ", re.MULTILINE)
 TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 ROW = re.compile(r"<tr>(.*?)</tr>", re.DOTALL)
 CELL = re.compile(r"<(t[hd])>(.*?)</t[hd]>", re.DOTALL)
@@ -141,11 +127,17 @@ def on_page_content(html, page, **_):
 
 
 def _home(markdown):
-    """Puts the cards beside the picture, and below them what one gets."""
-    hero, gains = HERO.search(markdown)[0], GAINS.search(markdown)[0]
-    top = f'<div class="hero" markdown>\n\n{hero}{CARDS}\n</div>\n\n'
-    top += f'<div class="gains" markdown>\n\n{gains}\n</div>\n\n'
-    return markdown.replace(gains, "").replace(hero, top)
+    """Puts what one gets beside the start, and folds the script."""
+    markdown = ITSELF.sub("", markdown)
+    folded = r"<details markdown>\n<summary>The script, <code>\1</code>\2</summary>"
+    folded += r"\n\n\3\n\n</details>"
+    title, *parts = SCRIPT.sub(folded, markdown).split("\n\n", 1)
+    start, gains, rest = PARTS.split(parts[0])
+    columns = zip(
+        ("start", "gains", "rest"), (start, f"## {gains}", f"## {rest}"), strict=True
+    )
+    made = (f'<div class="{name}" markdown>\n\n{x}\n</div>' for name, x in columns)
+    return f'{title}\n\n<div class="home" markdown>\n\n{"".join(made)}\n\n</div>\n'
 
 
 def _for_both_schemes(match, source):

@@ -37,13 +37,13 @@ def on_page_markdown(markdown, page, **_):
     """Puts a table of its names, with a line of each docstring, on top of a page."""
     if not page.file.src_uri.startswith("api/"):
         return markdown
-    rows = ["| name | what it is or does |", "|---|---|"]
+    rows = {"| name | what it is or does |": None, "|---|---|": None}
     for name, has_members in NAME.findall(markdown):
         members = vars(pydoc.locate(name)) if has_members else ()
         members = [f"{name}.{member}" for member in members if member[0] != "_"]
         for path in (name, *members):
             line = inspect.getdoc(pydoc.locate(path)).splitlines()[0]
-            rows.append(f"| [`{path.rpartition('.')[2]}`][{path}] | {line} |")
+            rows[f"| [`{path.rpartition('.')[2]}`][{path}] | {line} |"] = None
     introduction, names = markdown.split("\n::: ", maxsplit=1)
     return "\n".join([introduction, *rows, "", f"::: {names}"])
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from helpers import ROOT
 
-from optax_lossscale import LossScaleOptimizer, autocast
+from optax_lossscale import LossScaleOptimizer
 
 GUIDE = ROOT / "docs/guide/coming-from-another-loss-scaler.md"
 
