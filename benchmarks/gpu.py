@@ -10,7 +10,6 @@ import functools
 import itertools
 import runpy
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -101,31 +100,28 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Runs all ways in turns, each for about `seconds` in a turn; returns a row each.
 
-    A row has the median of the turns in ms a step, the lowest and the highest, the
-    temporary memory in bytes, and the seconds to compile.
+    A row has the median of the turns in ms a step, the lowest and the highest, and the
+    temporary memory in bytes.
     """
     programs, rows = {}, []
     for name, system in track(systems.items(), "compiling"):
         precision = "highest" if name == FLOAT32 else "default"
-        start = time.perf_counter()
         with jax.default_matmul_precision(precision):
             running = Running(system, params, [jax.device_put(batch)])
-        compiled = time.perf_counter() - start
         for _ in range(5):  # The first steps may overflow.
             running.round()
         once = min(running.round() for _ in range(3))
         running.batches *= max(1, round(seconds / once))
-        programs[name] = running, compiled
+        programs[name] = running
     times = {name: [] for name in programs}
     for _, name in track(list(itertools.product(range(TURNS), programs)), "running"):
-        running, _ = programs[name]
+        running = programs[name]
         times[name].append(1e3 * running.round() / len(running.batches))
-    for name, (running, compiled) in programs.items():
+    for name, running in programs.items():
         memory: Any = running.compiled.memory_analysis()
         row = {"way": name, "ms": statistics.median(times[name])}
         row |= {"low": min(times[name]), "high": max(times[name])}
-        row |= {"temp_bytes": memory.temp_size_in_bytes, "compile_s": compiled}
-        rows.append(row)
+        rows.append(row | {"temp_bytes": memory.temp_size_in_bytes})
     return rows
 
 
@@ -137,28 +133,31 @@ def _by_way(found):
     }
 
 
-def _cells(row):
-    return f"{row['ms']:.3g}", f"{row['temp_bytes'] / 1e9:.2g}"
-
-
 def table(found: dict[str, Any]) -> str:
     """Returns a table: ms a step, and GB of temporary memory, of each way and model."""
-    models = _by_way(found)
-    header = [f"{name}: ms a step" for name in models]
-    cells = {}
+    models, cells = _by_way(found), {}
     for rows in models.values():
         for way, row in rows.items():
-            cells.setdefault(way, [way]).append("{}, {} GB".format(*_cells(row)))
-    return report.table(["on a GPU", *header], list(cells.values()))
+            cell = f"{row['ms']:.3g} ms, {row['temp_bytes'] / 1e9:.2g} GB"
+            cells.setdefault(way, [way]).append(cell)
+    return report.table(["a step on a GPU", *models], list(cells.values()))
 
 
 def short_table(found: dict[str, Any]) -> str:
     """Returns the table of the README: what float16 gives."""
     name = next(iter(MODELS))
     rows, device = _by_way(found)[name], found[name]["machine"]["device"]
-    cells = [[way, *_cells(rows[way])] for way in (FLOAT32, TF32, STATIC, OURS)]
-    header = [f"{name}, {device}", "ms a step", "temporary GB"]
-    return report.table(header, cells)
+    cells = [
+        [way, f"{rows[way]['ms']:.3g}", f"{rows[way]['temp_bytes'] / 1e9:.2g}"]
+        for way in (FLOAT32, TF32, STATIC, OURS)
+    ]
+    return report.table([name, f"ms a step, {device}", "temporary GB"], cells)
+
+
+def ratios(found: dict[str, Any], way: str) -> list[str]:
+    """Returns for each model the time of a way relative to a constant scale by hand."""
+    rows = _by_way(found).values()
+    return [f"{x[way]['ms'] / x[STATIC]['ms']:.2f}" for x in rows]
 
 
 def of_file(path: str) -> str:
@@ -185,7 +184,7 @@ def main() -> None:
         rows = measure(systems, arrays(params), arrays(batch))
         found[name] = {**report.about(), "rows": rows}
         report.save(RESULTS, found)
-    print(table(found))
+        print(table({name: found[name]}), flush=True)
 
 
 if __name__ == "__main__":
