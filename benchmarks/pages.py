@@ -11,6 +11,7 @@ import numpy as np
 
 from benchmarks import (
     casting,
+    gpu,
     growth,
     grpo,
     guards,
@@ -23,6 +24,7 @@ from benchmarks import (
 CPU = report.RESULTS / "cpu.json"
 ROOT = Path(__file__).parents[1]
 README, DTYPES = ROOT / "README.md", ROOT / "docs/guide/do-you-need-it.md"
+RETRIES = ROOT / "docs/guide/no-step-lost.md"
 EXAMPLES = [ROOT / f"examples/{name}/README.md" for name in ("grpo", "language_model")]
 RESULTS = [report.RESULTS / name for name in ("casting.md", "steps.md")]
 PAGES = [README, *sorted(ROOT.glob("docs/guide/*.md")), *EXAMPLES, *RESULTS]
@@ -38,36 +40,33 @@ def tables() -> list[str]:
         *report.timing_tables(cpu),
         *report.compiled_tables(compiled),
         report.compiling_table(compiling),
-        report.summary_table(cpu, compiled),
         *(module.table(report.load(module.RESULTS)) for module in experiments),
         language_model.flushed_table(report.load(language_model.RESULTS)),
         *retries.tables(report.load(retries.RESULTS)),
         *casting.tables(report.load(casting.RESULTS)),
+        gpu.table(report.load(gpu.RESULTS)),
+        gpu.short_table(report.load(gpu.RESULTS)),
     ]
 
 
 def sentences() -> dict[Path, list[str]]:
     """Returns the sentences that tell committed results, by page."""
-
-    def cells(table):
-        return [row.strip("| ").split(" | ")[1:] for row in table.splitlines()[2:]]
-
-    files = CPU, report.RESULTS / "compiled.json"
-    rows = cells(report.summary_table(*map(report.load, files)))
-    steps = rows[0][:3]
-    more = [round(100 * float(ratio) - 100) for row in rows[:3] for ratio in row[-2:]]
-
+    on_gpu = report.load(gpu.RESULTS)
+    ours, retries_ = (gpu.ratios(on_gpu, way) for way in (gpu.OURS, gpu.RETRIES))
+    scaled = sorted(gpu.ratios(on_gpu, gpu.SCALED))
     found = report.load(grpo.RESULTS)
     _, half, *others = (np.mean(grpo.differences(found, way)) for way in grpo.WAYS)
     default, as_written = (f"{other / half:.0f} times" for other in others)
     pair = f"{others[1]:.0e} against {half:.0e}".replace("e-0", "e-")
     return {
-        README: [
-            f"Adam's step moves {min(more)} to {max(more)}% more bytes,",
-            f"with `minimize` takes {min(steps)} to {max(steps)} times as long as",
-        ],
+        README: [f"this step takes {ours[0]} times as long as float16 by hand"],
         DTYPES: [
             f"bfloat16 differs {as_written} as much as float16: {pair}.",
+            f"takes {scaled[0]} to {scaled[-1]} times as long as a constant scale",
+            f"{', '.join(ours[:2])} and {ours[2]} times as long as float16 by hand",
+        ],
+        RETRIES: [
+            f"takes {', '.join(retries_[:2])} and {retries_[2]} times as long on a GPU",
         ],
         EXAMPLES[0]: [
             f"**bfloat16 differs {as_written} as much as float16**",

@@ -195,25 +195,11 @@ def compiling_table(results: dict[str, Any]) -> str:
     return _ratio_table("time to compile / plain", columns)
 
 
-def summary_table(cpu: dict[str, Any], compiled: dict[str, Any]) -> str:
-    """Returns the main ratios: times of training, and bytes of Adam's step."""
-    workloads = {x[PLAIN]["column"]: x for x in by_workload(cpu).values()}
-    trainings = "MLP", "MLP, SGD", "transformer"
-    columns = {f"time, {name}": _ratios(workloads[name]) for name in trainings}
-    for target, found in compiled.items():
-        steps = {
-            row["system"].replace(" of unscaled", ""): row for row in found["rows"]
-        }
-        columns[f"bytes, {target}"] = _ratios(steps)
-    names = ["minimize", "update", "with_loss_scale, update", "minimize, fixed scale"]
-    return _ratio_table("ratio to plain Optax", columns, names)
-
-
 def replace_tables(page: str, tables: list[str]) -> str:
     """Returns a page with these tables in place of those with the same first title."""
     for new in tables:
-        head = new[: new.index(" |") + 2]
+        head = "\n" + new[: new.index(" |") + 2]
         if head in page:
-            start = page.index(head)
+            start = page.index(head) + 1
             page = page[:start] + new + page[page.index("\n\n", start) + 1 :]
     return page
