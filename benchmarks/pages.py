@@ -26,7 +26,10 @@ ROOT = Path(__file__).parents[1]
 README, DTYPES = ROOT / "README.md", ROOT / "docs/guide/do-you-need-it.md"
 RETRIES = ROOT / "docs/guide/no-step-lost.md"
 EXAMPLES = [ROOT / f"examples/{name}/README.md" for name in ("grpo", "language_model")]
-RESULTS = [report.RESULTS / name for name in ("casting.md", "steps.md")]
+RESULTS = [
+    report.RESULTS / name
+    for name in ("casting.md", "guards.md", "retries.md", "steps.md")
+]
 PAGES = [README, *sorted(ROOT.glob("docs/guide/*.md")), *EXAMPLES, *RESULTS]
 NUMBER = r"(?<![\w.])\d+(?:\.\d+)?(?:e-\d+)?"
 

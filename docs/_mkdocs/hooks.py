@@ -25,6 +25,8 @@ FILES = {
     "benchmarks/results/cpu.md": "benchmarks/cpu.md",
     "benchmarks/results/casting.md": "benchmarks/casting.md",
     "benchmarks/results/by_hand.md": "benchmarks/by_hand.md",
+    "benchmarks/results/guards.md": "benchmarks/guards.md",
+    "benchmarks/results/retries.md": "benchmarks/retries.md",
     "benchmarks/results/steps.md": "benchmarks/steps.md",
     "benchmarks/results/tools.md": "benchmarks/tools.md",
     "examples/grpo/README.md": "examples/grpo.md",

@@ -14,7 +14,7 @@ DOCS = ROOT / "docs"
 NOTEBOOKS = {f"notebooks/{path.stem}.md" for path in ROOT.glob("notebooks/*.ipynb")}
 MADE = NOTEBOOKS | {"notebooks/index.md", "index.md"}
 MADE |= {"changelog.md", "contributing.md"}
-RESULTS = ("by_hand", "casting", "cpu", "steps", "tools")
+RESULTS = ("by_hand", "casting", "cpu", "guards", "retries", "steps", "tools")
 MADE |= {f"benchmarks/{name}.md" for name in RESULTS}
 MADE |= {"examples/grpo.md", "examples/language_model.md"}
 PAGES = MADE | {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
@@ -59,6 +59,7 @@ def test_navigation_leads_somewhere(entry):
 
 def test_every_public_name_is_in_the_reference_once():
     pages = [path.read_text() for path in DOCS.glob("api/*.md")]
-    found = re.findall(r"^::: optax_lossscale\.(.*)", "\n".join(pages), re.MULTILINE)
+    text = "\n".join(pages)
+    found = re.findall(r"^::: optax_lossscale\.((?:diagnostics\.)?\w+)$", text, re.M)
     diagnostics = [f"diagnostics.{name}" for name in DIAGNOSTICS]
     assert sorted(found) == sorted([*(PUBLIC.keys() - DIAGNOSTICS), *diagnostics])
