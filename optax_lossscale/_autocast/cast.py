@@ -59,7 +59,8 @@ def autocast(
         variables come back. It may close over arrays, but not over a module that it
         changes. If it is an `autocast` already, its `dtype` changes, and `float32` is
         added to it.
-      dtype: The dtype to compute in: float16 or bfloat16.
+      dtype: The dtype to compute in: float16 or bfloat16. As a decorator:
+        `@functools.partial(autocast, dtype=jnp.bfloat16)`.
       float32: What to keep in float32, with its derivative; one or several. A function,
         a class or a method: all that runs inside of it, also in a library. The name of
         a `jax.named_scope`, or of a module that names its scope, as Flax and Haiku do:
@@ -99,7 +100,10 @@ def autocast(
     check.function("fun", fun)
     name = check.dtype("dtype", dtype)
     if name not in ("float16", "bfloat16"):
-        raise ValueError(f"dtype must be float16 or bfloat16, got {dtype!r}.")
+        raise ValueError(
+            f"dtype must be float16 or bfloat16, got {dtype!r}. To compute in another "
+            "dtype, call the function itself."
+        )
     choices = choices_lib.choices_of(float32)
     if (inner := function_of(fun)) is not None:
         fun, choices = inner, [*vars(fun)["float32"], *choices]

@@ -38,7 +38,11 @@ class Choice:
             return
         self._functions = set(_functions(chosen))
         if not self._functions:
-            raise TypeError(f"float32 must hold {KINDS}, got {chosen!r}.")
+            inherits = " It inherits all of its methods: pass the class that has them."
+            raise TypeError(
+                f"float32 must hold {KINDS}, got {chosen!r}."
+                + inherits * inspect.isclass(chosen)
+            )
         self.name = getattr(chosen, "__qualname__", repr(chosen))
 
     def matches(self, step: Step) -> bool:
@@ -53,8 +57,9 @@ class Choice:
 
     def nearest(self, steps: list[Step]) -> str:
         """Returns what steps have that is nearest to it; "" if nothing is near."""
+        functions = {name for step in steps for _, name, _ in step.functions()}
         if self._functions:
-            seen = {name for step in steps for _, name, _ in step.functions()}
+            seen = functions
         elif self._line:
             seen = {place[1:] for step in steps for place in _places(step)}
         else:
@@ -62,7 +67,10 @@ class Choice:
             seen = {"/".join(x[:i]) for x in names for i in range(1, len(x) + 1)}
             # What is below the first scope is the same in every model of that class.
             seen |= {x.partition("/")[2] for x in seen}
-        return next(iter(difflib.get_close_matches(self.name, seen, 1)), "")
+            seen |= functions
+        found = next(iter(difflib.get_close_matches(self.name, seen, 1)), "")
+        is_named = self._scope and found in functions
+        return f"{found}, a function: pass it, not its name" if is_named else found
 
 
 def choices_of(float32: Any) -> list[Choice]:
@@ -102,8 +110,8 @@ def _functions(chosen: Any) -> Iterator[Function]:
     if isinstance(chosen, functools.partial):
         chosen = chosen.func
     if inspect.isclass(chosen):
-        # Not all that it inherits: every module runs methods of its framework's base.
-        for name in {*vars(chosen), "__call__"}:
+        # Not what it inherits: every module runs methods of its framework's base.
+        for name in vars(chosen):
             member = getattr(chosen, name, None)
             member = getattr(member, "fget", member)  # of a property
             if not inspect.isclass(member):

@@ -57,7 +57,7 @@ WAYS = {
 CHOICES = [
     (kept, 1), ([kept], 1), (functools.partial(kept), 1), (jax.jit(kept), 1),
     (Block, 2), (Block.inner, 1), (Block().inner, 1), ([kept, Block], 3),
-    (Inherits, 2), ("outer", 4), ("outer/model", 3), ("model", 3), ("ute", 0),
+    ("outer", 4), ("outer/model", 3), ("model", 3), ("ute", 0),
 ]  # fmt: skip
 
 
@@ -180,6 +180,16 @@ def test_what_matches_nothing_warns_with_what_is_nearest():
     f = lambda w, x: jnp.mean(kept(x, w) ** 2)  # noqa: E731
     with pytest.warns(UserWarning, match=re.escape("kept_too. The nearest in this")):
         autocast(lambda w, x: f(w, x @ w), float32=[kept_too, kept])(W, X)
+
+
+def test_the_name_of_a_function_is_no_function():
+    with pytest.warns(UserWarning, match="nearest .*: kept, a function: pass it, not"):
+        autocast(lambda w, x: kept(x, w) @ w, float32="kept")(W, X)
+
+
+def test_a_class_without_methods_of_its_own():
+    with pytest.raises(TypeError, match=r"Inherits'>. It inherits all of its methods"):
+        autocast(lambda w, x: Inherits()(x, w), float32=Inherits)
 
 
 def distances(a, b):
