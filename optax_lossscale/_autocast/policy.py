@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from optax_lossscale._jaxprs import primitives
+from optax_lossscale._jaxprs import parts, primitives
 from optax_lossscale._jaxprs.primitives import Kind, Trait
 
 
@@ -125,8 +125,14 @@ def _is_length(equation: Any) -> bool:
     return x == y and batch == other and len(x) + len(batch) == len(shape)
 
 
-def is_saved(primitive: Any, *types: Any, **_params: Any) -> bool:
+def is_saved(primitive: Any, *types: Any, **params: Any) -> bool:
     """Whether the backward pass reads a result rather than computes it again."""
+    if primitive.name == "custom_jvp_call":  # `relu`: as what it calls.
+        called, _ = parts.opened(params["call_jaxpr"])
+        return any(
+            is_saved(x.primitive, *(y.aval for y in x.invars), **x.params)
+            for x in parts.all_equations(called)
+        )
     is_move = primitives.kind_of(primitive.name) == Kind.MOVE
     # What it moves in float32 may be there in half precision.
     is_wide = is_move and any(x.dtype == np.float32 for x in types)
