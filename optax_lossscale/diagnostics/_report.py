@@ -32,7 +32,8 @@ DAMAGED = (
     "loss_scale_state=optimizer.init(params).loss_scale_state).",
 )
 RESTORE = (
-    "Restore a checkpoint in which they are finite.",
+    "Restore a checkpoint in which they are finite. Before the first step, initialize "
+    "them anew.",
     "Keep parameters of float16 in float32 and cast them in the loss function: no step "
     "sees that a large value is inf once it is rounded.",
     "Take a rule that skips: dynamic, or FixedLossScale(..., skip_nonfinite=True). For "
