@@ -4,6 +4,9 @@ import inspect
 import pydoc
 import re
 
+import optax_lossscale
+from optax_lossscale import LossScale
+
 # A class that is shown with all its members is listed with them.
 NAME = re.compile(
     r"^::: (\S+)(\n    options:\n      inherited_members: true)?", re.MULTILINE
@@ -37,6 +40,7 @@ def on_page_markdown(markdown, page, **_):
     """Puts a table of its names, with a line of each docstring, on top of a page."""
     if not page.file.src_uri.startswith("api/"):
         return markdown
+    markdown = markdown.replace("::: rules\n", _rules())
     rows = {"| name | what it is or does |": None, "|---|---|": None}
     for name, has_members in NAME.findall(markdown):
         members = vars(pydoc.locate(name)) if has_members else ()
@@ -46,6 +50,17 @@ def on_page_markdown(markdown, page, **_):
             rows[f"| [`{path.rpartition('.')[2]}`][{path}] | {line} |"] = None
     introduction, names = markdown.split("\n::: ", maxsplit=1)
     return "\n".join([introduction, *rows, "", f"::: {names}"])
+
+
+def _rules():
+    """Returns the entries of all rules, with their states, in the order of import."""
+    rules = (x for x in vars(optax_lossscale).values() if inspect.isclass(x))
+    rules = [x for x in rules if issubclass(x, LossScale) and x is not LossScale]
+    rule = (
+        "::: optax_lossscale.{0}\n    options:\n      inherited_members: [init, update]"
+    )
+    state = "::: optax_lossscale.{0}State\n"
+    return "\n".join(f"{rule}\n\n{state}".format(x.__name__) for x in rules)
 
 
 def on_page_content(html, page, **_):

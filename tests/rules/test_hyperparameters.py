@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from rules import RULES
 
 from optax_lossscale import (
     DynamicLossScale,
@@ -22,14 +23,12 @@ from optax_lossscale import (
     get_loss_scale,
 )
 
-RULES = [
-    FixedLossScale(8.0, skip_nonfinite=True),
-    DynamicLossScale(),
+CASES = [
+    *RULES.values(),
     DynamicLossScale(2.0**10, 7, 4.0, 0.25, 0.5, 2.0**20, 3, True),
-    TolerantLossScale(0.5),
     HeadroomLossScale(dtype=jnp.float8_e5m2, min_margin=2),
 ]
-every_rule = pytest.mark.parametrize("rule", RULES, ids=repr)
+every_rule = pytest.mark.parametrize("rule", CASES, ids=repr)
 
 
 @every_rule

@@ -1,41 +1,55 @@
 """Every rule keeps the promises of a loss scale."""
 
+import dataclasses
 import functools
 import inspect
+import re
+import subprocess
+import sys
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import (
-    assert_same_bits,
-    scan_updates,
-    signature,
-)
+from helpers import ROOT, assert_same_bits, scan_updates, signature
 from jax.sharding import AxisType, PartitionSpec as P
 from peers import LogMax
+from rules import RULES
 
 from benchmarks import hlo
 from optax_lossscale import (
     DynamicLossScale,
-    FixedLossScale,
     HeadroomLossScale,
     LossScale,
-    TolerantLossScale,
 )
 
-RULES = {
-    "fixed": FixedLossScale(2.0**15, skip_nonfinite=True),
-    "dynamic": DynamicLossScale(),
-    "tolerant": TolerantLossScale(0.5),
-    "headroom": HeadroomLossScale(),
-}
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 GRADS = jnp.array([1.0, 3.0, np.inf, np.nan, 0.0, 1e-30, 1e30, 0.01], jnp.float32)
 
 
-def test_every_rule_is_here():
+# A file that adds a rule, and runs tests over it.
+WITH_A_RULE = """
+import dataclasses, sys, pytest, optax_lossscale
+@dataclasses.dataclass(frozen=True)
+class Mine(optax_lossscale.DynamicLossScale):
+    growth_factor: float = 4.0
+optax_lossscale.Mine = Mine
+sys.exit(pytest.main(["-q", "-n0", "-k", "Mine", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.exhaustive
+def test_tests_find_a_new_rule():
+    tests = ["tests/rules", "tests/promises/test_contract.py"]
+    command = [sys.executable, "-c", WITH_A_RULE, *tests]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    passed = re.search(r"(\d+) passed", found.stdout)
+    assert found.returncode == 0, found.stdout
+    assert int(passed[1]) > 15
+
+
+def test_every_rule_is_public():
     def concrete(rule):
         if rule.__module__.startswith("optax_lossscale."):
             if not inspect.isabstract(rule):
@@ -189,12 +203,22 @@ def test_no_kernel_grows_with_the_number_of_leaves(rule):
 
 # Rules that change soon, within bounds that are soon reached.
 QUICK = {"initial_scale": 2.0**9, "growth_interval": 3, "max_scale": 2.0**14}
-QUICK_RULES = {
-    "fixed": FixedLossScale(2.0**9, skip_nonfinite=True),
-    "dynamic": DynamicLossScale(**QUICK, hysteresis=3),
+QUICKER = QUICK | {"tolerance": 0.3}
+
+
+def quick(rule):
+    """Returns a rule that changes soon."""
+    fields = {x.name for x in dataclasses.fields(rule)}
+    numbers = {k: x for k, x in QUICKER.items() if k in fields}
+    if "loss_scale_value" in fields:
+        numbers["loss_scale_value"] = QUICK["initial_scale"]
+    return dataclasses.replace(rule, **numbers)
+
+
+QUICK_RULES = {name: quick(rule) for name, rule in RULES.items()} | {
+    "patient": DynamicLossScale(**QUICK, hysteresis=3),
     "consecutive": DynamicLossScale(**QUICK, hysteresis=3, consecutive_hysteresis=True),
-    "tolerant": TolerantLossScale(0.3, **QUICK),
-    "headroom": HeadroomLossScale(**QUICK, release_steps=2, hysteresis=0.25),
+    "released": HeadroomLossScale(**QUICK, release_steps=2, hysteresis=0.25),
 }
 FLOATS = [np.nan, np.inf, -np.inf, 0.0, -0.0, -3.5, 1e-45, 1e30, -1e30, 3e38, 300.0]
 INTEGERS = [0, -1, -(2**31), 2**31 - 1, 2**31 - 2, 10**6, -(10**6)]
