@@ -8,6 +8,8 @@ from importlib.metadata import version
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
+# One thread compiles a small program faster than several.
+os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
 # These emitters take most of the time of compiling small programs. Newer JAX has no
 # others and refuses the flag: there the tests marked `optimized` compile as users do.
 if [int(part) for part in version("jaxlib").split(".")[:2]] <= [0, 10]:
