@@ -105,6 +105,7 @@ def measure(
     A row has the median of the turns in ms a step, the lowest and the highest, and the
     temporary memory in bytes.
     """
+    params = jax.device_get(params)  # Each way donates its own copy.
     programs, rows = {}, []
     for name, system in track(systems.items(), "compiling"):
         precision = "highest" if name == FLOAT32 else "default"
