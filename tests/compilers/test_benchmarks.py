@@ -84,6 +84,7 @@ loss_fn = lambda params, x: jnp.mean(jnp.square(x @ params))
 """
 
 
+@pytest.mark.exhaustive
 def test_steps_are_timed_on_any_device(tmp_path):
     params, batch, make = by_hand.mlp(layers=2, n=8, batch=4)
     systems = gpu.ways(make(jnp.float32), make(jnp.float16))
