@@ -64,7 +64,7 @@ def assert_equal(got, wanted):
     jax.tree.map(np.testing.assert_array_equal, *jax.device_get((got, wanted)))
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", exhaustive_but(SPECS, SPECS[:2]), ids=str)
 @pytest.mark.parametrize(
     "kind", exhaustive_but(KINDS, [AxisType.Explicit]), ids=["auto", "explicit"]
 )

@@ -31,6 +31,7 @@ def mlp_loss(params, x):
     return -jnp.mean(jnp.log(jax.nn.softmax(x @ p["out"])[:, 0].astype(jnp.float32)))
 
 
+@pytest.mark.exhaustive
 def test_every_number_is_that_of_an_eager_run():
     rng = np.random.default_rng(0)
     params = {"in": rng.normal(size=(5, 7)), "out": 1e4 * rng.normal(size=(7, 3))}

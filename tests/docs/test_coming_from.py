@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from helpers import ROOT
 
-from optax_lossscale import LossScaleOptimizer
+from optax_lossscale import LossScaleOptimizer, autocast
 
 GUIDE = ROOT / "docs/guide/coming-from-another-loss-scaler.md"
 
@@ -39,7 +39,12 @@ def test_every_line_works():
     inner, params = optax.sgd(0.01), jnp.ones((4, 4))
     batch = jnp.ones((3, 4)), jnp.zeros((3, 2))
     optimizer = LossScaleOptimizer(inner)
-    scope = globals() | {"use_amp": False, "kernel": head, "inner": inner}
+    scope = globals() | {
+        "autocast": autocast,
+        "use_amp": False,
+        "kernel": head,
+        "inner": inner,
+    }
     scope |= {"optimizer": optimizer, "opt_state": optimizer.init(params)}
     scope |= {"params": params, "x": batch[0], "y": batch[1]}
     found, before = {}, jax.config.jax_default_matmul_precision

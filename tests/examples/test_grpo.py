@@ -48,6 +48,7 @@ def difference(dtype):
     return jnp.abs(sampled - scored).mean()
 
 
+@pytest.mark.exhaustive
 def test_sampler_and_trainer_differ_by_roundoff():
     in_float16, in_bfloat16 = difference("float16"), difference("bfloat16")
     assert in_float16 < 0.01

@@ -18,6 +18,7 @@ from helpers import (
     BackoffOnly,
     assert_close,
     assert_same_bits,
+    exhaustive_but,
     relaxed,
     scaled_step,
     signature,
@@ -36,6 +37,9 @@ from optax_lossscale import (
 RULE = DynamicLossScale(2.0**24)
 ONE = jnp.float32(1)
 every_wrap = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+# One operation after the other takes long to compile.
+SLOW = exhaustive_but(WRAPS.values(), [WRAPS["jit"]])
+compiled = pytest.mark.parametrize("wrap", SLOW, ids=WRAPS)
 
 
 def half(x):
@@ -134,7 +138,7 @@ class TestModel:
         return jnp.sum((out - x[:, :4]) ** 2), (stats, kept, key)
 
     @pytest.mark.optimized
-    @every_wrap
+    @compiled
     def test_takes_the_step_of_a_lower_scale(self, wrap):
         (identity, passes), traces = counting(), []
 
@@ -212,7 +216,7 @@ def test_the_rule_sees_the_overflows_and_then_the_gradients(rule, retries, skipp
     assert (state.retries, state.skipped_steps) == (retries, skipped)
 
 
-@every_wrap
+@compiled
 def test_members_repeat_as_often_as_each_must(wrap):
     optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9), RULE, retries=12)
     x = jnp.array([1.0, NAN, 2.0**-8, 2.0**-9, 2.0**6], jnp.float32)
@@ -346,14 +350,14 @@ class TestDerivatives:
         optimizer = LossScaleOptimizer(optax.sgd(rate), RULE, retries=24)
         return optimizer.minimize(told, ONE, optimizer.init(ONE), x)
 
-    @every_wrap
+    @compiled
     def test_in_forward_mode(self, wrap):
         step = functools.partial(self.step, 0.25)
         (param, state, _), slope = wrap(lambda x: jax.jvp(step, (x,), (ONE,)))(ONE * 2)
         assert (param, state.retries, slope[0]) == (0.5, 10, -0.25)
         assert wrap(jax.jacfwd(lambda x: step(x)[0]))(ONE * 2) == -0.25
 
-    @every_wrap
+    @compiled
     def test_reverse_mode_is_refused(self, wrap):
         with pytest.raises(ValueError, match=r"Reverse-mode.* lax\.while_loop") as info:
             wrap(jax.grad(lambda x: self.step(0.25, x)[0]))(ONE)
@@ -428,7 +432,7 @@ class TestRefs:
         step = wrap(scaled_step(loss_fn, self.optimizer))
         return step(ONE, self.optimizer.init(ONE))
 
-    @every_wrap
+    @compiled
     def test_inside_and_one_that_is_only_read(self, wrap):
         outside = jax.new_ref(jnp.float32(2))
 
