@@ -19,6 +19,7 @@ from jax.sharding import SingleDeviceSharding
 
 from benchmarks import report
 from benchmarks.compiled import H100, describe, device, place
+from benchmarks.systems import lower, static
 from optax_lossscale import autocast
 
 RESULTS = report.RESULTS / "by_hand.json"
@@ -465,22 +466,14 @@ def compile_(name: str, way: str, on: jax.Device | None) -> dict[str, Any]:
     params, batch, make = MODELS[name]()
     loss_fn = make(jnp.float16 if way == "by hand" else jnp.float32)
     loss_fn = autocast(loss_fn) if way == "autocast" else loss_fn
-    optimizer = optax.adam(1e-3)
-
-    def step(params, state, *batch):
-        scaled = lambda p: SCALE * loss_fn(p, *batch)  # noqa: E731
-        loss, grads = jax.value_and_grad(scaled)(params)
-        grads = jax.tree.map(lambda g: g / SCALE, grads)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    args = params, jax.eval_shape(optimizer.init, params), *batch
+    system = static(optax.adam(1e-3), loss_fn, SCALE)
+    args = params, jax.eval_shape(system.init, params), *batch
     if on is not None:
         args = jax.tree.map(
             functools.partial(place, sharding=SingleDeviceSharding(on)), args
         )
     with jax.numpy_dtype_promotion("standard"):
-        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()
+        compiled = lower(system, *args).compile()
     return {"model": name, "way": way, **describe(compiled)}
 
 

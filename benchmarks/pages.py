@@ -20,6 +20,8 @@ from benchmarks import (
     report,
     retries,
 )
+from benchmarks.compiled import TPU
+from benchmarks.systems import PLAIN
 
 CPU = report.RESULTS / "cpu.json"
 ROOT = Path(__file__).parents[1]
@@ -55,8 +57,21 @@ def tables() -> list[str]:
 def sentences() -> dict[Path, list[str]]:
     """Returns the sentences that tell committed results, by page."""
     on_gpu = report.load(gpu.RESULTS)
-    ours, retries_ = (gpu.ratios(on_gpu, way) for way in (gpu.OURS, gpu.RETRIES))
-    scaled = sorted(gpu.ratios(on_gpu, gpu.SCALED))
+    ours, scaled = (gpu.ratios(on_gpu, way) for way in (gpu.OURS, gpu.SCALED))
+    repeated = gpu.ratios(on_gpu, gpu.RETRIES, gpu.SCALED)
+    trainings = [
+        systems
+        for systems in report.by_workload(report.load(CPU)).values()
+        if systems[PLAIN]["column"] and not systems[PLAIN]["given"]
+    ]
+    most, stored = (
+        max(f"{systems[way]['ratio']:.2f}" for systems in trainings)
+        for way in ("minimize", "update")
+    )
+    # Those of the plain step and of a fixed scale are 1.
+    rows = report.load(report.RESULTS / "compiled.json")[TPU]["rows"]
+    names = "minimize", "update of unscaled", "with_loss_scale, update"
+    more = [round(100 * row["ratio"] - 100) for row in rows if row["system"] in names]
     found = report.load(grpo.RESULTS)
     _, half, *others = (np.mean(grpo.differences(found, way)) for way in grpo.WAYS)
     default, as_written = (f"{other / half:.0f} times" for other in others)
@@ -65,11 +80,14 @@ def sentences() -> dict[Path, list[str]]:
         README: [f"this step takes {ours[0]} times as long as float16 by hand"],
         DTYPES: [
             f"bfloat16 differs {as_written} as much as float16: {pair}.",
-            f"takes {scaled[0]} to {scaled[-1]} times as long as a constant scale",
+            f"takes {min(scaled)} to {max(scaled)} times as long as a constant scale",
             f"{', '.join(ours[:2])} and {ours[2]} times as long as float16 by hand",
+            f"Adam's step moves {min(more)} to {max(more)}% more bytes.",
+            f"take up to {most} times as long as with plain Optax,",
+            f"with `update` up to {stored},",
         ],
         RETRIES: [
-            f"takes {', '.join(retries_[:2])} and {retries_[2]} times as long on a GPU",
+            f"takes {', '.join(repeated[:2])} and {repeated[2]} times as long on a GPU",
         ],
         EXAMPLES[0]: [
             f"**bfloat16 differs {as_written} as much as float16**",

@@ -74,6 +74,17 @@ def plain(inner, loss_fn):
     return System(inner.init, step)
 
 
+def static(inner, loss_fn, scale):
+    """Returns the step that scales by a constant, and checks nothing."""
+
+    def step(params, state, *batch):
+        grads, loss = _scaled_grad(loss_fn, lambda x: x * scale, params, batch)
+        grads = jax.tree.map(lambda g: g / scale, grads)
+        return *_apply(inner, grads, state, params), loss
+
+    return System(inner.init, step)
+
+
 def minimize(inner, loss_fn, **options):
     """Returns the step of `minimize`, given options of `LossScaleOptimizer`."""
     optimizer = LossScaleOptimizer(inner, **options)

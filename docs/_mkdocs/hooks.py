@@ -133,8 +133,8 @@ def _home(markdown):
     markdown = ITSELF.sub("", markdown)
     folded = r"<details markdown>\n<summary>The script, <code>\1</code>\2</summary>"
     folded += r"\n\n\3\n\n</details>"
-    title, *parts = SCRIPT.sub(folded, markdown).split("\n\n", 1)
-    start, gains, rest = PARTS.split(parts[0])
+    title, _, text = SCRIPT.sub(folded, markdown).partition("\n\n")
+    start, gains, rest = PARTS.split(text)
     columns = zip(
         ("start", "gains", "rest"), (start, f"## {gains}", f"## {rest}"), strict=True
     )

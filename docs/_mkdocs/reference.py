@@ -41,13 +41,14 @@ def on_page_markdown(markdown, page, **_):
     if not page.file.src_uri.startswith("api/"):
         return markdown
     markdown = markdown.replace("::: rules\n", _rules())
-    rows = {"| name | what it is or does |": None, "|---|---|": None}
+    paths = []
     for name, has_members in NAME.findall(markdown):
         members = vars(pydoc.locate(name)) if has_members else ()
-        members = [f"{name}.{member}" for member in members if member[0] != "_"]
-        for path in (name, *members):
-            line = inspect.getdoc(pydoc.locate(path)).splitlines()[0]
-            rows[f"| [`{path.rpartition('.')[2]}`][{path}] | {line} |"] = None
+        paths += [name, *(f"{name}.{x}" for x in members if x[0] != "_")]
+    rows = ["| name | what it is or does |", "|---|---|"]
+    for path in dict.fromkeys(paths):  # Some members have an entry of their own, too.
+        line = inspect.getdoc(pydoc.locate(path)).splitlines()[0]
+        rows.append(f"| [`{path.rpartition('.')[2]}`][{path}] | {line} |")
     introduction, names = markdown.split("\n::: ", maxsplit=1)
     return "\n".join([introduction, *rows, "", f"::: {names}"])
 

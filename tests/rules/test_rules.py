@@ -203,15 +203,13 @@ def test_no_kernel_grows_with_the_number_of_leaves(rule):
 
 # Rules that change soon, within bounds that are soon reached.
 QUICK = {"initial_scale": 2.0**9, "growth_interval": 3, "max_scale": 2.0**14}
-QUICKER = QUICK | {"tolerance": 0.3}
+QUICKER = QUICK | {"tolerance": 0.3, "loss_scale_value": 2.0**9}
 
 
 def quick(rule):
     """Returns a rule that changes soon."""
     fields = {x.name for x in dataclasses.fields(rule)}
     numbers = {k: x for k, x in QUICKER.items() if k in fields}
-    if "loss_scale_value" in fields:
-        numbers["loss_scale_value"] = QUICK["initial_scale"]
     return dataclasses.replace(rule, **numbers)
 
 

@@ -25,3 +25,5 @@ def all_rules():
 
 
 RULES = all_rules()
+# The public names of the rules, and of their states.
+NAMES = {name for rule in RULES for name in (rule, f"{rule}State")}
