@@ -1,6 +1,7 @@
 """Set-up of the tests: eight devices, strict dtypes, reproducible examples."""
 
 import doctest
+import gc
 import os
 from importlib.metadata import version
 
@@ -36,6 +37,12 @@ def pytest_configure(config):
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_collection_finish():
+    # JAX makes many objects that live on: looking through them takes a tenth of the time.
+    gc.freeze()
+    gc.set_threshold(100_000, 10, 10)
 
 
 # What the extra `test-all` adds to `test`. Tests skip what of it is not installed.

@@ -7,9 +7,11 @@ import optax
 import pytest
 from flax import linen, nnx
 from helpers import exhaustive_but
+from tracing import Traced
 
 from optax_lossscale import LossScaleOptimizer, autocast
-from optax_lossscale.diagnostics import trace_numerics
+from optax_lossscale.diagnostics._common import scale_of
+from optax_lossscale.diagnostics._trace.verdict import find_all
 
 X = jax.random.normal(jax.random.key(0), (16, 8, 8, 3))
 Y = jnp.arange(16) % 4
@@ -169,10 +171,12 @@ def test_models_are_healthy(make):
     optimizer = LossScaleOptimizer(optax.adam(3e-3))
     state = optimizer.init(params)
     step = jax.jit(lambda p, s: optimizer.minimize(loss_fn, p, s))
+    traced = Traced(loss_fn, params)
     for steps in (0, 50):
         for _ in range(steps):
             params, state, _ = step(params, state)
-        trace = trace_numerics(loss_fn, params, state=state)
+        search = traced.search(params, scale=scale_of(state).item())
         # A choice among equal numbers is no fault.
-        assert [x.kind for x in trace.findings] in (["fine"], ["decision"]), str(trace)
-        assert trace.largest_scale >= 1
+        (found,) = find_all(search)
+        assert found.kind in ("fine", "decision"), found.message
+        assert search.best.scale >= 1

@@ -1,5 +1,7 @@
 """What the tests of `trace_numerics` share."""
 
+import copy
+import functools
 from pathlib import Path
 
 import jax
@@ -8,6 +10,8 @@ import numpy as np
 
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._jaxprs.primitives import Kind, kind_of
+from optax_lossscale.diagnostics._trace.program import Program, make_call
+from optax_lossscale.diagnostics._trace.verdict import Search, closeness, find_all
 
 TWO = jnp.array([1.0, 2.0], jnp.float32)
 
@@ -67,6 +71,26 @@ def errors(found, desired):
     """
     pairs = zip(found, desired, strict=True)
     return [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in pairs]
+
+
+class Traced:
+    """What `trace_numerics` finds for several arguments, by one compiled program."""
+
+    def __init__(self, loss_fn, *args):
+        self._program = Program(self._call(loss_fn, args), "float16")
+
+    def _call(self, loss_fn, args):
+        return make_call("trace_numerics", loss_fn, args[0], args[1:], {}, False)
+
+    def search(self, *args, scale=1.0):
+        self._program._compiled  # noqa: B018 # All copies share it.
+        program = copy.copy(self._program)
+        _, program._arrays, *_ = self._call(lambda: None, args)
+        run = functools.cache(program._run)
+        return Search(run, closeness(program.dtype), scale)
+
+    def __call__(self, *args, scale=1.0):
+        return find_all(self.search(*args, scale=scale))
 
 
 def assert_found(trace, mark, phase="forward", **expected):
