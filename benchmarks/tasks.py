@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from sklearn.datasets import load_digits
 
 from benchmarks.workloads import BYTES
 from examples.common.precision import compute_in
@@ -50,6 +49,8 @@ def mean_loss(logits, labels):
 
 def digits():
     """Returns a function that draws random batches of scikit-learn's digits."""
+    from sklearn.datasets import load_digits  # It takes seconds.
+
     pixels, labels = load_digits(return_X_y=True)
     images = jnp.asarray(pixels / 8 - 1, jnp.float32)
     labels = jnp.asarray(labels, jnp.int32)

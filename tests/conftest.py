@@ -3,6 +3,7 @@
 import doctest
 import gc
 import os
+import traceback
 from importlib.metadata import version
 
 # Before JAX is imported: the devices are made when it first runs.
@@ -30,6 +31,19 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("tests")
 
 
+# The lines of test modules that compile a program where they are imported.
+AT_IMPORT, is_importing = [], True
+
+
+def note_compilation(event, *_, **__):
+    if is_importing and "backend_compile" in event:
+        lines = traceback.extract_stack()
+        AT_IMPORT.append([str(x) for x in lines if f"{os.sep}tests{os.sep}" in str(x)])
+
+
+jax.monitoring.register_event_duration_secs_listener(note_compilation)
+
+
 def pytest_configure(config):
     # All processes, and the next run, read what one of them has compiled.
     if hasattr(config, "cache"):
@@ -40,7 +54,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    # JAX makes many objects that live on: looking through them takes a tenth of the time.
+    global is_importing
+    is_importing = False
+    # JAX makes many objects that live on. To look through them takes a tenth of the
+    # time.
     gc.freeze()
     gc.set_threshold(100_000, 10, 10)
 
@@ -104,6 +121,11 @@ def strict_dtype_promotion():
     """Fails where the package lets JAX promote one dtype to another unasked."""
     with jax.numpy_dtype_promotion("strict"):
         yield
+
+
+@pytest.fixture
+def compiled_at_import():
+    return AT_IMPORT
 
 
 @pytest.fixture

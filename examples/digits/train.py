@@ -12,8 +12,6 @@ import optax
 from flax import linen as nn
 from rich.console import Console
 from rich.progress import Progress
-from sklearn.datasets import load_digits, load_sample_images
-from sklearn.metrics import average_precision_score
 
 from optax_lossscale import (
     DynamicLossScale,
@@ -127,6 +125,9 @@ def keep_histogram() -> optax.GradientTransformation:
 
 def load_pictures() -> tuple[jax.Array, jax.Array]:
     """Returns scikit-learn's photographs and digits, in gray, from -1 to 1."""
+    # It takes seconds to import.
+    from sklearn.datasets import load_digits, load_sample_images
+
     photos = np.mean(load_sample_images()["images"], -1) / 127.5 - 1
     pixels, _ = load_digits(return_X_y=True)
     digits = pixels.reshape(-1, SIDE, SIDE) / 8 - 1
@@ -245,5 +246,7 @@ def train(
         advance()
     found = test(variables["params"], last, *pictures)
     logits, has_digit = map(np.asarray, found)
+    from sklearn.metrics import average_precision_score
+
     precision = average_precision_score(has_digit, logits)
     return Run(float(precision), start, records, histograms)

@@ -4,6 +4,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from casting import normal
 from jax import lax
@@ -36,7 +37,7 @@ def converges(params, x):
     return jnp.mean(lax.while_loop(lambda x: jnp.max(x) > 0.1, step, x))  # loop
 
 
-HALF = {"w": W.astype(jnp.float16)}, X.astype(jnp.float16)
+HALF = {"w": W.astype(np.float16)}, X.astype(np.float16)
 CASES = {
     "by itself": (by_itself, ({"w": W}, X), {}, "{casts} casts to bfloat16 by itself"),
     "no product": (no_product, ({"w": W}, X), {}, "it has no matrix product"),

@@ -24,9 +24,19 @@ from optax_lossscale.diagnostics import (
     report,
 )
 
-PARAMS = {"block": {"ln": {"scale": jnp.ones(3)}, "w": jnp.ones((2, 2))}}
-GOOD = jax.tree.map(jnp.ones_like, PARAMS)
-BAD = {"block": {"ln": {"scale": jnp.array([1, INF, 1])}, "w": jnp.ones((2, 2))}}
+
+def ones(shape):
+    return jax.device_put(np.ones(shape, np.float32))
+
+
+PARAMS = {"block": {"ln": {"scale": ones(3)}, "w": ones((2, 2))}}
+GOOD = PARAMS
+BAD = {
+    "block": {
+        "ln": {"scale": jax.device_put(np.float32([1, INF, 1]))},
+        "w": ones((2, 2)),
+    }
+}
 COUNTERS = {
     "last_step_applied",
     "skipped_steps",
@@ -186,7 +196,7 @@ class TestDescribeNonfinite:
         ]
         assert str(found[3]).endswith("[]: 0 inf, 1 nan of 1")
 
-    @pytest.mark.parametrize("grads", [{}, None, (), 1.0, jnp.zeros(0), GOOD])
+    @pytest.mark.parametrize("grads", [{}, None, (), 1.0, ones(0), GOOD])
     def test_nothing_to_find(self, grads):
         assert describe_nonfinite(grads) == []
 

@@ -18,7 +18,7 @@ HERE = Path(__file__).name
 
 def normal(*shape, std=1.0):
     rng = np.random.default_rng(sum(shape))
-    return jnp.asarray(std * rng.standard_normal(shape), jnp.float32)
+    return (std * rng.standard_normal(shape)).astype(np.float32)
 
 
 X, W = normal(8, 6), normal(6, 6, std=0.4)

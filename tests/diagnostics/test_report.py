@@ -17,7 +17,7 @@ from optax_lossscale import (
 )
 from optax_lossscale.diagnostics import Report, check_health, metrics, report
 
-PARAMS = {"b": jnp.zeros(2), "w": jnp.ones(3)}
+PARAMS = {"b": np.zeros(2, np.float32), "w": np.ones(3, np.float32)}
 # A step is a gradient, perhaps with a loss, and perhaps with a veto.
 LOST, OVERFLOW = (NAN, NAN), (INF, 1.0)
 VETOED, VETOED_OVERFLOW = (1.0, 1.0, True), (INF, 1.0, True)

@@ -1,6 +1,7 @@
 """Arrays that are sharded over devices, on automatic and on explicit mesh axes."""
 
 import contextlib
+import functools
 
 import jax
 import numpy as np
@@ -13,7 +14,12 @@ from optax_lossscale import LossScaleOptimizer, all_finite, diagnostics
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
-STATE = LossScaleOptimizer(optax.sgd(0.1)).init({})
+
+@functools.cache
+def first_state():
+    return LossScaleOptimizer(optax.sgd(0.1)).init({})
+
+
 KINDS = [AxisType.Auto, AxisType.Explicit]
 SPECS = [P("a", "b"), P(None, "a"), P(("a", "b")), P(None, None, "b"), P()]
 
@@ -72,12 +78,12 @@ class TestSharded:
     """The same results as of arrays on one device."""
 
     def check(self, function, kind, spec):
-        wanted = function(make_grads(), STATE)
+        wanted = function(make_grads(), first_state())
         mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
         for context in (contextlib.nullcontext(), jax.set_mesh(mesh)):
             with context:
                 grads = put(make_grads(), NamedSharding(mesh, spec))
-                got = function(grads, put(STATE, NamedSharding(mesh, P())))
+                got = function(grads, put(first_state(), NamedSharding(mesh, P())))
                 assert_equal(got, wanted)
 
     @pytest.mark.parametrize("name", ON_HOST)
@@ -95,11 +101,13 @@ def test_an_eager_call_and_a_failing_report(spec):
     with jax.set_mesh(mesh):
         grads = put(make_grads(), NamedSharding(mesh, spec))
         for function in ANYWHERE.values():
-            assert_equal(function(grads, STATE), function(make_grads(), STATE))
+            assert_equal(
+                function(grads, first_state()), function(make_grads(), first_state())
+            )
         with pytest.raises(
             FloatingPointError, match=r"params\['c'\], complex64\[8,8,4\]"
         ):
-            diagnostics.check_health(STATE, grads)
+            diagnostics.check_health(first_state(), grads)
 
 
 def test_in_shard_map():
@@ -109,7 +117,7 @@ def test_in_shard_map():
 
     def statistics(w):
         counts = diagnostics.exponent_histogram(w).counts
-        return counts, diagnostics.underflow_stats(w, STATE)
+        return counts, diagnostics.underflow_stats(w, first_state())
 
     @jax.jit
     @jax.shard_map(in_specs=P("a"), out_specs=P("a"), axis_names={"a"}, mesh=mesh)

@@ -66,7 +66,7 @@ def custom_vjp(w):
     return total(x * 4.0)
 
 
-@case(TWO, jnp.array([1, 3, 9], jnp.float16), primitive="exp", shape=(3, 2))
+@case(TWO, np.array([1, 3, 9], np.float16), primitive="exp", shape=(3, 2))
 def vmap(w, xs):
     return total(jax.vmap(lambda x: jnp.exp(half(w) * x))(xs))  # vmap
 
@@ -132,15 +132,16 @@ def while_loop(w):
     return total(lax.while_loop(lambda s: s[0] < 5, body, start)[1]) + total(w)
 
 
-@case(TWO * 2, jax.random.PRNGKey(0), primitive="mul", shape=())
-@case(TWO * 2, jax.random.key(0), primitive="mul", shape=())
-def dropout(w, key):
+@case(TWO * 2, jax.random.PRNGKey, primitive="mul", shape=())
+@case(TWO * 2, jax.random.key, primitive="mul", shape=())
+def dropout(w, make_key):
+    key = make_key(0)
     keep = jax.random.bernoulli(key, 0.5, (64,))
     x = jnp.where(keep, half(w)[0] * 4e4, 0)  # dropout
     return total(x + jax.random.normal(key, (64,), jnp.float16))
 
 
-@case(TWO, jnp.array([2, 1]), primitive="mul", dtype="complex64")
+@case(TWO, np.array([2, 1]), primitive="mul", dtype="complex64")
 def complex_numbers(w, i):
     x = w[jnp.argsort(i)] * 1e30
     z = lax.complex(x, x) * lax.complex(x, x)  # complex_numbers

@@ -18,7 +18,7 @@ from optax_lossscale.diagnostics._trace.twin import bind_wide
 CLOSE = 0.01
 rng = np.random.default_rng(0)
 X, W = (
-    jnp.asarray(rng.standard_normal(s), jnp.float32) * f
+    (f * rng.standard_normal(s)).astype(np.float32)
     for s, f in [((8, 6), 1.0), ((6, 6), 0.4)]
 )
 
@@ -41,7 +41,7 @@ def divided(cast, w, x):
     return mean(jnp.square(x @ cast(w, 1)))
 
 
-CASES = {clipped: (W, X), divided: (W, X.at[0].set(0))}
+CASES = {clipped: (W, X), divided: (W, X * np.float32([[0]] + [[1]] * 7))}
 
 
 @pytest.mark.parametrize("loss_fn", exhaustive_but(CASES, []))

@@ -17,7 +17,7 @@ from optax_lossscale.diagnostics import trace_numerics
 CLOSE = 0.01
 rng = np.random.default_rng(0)
 X, W = (
-    jnp.asarray(rng.standard_normal(s), jnp.float32) * f
+    (f * rng.standard_normal(s)).astype(np.float32)
     for s, f in [((8, 6), 1.0), ((6, 6), 0.4)]
 )
 

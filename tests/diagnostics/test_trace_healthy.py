@@ -3,6 +3,7 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
@@ -13,9 +14,10 @@ from optax_lossscale import LossScaleOptimizer, autocast
 from optax_lossscale.diagnostics._common import scale_of
 from optax_lossscale.diagnostics._trace.verdict import find_all
 
-X = jax.random.normal(jax.random.key(0), (16, 8, 8, 3))
-Y = jnp.arange(16) % 4
-TOKENS = jax.random.randint(jax.random.key(1), (4, 13), 0, 32)
+rng = np.random.default_rng(0)
+X = rng.standard_normal((16, 8, 8, 3), np.float32)
+Y = np.arange(16) % 4
+TOKENS = rng.integers(0, 32, (4, 13), np.int32)
 
 
 def cross_entropy(logits, labels):

@@ -4,6 +4,7 @@ import equinox as eqx
 import faulty_transformer
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen, nnx
 from helpers import exhaustive_but
@@ -11,7 +12,7 @@ from tracing import assert_found
 
 from optax_lossscale.diagnostics import trace_numerics
 
-X = jnp.full((2, 3), 10.0)
+X = np.full((2, 3), 10.0, np.float32)
 # In the model: 10 * 3 * 0.1 = 3 before the gain; then 3 * gain * 2 * weight.
 SMALL, LARGE = 0.1, 3e4
 OVERFLOWS = {

@@ -30,7 +30,7 @@ INSIDE = {code: word for word, cell in TABLES[SECOND + 2 :] for code in codes(ce
 PARTS = list(INSIDE | NOTES)
 REFUSED = "an error"
 
-PARAMS = {"a": jnp.array([1.0, 2.0], jnp.float32), "b": jnp.float32(3)}
+PARAMS = {"a": np.array([1.0, 2.0], np.float32), "b": np.float32(3)}
 SCOPE = {
     "overflowing": {"a": False, "b": True},
     "jax": jax,

@@ -12,7 +12,7 @@ from helpers import NAN, assert_same_bits, relaxed
 
 from optax_lossscale import LossScaleOptimizer
 
-X = jnp.linspace(-1, 1, 4, dtype=jnp.float32).reshape(2, 2)
+X = np.linspace(-1, 1, 4, dtype=np.float32).reshape(2, 2)
 
 
 class Model(eqx.Module):

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -9,7 +10,7 @@ from jax import lax
 
 from optax_lossscale import FixedLossScale, LossScaleOptimizer
 
-X = jnp.arange(6, dtype=jnp.float32).reshape(3, 2)
+X = np.arange(6, dtype=np.float32).reshape(3, 2)
 
 
 def loss_fn(params):
@@ -64,7 +65,7 @@ CALLS = {
 
 @pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
 class TestWarning:
-    params = jnp.ones(2, jnp.float32)
+    params = np.float32([1, 1])
 
     def test_of_a_scale_that_is_a_constant_under_jit(self, make, optimizer):
         call = make(optimizer, optimizer.init(self.params))

@@ -1,6 +1,7 @@
 """Scaling losses, unscaling gradients, and the values in between."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,13 @@ from optax_lossscale import LossScaleOptimizer
 
 X64 = jax.config.jax_enable_x64
 optimizer = LossScaleOptimizer(optax.sgd(0.25))
-state = optimizer.init(jnp.float32(1))
+state: Any = None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def initialize():
+    global state
+    state = optimizer.init(jnp.float32(1))
 
 
 ignore_float16_losses = pytest.mark.filterwarnings("ignore:The loss is float16")
@@ -92,7 +99,7 @@ class TestGetUnscaledGradients:
 
 
 class TestValueAndGrad:
-    params = {"w": jnp.array([0.3, -1.7], jnp.float32), "b": jnp.float32(0.1)}
+    params = {"w": np.float32([0.3, -1.7]), "b": np.float32(0.1)}
 
     @staticmethod
     def loss(params, x, *, power=2):

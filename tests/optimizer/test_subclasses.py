@@ -5,14 +5,14 @@ import pickle
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 from optax_lossscale import DynamicLossScale, LossScaleOptimizer
 from optax_lossscale._optimizer import STEP
 
-ONES = jnp.ones(2, jnp.float32)
+ONES = np.ones(2, np.float32)
 
 
 def halve(updates, state, params=None):

@@ -5,6 +5,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
@@ -19,8 +20,9 @@ from optax_lossscale import (
 )
 
 pytestmark = pytest.mark.usefixtures("standard_dtype_promotion")
-PARAMS = {"w": jnp.arange(16.0).reshape(8, 2), "b": jnp.zeros(2)}
-GOOD = jax.tree.map(jnp.ones_like, PARAMS)
+PARAMS = {"w": np.arange(16, dtype=np.float32).reshape(8, 2)}
+PARAMS["b"] = np.zeros(2, np.float32)
+GOOD = jax.tree.map(np.ones_like, PARAMS)
 BAD = GOOD | {"b": GOOD["b"] * INF}
 
 

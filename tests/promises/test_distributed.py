@@ -183,7 +183,7 @@ class TestRetries:
 class TestShardedParameters:
     """Each device holds a slice of parameters, gradients and inner state."""
 
-    params = jnp.arange(8 * 6, dtype=jnp.float32).reshape(8, 6) / 10
+    params = np.arange(8 * 6, dtype=np.float32).reshape(8, 6) / 10
 
     def step(self, optimizer, check_vma, in_state):
         mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -341,7 +341,7 @@ PER_DEVICE = {
 class TestMinimizeWithoutAveraging:
     """Where JAX does not average the gradients of replicated parameters itself."""
 
-    x = jnp.arange(8, dtype=jnp.float32)
+    x = np.arange(8, dtype=np.float32)
 
     @staticmethod
     def loss_fn(params, x):

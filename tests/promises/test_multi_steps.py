@@ -6,6 +6,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from helpers import INF, NAN, WRAPS, assert_close, assert_same_bits
@@ -14,7 +15,7 @@ from optax_lossscale import DynamicLossScale, LossScaleOptimizer
 from optax_lossscale.diagnostics import check_health
 
 pytestmark = pytest.mark.usefixtures("standard_dtype_promotion")
-PARAMS = {"w": jnp.array([[0.5, -1.0]] * 2, jnp.float32), "b": jnp.float32(-3)}
+PARAMS = {"w": np.array([[0.5, -1.0]] * 2, np.float32), "b": np.float32(-3)}
 INNER = optax.adam(0.1)
 
 

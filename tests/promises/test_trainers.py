@@ -16,7 +16,7 @@ from optax_lossscale import LossScaleOptimizer, scale_as_parameter, with_loss_sc
 
 pytestmark = pytest.mark.usefixtures("standard_dtype_promotion")
 # Parameters, the scale among them, and a function of them and of a batch.
-LEAF = jnp.float32(2**20)
+LEAF = jax.device_put(np.float32(2**20))
 
 
 def linen_model(dtype):

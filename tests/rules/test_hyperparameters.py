@@ -77,7 +77,16 @@ BAD_VALUES = {
     "min_margin": BITS,
     "release_steps": COUNTS,
 }
-NOT_NUMBERS = [True, "8", b"8", None, [8.0], 1j, np.ones(2), jnp.float32(2)]
+NOT_NUMBERS = [
+    True,
+    "8",
+    b"8",
+    None,
+    [8.0],
+    1j,
+    np.ones(2),
+    jax.device_put(np.float32(2)),
+]
 BAD_TYPES = {
     "skip_nonfinite": [0, 1, None, "True"],
     "consecutive_hysteresis": [0, 1, None, "True"],
@@ -140,7 +149,16 @@ class TestGetLossScale:
         assert get_loss_scale("headroom") == HeadroomLossScale()
 
     @pytest.mark.parametrize(
-        "bad", [None, True, "static", "", [8], DynamicLossScale, jnp.float32(8)]
+        "bad",
+        [
+            None,
+            True,
+            "static",
+            "",
+            [8],
+            DynamicLossScale,
+            jax.device_put(np.float32(8)),
+        ],
     )
     def test_refuses_the_rest(self, bad):
         with pytest.raises(ValueError, match=r"one of \['dynamic', 'headroom'\], got"):

@@ -25,7 +25,7 @@ from optax_lossscale import (
 )
 
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-GRADS = jnp.array([1.0, 3.0, np.inf, np.nan, 0.0, 1e-30, 1e30, 0.01], jnp.float32)
+GRADS = np.array([1.0, 3.0, np.inf, np.nan, 0.0, 1e-30, 1e30, 0.01], np.float32)
 
 
 # A file that adds a rule, and runs tests over it.
@@ -103,7 +103,9 @@ def test_a_state_of_other_types_becomes_one_of_arrays(rule, convert):
 
 @every_rule
 @pytest.mark.parametrize(
-    "tree", [None, (), jnp.zeros((0, 3)), {"a": None, "b": jnp.arange(3)}], ids=repr
+    "tree",
+    [None, (), np.zeros((0, 3), np.float32), {"a": None, "b": np.arange(3)}],
+    ids=repr,
 )
 def test_a_tree_without_numbers_is_finite_and_tells_nothing(rule, tree):
     state, should_apply = rule.update(tree, rule.init())

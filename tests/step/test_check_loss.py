@@ -134,9 +134,12 @@ def test_a_step_that_checks_nothing_says_that_it_was_applied():
 
 
 class TestValue:
-    one = jnp.float32(1)
+    one = np.float32(1)
     optimizer = LossScaleOptimizer(optax.sgd(0.5), check_loss=True)
-    state = optimizer.init(one)
+
+    @pytest.fixture(autouse=True)
+    def initialize(self):
+        self.state = self.optimizer.init(self.one)
 
     @pytest.mark.parametrize("options", [{}, {"value": None}, {"loss": 1.0}])
     def test_has_to_be_given(self, options):
@@ -150,7 +153,7 @@ class TestValue:
 
     @pytest.mark.parametrize(
         "value",
-        [jnp.ones(1), jnp.ones((), complex), (1.0, 2.0), "1.0", True, {"loss": 1.0}],
+        [np.ones(1), np.ones((), complex), (1.0, 2.0), "1.0", True, {"loss": 1.0}],
     )
     def test_has_to_be_a_real_scalar(self, value):
         with pytest.raises(TypeError, match="value must be the loss, a real scalar"):

@@ -35,7 +35,7 @@ from optax_lossscale import (
 )
 
 RULE = DynamicLossScale(2.0**24)
-ONE = jnp.float32(1)
+ONE = jax.device_put(np.float32(1))
 every_wrap = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 # One operation after the other takes long to compile.
 SLOW = exhaustive_but(WRAPS.values(), [WRAPS["jit"]])
@@ -115,14 +115,15 @@ def assert_rounded(actual, desired):
             np.testing.assert_array_equal(x, y)
 
 
+def normal(*shape):
+    return np.random.default_rng(sum(shape)).standard_normal(shape, np.float32)
+
+
 class TestModel:
     """A float16 model with dropout, batch statistics, a schedule and other data."""
 
-    x = jax.random.normal(jax.random.key(1), (16, 8))
-    params = {
-        "w1": jax.random.normal(jax.random.key(2), (8, 16)) / 3,
-        "w2": jax.random.normal(jax.random.key(3), (16, 4)) / 4,
-    }
+    x = normal(16, 8)
+    params = {"w1": normal(8, 16) / 3, "w2": normal(16, 4) / 4}
     inner = relaxed(optax.adamw(optax.linear_schedule(0.1, 0.0, 50)))
     optimizer = LossScaleOptimizer(inner, RULE, retries=24)
 
@@ -297,9 +298,9 @@ def mixed(params, x):
 
 
 DTYPES = ["float16", "bfloat16", "float32", "complex64"]
-MIXED = {name: jnp.full(3, 0.75, name) for name in DTYPES}
-MIXED |= {"integer": jnp.array(2, jnp.int8), "unused": jnp.ones(2), "none": None}
-W = jax.random.normal(jax.random.key(0), (3, 4, 4)) / 2
+MIXED = {name: np.full(3, 0.75, name) for name in DTYPES}
+MIXED |= {"integer": np.array(2, np.int8), "unused": np.float32([1, 1]), "none": None}
+W = normal(3, 4, 4) / 2
 BACKTRACKING = optax.scale_by_backtracking_linesearch(5, store_grad=True)
 CASES = {
     "scanned": (rematerialized, W, optax.sgd(0.1)),

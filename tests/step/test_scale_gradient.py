@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 from optax_lossscale import scale_gradient
 
-TWO, FOUR = jnp.float32(2), jnp.float32(4)
+TWO, FOUR = jax.device_put(np.float32(2)), jax.device_put(np.float32(4))
 DTYPES = ["float8_e5m2", "float16", "bfloat16", "float32", "complex64"]
 DTYPES += ["float64"] * jax.config.jax_enable_x64
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -67,7 +67,9 @@ def test_names_a_scale_of_another_type():
             scale_gradient(TWO, scale)
 
 
-@pytest.mark.parametrize("scale", [3, 3.0, np.float32(3), jnp.asarray(3, "float32")])
+@pytest.mark.parametrize(
+    "scale", [3, 3.0, np.float32(3), jax.device_put(np.float32(3))]
+)
 @pytest.mark.parametrize("x", [2.0, np.float32(2), np.ones(2, np.float32), TWO])
 def test_numbers_and_arrays(x, scale):
     found = jax.grad(lambda x: jnp.sum(scale_gradient(x, scale)))(x)

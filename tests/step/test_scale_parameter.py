@@ -23,8 +23,10 @@ from optax_lossscale import (
     with_loss_scale,
 )
 
-WEIGHTS = {"a": jnp.array([[0.5, -1.0], [2.0, 0.25]]), "b": jnp.array([1.0, -0.0])}
-X = jnp.array([[0.5, 1.0], [-1.0, 2.0]], jnp.float32)
+WEIGHTS = jax.device_put(
+    {"a": np.float32([[0.5, -1.0], [2.0, 0.25]]), "b": np.float32([1.0, -0.0])}
+)
+X = jax.device_put(np.float32([[0.5, 1.0], [-1.0, 2.0]]))
 RULE = DynamicLossScale(64.0, growth_interval=2)
 
 
@@ -37,7 +39,7 @@ half_loss_fn = functools.partial(loss_fn, dtype=jnp.float16)
 
 
 def with_leaf(tree, leaf=64.0):
-    return tree | {"loss_scale": jnp.asarray(leaf, getattr(leaf, "dtype", jnp.float32))}
+    return tree | {"loss_scale": np.asarray(leaf, getattr(leaf, "dtype", np.float32))}
 
 
 def without_leaf(tree):
@@ -233,12 +235,12 @@ def test_what_else_may_be_among_parameters_and_arguments():
 
 
 TREES = {
-    r"none in a dict": {"a": jnp.float32(1)},
-    r"\['loss_scale'\]: float16\[\]": with_leaf({}, jnp.float16(1)),
-    r"\['loss_scale'\]: float32\[2\]": with_leaf({}, jnp.ones(2)),
+    r"none in a dict": {"a": np.float32(1)},
+    r"\['loss_scale'\]: float16\[\]": with_leaf({}, np.float16(1)),
+    r"\['loss_scale'\]: float32\[2\]": with_leaf({}, np.float32([1, 1])),
     r"\['x'\].*: float32\[\], \['y'\].*": {"x": with_leaf({}), "y": with_leaf({})},
-    r"Partitioned\(.*float16": {"loss_scale": linen.Partitioned(jnp.float16(1), ())},
-    r"Param\([^$]*float16": nnx.State({"loss_scale": nnx.Param(jnp.float16(1))}),
+    r"Partitioned\(.*float16": {"loss_scale": linen.Partitioned(np.float16(1), ())},
+    r"Param\([^$]*float16": nnx.State({"loss_scale": nnx.Param(np.float16(1))}),
 }
 
 

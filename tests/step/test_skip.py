@@ -28,8 +28,8 @@ fuses_the_check = pytest.mark.skipif(
 
 
 class TestSkip:
-    params = {"w": jnp.array([[0.5, -0.0]] * 2, jnp.float32), "b": jnp.float32(-3)}
-    good = jax.tree.map(jnp.ones_like, params)
+    params = {"w": np.array([[0.5, -0.0]] * 2, np.float32), "b": np.float32(-3)}
+    good = jax.tree.map(np.ones_like, params)
     inner = relaxed(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)))
 
     @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
@@ -101,7 +101,7 @@ class TestSkip:
 
 
 class TestCompiledPrograms:
-    params = jnp.ones((8, 8), jnp.float32)
+    params = np.ones((8, 8), np.float32)
 
     def lowered(self, optimizer, platform):
         step = jax.jit(lambda p, s: optimizer.minimize(lambda p: jnp.sum(p**2), p, s))
@@ -157,8 +157,8 @@ class TestCompiledPrograms:
 class TestUpdate:
     """The updates of a step that is skipped, and those of the steps after it."""
 
-    params = jnp.ones((256, 256), jnp.float32)
-    good = jnp.full((256, 256), 0.5, jnp.float32)
+    params = jax.device_put(np.ones((256, 256), np.float32))
+    good = jax.device_put(np.full((256, 256), 0.5, np.float32))
 
     def step_of(self, inner):
         optimizer = LossScaleOptimizer(relaxed(inner))

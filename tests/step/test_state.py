@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -10,15 +11,21 @@ from optax_lossscale import LossScaleOptimizer, select_applied
 
 class TestSelectApplied:
     optimizer = LossScaleOptimizer(optax.sgd(0.1))
-    state = optimizer.init(jnp.float32(1))
-    skipped = state._replace(last_step_applied=jnp.array(False))
-    new = {"mean": jnp.ones(2, jnp.float16), "key": jax.random.key(1), "f": min, "n": 3}
-    old = {"mean": jnp.zeros(2), "key": jax.random.key(0), "f": max, "n": 2}
+    new = {"mean": np.ones(2, np.float16), "f": min, "n": 3}
+    old = {"mean": np.zeros(2, np.float32), "f": max, "n": 2}
+
+    @pytest.fixture(autouse=True)
+    def initialize(self):
+        self.state = self.optimizer.init(jnp.float32(1))
+        self.skipped = self.state._replace(last_step_applied=np.array(False))
 
     @pytest.mark.parametrize("nest", [lambda s: s, lambda s: ({"opt": s}, None)])
     def test_selects_whole_trees(self, nest):
-        for state, expected in ((self.state, self.new), (self.skipped, self.old)):
-            chosen = select_applied(nest(state), self.new, self.old)
+        new, old = (
+            tree | {"key": jax.random.key(tree["n"])} for tree in (self.new, self.old)
+        )
+        for state, expected in ((self.state, new), (self.skipped, old)):
+            chosen = select_applied(nest(state), new, old)
             assert chosen["mean"].tolist() == expected["mean"].tolist()
             assert chosen["mean"].dtype == self.old["mean"].dtype
             assert chosen["key"] == expected["key"]

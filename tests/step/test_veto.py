@@ -13,8 +13,8 @@ from jax.sharding import AxisType, PartitionSpec as P
 from optax_lossscale import DynamicLossScale, LossScaleOptimizer
 
 every_wrap = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-PARAMS = {"w": jnp.array([0.5, -0.0], jnp.float32), "b": jnp.float32(-3)}
-ONE = jnp.float32(1)
+PARAMS = {"w": np.array([0.5, -0.0], np.float32), "b": np.float32(-3)}
+ONE = jax.device_put(np.float32(1))
 
 
 def loss_fn(params, factor):

@@ -31,7 +31,7 @@ ARGUMENTS = {
     "freeze_mask": map_leaves(lambda x: x.ndim == 2),
     "gamma": 0.5,
     "inner": INNER,
-    "key": jax.random.key(0),
+    "key": 0,
     "l2_norm_clip": 1.0,
     "learning_rate": 0.1,
     "mask": map_leaves(lambda x: x.ndim == 2),

@@ -13,7 +13,7 @@ from optax_lossscale._jaxprs.primitives import Kind, kind_of
 from optax_lossscale.diagnostics._trace.program import Program, make_call
 from optax_lossscale.diagnostics._trace.verdict import Search, closeness, find_all
 
-TWO = jnp.array([1.0, 2.0], jnp.float32)
+TWO = np.array([1.0, 2.0], np.float32)
 
 
 def line_of(mark, file):
