@@ -122,7 +122,7 @@ def halvings(cast, w, x):
 
 
 def nearest(cast, w, x):
-    values, codes = x @ w + 30, 30 + x[2:]
+    values, codes = x @ w + 30, 30 + jnp.asarray(x[2:])
     z, c = cast(values, 1), cast(codes, 1)
     distances = jnp.square(z).sum(-1)[:, None] - 2 * z @ c.T  # nearest 1
     distances += jnp.square(c).sum(-1)
