@@ -4,6 +4,7 @@ import textwrap
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -175,8 +176,9 @@ def report(state: Any, params: optax.Params | None = None) -> Report:
       state: The state after a step; a pytree that holds one
         `LossScaleOptimizerState`. If it belongs to many members (`jax.vmap`) or
         devices (`jax.pmap`), the report says how many skipped steps, and is about the
-        worst of them: the nearest to one of these limits, or else the one with the most
-        skipped steps, then with the most retries, then with the lowest scale.
+        worst of them: one whose parameters are not finite, the nearest to one of these
+        limits, or else the one with the most skipped steps, then with the most retries,
+        then with the lowest scale.
       params: The parameters, batch statistics or a model: any pytree. If it is given,
         the report names the leaves that are not finite, in the inner state, too, and
         counts inf and nan. Checked gradients keep these away from parameters, but
@@ -231,7 +233,7 @@ def report(state: Any, params: optax.Params | None = None) -> Report:
     """
     found = find_state(state)
     check_host("report (or check_health)", (found, params))
-    read, members = _read_worst(found)
+    read, members = _read_worst(found, params)
     if not _is_valid(read["loss_scale"]):
         diagnosis, *advice = DAMAGED
     elif read["consecutive_skipped_steps"]:
@@ -304,7 +306,7 @@ def _is_valid(scale: Any) -> Any:
     return (scale >= check.SMALLEST_SCALE) & (scale <= check.LARGEST_SCALE)
 
 
-def _read_worst(state: Any) -> tuple[dict[str, Any], str]:
+def _read_worst(state: Any, params: Any) -> tuple[dict[str, Any], str]:
     """Returns the numbers of the worst member, and a sentence about all members."""
     named = jax.device_get(metrics(state))
     shape = np.shape(named["skipped_steps"])
@@ -315,7 +317,8 @@ def _read_worst(state: Any) -> tuple[dict[str, Any], str]:
     # Take the member that is nearest to a limit, or furthest beyond it.
     stuck, in_a_row = named["stuck_steps"], named["consecutive_skipped_steps"]
     measure = np.maximum(stuck / STUCK_STEPS, in_a_row / SKIPPED_STEPS)
-    named["measure"] = measure = np.where(_is_valid(scale), measure, np.inf)
+    is_lost = ~_is_valid(scale) | _is_broken(params, shape)
+    named["measure"] = measure = np.where(is_lost, np.inf, measure)
     # Of several, the one that lost most.
     worst = np.lexsort((scale, -named.get("retries", skipped), -skipped, -measure))[0]
     read: dict[str, Any] = {name: x[worst].item() for name, x in named.items()}
@@ -328,6 +331,15 @@ def _read_worst(state: Any) -> tuple[dict[str, Any], str]:
     )
     members += f" The worst is member {list(read['member'])}. "
     return read, members if shape else ""
+
+
+def _is_broken(params: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Whether the parameters of each of several members are not finite, bool[n]."""
+    broken = np.zeros(shape, bool)
+    for x in named_leaves(params, "params").values():
+        if shape and x.shape[: len(shape)] == shape:
+            broken |= ~np.asarray(jnp.isfinite(x).all(range(len(shape), x.ndim)))
+    return broken.ravel()
 
 
 def _loss_skips(read: dict[str, Any]) -> tuple[int, int]:

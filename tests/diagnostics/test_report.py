@@ -320,6 +320,13 @@ class TestManyMembers:
         assert found.startswith("Members that skipped steps: 0 of 3;")
         assert worst in found
 
+    def test_one_whose_parameters_are_nan_is_worse_than_one_that_skipped(self):
+        state = with_numbers(scale=[4] * 3, skipped_steps=[5, 0, 0])
+        params = {"w": np.float32([[1, 1], [1, NAN], [1, 1]]), "shared": np.ones(2)}
+        found = report(state, params)
+        assert (found.healthy, found.member) == (False, (1,))
+        assert report(state, params | {"w": np.ones((3, 2))}).member == (0,)
+
     def test_its_state_is_found_by_its_index(self):
         scales = {"scale": [[4, 8], [16, 2]], "skipped_steps": [[0, 0], [5, 0]]}
         state = with_numbers(**scales, consecutive_skipped_steps=[[0, 0], [5, 0]])

@@ -193,6 +193,14 @@ class TestArguments:
         text = "loss_fn(params=float32[2], args[0]=float32[2], args[1]=float32[2])"
         assert any(text in note for note in caught.value.__notes__)
 
+    def test_a_function_that_raises_under_tracing(self):
+        def branches(w, x):
+            return jnp.sum(w if w[0] > 0 else x)
+
+        with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+            trace_numerics(branches, TWO, TWO)
+        assert any("traced as by jax.jit" in note for note in caught.value.__notes__)
+
     def test_an_array_of_several_processes(self, monkeypatch):
         two = jax.device_put(TWO)
         monkeypatch.setattr(type(two), "is_fully_addressable", False)
