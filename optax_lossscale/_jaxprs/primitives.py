@@ -178,7 +178,8 @@ TABLE = [
         vary_unreduced_cast_p"""),
     # They hold programs, which follow the same table.
     (Kind.CALL, NONE, """
-        closed_call custom_jvp_call custom_vjp_call eval_jaxpr jit remat2"""),
+        closed_call custom_jvp_call custom_vjp_call eval_jaxpr jit program_order
+        remat2"""),
     (Kind.LOOP, NONE, "scan while"),
     (Kind.BRANCH, NONE, "cond"),
     (Kind.DEVICES, NONE, "shard_map"),

@@ -18,7 +18,8 @@ import gc, importlib, os, warnings
 from jax.extend.core import Primitive
 import jax
 names = "ad_checkpoint custom_batching custom_derivatives debug experimental.checkify"
-names += " experimental.custom_partitioning experimental.layout ffi image lax"
+names += " experimental.custom_partitioning experimental.layout experimental.overlap"
+names += " ffi image lax"
 names += " lax.linalg nn nn.initializers numpy numpy.fft numpy.linalg random ref"
 names += " scipy.cluster.vq scipy.fft scipy.integrate scipy.interpolate scipy.linalg"
 names += " scipy.ndimage scipy.optimize scipy.signal scipy.sparse.linalg"
@@ -27,7 +28,8 @@ for name in names.split():
     try:
         importlib.import_module("jax." + name)
     except ModuleNotFoundError:
-        if name not in ("ref", "scipy.interpolate"):  # Older versions lack them.
+        # Older versions lack them.
+        if name not in ("experimental.overlap", "ref", "scipy.interpolate"):
             raise
 print(*{x.name for x in gc.get_objects() if isinstance(x, Primitive)})
 """
