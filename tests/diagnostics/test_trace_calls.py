@@ -121,6 +121,11 @@ class TestFindings:
         assert finding.kind == "nonfinite_argument"
         assert name in finding.message
 
+    def test_an_array_that_the_function_closes_over(self):
+        data = jax.device_put(np.float32([1, NAN]))
+        finding, *_ = trace_numerics(lambda w: total(half(w * data)), TWO).findings
+        assert "(array 0 that loss_fn closes over) held nan" in finding.message
+
     def test_a_masked_row_is_fine(self):
         def loss_fn(w):
             x = jnp.outer(w, w).astype(jnp.float16)
