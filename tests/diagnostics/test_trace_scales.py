@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import exhaustive_but
-from tracing import half, run_eagerly, total
+from tracing import TWO, half, run_eagerly, total
 
 from optax_lossscale import DynamicLossScale, LossScaleOptimizer, autocast
 from optax_lossscale.diagnostics import trace_numerics
@@ -133,3 +133,25 @@ def test_no_scale_fits_two_lines_of_autocast():
         lambda p: autocast(loss_fn, float32=line)(*p), arguments, scale=scale
     )
     assert last.findings[0].kind == "fine", str(last)
+
+
+def test_a_loss_in_half_precision_overflows_by_itself():
+    trace = trace_numerics(lambda w: jnp.sum(half(w)), TWO, scale=2.0**20)
+    (finding,) = trace.findings
+    assert (finding.kind, trace.largest_scale) == ("scale_too_high", 2.0**15)
+    assert "gradient of the loss itself: return the loss in float32" in finding.message
+
+
+def test_gradients_that_are_not_zero_but_too_small_to_be_precise():
+    w = jnp.linspace(0.1, 1.4, 50)
+    trace = trace_numerics(lambda w: total(jnp.sin(half(w))) * 3e-7, w)
+    (finding,) = trace.findings
+    assert finding.kind == "underflow"
+    assert "too small to be precise: 7.5% off at the loss scale 1" in finding.message
+
+
+def test_a_constant_of_nan():
+    trace = trace_numerics(lambda w: total(half(w) * jnp.float16(np.nan)), TWO)
+    (finding,) = trace.findings
+    assert finding.kind == "forward"
+    assert "A constant is nan" in finding.message
