@@ -231,7 +231,8 @@ class Program:
 
 def _mark_backward(sites):
     """Marks what depends on the loss scale as backward."""
-    reached, before = {k for k, x in sites.items() if x.phase == "scale"}, 0
+    first = ("scale", "backward")
+    reached, before = {k for k, x in sites.items() if x.phase in first}, 0
     while len(reached) != before:
         before = len(reached)
         reached |= {k for k, x in sites.items() if not reached.isdisjoint(x.inputs)}

@@ -211,10 +211,10 @@ def _wrong(search, effect):
         return [_explain(search, run, _beginning_of(search, run, effect.wrong))]
     found, at_best = [], search.effect(best)
     if run.scale > best.scale:
-        for key in (late or run.origins("backward"))[:1]:
-            operation = run.operation(key)
-            too_high = words.too_high(operation, run.scale, best.scale, at_best.is_fine)
-            found.append(too_high)
+        begin = late or run.origins("backward")
+        key = begin[0] if begin else _beginning_of(search, run, effect.wrong)
+        scales = run.scale, best.scale
+        found.append(words.too_high(run.operation(key), *scales, at_best.is_fine))
     else:
         found = _underflow(search, best, effect)
     return found + (
