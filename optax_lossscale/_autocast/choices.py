@@ -38,11 +38,14 @@ class Choice:
             return
         self._functions = set(_functions(chosen))
         if not self._functions:
-            inherits = " It inherits all of its methods: pass the class that has them."
-            raise TypeError(
-                f"float32 must hold {KINDS}, got {chosen!r}."
-                + inherits * inspect.isclass(chosen)
-            )
+            got, fix = repr(chosen), ""
+            if inspect.isclass(chosen):
+                fix = " It inherits all of its methods: pass the class that has them."
+            elif callable(chosen):
+                got = f"an instance of {type(chosen).__name__}"
+                fix = " Pass its class, which means all instances. For this one, put "
+                fix += 'jax.named_scope("name") around its call, and pass the name.'
+            raise TypeError(f"float32 must hold {KINDS}, got {got}.{fix}")
         self.name = getattr(chosen, "__qualname__", repr(chosen))
 
     def matches(self, step: Step) -> bool:

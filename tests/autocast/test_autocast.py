@@ -265,6 +265,11 @@ def test_less_is_saved():
     assert size(autocast(f)) < min(0.5 * size(f), size(by_hand))
 
 
+class Instance:
+    def __call__(self, x):
+        return x
+
+
 @pytest.mark.parametrize(
     ("args", "options", "error", "message"),
     [
@@ -275,6 +280,12 @@ def test_less_is_saved():
         ((jnp.sum,), {"float32": ["a.py:1", 3]}, TypeError, "float32 must .* got 3"),
         ((jnp.sum,), {"float32": ""}, TypeError, "float32 must .* got ''"),
         ((jnp.sum,), {"float32": W}, TypeError, r"float32 must .* got array"),
+        (
+            (jnp.sum,),
+            {"float32": Instance()},
+            TypeError,
+            "got an instance of Instance. Pass its class.*named_scope",
+        ),
     ],
 )
 def test_errors(args, options, error, message):
