@@ -87,6 +87,23 @@ def test_an_algorithm_in_float32(kind):
     assert np.allclose(found, X @ W, rtol=1e-5)
 
 
+def multiplied(x, w):
+    return x @ w
+
+
+def convolved(x, w):
+    return lax.conv(x[None, None], w[None, None], (1, 1), "SAME")
+
+
+@pytest.mark.parametrize("function", [multiplied, convolved])
+def test_the_shadow_has_no_tf32(function):
+    """In which a GPU computes by default, and a TPU in bfloat16."""
+    *_, equation = jax.make_jaxpr(function)(half(X), half(W)).eqns
+    shapes = [jax.ShapeDtypeStruct(x.aval.shape, jnp.float32) for x in equation.invars]
+    program = jax.make_jaxpr(lambda *args: bind_wide(equation, args))(*shapes)
+    assert program.eqns[0].params["precision"] == (lax.Precision.HIGHEST,) * 2
+
+
 # What `autocast` makes is compared with the function itself.
 
 

@@ -235,7 +235,8 @@ def _compared(run: Run, function: Any, call: Callable[..., Any]) -> Callable[...
 
     @functools.cache
     def truth():
-        return gradients(function)
+        with jax.default_matmul_precision("highest"):
+            return gradients(function)
 
     def compare(lines):
         names = [f"{file}:{number}" for file, number in lines if number]

@@ -10,8 +10,6 @@ import jax.numpy as jnp
 from optax_lossscale._jaxprs.parts import bind, is_jaxpr, opened
 from optax_lossscale._jaxprs.primitives import Trait, has
 
-# A product may name the dtype of its operands.
-ALGORITHMS = jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset
 HALF = [x for x in dir(jnp) if re.fullmatch(r"b?float16|float[48]_\w+", x)]
 
 
@@ -75,11 +73,6 @@ def values_of(pairs: Iterable[Any], like: Iterable[Value]) -> list[Value]:
     ]
 
 
-def has_algorithm(equation: Any) -> bool:
-    """Whether a product names the dtypes that it computes in."""
-    return isinstance(equation.params.get("precision"), ALGORITHMS)
-
-
 def bind_wide(equation: Any, args: Sequence[Any]) -> list[Any] | None:
     """Runs an equation in float32 where it is in half precision; None if it cannot."""
     # It runs more than once. Collectives have an effect, but no side effect.
@@ -91,7 +84,7 @@ def bind_wide(equation: Any, args: Sequence[Any]) -> list[Any] | None:
         return [widen(args[0])]  # `jax.checkpoint` rounds so what it saves.
     try:
         params = {name: _widen_parameter(x) for name, x in equation.params.items()}
-        if has_algorithm(equation):
+        if "precision" in params:  # By default a GPU takes TF32, a TPU bfloat16.
             params["precision"] = (jax.lax.Precision.HIGHEST,) * 2
         found = bind(equation, list(map(widen, args)), params)
     except Exception:  # Whatever a primitive does not support.
