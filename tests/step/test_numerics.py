@@ -11,9 +11,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 from benchmarks import hlo
 from optax_lossscale import all_finite
-from optax_lossscale._scaling import (
-    largest_magnitude,
-)
+from optax_lossscale._scaling import exact_exp2, largest_magnitude
 
 pytestmark = pytest.mark.optimized
 FLOATS = ["float8_e5m2", "float8_e4m3fn", "float16", "bfloat16", "float32", "complex64"]
@@ -149,3 +147,10 @@ def test_reduces_over_named_axes(function, bad, one, found):
     assert reduced(("a", "b")) == [[found] * 3] * 2
     with pytest.raises(NameError, match="nowhere"):
         function(jnp.ones(3), axis_name="nowhere")
+
+
+def test_powers_of_two_are_exact_and_within_the_bounds_of_a_scale():
+    exponents = np.array([-np.inf, -200, -126, 3, 126, 127, np.nan], np.float32)
+    assert exact_exp2(exponents).tolist() == [
+        *[2.0**-126] * 3, 8.0, *[2.0**126] * 2, 2.0**-126,
+    ]  # fmt: skip

@@ -33,6 +33,7 @@ from optax_lossscale import (
     LossScaleOptimizer,
     TolerantLossScale,
 )
+from optax_lossscale._jaxprs.parts import all_equations
 
 RULE = DynamicLossScale(2.0**24)
 ONE = jax.device_put(np.float32(1))
@@ -504,3 +505,17 @@ def test_overflows_at_random_lose_nothing():
     assert state.retries > 50
     expected, _ = jax.jit(train)(LossScaleOptimizer(inner, 2.0**4))
     np.testing.assert_allclose(param, expected, rtol=1e-5)
+
+
+def test_the_loop_carries_gradients_in_the_dtype_of_their_birth():
+    optimizer = LossScaleOptimizer(relaxed(optax.sgd(0.1)), RULE, retries=3)
+    params = {"w": np.ones((4, 4), np.float32)}
+
+    def loss_fn(params):
+        return jnp.sum((half(W[0]) @ half(params["w"])).astype(jnp.float32))
+
+    step = functools.partial(optimizer.minimize, loss_fn)
+    jaxpr = jax.make_jaxpr(step)(params, optimizer.init(params)).jaxpr
+    (loop,) = (x for x in all_equations(jaxpr) if x.primitive.name == "while")
+    carried = {str(x.aval.dtype) for x in loop.outvars if x.aval.shape == (4, 4)}
+    assert carried == {"float16"}
