@@ -146,10 +146,10 @@ def short_table(found: dict[str, Any]) -> str:
     return report.table([name, f"ms a step, {device}", "temporary GB"], cells)
 
 
-def ratios(found: dict[str, Any], way: str, base: str = STATIC) -> list[str]:
+def ratios(found: dict[str, Any], way: str, base: str = STATIC) -> list[float]:
     """Returns for each model the time of a way relative to another."""
     rows = _by_way(found).values()
-    return [f"{x[way]['ms'] / x[base]['ms']:.2f}" for x in rows]
+    return [x[way]["ms"] / x[base]["ms"] for x in rows]
 
 
 def of_file(path: str) -> str:

@@ -59,13 +59,14 @@ def sentences() -> dict[Path, list[str]]:
     on_gpu = report.load(gpu.RESULTS)
     ours, scaled = (gpu.ratios(on_gpu, way) for way in (gpu.OURS, gpu.SCALED))
     repeated = gpu.ratios(on_gpu, gpu.RETRIES, gpu.SCALED)
+    least, highest = (f"{x(scaled):.2f}" for x in (min, max))
     trainings = [
         systems
         for systems in report.by_workload(report.load(CPU)).values()
         if systems[PLAIN]["column"] and not systems[PLAIN]["given"]
     ]
     most, stored = (
-        max(f"{systems[way]['ratio']:.2f}" for systems in trainings)
+        f"{max(systems[way]['ratio'] for systems in trainings):.2f}"
         for way in ("minimize", "update")
     )
     # Those of the plain step and of a fixed scale are 1.
@@ -77,23 +78,29 @@ def sentences() -> dict[Path, list[str]]:
     default, as_written = (f"{other / half:.0f} times" for other in others)
     pair = f"{others[1]:.0e} against {half:.0e}".replace("e-0", "e-")
     return {
-        README: [f"this step takes {ours[0]} times as long as float16 by hand"],
+        README: [f"this step takes {ours[0]:.2f} times as long as float16 by hand"],
         DTYPES: [
             f"bfloat16 differs {as_written} as much as float16: {pair}.",
-            f"takes {min(scaled)} to {max(scaled)} times as long as a constant scale",
-            f"{', '.join(ours[:2])} and {ours[2]} times as long as float16 by hand",
+            f"takes {least} to {highest} times as long as a constant scale",
+            f"{listed(ours)} times as long as float16 by hand",
             f"Adam's step moves {min(more)} to {max(more)}% more bytes.",
             f"take up to {most} times as long as with plain Optax,",
             f"with `update` up to {stored},",
         ],
         RETRIES: [
-            f"takes {', '.join(repeated[:2])} and {repeated[2]} times as long on a GPU",
+            f"takes {listed(repeated)} times as long on a GPU",
         ],
         EXAMPLES[0]: [
             f"**bfloat16 differs {as_written} as much as float16**",
             f"**With XLA's default it is {default}.**",
         ],
     }
+
+
+def listed(ratios: list[float]) -> str:
+    """Writes ratios as a sentence lists them."""
+    *others, last = (f"{x:.2f}" for x in ratios)
+    return f"{', '.join(others)} and {last}"
 
 
 def fill(page: str, sentence: str) -> str:

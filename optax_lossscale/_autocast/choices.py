@@ -38,14 +38,7 @@ class Choice:
             return
         self._functions = set(_functions(chosen))
         if not self._functions:
-            got, fix = repr(chosen), ""
-            if inspect.isclass(chosen):
-                fix = " It inherits all of its methods: pass the class that has them."
-            elif callable(chosen):
-                got = f"an instance of {type(chosen).__name__}"
-                fix = " Pass its class, which means all instances. For this one, put "
-                fix += 'jax.named_scope("name") around its call, and pass the name.'
-            raise TypeError(f"float32 must hold {KINDS}, got {got}.{fix}")
+            raise TypeError(f"float32 must hold {KINDS}, got {_described(chosen)}")
         self.name = getattr(chosen, "__qualname__", repr(chosen))
 
     def matches(self, step: Step) -> bool:
@@ -106,6 +99,24 @@ def _places(step: Step) -> list[str]:
     source = step.source()
     pairs = source.own[:2], (source.file, source.line)
     return [f"/{file}:{line}".replace("\\", "/") for file, line in pairs]
+
+
+def _described(chosen: Any) -> str:
+    """Describes what has no functions of its own, and says what to pass instead."""
+    is_class = inspect.isclass(chosen)
+    kinds = inspect.getmro(chosen if is_class else type(chosen))
+    owner = next((x.__name__ for x in kinds if set(_functions(x))), "")
+    if is_class:
+        inherits = f" It inherits its methods from {owner}: pass that." if owner else ""
+        return f"{chosen!r}.{inherits}"
+    if not callable(chosen):
+        return f"{chosen!r}."
+    fix = 'Put jax.named_scope("name") around its call, and pass the name.'
+    called = chosen.func if isinstance(chosen, functools.partial) else chosen
+    if hasattr(called, "__name__"):
+        return f"{called.__name__}, which has no Python code. {fix}"
+    fix += f" Or pass {owner}, which means all instances." if owner else ""
+    return f"an instance of {type(chosen).__name__}. {fix}"
 
 
 def _functions(chosen: Any) -> Iterator[Function]:

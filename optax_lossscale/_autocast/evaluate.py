@@ -254,6 +254,9 @@ def _run_call(run: _Run, step: Step) -> list[Any]:
         if plan.inputs[i] == State.HALF and plan.is_read_wide(x):
             args[i] = run.held(step.equation.invars[i], State.WIDE)
     params = step.equation.params
+    if step.name == "program_order":  # It is about the equations of this body.
+        closed = jax.make_jaxpr(body)(*args)
+        return parts.bind(step.equation, args, params | {"call_jaxpr": closed})
     if "in_shardings" not in params:
         return body(*args)
     before, after = params["in_shardings"], params["out_shardings"]

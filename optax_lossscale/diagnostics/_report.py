@@ -176,9 +176,10 @@ def report(state: Any, params: optax.Params | None = None) -> Report:
       state: The state after a step; a pytree that holds one
         `LossScaleOptimizerState`. If it belongs to many members (`jax.vmap`) or
         devices (`jax.pmap`), the report says how many skipped steps, and is about the
-        worst of them: one whose parameters are not finite, the nearest to one of these
-        limits, or else the one with the most skipped steps, then with the most retries,
-        then with the lowest scale.
+        worst of them: one with a damaged scale, one that is not finite, the nearest to
+        one of these limits, or else the one with the most skipped steps, then with the
+        most retries, then with the lowest scale. An array with first axes as long as
+        theirs counts as theirs.
       params: The parameters, batch statistics or a model: any pytree. If it is given,
         the report names the leaves that are not finite, in the inner state, too, and
         counts inf and nan. Checked gradients keep these away from parameters, but
@@ -317,10 +318,11 @@ def _read_worst(state: Any, params: Any) -> tuple[dict[str, Any], str]:
     # Take the member that is nearest to a limit, or furthest beyond it.
     stuck, in_a_row = named["stuck_steps"], named["consecutive_skipped_steps"]
     measure = np.maximum(stuck / STUCK_STEPS, in_a_row / SKIPPED_STEPS)
-    is_lost = ~_is_valid(scale) | _is_broken(params, shape)
-    named["measure"] = measure = np.where(is_lost, np.inf, measure)
+    is_valid, is_broken = _is_valid(scale), _is_broken(params, state, shape)
+    named["measure"] = np.where(is_valid & ~is_broken, measure, np.inf)
     # Of several, the one that lost most.
-    worst = np.lexsort((scale, -named.get("retries", skipped), -skipped, -measure))[0]
+    retries = named.get("retries", skipped)
+    worst = np.lexsort((scale, -retries, -skipped, -named["measure"], is_valid))[0]
     read: dict[str, Any] = {name: x[worst].item() for name, x in named.items()}
     read["is_fixed"] = isinstance(state.loss_scale_state, FixedLossScaleState)
     read["is_marked"] = all(read.get(name, x) == x for name, x in MARKS.items())
@@ -333,12 +335,15 @@ def _read_worst(state: Any, params: Any) -> tuple[dict[str, Any], str]:
     return read, members if shape else ""
 
 
-def _is_broken(params: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Whether the parameters of each of several members are not finite, bool[n]."""
-    broken = np.zeros(shape, bool)
-    for x in named_leaves(params, "params").values():
-        if shape and x.shape[: len(shape)] == shape:
-            broken |= ~np.asarray(jnp.isfinite(x).all(range(len(shape), x.ndim)))
+def _is_broken(params: Any, state: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Whether numbers of each of several members make it unhealthy, bool[n]."""
+    broken, inner_state = np.zeros(shape, bool), state.inner_state
+    parts = [] if params is None else [(params, jnp.isfinite)]
+    parts += [(inner_state, lambda x: ~jnp.isnan(x))] if parts else []
+    for tree, is_sound in parts:
+        for x in named_leaves(tree, "").values():
+            if shape and x.shape[: len(shape)] == shape:
+                broken |= ~np.asarray(is_sound(x).all(range(len(shape), x.ndim)))
     return broken.ravel()
 
 

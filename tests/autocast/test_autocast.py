@@ -1,5 +1,7 @@
 """What `autocast` promises of arguments, results, modules of libraries, and steps."""
 
+from functools import partial
+
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -270,6 +272,10 @@ class Instance:
         return x
 
 
+class Inheriting(Instance):
+    pass
+
+
 @pytest.mark.parametrize(
     ("args", "options", "error", "message"),
     [
@@ -280,14 +286,52 @@ class Instance:
         ((jnp.sum,), {"float32": ["a.py:1", 3]}, TypeError, "float32 must .* got 3"),
         ((jnp.sum,), {"float32": ""}, TypeError, "float32 must .* got ''"),
         ((jnp.sum,), {"float32": W}, TypeError, r"float32 must .* got array"),
-        (
-            (jnp.sum,),
-            {"float32": Instance()},
-            TypeError,
-            "got an instance of Instance. Pass its class.*named_scope",
-        ),
     ],
 )
 def test_errors(args, options, error, message):
     with pytest.raises(error, match=message):
         autocast(*args, **options)
+
+
+ONE_CALL = r'Put jax.named_scope\("name"\) around its call, and pass the name\.'
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (Instance(), f"an instance of Instance. {ONE_CALL} Or pass Instance, which "),
+        (Inheriting(), f"an instance of Inheriting. {ONE_CALL} Or pass Instance, "),
+        (Inheriting, r"Inheriting'>. It inherits its methods from Instance: pass that"),
+        (jnp.float32, r"got <class 'jax.numpy.float32'>\.$"),
+        (jnp.add, f"got add, which has no Python code. {ONE_CALL}$"),
+        (np.add, f"got add, which has no Python code. {ONE_CALL}$"),
+        (max, f"got max, which has no Python code. {ONE_CALL}$"),
+        (partial(jnp.add, 1), f"got add, which has no Python code. {ONE_CALL}$"),
+    ],
+)
+def test_what_has_no_functions_of_its_own(chosen, message):
+    with pytest.raises(TypeError, match=message):
+        autocast(jnp.sum, float32=chosen)
+
+
+@pytest.mark.parametrize("enforce", [True, False])
+def test_an_order_that_somebody_wrote_stays(enforce):
+    overlap = pytest.importorskip("jax.experimental.overlap")
+    if not hasattr(overlap, "program_order"):
+        pytest.skip("JAX has none yet.")
+    order = partial(overlap.program_order, enforce=enforce)
+
+    def layers(x):
+        return jnp.tanh(x @ W) @ W + jnp.cos(x)
+
+    def loss_fn(layers, x):
+        return jnp.sum(jnp.square(layers(x)))
+
+    plain, ordered = (autocast(partial(loss_fn, f)) for f in (layers, order(layers)))
+    programs = [jax.jit(jax.value_and_grad(f)).lower(X) for f in (plain, ordered)]
+    barriers = [x.as_text().count("optimization_barrier") for x in programs]
+    assert (barriers[1] > barriers[0] + 4) == enforce, barriers
+    assert "xf16>" in programs[1].as_text()
+    (expected, grads), (loss, found) = (x.compile()(X) for x in programs)
+    assert np.allclose(loss, expected)
+    assert np.allclose(found, grads, rtol=1e-2, atol=1e-2)

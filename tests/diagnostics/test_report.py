@@ -327,6 +327,19 @@ class TestManyMembers:
         assert (found.healthy, found.member) == (False, (1,))
         assert report(state, params | {"w": np.ones((3, 2))}).member == (0,)
 
+    def test_one_whose_inner_state_is_nan_is_worse_than_one_that_skipped(self):
+        state = with_numbers(scale=[4] * 3, skipped_steps=[5, 0, 0])
+        # Some optimizers begin with inf.
+        inner = {"mu": np.float32([1, 1, NAN]), "best": np.float32([1, INF, 1])}
+        found = report(state._replace(inner_state=inner), np.ones(2))
+        assert (found.healthy, found.member) == (False, (2,))
+
+    def test_one_whose_scale_is_damaged_is_the_worst(self):
+        state = with_numbers(scale=[4, 4, 0], skipped_steps=[5, 0, 0])
+        found = report(state, np.float32([NAN, 1, 1]))
+        assert (found.member, found.loss_scale) == ((2,), 0)
+        assert "The loss scale is damaged" in found.diagnosis
+
     def test_its_state_is_found_by_its_index(self):
         scales = {"scale": [[4, 8], [16, 2]], "skipped_steps": [[0, 0], [5, 0]]}
         state = with_numbers(**scales, consecutive_skipped_steps=[[0, 0], [5, 0]])

@@ -12,8 +12,11 @@ from jax import lax
 from tracing import Casts, by_hand, errors, half, line_of, total
 
 from optax_lossscale import autocast
+from optax_lossscale._jaxprs import parts
+from optax_lossscale._jaxprs.parts import bind
 from optax_lossscale.diagnostics import trace_numerics
-from optax_lossscale.diagnostics._trace.twin import bind_wide
+from optax_lossscale.diagnostics._trace import twin
+from optax_lossscale.diagnostics._trace.twin import bind_wide, rounded
 
 CLOSE = 0.01
 rng = np.random.default_rng(0)
@@ -66,7 +69,7 @@ def product(x, w, kind="float16"):
     )
 
 
-def test_the_shadow_of_an_algorithm():
+def test_the_twin_of_an_algorithm():
     def loss_fn(w):
         y = product(half(X) * 300, half(w) * 300)
         return total(y.astype(jnp.float32) * 2.0**-16)
@@ -80,28 +83,45 @@ def test_the_shadow_of_an_algorithm():
 
 @pytest.mark.parametrize("kind", ["float16", "float32"])
 def test_an_algorithm_in_float32(kind):
-    """Not all devices have both; the shadow needs neither."""
+    """Not all devices have both; the twin needs neither."""
     (equation,) = jax.make_jaxpr(partial(product, kind=kind))(half(X), half(W)).eqns
     (found,) = bind_wide(equation, [X, W])
     assert found.dtype == jnp.float32
     assert np.allclose(found, X @ W, rtol=1e-5)
 
 
-def multiplied(x, w):
-    return x @ w
+def on_a_tpu(monkeypatch):
+    """Rounds the operands of products in float32 to bfloat16, as a TPU does."""
+
+    def rounding(equation, args, params=None):
+        params = equation.params if params is None else params
+        highest = (lax.Precision.HIGHEST,) * 2
+        if equation.primitive.name == "dot_general" and params["precision"] != highest:
+            args = [rounded(x, "bfloat16") for x in args]
+        return bind(equation, args, params)
+
+    monkeypatch.setattr(parts, "bind", rounding)
+    monkeypatch.setattr(twin, "bind", rounding)
 
 
-def convolved(x, w):
-    return lax.conv(x[None, None], w[None, None], (1, 1), "SAME")
+def after_a_product_in_half(w):
+    return jnp.mean(jnp.tanh((half(X) @ half(w)).astype(jnp.float32)))
 
 
-@pytest.mark.parametrize("function", [multiplied, convolved])
-def test_the_shadow_has_no_tf32(function):
-    """In which a GPU computes by default, and a TPU in bfloat16."""
-    *_, equation = jax.make_jaxpr(function)(half(X), half(W)).eqns
-    shapes = [jax.ShapeDtypeStruct(x.aval.shape, jnp.float32) for x in equation.invars]
-    program = jax.make_jaxpr(lambda *args: bind_wide(equation, args))(*shapes)
-    assert program.eqns[0].params["precision"] == (lax.Precision.HIGHEST,) * 2
+def after_a_product_in_float32(w):
+    y = half(X).astype(jnp.float32) @ w
+    return jnp.mean(jnp.tanh(half(y)).astype(jnp.float32))
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [after_a_product_in_half, after_a_product_in_float32]
+)
+def test_the_twin_has_the_products_of_the_device_but_those_in_half(
+    loss_fn, monkeypatch
+):
+    on_a_tpu(monkeypatch)
+    (finding,) = trace_numerics(loss_fn, W, scale=2.0**8).findings
+    assert finding.kind == "fine", finding
 
 
 # What `autocast` makes is compared with the function itself.
@@ -160,7 +180,7 @@ AUTOCAST = [moving_average, products, thresholds, iterations]
 
 
 @pytest.mark.parametrize("loss_fn", exhaustive_but(AUTOCAST, [iterations]))
-def test_the_shadow_of_autocast_is_the_function(loss_fn):
+def test_the_twin_of_autocast_is_the_function(loss_fn):
     trace = trace_numerics(lambda *args: autocast(loss_fn)(*args), W, X)
     truth = by_hand(loss_fn, W, X)(1.0)
     assert np.isclose(trace.float32_loss, truth[0], rtol=1e-5)

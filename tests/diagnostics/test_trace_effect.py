@@ -265,7 +265,7 @@ def test_faulty(loss_fn):
         assert (np.max(errors(run(2.0**4), truth)) < CLOSE) == bool(repaired)
 
 
-# The shadow is nan, too, so float32 is no help.
+# The twin is nan, too, so float32 is no help.
 
 
 def log_in_where(x):
@@ -304,6 +304,17 @@ def test_advice_where_float32_is_no_help(function):
 
 
 @needs_devices
+def test_an_error_of_what_is_zero_in_float32():
+    def loss_fn(w, x):
+        rounded = x.astype(jnp.float16).astype(jnp.float32)  # begins
+        error = 1e4 * (rounded @ w - x @ w)  # In float32 it is zero, and its gradient.
+        harmless = jnp.sum(w.astype(jnp.float16).astype(jnp.float32))
+        return jnp.mean(jnp.tanh(x @ w)) + jnp.mean(error**2) + harmless * 1e-3
+
+    (finding,) = trace_numerics(loss_fn, W, X).findings
+    assert finding.operation.line == line_of("begins", __file__)
+
+
 def test_gradients_that_are_flushed_on_devices():
     def local(w, x):
         x = jnp.sin(half(x) @ half(w)).astype(jnp.float32)  # flushed

@@ -111,7 +111,8 @@ class Evaluator:
         number = self._numbers.setdefault((*place.path, name), len(self._numbers))
         # What depends on the scale is known to be backward later.
         phase = "forward" if place.phase == "backward" else place.phase
-        if phase == "scale" and in_half(x.real):  # The gradient of a loss in half.
+        if phase == "scale" and in_half(x.real):
+            # The gradient of a loss in half. As the scale, inf could not begin in it.
             phase = "backward"
         site = self.sites[number] = Site(
             dtype=x.real.dtype.name,

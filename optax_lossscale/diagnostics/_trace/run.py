@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import os
 import re
 import sys
@@ -61,6 +62,13 @@ class Site:
     opaque: bool = False
 
 
+def ratio(part: float, whole: float) -> float:
+    """Returns a part of a whole; inf if that is no number, and 0 of nothing."""
+    if not math.isfinite(part) or not math.isfinite(whole):
+        return math.inf
+    return float(part / whole) if whole else math.inf if part else 0.0
+
+
 class NumericRange(NamedTuple):
     """The range of an array's numbers; for an array in a loop, of all iterations.
 
@@ -77,7 +85,8 @@ class NumericRange(NamedTuple):
       flushed: The share that is zero, or too small for the dtype, but not zero in
         float32.
       float32_nonfinite: The share that is inf or nan in float32, too.
-      error: The largest difference from float32, relative to `float32_largest`.
+      error: The largest difference from float32, relative to `float32_largest`; inf if
+        all is zero in float32 alone.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -284,7 +293,7 @@ class Run:
         found = dict(self._numbers[site.row])
         del found["seen"], found["begins"]
         largest = found["float32_largest"]
-        found["error"] = found["error"] / largest if largest else 0.0
+        found["error"] = ratio(found["error"], largest)
         return NumericRange(dtype=site.dtype, shape=site.shape, **found)
 
     def operation(self, key: int) -> NumericOperation:

@@ -84,7 +84,8 @@ def bind_wide(equation: Any, args: Sequence[Any]) -> list[Any] | None:
         return [widen(args[0])]  # `jax.checkpoint` rounds so what it saves.
     try:
         params = {name: _widen_parameter(x) for name, x in equation.params.items()}
-        if "precision" in params:  # By default a GPU takes TF32, a TPU bfloat16.
+        if "precision" in params and any(in_half(x.aval) for x in equation.invars):
+            # By default a GPU rounds float32 to TF32, and a TPU to bfloat16.
             params["precision"] = (jax.lax.Precision.HIGHEST,) * 2
         found = bind(equation, list(map(widen, args)), params)
     except Exception:  # Whatever a primitive does not support.

@@ -16,7 +16,7 @@ import numpy as np
 
 from optax_lossscale.diagnostics._trace import causes, words
 from optax_lossscale.diagnostics._trace.causes import LOST, beginning, gain
-from optax_lossscale.diagnostics._trace.run import INHERITED, Run
+from optax_lossscale.diagnostics._trace.run import INHERITED, Run, ratio
 from optax_lossscale.diagnostics._trace.summary import moved
 from optax_lossscale.diagnostics._trace.words import NumericFinding
 
@@ -117,7 +117,7 @@ class Search:
         """How far all gradients move if float32 gets rounded parameters and data."""
         before = self.run.norms
         change = moved(before, self.at(self.run.scale, False, True).norms)
-        return _ratio(math.hypot(*change), math.hypot(*before[:, 0]))
+        return ratio(math.hypot(*change), math.hypot(*before[:, 0]))
 
     def _effect(self, run):
         effect = self.judge(run.norms, run.losses)
@@ -133,25 +133,18 @@ class Search:
         """Compares the norms of gradients, and losses, with float32."""
         sizes, differences, lost = norms.T[:3]
         total, difference = math.hypot(*sizes), math.hypot(*differences)
-        gradients = _ratio(difference, total)
+        gradients = ratio(difference, total)
         allowed = self.close * np.maximum(LEAF * sizes, PART * total)
         is_wrong = ~np.isfinite(differences) | (differences > allowed)
         is_wrong |= lost > LOST * sizes
         parts = np.flatnonzero(is_wrong & ~self._noise).tolist()
-        wrong = sorted(parts, key=lambda i: -_ratio(differences[i], 1))
+        wrong = sorted(parts, key=lambda i: -ratio(differences[i], 1))
         if gradients > self.close and not wrong:
             wrong = [int(np.argmax(differences))]
-        loss = _ratio(abs(losses[0] - losses[1]), abs(losses[1]))
-        parameters = list(map(_ratio, differences, sizes))
+        loss = ratio(abs(losses[0] - losses[1]), abs(losses[1]))
+        parameters = list(map(ratio, differences, sizes))
         is_fine = not wrong and math.isfinite(losses[0])
         return Effect(loss, gradients, parameters, wrong, parts, is_fine)
-
-
-def _ratio(part: float, whole: float) -> float:
-    """Returns a part of a whole; inf if that is no number, and 0 of nothing."""
-    if not math.isfinite(part) or not math.isfinite(whole):
-        return math.inf
-    return float(part / whole) if whole else math.inf if part else 0.0
 
 
 def closeness(dtype: str) -> float:
@@ -209,12 +202,10 @@ def _wrong(search, effect):
         return _nonfinite(search, causes)
     if best is None or not effect.wrong:
         return [_explain(search, run, _beginning_of(search, run, effect.wrong))]
-    found, at_best = [], search.effect(best)
-    if run.scale > best.scale:
-        begin = late or run.origins("backward")
-        key = begin[0] if begin else _beginning_of(search, run, effect.wrong)
-        scales = run.scale, best.scale
-        found.append(words.too_high(run.operation(key), *scales, at_best.is_fine))
+    at_best, begin = search.effect(best), late or run.origins("backward")
+    if begin and run.scale > best.scale:
+        first, scales = run.operation(begin[0]), (run.scale, best.scale)
+        found = [words.too_high(first, *scales, at_best.is_fine)]
     else:
         found = _underflow(search, best, effect)
     return found + (
