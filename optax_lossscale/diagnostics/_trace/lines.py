@@ -115,8 +115,9 @@ def float32_lines(
     lines until none can be dropped.
 
     It runs `autocast(f, float32=lines)` and `f`, so it compiles the gradient once for
-    each set of lines that it tries. The set belongs to these parameters and this batch:
-    ask again later.
+    each set of lines that it tries. Float32 is what `f` computes on your device: on a
+    GPU products are TF32, unless you ask for more. The set belongs to these parameters
+    and this batch: ask again later.
 
     It is for `autocast` alone. Of a function with casts written by hand nobody knows
     which float32 program was meant: remove the casts, and wrap it in `autocast`.
@@ -233,10 +234,7 @@ def _compared(run: Run, function: Any, call: Callable[..., Any]) -> Callable[...
         compiled = compile_function(gradients_of(taken), arguments)
         return compiled(*arguments)
 
-    @functools.cache
-    def truth():
-        with jax.default_matmul_precision("highest"):
-            return gradients(function)
+    truth = functools.cache(lambda: gradients(function))
 
     def compare(lines):
         names = [f"{file}:{number}" for file, number in lines if number]
