@@ -59,7 +59,7 @@ def sentences() -> dict[Path, list[str]]:
     on_gpu = report.load(gpu.RESULTS)
     ours, scaled = (gpu.ratios(on_gpu, way) for way in (gpu.OURS, gpu.SCALED))
     repeated = gpu.ratios(on_gpu, gpu.RETRIES, gpu.SCALED)
-    least, highest = (f"{x(scaled):.2f}" for x in (min, max))
+    least, highest = min(scaled), max(scaled)
     trainings = [
         systems
         for systems in report.by_workload(report.load(CPU)).values()
@@ -81,7 +81,7 @@ def sentences() -> dict[Path, list[str]]:
         README: [f"this step takes {ours[0]:.2f} times as long as float16 by hand"],
         DTYPES: [
             f"bfloat16 differs {as_written} as much as float16: {pair}.",
-            f"takes {least} to {highest} times as long as a constant scale",
+            f"takes {least:.2f} to {highest:.2f} times as long as a constant scale",
             f"{listed(ours)} times as long as float16 by hand",
             f"Adam's step moves {min(more)} to {max(more)}% more bytes.",
             f"take up to {most} times as long as with plain Optax,",

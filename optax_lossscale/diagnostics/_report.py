@@ -337,9 +337,11 @@ def _read_worst(state: Any, params: Any) -> tuple[dict[str, Any], str]:
 
 def _is_broken(params: Any, state: Any, shape: tuple[int, ...]) -> np.ndarray:
     """Whether numbers of each of several members make it unhealthy, bool[n]."""
-    broken, inner_state = np.zeros(shape, bool), state.inner_state
-    parts = [] if params is None else [(params, jnp.isfinite)]
-    parts += [(inner_state, lambda x: ~jnp.isnan(x))] if parts else []
+    broken = np.zeros(shape, bool)
+    if params is None:
+        return broken.ravel()
+    # Some optimizers begin with inf; none begins with nan.
+    parts = (params, jnp.isfinite), (state.inner_state, lambda x: ~jnp.isnan(x))
     for tree, is_sound in parts:
         for x in named_leaves(tree, "").values():
             if shape and x.shape[: len(shape)] == shape:

@@ -90,6 +90,23 @@ def test_an_algorithm_in_float32(kind):
     assert np.allclose(found, X @ W, rtol=1e-5)
 
 
+def multiplied(x, w):
+    return x @ w
+
+
+def convolved(x, w):
+    return lax.conv(x[None, None], w[None, None], (1, 1), "SAME")
+
+
+@pytest.mark.parametrize("function", [multiplied, convolved])
+def test_the_twin_of_a_product_in_half_has_no_tf32(function):
+    """A GPU takes TF32 by default, a TPU bfloat16."""
+    *_, equation = jax.make_jaxpr(function)(half(X), half(W)).eqns
+    shapes = [jax.ShapeDtypeStruct(x.aval.shape, jnp.float32) for x in equation.invars]
+    program = jax.make_jaxpr(lambda *args: bind_wide(equation, args))(*shapes)
+    assert program.eqns[0].params["precision"] == (lax.Precision.HIGHEST,) * 2
+
+
 def on_a_tpu(monkeypatch):
     """Rounds the operands of products in float32 to bfloat16, as a TPU does."""
 

@@ -303,7 +303,6 @@ def test_advice_where_float32_is_no_help(function):
 # What the loss scale does.
 
 
-@needs_devices
 def test_an_error_of_what_is_zero_in_float32():
     def loss_fn(w, x):
         rounded = x.astype(jnp.float16).astype(jnp.float32)  # begins
@@ -315,6 +314,7 @@ def test_an_error_of_what_is_zero_in_float32():
     assert finding.operation.line == line_of("begins", __file__)
 
 
+@needs_devices
 def test_gradients_that_are_flushed_on_devices():
     def local(w, x):
         x = jnp.sin(half(x) @ half(w)).astype(jnp.float32)  # flushed

@@ -202,8 +202,8 @@ def _wrong(search, effect):
         return _nonfinite(search, causes)
     if best is None or not effect.wrong:
         return [_explain(search, run, _beginning_of(search, run, effect.wrong))]
-    at_best, begin = search.effect(best), late or run.origins("backward")
-    if begin and run.scale > best.scale:
+    at_best = search.effect(best)
+    if run.scale > best.scale and (begin := late or run.origins("backward")):
         first, scales = run.operation(begin[0]), (run.scale, best.scale)
         found = [words.too_high(first, *scales, at_best.is_fine)]
     else:
