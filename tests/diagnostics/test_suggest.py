@@ -27,7 +27,7 @@ class TestSuggestLossScale:
     @given(
         bits=st.integers(1, 0x7F7FFFFF),
         dtype=st.sampled_from(DTYPES),
-        margin=st.sampled_from([0, 1.0, 2, 0.3]),
+        margin=st.sampled_from([0, 0.3, 2.0]),
     )
     def test_any_float32(self, bits, dtype, margin):
         x = np.array([0, bits], np.int32).view(np.float32)

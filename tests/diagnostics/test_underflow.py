@@ -341,7 +341,7 @@ class TestManyLeaves:
         return [*leaves, np.float32([1, INF, NAN])]
 
     def test_together_they_are_as_one(self):
-        tree = self.tree(20)
+        tree = self.tree(8)
         numbers = [np.ravel(x) for x in tree]
         parts = [x.view(np.float32) for x in numbers]
         together = np.concatenate(parts)

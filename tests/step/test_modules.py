@@ -108,9 +108,13 @@ def test_in_a_tree_beside_arrays_and_with_auxiliary_data():
         {"model": nnx.state(model, nnx.Param), "bias": jnp.zeros(())}
     )
     before = values(model)
-    new, state, (_, mean) = optimizer.minimize(
-        loss_with_bias, params, state, X, has_aux=True, transform=nnx.value_and_grad
-    )
+
+    @nnx.jit
+    def step(params, state):
+        options = {"has_aux": True, "transform": nnx.value_and_grad}
+        return optimizer.minimize(loss_with_bias, params, state, X, **options)
+
+    new, state, (_, mean) = step(params, state)
     assert new["model"] is model
     assert new["bias"] != 0
     np.testing.assert_array_equal(mean, model.norm.mean[...])
@@ -305,9 +309,14 @@ class TestASkippedStepChangesNothing:
         model, frozen = Statistics(), Statistics()
         state = self.optimizer.init(nnx.state(model.norm, nnx.Param))
         before = statistics(model), statistics(frozen)
-        self.optimizer.minimize(
-            loss_fn, model.norm, state, frozen, BAD, transform=nnx.value_and_grad
-        )
+
+        @nnx.jit
+        def step(norm, frozen, state):
+            self.optimizer.minimize(
+                loss_fn, norm, state, frozen, BAD, transform=nnx.value_and_grad
+            )
+
+        step(model.norm, frozen, state)
         assert_same_bits((statistics(model), statistics(frozen)), before)
 
     def test_because_of_the_loss_or_a_veto(self):
@@ -316,7 +325,8 @@ class TestASkippedStepChangesNothing:
             model, state = self.start(optimizer)
             before = statistics(model)
             x = GOOD if more else BAD
-            model, state, _ = in_one_call(optimizer, **more)(model, state, x)
+            step = nnx.jit(in_one_call(optimizer, **more))
+            model, state, _ = step(model, state, x)
             assert state.skipped_steps == 1
             assert_same_bits(statistics(model), before)
 
@@ -324,5 +334,5 @@ class TestASkippedStepChangesNothing:
         optimizer = LossScaleOptimizer(optax.sgd(0.1), 8.0)
         for make in (in_one_call, in_two_calls):
             model, state = self.start(optimizer)
-            model, *_ = make(optimizer)(model, state, BAD)
+            model, *_ = nnx.jit(make(optimizer))(model, state, BAD)
             assert not np.isfinite(model.norm.mean[...]).any()

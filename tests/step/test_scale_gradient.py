@@ -100,11 +100,16 @@ def test_acts_on_the_first_derivative_alone(transform):
     inside = transform(lambda x: scale_gradient(x, 4.0) ** 3)
     outside = transform(lambda x: scale_gradient(x**3, 4.0))
     for f in (inside, outside):
-        assert jax.jvp(f, (TWO,), (FOUR,)) == (8, 4 * 12 * 4)
-        assert jax.linearize(f, TWO)[1](FOUR) == 4 * 12 * 4
-        assert jax.value_and_grad(f)(TWO) == (8, 4 * 12)
-        for outer, inner in itertools.product((jax.grad, jax.jacfwd), repeat=2):
-            assert outer(inner(f))(TWO) == 4 * 12
+
+        @jax.jit
+        def derivatives(x, tangent, f=f):
+            pairs = itertools.product((jax.grad, jax.jacfwd), repeat=2)
+            first = jax.linearize(f, x)[1](tangent), jax.value_and_grad(f)(x)
+            second = [outer(inner(f))(x) for outer, inner in pairs]
+            return jax.jvp(f, (x,), (tangent,)), first, second
+
+        expected = (8, 4 * 12 * 4), (4 * 12 * 4, (8, 4 * 12)), [4 * 12] * 4
+        assert derivatives(TWO, FOUR) == expected
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

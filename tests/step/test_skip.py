@@ -15,7 +15,6 @@ from helpers import (
     assert_close,
     assert_same_bits,
     count_branches,
-    exhaustive_but,
     relaxed,
 )
 
@@ -49,9 +48,8 @@ class TestSkip:
         assert optimizer.current_loss_scale(after) == 2**14
         assert after[2:7] == (False, 1, 1, 0, None)
 
-    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-    @pytest.mark.parametrize("bad", exhaustive_but([INF, NAN], [INF]))
-    def test_is_differentiated_as_a_step_that_changes_nothing(self, bad, wrap):
+    @pytest.mark.parametrize("bad", [INF, NAN])
+    def test_is_differentiated_as_a_step_that_changes_nothing(self, bad):
         optimizer = LossScaleOptimizer(
             self.inner, DynamicLossScale(growth_interval=1), check_loss=True
         )
@@ -73,10 +71,10 @@ class TestSkip:
             return sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
 
         grads = self.good | {"b": jnp.float32(bad)}
-        by_params, by_grads = wrap(jax.grad(train, argnums=(0, 1)))(
+        by_params, by_grads = jax.jit(jax.grad(train, argnums=(0, 1)))(
             self.params, grads, jnp.float32(bad)
         )
-        assert_close(by_params, jax.grad(without)(self.params))
+        assert_close(by_params, jax.jit(jax.grad(without))(self.params))
         assert not any(np.any(x) for x in jax.tree.leaves(by_grads))
 
     def test_vmap_alone_compiles_nothing_again(self):

@@ -134,7 +134,8 @@ def test_one_device_of_eight():
 def test_each_member_has_a_veto_of_its_own():
     optimizer = LossScaleOptimizer(optax.sgd(0.5), DynamicLossScale(8.0))
     flags = jnp.array([True, False])
-    step = jax.vmap(functools.partial(by_minimize, optimizer), (None, None, 0, 0))
+    step = functools.partial(by_minimize, optimizer)
+    step = jax.jit(jax.vmap(step, (None, None, 0, 0)))
     params, state = step(PARAMS, optimizer.init(PARAMS), jnp.ones(2), flags)
     assert params["b"].tolist() == [-3, -3.5]
     assert state.skipped_steps.tolist() == [1, 0]
