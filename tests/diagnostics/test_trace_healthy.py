@@ -51,10 +51,9 @@ class Transformer(linen.Module):
         x = linen.Embed(32, 16)(tokens[:, :-1])
         x += self.param("positions", linen.initializers.normal(0.1), x.shape[1:])
         mask = linen.make_causal_mask(tokens[:, :-1])
-        for _ in range(2):
-            y = linen.LayerNorm()(x)
-            x += linen.MultiHeadDotProductAttention(2)(y, mask=mask)
-            x += linen.Dense(16)(linen.gelu(linen.Dense(32)(linen.LayerNorm()(x))))
+        y = linen.LayerNorm()(x)
+        x += linen.MultiHeadDotProductAttention(2)(y, mask=mask)
+        x += linen.Dense(16)(linen.gelu(linen.Dense(32)(linen.LayerNorm()(x))))
         return linen.Dense(32)(linen.LayerNorm()(x))
 
 

@@ -35,9 +35,10 @@ def last_state(out):
 
 def environment(devices):
     """Returns the variables of a process with so many devices."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
     found = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",
+        "XLA_FLAGS": " ".join(x for x in flags if "device_count" not in x),
         "JAX_NUM_CPU_DEVICES": str(devices),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiling takes most of the time
