@@ -70,7 +70,7 @@ def assert_equal(got, wanted):
     jax.tree.map(np.testing.assert_array_equal, *jax.device_get((got, wanted)))
 
 
-@pytest.mark.parametrize("spec", exhaustive_but(SPECS, SPECS[:2]), ids=str)
+@pytest.mark.parametrize("spec", exhaustive_but(SPECS, SPECS[:1]), ids=str)
 @pytest.mark.parametrize(
     "kind", exhaustive_but(KINDS, [AxisType.Explicit]), ids=["auto", "explicit"]
 )
@@ -95,7 +95,9 @@ class TestSharded:
         self.check(jax.jit(ANYWHERE[name]), kind, spec)
 
 
-@pytest.mark.parametrize("spec", [P(None, "a"), P(reduced={"a"})], ids=str)
+@pytest.mark.parametrize(
+    "spec", exhaustive_but([P(None, "a"), P(reduced={"a"})], [P(None, "a")]), ids=str
+)
 def test_an_eager_call_and_a_failing_report(spec):
     mesh = jax.make_mesh((8,), "a", axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):

@@ -12,6 +12,8 @@ from tracing import TWO, assert_found, half, line_of, total
 from optax_lossscale.diagnostics import trace_numerics
 
 CASES = []
+# The others are exhaustive.
+DEFAULT = ("custom_vjp", "backward_of_scan", "while_loop", "callback", "float8")
 
 
 def case(*args, options=None, largest=None, marks=(), **expected):
@@ -26,8 +28,12 @@ def case(*args, options=None, largest=None, marks=(), **expected):
     """
 
     def register(loss_fn):
-        values = loss_fn, args, options or {}, largest, expected
-        CASES.append(pytest.param(*values, id=loss_fn.__name__, marks=marks))
+        name, values = (
+            loss_fn.__name__,
+            (loss_fn, args, options or {}, largest, expected),
+        )
+        rare = [pytest.mark.exhaustive] * (name not in DEFAULT)
+        CASES.append(pytest.param(*values, id=name, marks=[*marks, *rare]))
         return loss_fn
 
     return register
@@ -165,7 +171,7 @@ def float8(w):
     return total(x * x)  # float8
 
 
-needs_float64 = pytest.mark.skipif(not jax.config.jax_enable_x64, reason="no float64")
+needs_float64 = [pytest.mark.skipif(not jax.config.jax_enable_x64, reason="no float64")]
 
 
 @case(TWO, marks=needs_float64, primitive="exp", dtype="float64")
@@ -225,6 +231,7 @@ def test_switch(chosen):
     assert (trace.first_nonfinite is not None) == (chosen == 1)
 
 
+@pytest.mark.exhaustive
 def test_leaks_nothing():
     def loss_fn(w):
         def body(x, i):

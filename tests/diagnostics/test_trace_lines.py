@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import linen, nnx
+from helpers import exhaustive_but
 from jax import lax
 from tracing import TWO, half, line_of, total
 
@@ -211,7 +212,7 @@ def block_of_haiku():
 SCOPES = {Block: {"Block/a", "Block/b"}, block_of_haiku: {"Block/a"}}
 
 
-@pytest.mark.parametrize("make", SCOPES)
+@pytest.mark.parametrize("make", exhaustive_but(SCOPES, [Block]))
 def test_scopes_of_what_is_computed_again(make):
     model, x = make(), jnp.ones((2, 2), jnp.float16)
     params = model.init(jax.random.key(0), x)

@@ -120,7 +120,7 @@ NAMED = ("logits", "residual", "sum", "data")
 KINDS = {"sum": "scale_too_high", "data": "nonfinite_argument"}
 
 
-@pytest.mark.parametrize("case", exhaustive_but(CASES, CASES[:4]), ids=str)
+@pytest.mark.parametrize("case", exhaustive_but(CASES, CASES[:1]), ids=str)
 def test_models_of_each_framework(case):
     name, kind = case
     run, *scopes = MODELS[name]
