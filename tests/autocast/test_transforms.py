@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from casting import check, error, errors, normal, products, value_and_grad
+from helpers import exhaustive_but
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
@@ -150,6 +151,15 @@ def test_a_checkpoint_saves_what_its_policy_says():
 
 @pytest.mark.parametrize("f", PROGRAMS.values(), ids=PROGRAMS)
 def test_both_passes_compute_in_float16(f):
+    assert all(x == {"float16"} for x in products(autocast(f), P, X))
+
+
+DEFAULT = [branched, scanned, with_rules, convolved, on_devices]
+IN_VALUE = exhaustive_but(PROGRAMS.values(), DEFAULT)
+
+
+@pytest.mark.parametrize("f", IN_VALUE, ids=PROGRAMS)
+def test_agrees_with_float32(f):
     check(f, P, X)
 
 
@@ -252,6 +262,7 @@ def test_writing_a_text_until_it_ends():
     assert dtypes == [jnp.float16]
 
 
+@pytest.mark.exhaustive
 def test_the_adjoint_of_an_ode():
     from jax.experimental.ode import odeint
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ROOT, assert_same_bits, scan_updates, signature
+from helpers import ROOT, assert_same_bits, exhaustive_but, scan_updates, signature
 from jax.sharding import AxisType, PartitionSpec as P
 from peers import LogMax
 from rules import RULES
@@ -242,7 +242,11 @@ def tampered_states(rule, *, combinations=300):
     return jax.tree.map(lambda *x: jnp.stack(x), *states)
 
 
-@pytest.mark.parametrize("rule", QUICK_RULES.values(), ids=QUICK_RULES)
+BY_DEFAULT = [QUICK_RULES[name] for name in (*RULES, "patient")]
+MOST = exhaustive_but(QUICK_RULES.values(), BY_DEFAULT)
+
+
+@pytest.mark.parametrize("rule", MOST, ids=QUICK_RULES)
 def test_a_state_of_whatever_numbers_heals(rule):
     states = tampered_states(rule)
     low = getattr(rule, "min_scale", 2.0**9)
