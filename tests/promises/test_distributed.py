@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from distributed import mean_over_devices
 from helpers import (
     exhaustive_but,
     plain_step,
@@ -23,35 +25,17 @@ from runs import finish_all, free_port, start
 from optax_lossscale import DynamicLossScale, LossScaleOptimizer, all_finite
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
-# With a scale among the parameters, the gradients are computed as by a trainer.
-every_leaf = pytest.mark.parametrize("leaf", [None, "loss_scale"])
+WHOLE, PARTS = P(), P("batch")
+# Of the ways to train, with and without a scale among the parameters.
+CASES = list(itertools.product(distributed.WAYS, [None, "loss_scale"]))
+BY_DEFAULT = [("pmap", None), ("shard_map", None), ("sharded jit", None)]
+BY_DEFAULT += [("shard_map", "loss_scale")]
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
 
-@functools.cache
-def expected():
-    return distributed.one_device()
-
-
-def check_rows(rows):
-    """Checks the scale, the skip and the counter of every step, on every device."""
-    for row, wanted in zip(rows, expected()[2], strict=True):
-        for value, one in zip(row, wanted, strict=True):
-            np.testing.assert_array_equal(value, np.broadcast_to(one, value.shape))
-
-
-def check_params(params, **options):
-    for name, wanted in expected()[0].items():
-        np.testing.assert_allclose(params[name], wanted, **options)
-    if "loss_scale" in params:
-        assert params["loss_scale"] == expected()[2][-1][0]
-
-
-def check_devices_agree(tree):
-    for leaf in jax.tree.leaves(tree):
-        for device in leaf[1:]:
-            np.testing.assert_array_equal(device, leaf[0])
+def make_mesh(name="batch"):
+    return jax.make_mesh((8,), (name,), axis_types=(AxisType.Auto,))
 
 
 def averaging(average):
@@ -70,75 +54,93 @@ def averaging(average):
 class TestEquivalence:
     """Fifty steps, six of which overflow, against the same on one device."""
 
+    expected = staticmethod(functools.cache(distributed.one_device))
+
     def test_the_run_overflows_and_grows_as_it_should(self):
-        params, state, rows = expected()
-        assert [not applied for _, applied, _ in rows] == [
-            step in distributed.OVERFLOWS for step in range(distributed.STEPS)
-        ]
-        assert state.skipped_steps == len(distributed.OVERFLOWS)
-        scales = [float(scale) for scale, _, _ in rows]
+        params, _, (scales, applied, skipped) = self.expected()
+        assert np.flatnonzero(~applied).tolist() == list(distributed.OVERFLOWS)
+        assert skipped[-1] == len(distributed.OVERFLOWS)
         assert max(scales) > scales[0] > min(scales)
         assert all(np.isfinite(x).all() for x in params.values())
 
-    @every_leaf
-    def test_pmap(self, leaf):
-        params, state, rows = distributed.pmap(leaf)
-        check_devices_agree((params, state))
-        check_rows(rows)
-        check_params({k: v[0] for k, v in params.items()}, atol=1e-6)
-
-    @every_leaf
-    @pytest.mark.parametrize("check_vma", exhaustive_but([True, False], [True]))
-    def test_shard_map(self, check_vma, leaf):
-        params, _, rows = distributed.shard_map(check_vma, leaf)
-        check_rows(rows)
-        check_params(params, atol=1e-6)
-
-    @pytest.mark.parametrize("kind", exhaustive_but(KINDS, KINDS[:1]), ids=str)
-    @every_leaf
-    def test_sharded_jit(self, kind, leaf):
-        params, _, rows = distributed.sharded_jit(kind, leaf)
-        check_rows(rows)
-        check_params(params, atol=1e-6)
+    # With a scale among the parameters, the gradients are computed as by a trainer.
+    @pytest.mark.parametrize("case", exhaustive_but(CASES, BY_DEFAULT), ids=str)
+    def test_every_way_trains_as_one_device(self, case):
+        way, leaf = case
+        params, _, rows = distributed.WAYS[way](leaf)
+        expected, _, expected_rows = self.expected()
+        # The scale, the skip and the counter of every step.
+        for row, wanted in zip(rows, expected_rows, strict=True):
+            np.testing.assert_array_equal(row, wanted)
+        for name, wanted in expected.items():
+            np.testing.assert_allclose(params[name], wanted, atol=1e-6)
+        assert leaf is None or params[leaf] == expected_rows[0][-1]
 
 
 class TestRetries:
     """The gradients of one device overflow: all repeat the backward pass."""
 
+    RULE = DynamicLossScale(2.0**20)
+
+    def make_step(self, way, axis_name=None):
+        """Makes a step of eight examples, one on each device."""
+        optimizer = LossScaleOptimizer(
+            optax.sgd(0.5, momentum=0.9), self.RULE, axis_name=axis_name, retries=24
+        )
+        mesh = make_mesh("i")
+
+        def loss_fn(param, x):
+            products = param.astype(jnp.float16) * x.astype(jnp.float16)
+            loss = jnp.mean(products.astype(jnp.float32))
+            return loss if way == "sharded jit" else jax.lax.pmean(loss, "i")
+
+        def minimize(param, state, x):
+            return optimizer.minimize(loss_fn, param, state, x)
+
+        if way == "shard_map":
+            specs = {"in_specs": (P(), P(), P("i")), "out_specs": P()}
+            minimize = jax.shard_map(minimize, mesh=mesh, **specs)
+        minimize = jax.jit(minimize, donate_argnums=(0, 1))
+
+        def step(bad):
+            start = np.float32(1), optimizer.init(np.float32(1))
+            x = np.full(8, 0.125, np.float32)
+            x[3] = bad
+            whole, parts = (NamedSharding(mesh, spec) for spec in (P(), P("i")))
+            args = *jax.device_put(start, whole), jax.device_put(x, parts)
+            return jax.device_get(minimize(*args))
+
+        return step
+
     @pytest.mark.parametrize("way", [("sharded jit",), ("shard_map", "i")])
     def test_all_take_the_step(self, way):
-        param, state, loss = distributed.one_overflow(*way)
+        step = self.make_step(*way)
+        param, state, loss = step(bad=64.0)
         mean = 64.875 / 8
         assert (param, loss) == (1 - 0.5 * mean, mean)
         assert state.inner_state[0].trace == mean
         assert state.loss_scale_state[:2] == (2**12, 1)
         assert (state.skipped_steps, state.retries) == (0, 8)
         # No scale helps if the loss of one device is not finite.
-        param, state, _ = distributed.one_overflow(*way, bad=np.nan)
+        param, state, _ = step(bad=np.nan)
         assert (param, state.skipped_steps, state.retries) == (1, 1, 0)
 
     def test_gradients_that_vary_over_one_of_two_axes(self):
         optimizer = LossScaleOptimizer(
-            optax.sgd(0.5), DynamicLossScale(2.0**20), axis_name="p", retries=24
+            optax.sgd(0.5), self.RULE, axis_name="p", retries=24
         )
         mesh = jax.make_mesh((4, 2), ("p", "d"), axis_types=(AxisType.Auto,) * 2)
-        params = jnp.arange(8, dtype=jnp.float32).reshape(4, 2)
+        params = np.arange(8, dtype=np.float32).reshape(4, 2)
 
         def loss_fn(params):
             half = params.astype(jnp.float16).astype(jnp.float32)
             return jnp.sum(half**2)
 
         def step(params, state):
-            params, state, _ = optimizer.minimize(loss_fn, params, state)
-            return params, state
+            return optimizer.minimize(loss_fn, params, state)[:2]
 
-        step = jax.shard_map(
-            step,
-            mesh=mesh,
-            in_specs=(P("p"), P()),
-            out_specs=(P("p"), P()),
-            axis_names={"p"},
-        )
+        specs = {"in_specs": (P("p"), P()), "out_specs": (P("p"), P())}
+        step = jax.shard_map(step, mesh=mesh, axis_names={"p"}, **specs)
         params, state = jax.jit(step)(params, optimizer.init(params))
         # The largest gradient is 14.
         assert (state.retries, state.skipped_steps) == (8, 0)
@@ -147,14 +149,16 @@ class TestRetries:
     def test_devices_that_would_repeat_apart_are_refused(self):
         message = r"retries=24, axis_name must contain 'i', got None"
         with pytest.raises(ValueError, match=message):
-            distributed.one_overflow("shard_map")
+            self.make_step("shard_map")(bad=64.0)
 
+        x = np.ones(8, np.float32)
         optimizer = LossScaleOptimizer(optax.sgd(0.5), 2.0**20, retries=24)
-        state = optimizer.init(jnp.float32(1))
-        mean = functools.partial(jax.lax.pmean, axis_name="i")
-        step = functools.partial(optimizer.minimize, transform=averaging(mean))
+        state = optimizer.init(np.float32(1))
+        mean = averaging(functools.partial(jax.lax.pmean, axis_name="i"))
         with pytest.raises(ValueError, match=message):
-            jax.pmap(lambda x: step(jnp.square, x, state), "i")(jnp.ones(8))
+            jax.pmap(
+                lambda x: optimizer.minimize(jnp.square, x, state, transform=mean), "i"
+            )(x)
         # Also where they communicate in the forward pass alone.
         with pytest.raises(ValueError, match=message):
             jax.vmap(
@@ -162,99 +166,91 @@ class TestRetries:
                     lambda w, x: (w * jax.lax.pmax(x, "i")) ** 2, x, state, x
                 ),
                 axis_name="i",
-            )(jnp.ones(8))
+            )(x)
 
     def test_a_device_that_asks_for_its_index_may_repeat_alone(self):
-        optimizer = LossScaleOptimizer(
-            optax.sgd(0.5), DynamicLossScale(2.0**20), retries=24
-        )
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), self.RULE, retries=24)
 
         def loss_fn(w):
             size = jnp.float16(4) ** jax.lax.axis_index("i").astype(jnp.float16)
             return (w.astype(jnp.float16) * size).astype(jnp.float32)
 
-        step = jax.vmap(
-            lambda w: optimizer.minimize(loss_fn, w, optimizer.init(w)), axis_name="i"
-        )
-        _, state, _ = step(jnp.ones(3))
-        assert state.retries.tolist() == [5, 7, 9]
+        @jax.jit
+        @functools.partial(jax.vmap, axis_name="i")
+        def step(w):
+            return optimizer.minimize(loss_fn, w, optimizer.init(w))[1].retries
+
+        assert step(np.ones(3, np.float32)).tolist() == [5, 7, 9]
 
 
-class TestShardedParameters:
+@pytest.mark.parametrize("check_vma", exhaustive_but([True, False], [True]))
+def test_an_inf_in_one_slice_of_the_parameters_skips_all(check_vma):
     """Each device holds a slice of parameters, gradients and inner state."""
+    optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9), axis_name=("data", "model"))
+    plain = LossScaleOptimizer(optax.sgd(0.5, 0.9))
+    params = wanted = np.arange(8 * 6, dtype=np.float32).reshape(8, 6) / 10
+    state = wanted_state = optimizer.init(params)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    specs = jax.tree.map(lambda x: P("model") if x.ndim else P(), state)
+    slices = P("model")
 
-    params = np.arange(8 * 6, dtype=np.float32).reshape(8, 6) / 10
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(slices, specs, slices),
+        out_specs=(slices, specs, slices),
+        check_vma=check_vma,
+    )
+    def step(params, state, grads):
+        updates, _ = optimizer.update(grads, state, params)
+        return *optimizer.apply_gradients(grads, params, state), updates
 
-    def step(self, optimizer, check_vma, in_state):
-        mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-        specs = jax.tree.map(lambda x: P("model") if x.ndim else P(), in_state)
-        slices = P("model")
-
-        def step(params, state, grads):
-            updates, _ = optimizer.update(grads, state, params)
-            params, state = optimizer.apply_gradients(grads, params, state)
-            return params, state, updates
-
-        return jax.jit(
-            jax.shard_map(
-                step,
-                mesh=mesh,
-                in_specs=(slices, specs, slices),
-                out_specs=(slices, specs, slices),
-                check_vma=check_vma,
-            )
-        )
-
-    @pytest.mark.parametrize("check_vma", exhaustive_but([True, False], [True]))
-    def test_an_inf_in_one_slice_skips_all(self, check_vma):
-        optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9), axis_name=("data", "model"))
-        plain = LossScaleOptimizer(optax.sgd(0.5, 0.9))
-        state = wanted_state = optimizer.init(self.params)
-        step = self.step(optimizer, check_vma, state)
-        params = wanted = self.params
-        for bad in (None, (7, 5), (0, 0), None):
-            grads = jnp.ones_like(params)
-            grads = grads if bad is None else grads.at[bad].set(jnp.inf)
-            old, (params, state, updates) = params, step(params, state, grads)
-            wanted, wanted_state = plain.apply_gradients(grads, wanted, wanted_state)
-            np.testing.assert_allclose(params, wanted, rtol=1e-6)
-            np.testing.assert_allclose(old + updates, wanted, rtol=1e-6)
-        assert state.skipped_steps == 2
-        assert optimizer.current_loss_scale(state) == 2**13
-        assert state.inner_state[0].trace.sharding.spec[0] == "model"
+    plain_step = jax.jit(plain.apply_gradients)
+    for bad in (None, (7, 5), (0, 0), None):
+        grads = np.ones_like(wanted)
+        if bad is not None:
+            grads[bad] = np.inf
+        old, (params, state, updates) = params, step(params, state, grads)
+        wanted, wanted_state = plain_step(grads, wanted, wanted_state)
+        np.testing.assert_allclose(params, wanted, rtol=1e-6)
+        np.testing.assert_allclose(np.add(old, updates), wanted, rtol=1e-6)
+    assert state.skipped_steps == 2
+    assert optimizer.current_loss_scale(state) == 2**13
+    assert state.inner_state[0].trace.sharding.spec[0] == "model"
 
 
 def test_shard_map_refuses_devices_that_decide_apart():
     # Without axis_name: what is said to be replicated would differ between devices.
     optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9))
-    mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
-    params = {"sliced": jnp.ones((8, 2), jnp.float32), "copied": jnp.float32(1)}
+    params = {"sliced": np.ones((8, 2), np.float32), "copied": np.float32(1)}
     state = optimizer.init(params)
-    specs = jax.tree.map(lambda x: P("batch") if x.ndim else P(), (params, state))
+    specs = jax.tree.map(lambda x: PARTS if x.ndim else WHOLE, (params, state))
 
     def step(params, state, grads):
         return optimizer.apply_gradients(grads, params, state)[0]
 
     specs = {"in_specs": (*specs, specs[0]), "out_specs": specs[0]}
-    step = jax.shard_map(step, mesh=mesh, **specs)
+    step = jax.shard_map(step, mesh=make_mesh(), **specs)
     with pytest.raises(ValueError, match="out_specs"):
-        jax.jit(step)(params, state, params)
+        jax.eval_shape(step, params, state, params)
 
 
 def test_updates_of_sharded_parameters_from_a_state_of_zeros():
     # The new momentum varies over the devices; the zeros that it begins with do not.
     optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9), axis_name="batch")
-    mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
 
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("batch"), out_specs=P())
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=make_mesh(), in_specs=PARTS, out_specs=WHOLE)
     def any_update(grads):
         updates, state = optimizer.update(grads, optimizer.init(jnp.zeros(1)))
         return jax.lax.psum((updates, state.inner_state), "batch")
 
-    grads = jnp.arange(8, dtype=jnp.float32)
-    updates, state = jax.jit(any_update)(grads)
+    grads = np.arange(8, dtype=np.float32)
+    updates, state = any_update(grads)
     assert (updates, state[0].trace) == (-14, 28)
-    updates, state = jax.jit(any_update)(grads.at[5].set(jnp.nan))
+    grads[5] = np.nan
+    updates, state = any_update(grads)
     assert (updates, state[0].trace) == (0, 0)
 
 
@@ -297,83 +293,92 @@ def test_sharded_jit_adds_one_scalar_reduction(kind):
     assert sum(bool(scalar.search(line)) for line in ours) == 1
 
 
-@pytest.mark.parametrize("in_mesh", [False, True])
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_init_places_the_moments_with_the_parameters(kind, in_mesh):
+PLACES = list(itertools.product(KINDS, [False, True]))
+
+
+@pytest.mark.parametrize("place", exhaustive_but(PLACES, PLACES[::3]), ids=str)
+def test_init_places_the_moments_with_the_parameters(place):
+    kind, in_mesh = place
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
     shardings = {"w": NamedSharding(mesh, P(None, "model"))}
     shardings["b"] = NamedSharding(mesh, P())
-    params = {"w": jnp.ones((8, 16), jnp.float16), "b": jnp.ones(16, jnp.float32)}
+    params = {"w": np.ones((8, 16), np.float16), "b": np.ones(16, np.float32)}
     params = jax.device_put(params, shardings)
     optimizer = LossScaleOptimizer(optax.sgd(0.1, 0.9))
 
-    def are_placed(state):
+    def assert_placed(state):
         trace = state.inner_state[0].trace
         assert trace["w"].dtype == jnp.float32
-        return [
-            trace[name].sharding.is_equivalent_to(wanted, trace[name].ndim)
-            for name, wanted in shardings.items()
-        ]
+        for name, wanted in shardings.items():
+            assert trace[name].sharding.is_equivalent_to(wanted, trace[name].ndim)
 
     with jax.set_mesh(mesh) if in_mesh else contextlib.nullcontext():
         state = optimizer.init(params)
-        assert all(are_placed(state))
-        step = jax.jit(optimizer.apply_gradients)
-        params, state = step(params, params, state)
-        assert all(are_placed(state))
+        assert_placed(state)
+        assert_placed(jax.jit(optimizer.apply_gradients)(params, params, state)[1])
 
 
-PER_DEVICE = {
-    "pmap": lambda f, mesh: jax.pmap(f, axis_name="batch"),
-    "shard_map": lambda f, mesh: jax.shard_map(
-        lambda *args: jax.tree.map(
-            lambda x: x[None], f(*jax.tree.map(lambda x: x[0], args))
-        ),
-        mesh=mesh,
-        in_specs=P("batch"),
-        out_specs=P("batch"),
-        check_vma=False,
-    ),
-}
+def unchecked_shard_map(f):
+    def one_device(*args):
+        results = f(*jax.tree.map(lambda x: x[0], args))
+        return jax.tree.map(lambda x: x[None], results)
+
+    specs = {"in_specs": PARTS, "out_specs": PARTS}
+    return jax.shard_map(one_device, mesh=make_mesh(), check_vma=False, **specs)
 
 
-@pytest.mark.parametrize("per_device", PER_DEVICE.values(), ids=PER_DEVICE)
+@pytest.mark.parametrize(
+    "per_device", [functools.partial(jax.pmap, axis_name="batch"), unchecked_shard_map]
+)
 class TestMinimizeWithoutAveraging:
     """Where JAX does not average the gradients of replicated parameters itself."""
 
     x = np.arange(8, dtype=np.float32)
 
-    @staticmethod
-    def loss_fn(params, x):
-        return 0.5 * (params - x) ** 2
+    def step(self, per_device, axis_name="batch", **options):
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), axis_name=axis_name)
 
-    def step(self, per_device, optimizer, **options):
+        def loss_fn(params, x):
+            return 0.5 * (params - x) ** 2
+
         def step(params, state, x):
-            return optimizer.minimize(self.loss_fn, params, state, x, **options)[:2]
+            return optimizer.minimize(loss_fn, params, state, x, **options)[:2]
 
-        mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
-        start = jnp.float32(1), optimizer.init(jnp.float32(1))
-        start = jax.tree.map(lambda x: jnp.stack([x] * 8), start)
-        return jax.jit(per_device(step, mesh))(*start, self.x)
+        start = np.float32(1), optimizer.init(np.float32(1))
+        start = jax.tree.map(lambda x: np.stack([x] * 8), start)
+        params, state = jax.jit(per_device(step))(*start, self.x)
+        assert state.last_step_applied.all()
+        return params.tolist()
 
     def test_is_refused(self, per_device):
-        optimizer = LossScaleOptimizer(optax.sgd(0.5), axis_name="batch")
         calls = r"value_and_grad, jax\.lax\.pmean\(grads, 'batch'\), apply_gradients"
         with pytest.raises(ValueError, match=calls):
-            self.step(per_device, optimizer)
+            self.step(per_device)
 
     def test_is_left_to_a_transform_of_the_user(self, per_device):
-        optimizer = LossScaleOptimizer(optax.sgd(0.5), axis_name="batch")
-        mean = functools.partial(jax.lax.pmean, axis_name="batch")
-        params, state = self.step(per_device, optimizer, transform=averaging(mean))
-        assert params.tolist() == [1 - 0.5 * (1 - 3.5)] * 8
-        assert state.last_step_applied.all()
+        params = self.step(per_device, transform=averaging(mean_over_devices))
+        assert params == [1 - 0.5 * (1 - 3.5)] * 8
 
     def test_members_may_train_apart(self, per_device):
-        optimizer = LossScaleOptimizer(optax.sgd(0.5))
-        params, state = self.step(per_device, optimizer)
-        np.testing.assert_array_equal(params, 1 - 0.5 * (1 - self.x))
-        assert state.last_step_applied.all()
+        params = self.step(per_device, axis_name=None)
+        assert params == (1 - 0.5 * (1 - self.x)).tolist()
+
+
+def local_loss(params, x):
+    return jnp.sum(params * x) / 8
+
+
+def mean_loss(params, x):
+    return mean_over_devices(local_loss(params, x))
+
+
+def sum_loss(params, x):
+    return jax.lax.psum(local_loss(params, x), "batch")
+
+
+def loss_of_stages(params, x):
+    """Has parameters of each device, and an embedding that all share."""
+    return local_loss(params["own"] * params["shared"][0], x)
 
 
 class TestLocalLoss:
@@ -381,23 +386,21 @@ class TestLocalLoss:
 
     x = np.arange(8, dtype=np.float32)
 
-    def minimize(
+    def step(
         self,
         loss_fn,
-        spec,
+        spec=WHOLE,
         transform=jax.value_and_grad,
         *,
         in_one_call=True,
         **options,
     ):
-        """Takes a step from ones; returns the parameters, and raises what it warns."""
-        mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
+        """Makes a step from ones to new parameters, and the arguments to call it with.
+
+        What it warns of is an error, unless it is expected.
+        """
         optimizer = LossScaleOptimizer(optax.sgd(1.0), **options)
 
-        @jax.jit
-        @functools.partial(
-            jax.shard_map, mesh=mesh, in_specs=(spec, P("batch")), out_specs=spec
-        )
         def step(params, x):
             state = optimizer.init(params)
             if in_one_call:
@@ -407,69 +410,48 @@ class TestLocalLoss:
             _, grads = grad_fn(params, x)
             return optimizer.apply_gradients(grads, params, state)[0]
 
-        return step(jax.tree.map(lambda _: jnp.ones(8), spec), self.x)
-
-    @staticmethod
-    def local(params, x):
-        return jnp.sum(params * x) / 8
+        specs = {"in_specs": (spec, PARTS), "out_specs": spec}
+        step = jax.jit(jax.shard_map(step, mesh=make_mesh(), **specs))
+        return step, jax.tree.map(lambda _: np.ones(8, np.float32), spec), self.x
 
     @pytest.mark.parametrize(
         "options",
-        [
-            {},
-            {"axis_name": "batch"},
-            {"axis_name": "batch", "retries": 2},
-            {"in_one_call": False},
-        ],
+        [{}, {"axis_name": "batch", "retries": 2}, {"in_one_call": False}],
         ids=str,
     )
     def test_of_shared_parameters_warns(self, options):
         axes = r"\('batch',\)"
         warning = rf"differs along {axes}.*In loss_fn write .*pmean\(loss, {axes}\)"
         with pytest.warns(UserWarning, match=warning) as caught:
-            params = self.minimize(self.local, P(), **options)
+            jax.eval_shape(*self.step(local_loss, **options))
         assert [Path(x.filename).name for x in caught] == [Path(__file__).name]
-        np.testing.assert_array_equal(params, np.full(8, 1 - 28 / 8))
         # What the warning recommends.
-        params = self.minimize(
-            lambda params, x: jax.lax.pmean(self.local(params, x), "batch"),
-            P(),
-            **options,
-        )
-        np.testing.assert_array_equal(params, np.full(8, 1 - 28 / 64))
+        jax.eval_shape(*self.step(mean_loss, **options))
 
-    def test_of_all_devices_is_quiet(self):
-        # Parts of one loss: a sum is right.
-        params = self.minimize(
-            lambda params, x: jax.lax.psum(self.local(params, x), "batch"), P()
-        )
-        np.testing.assert_array_equal(params, np.full(8, 1 - 28 / 8))
+    @pytest.mark.parametrize(
+        ("loss_fn", "transform", "parts"),
+        [
+            (mean_loss, jax.value_and_grad, 64),
+            (sum_loss, jax.value_and_grad, 8),
+            (local_loss, averaging(lambda grads: grads / 8), 64),
+        ],
+    )
+    def test_of_all_devices_is_quiet(self, loss_fn, transform, parts):
+        step, *args = self.step(loss_fn, transform=transform)
+        np.testing.assert_array_equal(step(*args), np.full(8, 1 - 28 / parts))
 
     def test_of_sharded_parameters_is_quiet(self):
-        params = self.minimize(self.local, P("batch"), axis_name="batch")
-        np.testing.assert_array_equal(params, 1 - self.x / 8)
-        # As of a stage, with an embedding that all stages share.
-        params = self.minimize(
-            lambda params, x: self.local(params["own"] * params["shared"][0], x),
-            {"own": P("batch"), "shared": P()},
-            axis_name="batch",
-        )
-        np.testing.assert_array_equal(params["own"], 1 - self.x / 8)
-
-    def test_of_a_transform_that_averages_is_quiet(self):
-        transform = averaging(lambda grads: grads / 8)
-        params = self.minimize(self.local, P(), transform=transform)
-        np.testing.assert_array_equal(params, np.full(8, 1 - 28 / 64))
+        spec = {"own": PARTS, "shared": WHOLE}
+        step, *args = self.step(loss_of_stages, spec, axis_name="batch")
+        np.testing.assert_array_equal(step(*args)["own"], 1 - self.x / 8)
 
 
-class TestAxisName:
-    def test_an_unknown_axis_is_named(self):
-        optimizer = LossScaleOptimizer(optax.sgd(0.1), axis_name="bacth")
-        one = jnp.float32(1)
-        with pytest.raises(NameError, match="axis_name='bacth' was given to LossScale"):
-            jax.jit(optimizer.update)(one, optimizer.init(one))
-        with pytest.raises(NameError, match="axis_name='bacth'"):
-            jax.pmap(lambda x: all_finite(x, axis_name="bacth"), "batch")(jnp.ones(8))
+def test_an_unknown_axis_is_named():
+    optimizer, one = LossScaleOptimizer(optax.sgd(0.1), axis_name="bacth"), np.ones(8)
+    with pytest.raises(NameError, match="axis_name='bacth' was given to LossScale"):
+        jax.eval_shape(optimizer.update, one, optimizer.init(one))
+    with pytest.raises(NameError, match="axis_name='bacth'"):
+        jax.pmap(lambda x: all_finite(x, axis_name="bacth"), "batch")(one)
 
 
 @pytest.mark.exhaustive
@@ -505,15 +487,15 @@ def test_a_forgotten_axis_name_does_not_wait_for_ever():
         optax.stateless(lambda grads, _: jax.lax.pmean(grads, "batch")), optax.sgd(0.5)
     )
     optimizer = LossScaleOptimizer(inner)
-    params = jnp.ones((8, 2), jnp.float32)
-    state = jax.pmap(optimizer.init)(params)
-    grads = jnp.ones((8, 2), jnp.float32).at[3, 0].set(jnp.inf)
+    params = np.ones((8, 2), np.float32)
+    grads = params.copy()
+    grads[3, 0] = np.inf
 
     @functools.partial(jax.pmap, axis_name="batch")
-    def step(params, state, grads):
-        return optimizer.apply_gradients(grads, params, state)
+    def step(params, grads):
+        return optimizer.apply_gradients(grads, params, optimizer.init(params))
 
-    params, state = step(params, state, grads)
+    params, state = step(params, grads)
     applied = np.arange(8) != 3
     assert (state.last_step_applied == applied).all()
     # The gradients of the one that skips are left out of the sum.

@@ -22,14 +22,6 @@ OVERFLOWS = {3: 0, 4: 31, 17: 9, 30: 16, 31: 16, 32: 17}
 SCALE = DynamicLossScale(2.0**10, growth_interval=5)
 
 
-def init_params(leaf=None):
-    """Returns the parameters, with the scale by this name if there is one."""
-    rng = np.random.default_rng(0)
-    shapes = {"w1": (16, 16), "b1": (16,), "w2": (16, 16)}
-    params = {k: rng.normal(size=s).astype(np.float32) / 4 for k, s in shapes.items()}
-    return params | ({leaf: np.float32(SCALE.initial_scale)} if leaf else {})
-
-
 def make_batches():
     rng = np.random.default_rng(1)
     x = rng.normal(size=(STEPS, BATCH, 16)).astype(np.float32)
@@ -43,174 +35,110 @@ def loss_fn(params, x, y):
     return jnp.mean((hidden @ params["w2"] - y) ** 2)
 
 
-def make_optimizer(**options):
-    return LossScaleOptimizer(optax.sgd(0.5, momentum=0.9), SCALE, **options)
+def mean_over_devices(tree):
+    return lax.pmean(tree, "batch")
 
 
-def init(optimizer, params):
-    if "loss_scale" in params:
-        optimizer = scale_as_parameter(optimizer)
-    return optimizer.init(params)
+def make(leaf, **options):
+    """Returns an optimizer, the parameters, and the state.
+
+    Args:
+      leaf: The name of the scale among the parameters, or None.
+      **options: Of the optimizer.
+    """
+    rng = np.random.default_rng(0)
+    shapes = {"w1": (16, 16), "b1": (16,), "w2": (16, 16)}
+    params = {k: rng.normal(size=s).astype(np.float32) / 4 for k, s in shapes.items()}
+    optimizer = LossScaleOptimizer(optax.sgd(0.5, momentum=0.9), SCALE, **options)
+    if leaf is None:
+        return optimizer, params, optimizer.init(params)
+    params[leaf] = np.float32(SCALE.initial_scale)
+    return optimizer, params, scale_as_parameter(optimizer).init(params)
 
 
-def apply_gradients(optimizer, grads, params, state, **extra_args):
-    """Takes the step of a trainer if the scale is a parameter."""
-    if "loss_scale" not in params:
-        return optimizer.apply_gradients(grads, params, state, **extra_args)
-    optimizer = scale_as_parameter(optimizer)
-    updates, state = optimizer.update(grads, state, params, **extra_args)
-    return optax.apply_updates(params, updates), state
+def train(optimizer, loss_fn, params, state, batches, average=None):
+    """Takes all steps; returns the parameters, the state, and a record of each step.
 
+    Args:
+      optimizer: Of what `make` returns.
+      loss_fn: The loss function.
+      params: The parameters. With the scale among them, a trainer takes the steps.
+      state: The state.
+      batches: What to scan over.
+      average: Averages the gradients over the devices, if the loss does not.
+    """
 
-def gradients(optimizer, loss_fn, params, state, *batch):
-    """Returns the gradients, as a trainer computes them if the scale is a parameter."""
-    if "loss_scale" in params:
-        return jax.grad(with_loss_scale(loss_fn))(params, *batch)
-    return optimizer.value_and_grad(loss_fn, state)(params, *batch)[1]
+    def step(carry, batch):
+        params, state = carry
+        if "loss_scale" in params:
+            grad_fn = jax.value_and_grad(with_loss_scale(loss_fn))
+            loss, grads = grad_fn(params, *batch)
+            grads = average(grads) if average else grads
+            updates, state = scale_as_parameter(optimizer).update(
+                grads, state, params, value=loss
+            )
+            params = optax.apply_updates(params, updates)
+        elif average:
+            _, grads = optimizer.value_and_grad(loss_fn, state)(params, *batch)
+            params, state = optimizer.apply_gradients(average(grads), params, state)
+        else:
+            params, state, _ = optimizer.minimize(loss_fn, params, state, *batch)
+        scale = optimizer.current_loss_scale(state)
+        return (params, state), (scale, state.last_step_applied, state.skipped_steps)
 
-
-def minimize(optimizer, loss_fn, params, state, *batch):
-    if "loss_scale" not in params:
-        return optimizer.minimize(loss_fn, params, state, *batch)[:2]
-    loss, grads = jax.value_and_grad(with_loss_scale(loss_fn))(params, *batch)
-    return apply_gradients(optimizer, grads, params, state, value=loss)
-
-
-def record(optimizer, state):
-    """What must be the same on all devices and in every way of running."""
-    return (
-        optimizer.current_loss_scale(state),
-        state.last_step_applied,
-        state.skipped_steps,
-    )
-
-
-def train(step, params, state, batches):
-    """Runs all steps; returns the final parameters and the record of every step."""
-    records = []
-    for batch in zip(*batches, strict=True):
-        params, state, row = step(params, state, *batch)
-        # Waits for every step: with many of them in flight, eight devices on two
-        # cores may find no thread left for a collective to meet in.
-        records.append(jax.device_get(row))
-    return *jax.device_get((params, state)), records
+    (params, state), records = lax.scan(step, (params, state), batches)
+    return params, state, records
 
 
 def one_device():
-    optimizer = make_optimizer()
-
-    @jax.jit
-    def step(params, state, x, y):
-        params, state, _ = optimizer.minimize(loss_fn, params, state, x, y)
-        return params, state, record(optimizer, state)
-
-    params = init_params()
-    return train(step, params, optimizer.init(params), make_batches())
+    optimizer, *start = make(None)
+    run = jax.jit(functools.partial(train, optimizer, loss_fn))
+    return jax.device_get(run(*start, make_batches()))
 
 
-def pmap(leaf=None):
+def pmap(leaf):
     # A trainer that averages the gradients needs no axis_name.
-    axis_name = None if leaf else "batch"
-    optimizer = make_optimizer(axis_name=axis_name)
-    replicate = functools.partial(jax.tree.map, lambda x: jnp.stack([x] * 8))
-
-    @functools.partial(jax.pmap, axis_name="batch")
-    def step(params, state, x, y):
-        grads = gradients(optimizer, loss_fn, params, state, x, y)
-        grads = lax.pmean(grads, "batch")
-        params, state = apply_gradients(optimizer, grads, params, state)
-        return params, state, record(optimizer, state)
-
-    params = init_params(leaf)
-    state = replicate(init(optimizer, params))
-    batches = [b.reshape(STEPS, 8, BATCH // 8, 16) for b in make_batches()]
-    return train(step, replicate(params), state, batches)
+    optimizer, *start = make(leaf, axis_name=None if leaf else "batch")
+    run = functools.partial(train, optimizer, loss_fn, average=mean_over_devices)
+    batches = [x.reshape(STEPS, 8, BATCH // 8, 16) for x in make_batches()]
+    run = jax.pmap(run, axis_name="batch", in_axes=(None, None, 1))
+    results = jax.device_get(run(*start, batches))
+    for x in jax.tree.leaves(results):
+        np.testing.assert_array_equal(x, np.broadcast_to(x[0], x.shape))
+    return jax.tree.map(lambda x: x[0], results)
 
 
-def shard_map(check_vma=True, leaf=None):
-    optimizer = make_optimizer(axis_name="batch", check_loss=check_vma)
+def shard_map(leaf, *, check_vma=True):
+    optimizer, *start = make(leaf, axis_name="batch", check_loss=check_vma)
     mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
 
-    def global_loss_fn(params, x, y):
-        return lax.pmean(loss_fn(params, x, y), "batch")
+    def global_loss_fn(*args):
+        return mean_over_devices(loss_fn(*args))
 
-    def step(params, state, x, y):
-        if check_vma:
-            # The loss is the mean over all devices, and so are its gradients.
-            params, state = minimize(optimizer, global_loss_fn, params, state, x, y)
-        else:
-            grads = gradients(optimizer, loss_fn, params, state, x, y)
-            grads = lax.pmean(grads, "batch")
-            params, state = apply_gradients(optimizer, grads, params, state)
-        return params, state, record(optimizer, state)
-
-    data = P("batch")
-    step = jax.jit(
-        jax.shard_map(
-            step,
-            mesh=mesh,
-            in_specs=(P(), P(), data, data),
-            out_specs=P(),
-            check_vma=check_vma,
-        )
-    )
-    params = init_params(leaf)
-    return train(step, params, init(optimizer, params), make_batches())
+    if check_vma:
+        # The loss is the mean over all devices, and so are its gradients.
+        run = functools.partial(train, optimizer, global_loss_fn)
+    else:
+        run = functools.partial(train, optimizer, loss_fn, average=mean_over_devices)
+    specs = {"in_specs": (P(), P(), P(None, "batch")), "out_specs": P()}
+    run = jax.shard_map(run, mesh=mesh, check_vma=check_vma, **specs)
+    return jax.device_get(jax.jit(run)(*start, make_batches()))
 
 
-def sharded_jit(kind=AxisType.Auto, leaf=None):
-    optimizer = make_optimizer(check_loss=True)
+def sharded_jit(leaf, *, kind=AxisType.Auto):
+    optimizer, *start = make(leaf, check_loss=True)
     mesh = jax.make_mesh((8,), ("batch",), axis_types=(kind,))
-    batches = jax.device_put(make_batches(), NamedSharding(mesh, P(None, "batch")))
-
-    @jax.jit
-    def step(params, state, x, y):
-        params, state = minimize(optimizer, loss_fn, params, state, x, y)
-        return params, state, record(optimizer, state)
-
-    @jax.jit
-    def all_steps(params, state, batches):
-        def body(carry, batch):
-            *carry, row = step(*carry, *batch)
-            return tuple(carry), row
-
-        return lax.scan(body, (params, state), batches)
-
     with jax.set_mesh(mesh):
-        params = jax.device_put(init_params(leaf), NamedSharding(mesh, P()))
-        state = jax.jit(functools.partial(init, optimizer))(params)
-        (params, state), rows = all_steps(params, state, batches)
-    params, state, rows = jax.device_get((params, state, rows))
-    return params, state, list(zip(*rows, strict=True))
+        start = jax.device_put(start, NamedSharding(mesh, P()))
+        batches = jax.device_put(make_batches(), NamedSharding(mesh, P(None, "batch")))
+        run = jax.jit(functools.partial(train, optimizer, loss_fn))
+        return jax.device_get(run(*start, batches))
 
 
-def one_overflow(way, axis_name=None, bad=64.0):
-    """Takes a step of eight examples, one on each device; returns all results.
-
-    Args:
-      way: "sharded jit" or "shard_map".
-      axis_name: That of the optimizer.
-      bad: The fourth example. The others are 1/8.
-    """
-    rule = DynamicLossScale(2.0**20)
-    options = {"axis_name": axis_name, "retries": 24}
-    optimizer = LossScaleOptimizer(optax.sgd(0.5, momentum=0.9), rule, **options)
-    mesh = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))
-
-    def loss_fn(param, x):
-        products = param.astype(jnp.float16) * x.astype(jnp.float16)
-        loss = jnp.mean(products.astype(jnp.float32))
-        return loss if way == "sharded jit" else lax.pmean(loss, "i")
-
-    def step(param, state, x):
-        return optimizer.minimize(loss_fn, param, state, x)
-
-    if way == "shard_map":
-        specs = {"in_specs": (P(), P(), P("i")), "out_specs": P()}
-        step = jax.shard_map(step, mesh=mesh, **specs)
-
-    param, x = jnp.float32(1), jnp.full(8, 0.125).at[3].set(bad)
-    start = jax.device_put((param, optimizer.init(param)), NamedSharding(mesh, P()))
-    x = jax.device_put(x, NamedSharding(mesh, P("i")))
-    results = jax.jit(step, donate_argnums=(0, 1))(*start, x)
-    return jax.device_get(results)
+WAYS = {
+    "pmap": pmap,
+    "shard_map": shard_map,
+    "sharded jit": sharded_jit,
+    "shard_map, unchecked": functools.partial(shard_map, check_vma=False),
+    "explicit": functools.partial(sharded_jit, kind=AxisType.Explicit),
+}
