@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+from types import SimpleNamespace as Fields
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import pytest
 from flax.training.dynamic_scale import DynamicScale
 from helpers import ROOT, signature
 from peers import PEERS
-from test_conformance import REFUSED_RUNS, RUNS, liveliest
+from test_conformance import REFUSED_RUNS, liveliest, ours, runs_of
 
 from optax_lossscale import DynamicLossScale, LossScaleOptimizer
 
@@ -30,13 +31,6 @@ def lines(scale, steps, more):
 LINES = {name: lines(*row) for name, *row in ROW.findall(GUIDE)}
 
 
-class Fields:
-    """An object with fields, as a library of its own has them."""
-
-    def __init__(self, fields):
-        vars(self).update(fields)
-
-
 def carry_over(name, saved, loss_scale):
     """Returns an optimizer and its state, after the lines of the guide."""
     optimizer = LossScaleOptimizer(optax.identity(), loss_scale)
@@ -51,73 +45,56 @@ def carry_over(name, saved, loss_scale):
     return optimizer, scope["opt_state"]
 
 
-def counted(scale, steps):
-    """Makes what a library saves that counts the finite steps."""
-    return lambda now: {scale: now["scale"], steps: now["counter"]}
+def saved_as(make, **names):
+    """Makes a function that saves what a peer holds by the names of its library."""
+    return lambda now: make(**{name: now[key] for name, key in names.items()})
 
 
-def with_fields(save):
-    return lambda now: Fields(save(now))
+def jmp_scale(**fields):
+    return pytest.importorskip("jmp").DynamicLossScale(**fields)
 
 
-def variables(scale, steps):
-    """Makes what a library of Keras has: variables."""
-
-    def make(now):
-        arrays = {scale: np.float32(now["scale"]), steps: np.int64(now["counter"])}
-        found = {k: Fields({"value": x, "numpy": x.copy}) for k, x in arrays.items()}
-        return Fields(found)
-
-    return make
-
-
-def iterations(now):
-    """Makes what a library saves that counts all steps."""
-    names = {"cur_scale": "scale", "cur_iter": "iter", "scale_window": "window"}
-    names |= {"last_overflow_iter": "last_overflow", "cur_hysteresis": "hysteresis"}
-    return {name: now[key] for name, key in names.items()}
-
-
-def megatron(now):
-    saved = counted("scale", "growth_tracker")(now)
-    saved["scale"] = np.float32([saved["scale"]])
-    return saved | {"hysteresis_tracker": now["hysteresis"]}
-
-
-def fairseq(now):
-    names = {"loss_scale": "scale", "scale_window": "window", "_iter": "iter"}
-    names |= {"_last_overflow_iter": "last_overflow"}
-    names |= {"_last_rescale_iter": "last_rescale"}
-    names |= {"_overflows_since_rescale": "overflows_since_rescale"}
-    return Fields({name: now[key] for name, key in names.items()})
-
-
-# By peer: the name in the guide, and how the library saves its state.
+ITERATIONS = {"cur_scale": "scale", "cur_iter": "iter", "scale_window": "window"}
+ITERATIONS |= {"last_overflow_iter": "last_overflow", "cur_hysteresis": "hysteresis"}
+# By peer, how the library saves its state.
 SAVED = {
-    "PyTorch": ("PyTorch", counted("scale", "_growth_tracker")),
-    "Flax, up to 0.12.12": ("Flax", with_fields(counted("scale", "fin_steps"))),
-    "jmp": ("jmp", with_fields(counted("loss_scale", "counter"))),
-    "Keras 3": ("Keras 3", variables("dynamic_scale", "step_counter")),
-    "tf_keras": ("tf_keras", variables("loss_scale", "dynamic_counter")),
-    "apex, amp": ("apex, amp", counted("loss_scale", "unskipped")),
-    "apex, fp16_utils": ("apex, FP16_Optimizer", iterations),
-    "apex, contrib": ("apex, FP16_Optimizer", iterations),
-    "DeepSpeed, ZeRO": ("DeepSpeed, ZeRO", with_fields(iterations)),
-    "Megatron": ("Megatron", megatron),
-    "fairseq": ("fairseq", fairseq),
+    "PyTorch": saved_as(dict, scale="scale", _growth_tracker="counter"),
+    "Flax, up to 0.12.12": saved_as(DynamicScale, scale="scale", fin_steps="counter"),
+    "jmp": saved_as(jmp_scale, loss_scale="scale", counter="counter"),
+    "Keras 3": saved_as(Fields, dynamic_scale="variable", step_counter="steps"),
+    "tf_keras": saved_as(Fields, loss_scale="variable", dynamic_counter="steps"),
+    "apex, amp": saved_as(dict, loss_scale="scale", unskipped="counter"),
+    "apex, fp16_utils": saved_as(dict, **ITERATIONS),
+    "apex, contrib": saved_as(dict, **ITERATIONS),
+    "DeepSpeed, ZeRO": saved_as(Fields, **ITERATIONS),
+    "Megatron": saved_as(
+        dict, scale="array", growth_tracker="counter", hysteresis_tracker="hysteresis"
+    ),
+    "fairseq": saved_as(
+        Fields,
+        loss_scale="scale",
+        scale_window="window",
+        _iter="iter",
+        _last_overflow_iter="last_overflow",
+        _last_rescale_iter="last_rescale",
+        _overflows_since_rescale="overflows_since_rescale",
+    ),
 }
+# Where the guide has another name for it.
+TITLES = {"Flax, up to 0.12.12": "Flax"}
+TITLES |= dict.fromkeys(["apex, fp16_utils", "apex, contrib"], "apex, FP16_Optimizer")
 
 
 def test_the_guide_has_every_library():
-    assert list(LINES) == list(dict.fromkeys(name for name, _ in SAVED.values()))
+    assert list(LINES) == list(dict.fromkeys(TITLES.get(name, name) for name in SAVED))
 
 
 def recorded(name):
-    for run in RUNS.values():
-        is_its = run["peer"].startswith(PEERS[name].recorded)
-        is_dynamic = run["config"].get("dynamic", True)
-        if is_its and is_dynamic and run["id"] not in REFUSED_RUNS:
-            yield run
+    return [
+        run
+        for run in runs_of(name)
+        if run["config"].get("dynamic", True) and run["id"] not in REFUSED_RUNS
+    ]
 
 
 def peer_states(run):
@@ -134,7 +111,13 @@ def peer_states(run):
             rescaled = (i - now["last_overflow"]) % now["window"] == 0
         if rescaled:
             now["last_rescale"] = i
-        yield {**now, "iter": i + 1, "scale": run["scale"][i + 1]}
+        now |= {"iter": i + 1, "scale": run["scale"][i + 1]}
+        now["array"] = np.array([now["scale"]])
+        for name, key in (("variable", "scale"), ("steps", "counter")):
+            if now[key] is not None:
+                value = np.array(now[key])
+                now[name] = Fields(value=value, numpy=value.copy)
+        yield now.copy()
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -148,7 +131,7 @@ def resume(loss_scale, state, grads):
 
 def scales_of(optimizer, state, finite):
     """Returns the scales and decisions of the rest of a run."""
-    grads = jnp.where(jnp.array(finite, bool), jnp.float32(1), jnp.float32(jnp.inf))
+    grads = np.where(finite, np.float32(1), np.float32(np.inf))
     results = resume(optimizer.loss_scale, state.loss_scale_state, grads)
     return map(np.asarray, results)
 
@@ -160,12 +143,9 @@ def resume_in_the_middle(name, runs):
       How many times, and in how many of them the scale grew and fell later on.
     """
     count = grown = fallen = 0
-    title, save = SAVED[name]
+    title, save = TITLES.get(name, name), SAVED[name]
     for run in runs:
-        config = dict(run["config"])
-        if "min_loss_scale_after" in run:
-            config["min_loss_scale"] = run["min_loss_scale_after"]
-        loss_scale = PEERS[name].ours(**config)
+        loss_scale = ours(run)
         scale, states = np.array(run["scale"]), list(peer_states(run))
         normal = (scale >= 2.0**-126) & (scale <= 2.0**126)
         end = int(np.argmin([*normal, False])) - 1
@@ -198,7 +178,6 @@ def test_the_liveliest_run_is_resumed_in_the_middle(name):
 @pytest.mark.parametrize("name", SAVED)
 def test_recorded_runs_are_resumed_in_the_middle(name):
     count, grown, fallen = resume_in_the_middle(name, recorded(name))
-    print(f"{name}: {count} states resumed")
     assert count >= 70
     assert grown >= 15 <= fallen
 
@@ -224,9 +203,13 @@ def test_late_growth_of_deepspeed(monkeypatch):
     loss_scale = DynamicLossScale(64.0, growth_interval=4)
     for cur_iter in range(1, 20):
         scales, last = late_growth(64.0, 4, [*(1, 1, 0), *[1] * 20][:cur_iter])
-        saved = {"cur_iter": cur_iter, "last_overflow_iter": last}
-        saved |= {"cur_scale": scales[-1], "scale_window": 4}
-        resumed = carry_over("late", Fields(saved), loss_scale)
+        saved = Fields(
+            cur_iter=cur_iter,
+            last_overflow_iter=last,
+            cur_scale=scales[-1],
+            scale_window=4,
+        )
+        resumed = carry_over("late", saved, loss_scale)
 
         theirs, last = late_growth(scales[-1], 4, [1] * 14, cur_iter, last)
         ours = next(scales_of(*resumed, [1] * 14)).tolist()
@@ -237,34 +220,13 @@ def test_late_growth_of_deepspeed(monkeypatch):
             assert ours == theirs
 
 
-def saved_by_flax():
-    return DynamicScale(scale=jnp.float32(8), fin_steps=jnp.int32(3))
-
-
-def saved_by_jmp():
-    jmp = pytest.importorskip("jmp")
-    return jmp.DynamicLossScale(jnp.float32(8), jnp.int32(3))
-
-
-def saved_by_keras():
+@pytest.mark.exhaustive
+def test_keras_itself(monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", os.environ.get("KERAS_BACKEND", "jax"))
     keras = pytest.importorskip("keras")
     sgd = keras.optimizers.SGD(0.5)
     saved = keras.optimizers.LossScaleOptimizer(sgd, initial_scale=8.0)
     saved.build([keras.Variable(np.ones(2, "float32"))])
     saved.step_counter.assign(3)
-    return saved
-
-
-@pytest.mark.parametrize(
-    ("name", "make"),
-    [
-        ("Flax, up to 0.12.12", saved_by_flax),
-        ("jmp", saved_by_jmp),
-        ("Keras 3", saved_by_keras),
-    ],
-)
-def test_libraries_themselves(name, make, monkeypatch):
-    if "KERAS_BACKEND" not in os.environ:
-        monkeypatch.setenv("KERAS_BACKEND", "jax")
-    _, state = carry_over(SAVED[name][0], make(), PEERS[name].ours())
+    _, state = carry_over("Keras 3", saved, PEERS["Keras 3"].ours())
     assert state.loss_scale_state[:2] == (8, 3)

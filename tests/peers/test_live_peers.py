@@ -23,7 +23,7 @@ LEARNING_RATE = 0.25
 def random_gradients():
     """Returns the gradients of 60 steps of 100 runs."""
     rng = np.random.default_rng(0)
-    return jnp.float32(rng.choice(GRADIENTS, (100, 60), p=FINITE_MOSTLY))
+    return np.float32(rng.choice(GRADIENTS, (100, 60), p=FINITE_MOSTLY))
 
 
 def loss_fn(param, gradient):
@@ -71,12 +71,15 @@ def jmp_step(carry, gradient):
     return (param, scaler), (param, scaler.loss_scale, finite)
 
 
-def assert_skips_and_changes(results):
-    """Asserts that the gradients have put a scale to the test."""
-    _, scale, applied = results
-    assert 0.02 < np.mean(~applied) < 0.9
-    assert np.any(np.diff(scale) > 0)
-    assert np.any(np.diff(scale) < 0)
+def flax_scale(**arguments):
+    scale = DynamicScale(**arguments)
+    return scale.replace(fin_steps=jnp.int32(0), scale=jnp.float32(scale.scale))
+
+
+def jmp_scale(loss_scale, **arguments):
+    jmp = pytest.importorskip("jmp")
+    scale = jmp.DynamicLossScale(jnp.float32(loss_scale), **arguments)
+    return jax.tree.map(jnp.asarray, scale)
 
 
 FLAX = [
@@ -85,33 +88,26 @@ FLAX = [
     {"growth_interval": 2, "growth_factor": 8.0, "backoff_factor": 0.25},
     {"scale": 4.0, "growth_interval": 5, "minimum_scale": None},
 ]
-
-
-@pytest.mark.parametrize("arguments", exhaustive_but(FLAX, FLAX[:1]), ids=repr)
-def test_flax(arguments):
-    scaler = DynamicScale(**arguments)
-    typed = scaler.replace(fin_steps=jnp.int32(0), scale=jnp.float32(scaler.scale))
-    theirs = train(flax_step, typed, random_gradients())
-    assert_same_bits(train_ours(peers.flax(**arguments), random_gradients()), theirs)
-    assert_skips_and_changes(theirs)
-
-
 JMP = [
     {"loss_scale": 8.0, "period": 2},
     {"loss_scale": 2.0**26, "period": 1, "factor": 4},
     {"loss_scale": 2.0**30, "period": 5},
 ]
+CASES = [("flax", flax_scale, flax_step, x) for x in FLAX]
+CASES += [("jmp", jmp_scale, jmp_step, x) for x in JMP]
 
 
-@pytest.mark.parametrize("arguments", exhaustive_but(JMP, JMP[:1]), ids=repr)
-def test_jmp(arguments):
-    jmp = pytest.importorskip("jmp")
-
-    start = jnp.float32(arguments["loss_scale"])
-    scaler = jmp.DynamicLossScale(**arguments | {"loss_scale": start})
-    theirs = train(jmp_step, jax.tree.map(jnp.asarray, scaler), random_gradients())
-    assert_same_bits(train_ours(peers.jmp(**arguments), random_gradients()), theirs)
-    assert_skips_and_changes(theirs)
+@pytest.mark.parametrize("case", exhaustive_but(CASES, [CASES[0], CASES[4]]), ids=repr)
+def test_scales_and_parameters_are_theirs(case):
+    name, make, step, arguments = case
+    wanted = train(step, make(**arguments), random_gradients())
+    loss_scale = getattr(peers, name)(**arguments)
+    assert_same_bits(train_ours(loss_scale, random_gradients()), wanted)
+    # The gradients have put the scale to the test.
+    _, scale, applied = map(np.array, wanted)
+    assert 0.02 < np.mean(~applied) < 0.9
+    assert np.any(np.diff(scale) > 0)
+    assert np.any(np.diff(scale) < 0)
 
 
 def test_apply_if_finite():

@@ -4,18 +4,21 @@
 Equinox.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import NAN, assert_same_bits
+from helpers import NAN
 
 from optax_lossscale import LossScaleOptimizer, scale_as_parameter, select_applied
 
 pytestmark = pytest.mark.usefixtures("standard_dtype_promotion")
 PARAMS = jax.device_put({"a": np.float32([1, 2]), "b": np.float32(3)})
 GOOD = jax.device_put({"a": np.float32([1, 1]), "b": np.float32(1)})
+END = {"a": np.float32([-0.45, 0.55]), "b": np.float32(1.55)}
 BAD = GOOD | {"b": jax.device_put(np.float32(NAN))}
 
 
@@ -44,17 +47,14 @@ POSITIONS = {
 
 @pytest.mark.parametrize("make", POSITIONS.values(), ids=POSITIONS)
 def test_every_position(make):
-    tx, plain = make(), optax.sgd(0.5, momentum=0.9)
+    tx = make()
     update = jax.jit(tx.update)
     params, state = PARAMS, tx.init(PARAMS)
-    expected, plain_state = PARAMS, plain.init(PARAMS)
     for grads in (GOOD, BAD, GOOD):
         updates, state = update(grads, state, params)
         params = optax.apply_updates(params, updates)
-        if grads is GOOD:
-            updates, plain_state = plain.update(grads, plain_state, expected)
-            expected = optax.apply_updates(expected, updates)
-    assert_same_bits(params, expected)
+    # Two steps of 0.5 with momentum: 1 and 1.9 times the gradient.
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), params, END)
     # Read through whatever is around it, by any optimizer and by Optax.
     reader = LossScaleOptimizer(optax.identity())
     assert reader.current_loss_scale(state) == 2**14
@@ -62,12 +62,10 @@ def test_every_position(make):
     assert reader.get_scaled_loss(1.0, state) == 2**14
     assert optax.tree.get(state, "loss_scale") == 2**14
     assert optax.tree.get(state, "skipped_steps") == 1
-    kept = select_applied(state, jnp.ones(2), jnp.zeros(2))
-    assert kept.tolist() == [1, 1]
-    state = optax.tree.set(state, loss_scale=jnp.float32(4))
+    assert select_applied(state, 1.0, 0.0) == 1
+    state = optax.tree.set(state, loss_scale=np.float32(4))
     assert reader.current_loss_scale(state) == 4
-    _, grads = reader.value_and_grad(lambda x: x * x, state)(jnp.float32(3))
-    assert grads == 6
+    assert reader.value_and_grad(jnp.square, state)(np.float32(3)) == (9, 6)
     assert update._cache_size() == 1
 
 

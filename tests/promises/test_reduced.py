@@ -1,10 +1,13 @@
 """Gradients that JAX has not summed over devices yet: the type `unreduced`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import WRAPS, exhaustive_but, plain_step
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, reshard
 
@@ -56,29 +59,41 @@ def make_params():
     return {"w": W, "v": 2 * np.eye(3, dtype=np.float32)}
 
 
-def train(mesh, loss_fn, optimizer=None, convert=lambda params: params, x=X):
-    """Takes three steps; returns the parameters, the state and the losses."""
+def make_train(mesh, loss_fn, optimizer, convert):
+    """Makes a function that takes three steps with a batch.
 
-    def step(carry, x):
-        params, state = carry
-        if optimizer is not None:
-            params, state, loss = optimizer.minimize(loss_fn, params, state, x)
-        else:
-            loss, grads = jax.value_and_grad(loss_fn)(params, x)
-            updates, state = INNER.update(grads, state, params)
-            params = optax.apply_updates(params, updates)
-        return (params, state), loss
+    It returns the parameters, the state and the losses.
+    """
 
     @jax.jit
     def steps(params, x):
-        params = convert(params)
-        carry = params, (optimizer or INNER).init(params)
-        return lax.scan(step, carry, jnp.stack([x, x, x]))
+        def step(carry, x):
+            params, state = carry
+            params, state, loss = optimizer.minimize(loss_fn, params, state, x)
+            return (params, state), loss
 
-    params = jax.device_put(make_params(), NamedSharding(mesh, P()))
-    x = jax.device_put(x, NamedSharding(mesh, P("batch")))
-    (params, state), losses = steps(params, x)
-    return params, state, losses
+        params = convert(params)
+        carry = params, optimizer.init(params)
+        (params, state), losses = lax.scan(step, carry, jnp.stack([x, x, x]))
+        return params, state, losses
+
+    def train(x=X):
+        params = jax.device_put(make_params(), NamedSharding(mesh, P()))
+        return steps(params, jax.device_put(x, NamedSharding(mesh, P("batch"))))
+
+    return train
+
+
+@functools.cache
+def expected():
+    """Returns the parameters and the losses of the inner optimizer on one device."""
+    step = jax.jit(plain_step(loss_fn, INNER))
+    params, losses = make_params(), []
+    state = INNER.init(params)
+    for _ in range(3):
+        params, state, loss = step(params, state, X)
+        losses.append(loss)
+    return params, np.array(losses)
 
 
 def assert_close(got, wanted, **options):
@@ -86,43 +101,42 @@ def assert_close(got, wanted, **options):
         np.testing.assert_allclose(*jax.device_get((x, y)), **options)
 
 
+@pytest.mark.parametrize("name", exhaustive_but(OPTIMIZERS, ["once"]))
+def test_the_loss_function_reduces(mesh, name):
+    def reducing(params, x):
+        return loss_fn(reduced(params), x)
+
+    train = make_train(mesh, reducing, OPTIMIZERS[name], lambda params: params)
+    params, _, losses = train()
+    assert_close((params, losses), expected(), rtol=1e-5, atol=1e-6)
+
+
+@needs_factors
 @pytest.mark.parametrize("name", OPTIMIZERS)
-class TestMinimize:
-    def test_the_loss_function_reduces(self, mesh, name):
-        wanted, _, losses = train(mesh, loss_fn)
-        params, _, got = train(
-            mesh, lambda params, x: loss_fn(reduced(params), x), OPTIMIZERS[name]
-        )
-        assert_close((params, got), (wanted, losses), rtol=1e-5, atol=1e-6)
-
-    @needs_factors
-    def test_the_caller_reduces(self, mesh, name):
-        wanted, _, losses = train(mesh, loss_fn)
-        params, state, got = train(mesh, loss_fn, OPTIMIZERS[name], convert=reduced)
-        assert_close((params, got), (wanted, losses), rtol=1e-5, atol=1e-6)
-        assert state.skipped_steps == 0
-        # The next step, too, sums as this one.
-        assert jax.typeof(params["w"]).sharding.spec.reduced == {"batch"}
-
-    @needs_factors
-    def test_an_overflow_on_one_device(self, mesh, name):
-        optimizer, bad = OPTIMIZERS[name], X.copy()
-        bad[5, 3] = np.inf
-        params, state, _ = train(mesh, loss_fn, optimizer, convert=reduced, x=bad)
-        assert_close(params, make_params(), rtol=0)
-        assert state.skipped_steps == 3
+def test_the_caller_reduces(mesh, name):
+    train = make_train(mesh, loss_fn, OPTIMIZERS[name], reduced)
+    params, state, losses = train()
+    assert_close((params, losses), expected(), rtol=1e-5, atol=1e-6)
+    assert state.skipped_steps == 0
+    # The next step, too, sums as this one.
+    assert jax.typeof(params["w"]).sharding.spec.reduced == {"batch"}
+    # An overflow on one device.
+    bad = X.copy()
+    bad[5, 3] = np.inf
+    params, state, _ = train(bad)
+    assert_close(params, make_params(), rtol=0)
+    assert state.skipped_steps == 3
 
 
 @needs_factors
 def test_retries_of_gradients_that_are_not_summed(mesh):
-    wanted, _, _ = train(mesh, loss_fn)
-    params, state, _ = train(mesh, half_loss_fn, OPTIMIZERS["retries"], convert=reduced)
+    params, state, _ = make_train(mesh, half_loss_fn, OPTIMIZERS["retries"], reduced)()
     assert (state.skipped_steps, int(state.retries) > 0) == (0, True)
-    assert_close(params, wanted, atol=0.02)
+    assert_close(params, expected()[0], atol=0.02)
 
 
 @needs_factors
-@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("wrap", exhaustive_but(WRAPS.values(), [jax.jit]), ids=WRAPS)
 def test_value_and_grad_returns_the_types_of_jax(mesh, wrap):
     optimizer = OPTIMIZERS["once"]
 

@@ -23,9 +23,9 @@ def test_is_60_lines_of_jax_and_optax():
 
 
 @pytest.mark.usefixtures("standard_dtype_promotion")
-@pytest.mark.parametrize("bounds", [(1.0, 16.0), (4.0, 2.0**126)])
-def test_scales_are_those_of_the_rule(bounds):
+def test_scales_are_those_of_the_rule():
     """Any run of inf, nan and finite gradients, up to both bounds."""
+    bounds = 2.0, 64.0
     choice = np.random.default_rng(0).choice
     gradients = choice([1.0, 0.5, INF, -INF, NAN], 300, p=[0.4, 0.4, 0.1, 0.05, 0.05])
     arguments = 8.0, 2
@@ -48,8 +48,7 @@ def test_scales_are_those_of_the_rule(bounds):
 
     (their_state, our_state), (updates, wanted, *scales) = run(jnp.float32(gradients))
     assert_same_bits(*scales)
-    assert scales[0].min() == bounds[0]
-    assert scales[0].max() >= 16
+    assert (scales[0].min(), scales[0].max()) == bounds
     np.testing.assert_allclose(updates, wanted, rtol=1e-5, atol=1e-7)
     skipped = np.sum(~np.isfinite(gradients))
     assert their_state.total_skipped == our_state.skipped_steps == skipped
