@@ -18,43 +18,34 @@ def map_leaves(f):
     return lambda tree, params=None: jax.tree.map(f, tree)
 
 
+def is_matrix(x):
+    return x.ndim == 2
+
+
 # What the required parameters of a factory are given, by name. `key` is given
 # wherever there is one: without it the factories that draw noise refuse.
-ARGUMENTS = {
-    "adv_optimizer": optax.sgd(0.01),
-    "base_optimizer": INNER,
-    "clipping": 0.1,
-    "decay": 0.9,
-    "eta": 0.01,
-    "f": map_leaves(jnp.negative),
-    "fast_optimizer": INNER,
-    "freeze_mask": map_leaves(lambda x: x.ndim == 2),
-    "gamma": 0.5,
-    "inner": INNER,
-    "key": 0,
-    "l2_norm_clip": 1.0,
-    "learning_rate": 0.1,
-    "mask": map_leaves(lambda x: x.ndim == 2),
-    "max_backtracking_steps": 5,
-    "max_consecutive_errors": 3,
-    "max_delta": 1.0,
-    "max_linesearch_steps": 5,
-    "max_norm": 1.0,
-    "measure": map_leaves(jnp.abs),
-    "measure_name": "magnitude",
-    "noise_multiplier": 0.1,
-    "optimizer": INNER,
-    "param_labels": map_leaves(lambda x: "matrix" if x.ndim == 2 else "vector"),
-    "seed": 0,
-    "should_transform_fn": lambda step: step % 2 == 0,
-    "slow_step_size": 0.5,
-    "step_size": 0.5,
-    "step_size_fn": lambda step: 1 / (1.0 + step),
-    "sync_period": 2,
-    "threshold": 1.0,
-    "transforms": {"matrix": INNER, "vector": optax.sgd(0.1)},
-    "tx": INNER,
-}
+VALUES = [
+    ("base_optimizer fast_optimizer inner optimizer tx", INNER),
+    ("adv_optimizer", optax.sgd(0.01)),
+    ("transforms", {"matrix": INNER, "vector": optax.sgd(0.1)}),
+    ("key seed", 0),
+    ("eta", 0.01),
+    ("clipping learning_rate noise_multiplier", 0.1),
+    ("gamma slow_step_size step_size", 0.5),
+    ("decay", 0.9),
+    ("l2_norm_clip max_delta max_norm threshold", 1.0),
+    ("sync_period", 2),
+    ("max_consecutive_errors", 3),
+    ("max_backtracking_steps max_linesearch_steps", 5),
+    ("measure_name", "magnitude"),
+    ("f", map_leaves(jnp.negative)),
+    ("measure", map_leaves(jnp.abs)),
+    ("freeze_mask mask", map_leaves(is_matrix)),
+    ("param_labels", map_leaves(lambda x: "matrix" if is_matrix(x) else "vector")),
+    ("should_transform_fn", lambda step: step % 2 == 0),
+    ("step_size_fn", lambda step: 1 / (1.0 + step)),
+]
+ARGUMENTS = {name: value for names, value in VALUES for name in names.split()}
 
 # Factories whose parameters' names say too little.
 BY_HAND = {
