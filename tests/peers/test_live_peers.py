@@ -1,4 +1,4 @@
-"""Flax, jmp and Optax next to ours: the same gradients, step by step."""
+"""Flax and Optax next to ours: the same gradients, step by step."""
 
 import inspect
 
@@ -59,50 +59,20 @@ def flax_step(carry, gradient):
     return (param, scaler), (param, scaler.scale, finite)
 
 
-def jmp_step(carry, gradient):
-    import jmp
-
-    param, scaler = carry
-    grad = jax.grad(lambda p: scaler.scale(loss_fn(p, gradient)))(param)
-    grad = scaler.unscale(grad)
-    finite = jmp.all_finite(grad)
-    param = jmp.select_tree(finite, param - LEARNING_RATE * grad, param)
-    scaler = scaler.adjust(finite)
-    return (param, scaler), (param, scaler.loss_scale, finite)
-
-
-def flax_scale(**arguments):
-    scale = DynamicScale(**arguments)
-    return scale.replace(fin_steps=jnp.int32(0), scale=jnp.float32(scale.scale))
-
-
-def jmp_scale(loss_scale, **arguments):
-    jmp = pytest.importorskip("jmp")
-    scale = jmp.DynamicLossScale(jnp.float32(loss_scale), **arguments)
-    return jax.tree.map(jnp.asarray, scale)
-
-
 FLAX = [
     {"scale": 8.0, "growth_interval": 1},
     {"scale": 2.0**26, "growth_interval": 0, "minimum_scale": 2.0**24},
     {"growth_interval": 2, "growth_factor": 8.0, "backoff_factor": 0.25},
     {"scale": 4.0, "growth_interval": 5, "minimum_scale": None},
 ]
-JMP = [
-    {"loss_scale": 8.0, "period": 2},
-    {"loss_scale": 2.0**26, "period": 1, "factor": 4},
-    {"loss_scale": 2.0**30, "period": 5},
-]
-CASES = [("flax", flax_scale, flax_step, x) for x in FLAX]
-CASES += [("jmp", jmp_scale, jmp_step, x) for x in JMP]
 
 
-@pytest.mark.parametrize("case", exhaustive_but(CASES, [CASES[0], CASES[4]]), ids=repr)
-def test_scales_and_parameters_are_theirs(case):
-    name, make, step, arguments = case
-    wanted = train(step, make(**arguments), random_gradients())
-    loss_scale = getattr(peers, name)(**arguments)
-    assert_same_bits(train_ours(loss_scale, random_gradients()), wanted)
+@pytest.mark.parametrize("arguments", exhaustive_but(FLAX, FLAX[:1]), ids=repr)
+def test_flax(arguments):
+    scaler = DynamicScale(**arguments)
+    typed = scaler.replace(fin_steps=jnp.int32(0), scale=jnp.float32(scaler.scale))
+    wanted = train(flax_step, typed, random_gradients())
+    assert_same_bits(train_ours(peers.flax(**arguments), random_gradients()), wanted)
     # The gradients have put the scale to the test.
     _, scale, applied = map(np.array, wanted)
     assert 0.02 < np.mean(~applied) < 0.9

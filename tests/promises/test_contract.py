@@ -62,38 +62,45 @@ def with_minus_zeros(params):
     return jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(-0.0), params)
 
 
+def in_float32(tree):
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
 def arguments(name, params, target, **changed):
-    """Returns gradients and extra arguments."""
+    """Returns gradients and extra arguments, in float32."""
+    params, target = in_float32((params, target))
     grads = gradients(name, params, target)
     return grads, extra_args(name, params, target, grads) | changed
 
 
-def step(name, optimizer, params, state, target):
+def step(name, optimizer, params, state, target, **changed):
     """Takes a step with `update` and `optax.apply_updates`."""
-    grads, options = arguments(name, params, target)
+    grads, options = arguments(name, params, target, **changed)
     updates, state = optimizer.update(grads, state, params, **options)
     with jax.numpy_dtype_promotion("standard"):
         return optax.apply_updates(params, updates), state, updates
 
 
-def both_steps(name, optimizer, params, state, target, **changed):
-    """Takes a step with `update`, and asserts that `apply_gradients` takes the same."""
+def step_in_one(name, optimizer, params, state, target, **changed):
+    """Takes a step with `apply_gradients`."""
     grads, options = arguments(name, params, target, **changed)
-    updates, after = optimizer.update(grads, state, params, **options)
-    with jax.numpy_dtype_promotion("standard"):
-        moved = optax.apply_updates(params, updates)
-    in_one = optimizer.apply_gradients(grads, params, state, **options)
-    assert_same_bits(in_one, (moved, after))
-    assert signature(after) == signature(state)
-    return moved, after, updates
+    return optimizer.apply_gradients(grads, params, state, **options)
+
+
+def both_steps(name, optimizer, params, state, *args, **changed):
+    """Takes the step of `update`, and asserts that `apply_gradients` takes the same."""
+    *carry, updates = step(name, optimizer, params, state, *args, **changed)
+    in_one = step_in_one(name, optimizer, params, state, *args, **changed)
+    assert_same_bits(in_one, tuple(carry))
+    assert signature(carry[1]) == signature(state)
+    return *carry, updates
 
 
 def minimize(name, optimizer, params, state, target):
     """Takes a step with `minimize`, or with `apply_gradients` where it cannot."""
     if name not in NOT_FOR_MINIMIZE:
         return optimizer.minimize(loss_fn, params, state, target)[:2]
-    grads, options = arguments(name, params, target)
-    return optimizer.apply_gradients(grads, params, state, **options)
+    return step_in_one(name, optimizer, params, state, target)
 
 
 def inner_part(params, state):
@@ -123,12 +130,13 @@ def make_compiled(name):
 
 
 @functools.cache
-def inner_steps(name):
-    """Returns what three steps of the inner optimizer give: the truth."""
-    inner, params = make_compiled(name), make_params(name)
-    state, steps = inner.init(params), []
-    for target in make_targets(name):
-        params, state, updates = step(name, inner, params, state, target)
+def inner_steps(name, dtype="float32"):
+    """Returns what three steps of the inner optimizer in float32 give: the truth."""
+    inner, params = make_compiled(name), make_params(name, dtype)
+    state, steps = inner.init(in_float32(params)), []
+    for target in make_targets(name, dtype):
+        moved, state, updates = step(name, inner, in_float32(params), state, target)
+        params = jax.tree.map(lambda x: x.astype(dtype), moved)
         steps.append((params, state, updates))
     return steps
 
@@ -138,12 +146,15 @@ def test_finds_the_optimizers():
     assert TYPICAL | {"contrib.muon", "contrib.prodigy"} <= set(NAMES)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 @every_optimizer
-def test_finite_steps_are_those_of_the_inner_optimizer(name):
-    optimizer, params = LossScaleOptimizer(make_compiled(name)), make_params(name)
+def test_finite_steps_are_those_of_the_inner_optimizer(name, dtype):
+    optimizer = LossScaleOptimizer(make_compiled(name))
+    params = make_params(name, dtype)
     state = optimizer.init(params)
     assert signature(jax.eval_shape(optimizer.init, params)) == signature(state)
-    for target, expected in zip(make_targets(name), inner_steps(name), strict=True):
+    steps = zip(make_targets(name, dtype), inner_steps(name, dtype), strict=True)
+    for target, expected in steps:
         params, state, updates = both_steps(name, optimizer, params, state, target)
         assert_same_bits((params, state.inner_state, updates), expected)
         assert state.last_step_applied
@@ -216,31 +227,6 @@ def test_jitted_steps(name):
     resumed = run((params, skipped[1]), target)
     assert_same_bits(inner_part(*resumed), inner_part(*expected))
     assert traces == 1
-
-
-def in_float32(tree):
-    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-
-
-@every_optimizer
-def test_half_precision_parameters_take_the_steps_of_float32(name):
-    inner, params = make_compiled(name), make_params(name, "float16")
-    optimizer = LossScaleOptimizer(inner)
-    expected, inner_state = params, inner.init(in_float32(params))
-    state = optimizer.init(params)
-    initial = signature(state)
-    for target in in_float32(make_targets(name, "float16")):
-        wide = in_float32(expected)
-        grads, options = arguments(name, wide, target)
-        updates, inner_state = inner.update(grads, inner_state, wide, **options)
-        moved = jax.tree.map(jnp.add, wide, updates)
-        expected = jax.tree.map(lambda x: x.astype("float16"), moved)
-        # What `update` returns, added in float32, is what `apply_gradients` makes.
-        assert_same_bits(optimizer.update(grads, state, params, **options)[0], updates)
-        params, state = optimizer.apply_gradients(grads, params, state, **options)
-        assert_same_bits((params, state.inner_state), (expected, inner_state))
-        assert signature(state) == initial
-    assert state.last_step_applied
 
 
 @every_optimizer

@@ -386,15 +386,7 @@ class TestLocalLoss:
 
     x = np.arange(8, dtype=np.float32)
 
-    def step(
-        self,
-        loss_fn,
-        spec=WHOLE,
-        transform=jax.value_and_grad,
-        *,
-        in_one_call=True,
-        **options,
-    ):
+    def step(self, loss_fn, spec=WHOLE, transform=jax.value_and_grad, **options):
         """Makes a step from ones to new parameters, and the arguments to call it with.
 
         What it warns of is an error, unless it is expected.
@@ -402,23 +394,14 @@ class TestLocalLoss:
         optimizer = LossScaleOptimizer(optax.sgd(1.0), **options)
 
         def step(params, x):
-            state = optimizer.init(params)
-            if in_one_call:
-                call = functools.partial(optimizer.minimize, transform=transform)
-                return call(loss_fn, params, state, x)[0]
-            grad_fn = optimizer.value_and_grad(loss_fn, state, transform=transform)
-            _, grads = grad_fn(params, x)
-            return optimizer.apply_gradients(grads, params, state)[0]
+            minimize = functools.partial(optimizer.minimize, transform=transform)
+            return minimize(loss_fn, params, optimizer.init(params), x)[0]
 
         specs = {"in_specs": (spec, PARTS), "out_specs": spec}
         step = jax.jit(jax.shard_map(step, mesh=make_mesh(), **specs))
         return step, jax.tree.map(lambda _: np.ones(8, np.float32), spec), self.x
 
-    @pytest.mark.parametrize(
-        "options",
-        [{}, {"axis_name": "batch", "retries": 2}, {"in_one_call": False}],
-        ids=str,
-    )
+    @pytest.mark.parametrize("options", [{}, {"axis_name": "batch", "retries": 2}])
     def test_of_shared_parameters_warns(self, options):
         axes = r"\('batch',\)"
         warning = rf"differs along {axes}.*In loss_fn write .*pmean\(loss, {axes}\)"

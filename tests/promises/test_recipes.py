@@ -101,19 +101,27 @@ def check_flax_linen(page):
     assert train_step._cache_size() == 1
 
 
+def of_nnx(train_step, *kinds):
+    """Returns the step and the reading of a model with a trainer."""
+    from flax import nnx
+
+    def step(model, trainer, *batch):
+        train_step(model, trainer, *batch)
+        return model, trainer
+
+    def read(model, trainer):
+        params = nnx.to_pure_dict(nnx.state(model, nnx.Any(*kinds)))
+        return params, trainer.opt_state
+
+    return step, read
+
+
 def check_flax_nnx(page):
     from flax import nnx
 
     images, labels = page["images"], page["labels"]
 
-    def read(model, trainer):
-        state = nnx.state(model, nnx.Any(nnx.Param, nnx.BatchStat))
-        return nnx.to_pure_dict(state), trainer.opt_state
-
-    def step(model, trainer, *batch):
-        page["train_step"](model, trainer, *batch)
-        return model, trainer
-
+    step, read = of_nnx(page["train_step"], nnx.Param, nnx.BatchStat)
     for prefix, count in (("", 4), ("norm_", 8)):
         state = page[f"{prefix}model"], page[f"{prefix}trainer"]
         assert len(jax.tree.leaves(read(*state)[0])) == count
@@ -428,16 +436,9 @@ def check_lora(page):
 
     from flax import nnx
 
-    def nnx_step(model, trainer, *batch):
-        page["nnx_step"](model, trainer, *batch)
-        return model, trainer
-
-    def read(model, trainer):
-        params = nnx.to_pure_dict(nnx.state(model, nnx.LoRAParam))
-        return params, trainer.opt_state
-
+    step, read = of_nnx(page["nnx_step"], nnx.LoRAParam)
     model, trainer = page["model"], page["trainer"]
-    check_training(page, page["nnx_losses"], nnx_step, model, trainer, read=read)
+    check_training(page, page["nnx_losses"], step, model, trainer, read=read)
     frozen, start = (
         nnx.state(x, nnx.Not(nnx.LoRAParam))
         for x in (model, page["Model"](nnx.Rngs(0)))
