@@ -287,8 +287,8 @@ def test_sharded_jit_adds_one_scalar_reduction(kind):
         ours = collectives(scaled, params, jax.jit(optimizer.init)(params), x)
     assert len(theirs) > 0
     assert len(ours) == len(theirs) + 1
-    gathers = [sum("all-gather" in line for line in x) for x in (theirs, ours)]
-    assert gathers[0] == gathers[1]
+    gathers, more = (sum("all-gather" in line for line in x) for x in (theirs, ours))
+    assert gathers == more
     scalar = re.compile(r"= \(?(f32\[\](, )?)+\)? all-reduce")
     assert sum(bool(scalar.search(line)) for line in ours) == 1
 
