@@ -13,11 +13,7 @@ import numpy as np
 import optax
 import pytest
 from distributed import mean_over_devices
-from helpers import (
-    exhaustive_but,
-    plain_step,
-    scaled_step,
-)
+from helpers import exhaustive_but, plain_step, scaled_step
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from pages import page_blocks
 from runs import finish_all, free_port, start
@@ -187,9 +183,8 @@ class TestRetries:
 def test_an_inf_in_one_slice_of_the_parameters_skips_all(check_vma):
     """Each device holds a slice of parameters, gradients and inner state."""
     optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9), axis_name=("data", "model"))
-    plain = LossScaleOptimizer(optax.sgd(0.5, 0.9))
-    params = wanted = np.arange(8 * 6, dtype=np.float32).reshape(8, 6) / 10
-    state = wanted_state = optimizer.init(params)
+    start = params = np.arange(8 * 6, dtype=np.float32).reshape(8, 6) / 10
+    state = optimizer.init(params)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     specs = jax.tree.map(lambda x: P("model") if x.ndim else P(), state)
     slices = P("model")
@@ -206,15 +201,14 @@ def test_an_inf_in_one_slice_of_the_parameters_skips_all(check_vma):
         updates, _ = optimizer.update(grads, state, params)
         return *optimizer.apply_gradients(grads, params, state), updates
 
-    plain_step = jax.jit(plain.apply_gradients)
-    for bad in (None, (7, 5), (0, 0), None):
-        grads = np.ones_like(wanted)
+    # Two steps of 0.5 with momentum: 1 and 1.9 times the gradient.
+    for bad, moved in ((None, 0.5), ((7, 5), 0.5), ((0, 0), 0.5), (None, 1.45)):
+        grads = np.ones_like(start)
         if bad is not None:
             grads[bad] = np.inf
         old, (params, state, updates) = params, step(params, state, grads)
-        wanted, wanted_state = plain_step(grads, wanted, wanted_state)
-        np.testing.assert_allclose(params, wanted, rtol=1e-6)
-        np.testing.assert_allclose(np.add(old, updates), wanted, rtol=1e-6)
+        np.testing.assert_allclose(params, start - moved, atol=1e-6)
+        np.testing.assert_array_equal(np.add(old, updates), params)
     assert state.skipped_steps == 2
     assert optimizer.current_loss_scale(state) == 2**13
     assert state.inner_state[0].trace.sharding.spec[0] == "model"
@@ -267,12 +261,10 @@ def collectives(step, *shapes):
 @pytest.mark.parametrize("kind", exhaustive_but(KINDS, KINDS[:1]), ids=str)
 def test_sharded_jit_adds_one_scalar_reduction(kind):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
-    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
-    params = {
-        "w1": put(jnp.ones((64, 64), jnp.float32), None, "model"),
-        "w2": put(jnp.ones((64, 64), jnp.float32), "model", None),
-    }
-    x = put(jnp.ones((16, 64), jnp.float32), "data", None)
+    ones = {"w1": np.ones((64, 64), np.float32), "w2": np.ones((64, 64), np.float32)}
+    specs = {"w1": P(None, "model"), "w2": P("model", None)}, P("data", None)
+    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    params, x = jax.device_put((ones, np.ones((16, 64), np.float32)), places)
 
     def loss_fn(params, x):
         hidden = jnp.tanh(x @ params["w1"])

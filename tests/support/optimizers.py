@@ -57,7 +57,7 @@ BY_HAND = {
 }
 
 EXCLUDED = {
-    "monitor": "its own state gains entries at the first update: no loop can carry it",
+    "monitor": "its own state gains entries at the first update: no loop can carry it"
 }
 
 PARAMS = {"w": np.linspace(-1, 2, 12).reshape(4, 3), "b": np.array([-0.0, 1.0, -2.0])}
