@@ -171,7 +171,7 @@ class TestRetries:
             size = jnp.float16(4) ** jax.lax.axis_index("i").astype(jnp.float16)
             return (w.astype(jnp.float16) * size).astype(jnp.float32)
 
-        @jax.jit
+        # Without `jit`, where the members are tracers all the same.
         @functools.partial(jax.vmap, axis_name="i")
         def step(w):
             return optimizer.minimize(loss_fn, w, optimizer.init(w))[1].retries
