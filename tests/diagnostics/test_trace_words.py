@@ -1,7 +1,6 @@
 """What the findings of `trace_numerics` say."""
 
 import re
-import runpy
 
 import jax
 import jax.numpy as jnp
@@ -46,21 +45,6 @@ def test_the_spacing_of_a_running_sum():
 
     text = said(loss_fn, jnp.full(3000, 1.01))
     assert "spacing of 2^1 at 2^11" in text
-
-
-def test_a_line_in_a_library(tmp_path):
-    file = tmp_path / "site-packages" / "rlax" / "_src" / "vtrace.py"
-    file.parent.mkdir(parents=True)
-    file.write_text("import jax.numpy as jnp\ndef f(x): return jnp.square(x) * 3")
-    f = runpy.run_path(str(file))["f"]
-
-    def loss_fn(w):
-        return total(f(half(w)))  # library
-
-    text = said(loss_fn, TWO * 300)
-    line = line_of("library", __file__)
-    assert text.count("rlax/_src/vtrace.py:2, in f") == 1
-    assert f"compute the call at diagnostics/test_trace_words.py:{line}" in text
 
 
 def test_a_safe_norm():

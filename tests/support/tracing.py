@@ -3,6 +3,7 @@
 import copy
 import functools
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._jaxprs.primitives import Kind, kind_of
+from optax_lossscale.diagnostics._trace import program
 from optax_lossscale.diagnostics._trace.program import Program, make_call
 from optax_lossscale.diagnostics._trace.verdict import Search, closeness, find_all
 
@@ -84,13 +86,25 @@ class Traced:
 
     def search(self, *args, scale=1.0):
         self._program._compiled  # noqa: B018 # All copies share it.
-        program = copy.copy(self._program)
-        _, program._arrays, *_ = self._call(lambda: None, args)
-        run = functools.cache(program._run)
-        return Search(run, closeness(program.dtype), scale)
+        found = copy.copy(self._program)
+        _, found._arrays, *_ = self._call(lambda: None, args)
+        run = functools.cache(found._run)
+        return Search(run, closeness(found.dtype), scale)
 
     def __call__(self, *args, scale=1.0):
         return find_all(self.search(*args, scale=scale))
+
+
+def sites_of(loss_fn, params, *args):
+    """Returns the operations that a trace follows, without compiling it."""
+
+    def follow(function, arguments):
+        return jax.eval_shape(function, *arguments)
+
+    call = make_call("trace_numerics", loss_fn, params, args, {}, False)
+    with mock.patch.object(program, "compile_function", follow):
+        _, outline = Program(call, "float16")._compiled
+    return [x for x in outline.sites.values() if x.primitive and not x.is_decision]
 
 
 def assert_found(trace, mark, phase="forward", **expected):
