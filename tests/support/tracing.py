@@ -95,15 +95,20 @@ class Traced:
         return find_all(self.search(*args, scale=scale))
 
 
-def sites_of(loss_fn, params, *args):
+def program_of(loss_fn, params, *args):
+    """Returns the program of a trace, which is not compiled yet."""
+    call = make_call("trace_numerics", loss_fn, params, args, {}, False)
+    return Program(call, "float16")
+
+
+def sites_of(loss_fn, *args):
     """Returns the operations that a trace follows, without compiling it."""
 
     def follow(function, arguments):
         return jax.eval_shape(function, *arguments)
 
-    call = make_call("trace_numerics", loss_fn, params, args, {}, False)
     with mock.patch.object(program, "compile_function", follow):
-        _, outline = Program(call, "float16")._compiled
+        _, outline = program_of(loss_fn, *args)._compiled
     return [x for x in outline.sites.values() if x.primitive and not x.is_decision]
 
 
