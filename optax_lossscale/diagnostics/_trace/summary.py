@@ -26,8 +26,9 @@ BEGINS, BAD = (
 # The smallest magnitude is kept as the difference from this, so it is a maximum, too.
 HIGHEST = np.iinfo(np.int32).max
 # A group has at most GROUPED numbers, to save memory. Small arrays are repeated up to
-# ROW numbers, if that is a multiple of their size.
-ROW, GROUPED = 2**12, 2**20
+# ROW numbers, if that is a multiple of their size. More numbers compile no faster, and
+# each iteration of a loop counts them all.
+ROW, GROUPED = 2**8, 2**20
 # The squares of frequencies, of which none is a multiple of another.
 WAVES = (1, 2, 3, 5)
 NOTHING = np.zeros(len(FIELDS), np.int32)
