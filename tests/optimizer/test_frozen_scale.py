@@ -78,17 +78,17 @@ class TestWarning:
 
         for compiled in (jax.jit(call), jax.jit(step), jax.jit(steps)):
             with pytest.warns(UserWarning, match="inside the training step") as caught:
-                compiled(self.params)
+                compiled.trace(self.params)
             # It names a line of the user, not one of ours or of JAX.
             assert [warning.filename for warning in caught] == [__file__]
 
     def test_not_where_the_scale_is_that_of_the_state(self, make, optimizer):
         params, state = self.params, optimizer.init(self.params)
-        jax.jit(lambda params, state: make(optimizer, state)(params))(params, state)
+        jax.jit(lambda x, s: make(optimizer, s)(x)).trace(params, state)
         # Made there, fixed, or not compiled.
-        jax.jit(lambda p: make(optimizer, optimizer.init(p))(p))(params)
+        jax.jit(lambda p: make(optimizer, optimizer.init(p))(p)).trace(params)
         fixed = LossScaleOptimizer(optax.sgd(1e-3), FixedLossScale(8.0, True))
-        jax.jit(make(fixed, fixed.init(params)))(params)
+        jax.jit(make(fixed, fixed.init(params))).trace(params)
         make(optimizer, state)(params)
         jax.vmap(make(optimizer, state))(params[None])
 
@@ -101,7 +101,7 @@ class TestWarning:
 
         lax.scan(carried, state, batch)
         lax.map(make(optimizer, state), batch)
-        jax.jit(lambda state: lax.scan(carried, state, batch))(state)
+        jax.jit(lambda state: lax.scan(carried, state, batch)).trace(state)
 
 
 def test_reading_a_scale_under_jit_is_no_reason_to_warn(optimizer):

@@ -99,7 +99,7 @@ def scan_updates(scale, grads):
 
 def replay(scale, run):
     """Runs a scale over finite and non-finite steps in one jitted scan."""
-    return scan_updates(scale, jnp.where(jnp.array(run, bool), 1.0, jnp.inf))
+    return scan_updates(scale, np.where(run, np.float32(1), np.float32(INF)))
 
 
 def to_numpy(x):
