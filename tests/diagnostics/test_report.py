@@ -1,5 +1,7 @@
 """The verdict on a state: what it finds, what it advises, and when it raises."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,27 +31,37 @@ SKIPPING = FixedLossScale(8.0, skip_nonfinite=True)
 MISTAKE = "value_and_grad and get_scaled_loss are called inside the step"
 
 
-def run(*steps, loss_scale="dynamic", inner=None, check_loss=None, **options):
+@functools.cache
+def trainer(loss_scale, **options):
+    """Returns an optimizer, and a function of gradients, losses and vetoes."""
+    optimizer = LossScaleOptimizer(optax.sgd(0.5), loss_scale, **options)
+
+    @jax.jit
+    def train(state, columns, count):
+        def step(i, state):
+            grad, loss, veto = (x[i] for x in columns)
+            grads = jax.tree.map(lambda x: jnp.full_like(x, grad), PARAMS)
+            extra = {"value": loss} if options["check_loss"] else {}
+            return optimizer.update(grads, state, PARAMS, skip_if=veto, **extra)[1]
+
+        return jax.lax.fori_loop(0, count, step, state)
+
+    return optimizer, train
+
+
+def run(*steps, loss_scale="dynamic", check_loss=None, **options):
     """Returns the state after steps."""
     if check_loss is None:
         check_loss = any(isinstance(step, tuple) for step in steps)
-    inner = optax.sgd(0.5) if inner is None else inner
-    optimizer = LossScaleOptimizer(inner, loss_scale, check_loss=check_loss, **options)
-    steps = [step if isinstance(step, tuple) else (step,) for step in steps]
-    columns = zip(
-        *(step + (1.0, False)[len(step) - 1 :] for step in steps), strict=True
-    )
-
-    def step(state, columns):
-        grad, loss, veto = columns
-        grads = jax.tree.map(lambda x: jnp.full_like(x, grad), PARAMS)
-        extra = {"value": loss} if check_loss else {}
-        return optimizer.update(grads, state, PARAMS, skip_if=veto, **extra)[1], None
-
+    optimizer, train = trainer(loss_scale, check_loss=check_loss, **options)
     state = optimizer.init(PARAMS)
-    if steps:
-        state, _ = jax.lax.scan(step, state, tuple(map(jnp.array, columns)))
-    return state
+    if not steps:
+        return state
+    steps = [step if isinstance(step, tuple) else (step,) for step in steps]
+    steps = [step + (1.0, False)[len(step) - 1 :] for step in steps]
+    # Of few lengths: few programs.
+    grads, losses, vetoes = np.resize(np.float32(steps), (max(8, len(steps)), 3)).T
+    return train(state, (grads, losses, vetoes > 0), len(steps))
 
 
 def retry(*factors, **options):
