@@ -23,7 +23,6 @@ PARAMS = {"b": np.zeros(2, np.float32), "w": np.ones(3, np.float32)}
 # A step is a gradient, perhaps with a loss, and perhaps with a veto.
 LOST, OVERFLOW = (NAN, NAN), (INF, 1.0)
 VETOED, VETOED_OVERFLOW = (1.0, 1.0, True), (INF, 1.0, True)
-COUNTING = optax.sgd(optax.constant_schedule(0.5))
 NOTHING = """
 What to do: nothing, as far as the state tells. If the loss does not fall, run
 diagnostics.trace_numerics(loss_fn, params, batch, state=state)."""
