@@ -1,7 +1,14 @@
 """Which outputs of a notebook CI compares with the stored ones."""
 
+# Where a training in float16 fails depends on the processor, which rounds sums in another
+# order: of such a notebook the words are compared, and its cells assert the rest.
+WORDS_ALONE = ("debugging_float16.ipynb",)
+
 
 def pytest_collectstart(collector):
-    """Leaves out how far a long computation is."""
+    """Leaves out how far a long computation is, and numbers that differ."""
     if hasattr(collector, "skip_compare"):
         collector.skip_compare += ("stderr",)
+        if collector.path.name in WORDS_ALONE:
+            collector.sanitize_patterns[r"\b(\d+(\.\d+)?|inf|nan)\b"] = "0"
+            collector.sanitize_patterns[r"\s+"] = " "
