@@ -1,7 +1,7 @@
 """Which outputs of a notebook CI compares with the stored ones."""
 
-# Where a training in float16 fails depends on the processor, which rounds sums in another
-# order: of such a notebook the words are compared, and its cells assert the rest.
+# Processors add in different orders, so a training in float16 fails at another step on
+# each. Of such a notebook the words are compared, and its cells assert the rest.
 WORDS_ALONE = ("debugging_float16.ipynb",)
 
 
