@@ -32,7 +32,7 @@ MISTAKE = "value_and_grad and get_scaled_loss are called inside the step"
 
 @functools.cache
 def trainer(loss_scale, **options):
-    """Returns an optimizer, and a function of gradients, losses and vetoes."""
+    """Returns an optimizer, and a function that takes its state through steps."""
     optimizer = LossScaleOptimizer(optax.sgd(0.5), loss_scale, **options)
 
     @jax.jit
@@ -58,7 +58,7 @@ def run(*steps, loss_scale="dynamic", check_loss=None, **options):
         return state
     steps = [step if isinstance(step, tuple) else (step,) for step in steps]
     steps = [step + (1.0, False)[len(step) - 1 :] for step in steps]
-    # Of few lengths: few programs.
+    # The first steps alone run. Of few lengths: few programs.
     grads, losses, vetoes = np.resize(np.float32(steps), (max(8, len(steps)), 3)).T
     return train(state, (grads, losses, vetoes > 0), len(steps))
 
