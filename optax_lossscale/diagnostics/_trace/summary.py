@@ -25,10 +25,10 @@ BEGINS, BAD = (
 )
 # The smallest magnitude is kept as the difference from this, so it is a maximum, too.
 HIGHEST = np.iinfo(np.int32).max
-# A group has at most GROUPED numbers, to save memory. Small arrays are repeated up to
-# ROW numbers, if that is a multiple of their size. More numbers compile no faster, and
-# each iteration of a loop counts them all.
-ROW, GROUPED = 2**8, 2**20
+# A group has at most GROUPED numbers, to save memory, and MEMBERS arrays: more of them
+# compile slowly. Small arrays are repeated up to ROW numbers, if that is a multiple of
+# their size. More numbers compile no faster, and each iteration of a loop counts them.
+ROW, GROUPED, MEMBERS = 2**8, 2**20, 2**8
 # The squares of frequencies, of which none is a multiple of another.
 WAVES = (1, 2, 3, 5)
 NOTHING = np.zeros(len(FIELDS), np.int32)
@@ -87,7 +87,7 @@ class Recorder:
         size = ROW if size < ROW and ROW % size == 0 else size
         group = self._groups.setdefault((edge, has_twin, size), [])
         group.append((site, real, wide))
-        if (len(group) + 1) * size > GROUPED:
+        if (len(group) + 1) * size > GROUPED or len(group) == MEMBERS:
             self._reduce_group((edge, has_twin, size))
 
     def extend(self, sites: Sequence[int], summaries: Any) -> None:
