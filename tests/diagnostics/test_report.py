@@ -31,16 +31,17 @@ MISTAKE = "value_and_grad and get_scaled_loss are called inside the step"
 
 
 @functools.cache
-def trainer(loss_scale, **options):
+def trainer(loss_scale, check_loss, **options):
     """Returns an optimizer, and a function that takes its state through steps."""
-    optimizer = LossScaleOptimizer(optax.sgd(0.5), loss_scale, **options)
+    inner = optax.sgd(0.5)
+    optimizer = LossScaleOptimizer(inner, loss_scale, check_loss=check_loss, **options)
 
     @jax.jit
     def train(state, columns, count):
         def step(i, state):
             grad, loss, veto = (x[i] for x in columns)
             grads = jax.tree.map(lambda x: jnp.full_like(x, grad), PARAMS)
-            extra = {"value": loss} if options["check_loss"] else {}
+            extra = {"value": loss} if check_loss else {}
             return optimizer.update(grads, state, PARAMS, skip_if=veto, **extra)[1]
 
         return jax.lax.fori_loop(0, count, step, state)
@@ -52,7 +53,7 @@ def run(*steps, loss_scale="dynamic", check_loss=None, **options):
     """Returns the state after steps."""
     if check_loss is None:
         check_loss = any(isinstance(step, tuple) for step in steps)
-    optimizer, train = trainer(loss_scale, check_loss=check_loss, **options)
+    optimizer, train = trainer(loss_scale, check_loss, **options)
     state = optimizer.init(PARAMS)
     if not steps:
         return state

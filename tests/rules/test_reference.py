@@ -2,10 +2,11 @@
 
 import hypothesis.strategies as st
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from helpers import exhaustive_but, scan_updates
+from helpers import scan_updates
 from hypothesis import given, settings
 
 from optax_lossscale import DynamicLossScale, HeadroomLossScale, TolerantLossScale
@@ -107,19 +108,16 @@ def step_by_step(rule, grads):
     return jax.tree.map(lambda *x: np.stack(x), *steps)
 
 
-@pytest.mark.parametrize("examples", exhaustive_but([4, 12], [4]))
-@pytest.mark.parametrize("run", [scan_updates, step_by_step])
 @pytest.mark.parametrize(("make", "configs", "check"), KINDS.values(), ids=KINDS)
-def test_is_the_reference(make, configs, check, run, examples):
-    @settings(max_examples=examples)
-    @given(configs, gradients)
-    def check_one(config, grads):
-        rule = make(**config)
-        states, should_apply = run(rule, np.float32(grads))
+@settings(max_examples=8)
+@given(st.data())
+def test_is_the_reference(make, configs, check, data):
+    config, grads = data.draw(configs), data.draw(gradients)
+    rule = make(**config)
+    low, high = map(np.float32, (config["min_scale"], config["max_scale"]))
+    for run in (scan_updates, step_by_step):
+        states, should_apply = run(rule, jnp.array(grads, jnp.float32))
         states = jax.tree.map(np.asarray, states)
         check(config, grads, states)
         assert should_apply.tolist() == np.isfinite(grads).tolist()
-        low, high = map(np.float32, (config["min_scale"], config["max_scale"]))
         assert np.all((low <= states.loss_scale) & (states.loss_scale <= high))
-
-    check_one()
