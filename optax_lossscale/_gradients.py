@@ -78,7 +78,7 @@ def scaled_grad(
     # eqx.filter_value_and_grad has no argnums: it uses the first argument.
     transform = functools.partial(transform, **{"argnums": argnums} if argnums else {})
 
-    def value_and_grad(scale, *args, **kwargs):
+    def value_and_grad(scale, /, *args, **kwargs):
         def loss_times_scale(*args, **kwargs):
             out = fun(*args, **kwargs)
             loss = loss_of(out, has_aux)
@@ -117,14 +117,46 @@ def check_averaging(axis_name: Hashable | None, transform: Callable[..., Any]) -
     with `check_vma=False`, and `jax.pmap` never does.
     """
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    names = set(names).intersection(jax.sharding.get_abstract_mesh().manual_axes)
-    adds_up = all(varying_axes(lax.axis_index(x)) for x in names)
+    adds_up = not untracked_axes().intersection(names)
     if adds_up or library_of(transform) not in AUTODIFF:
         return
     raise ValueError(
         "minimize cannot average gradients in jax.pmap or shard_map(check_vma=False). "
-        f"Call value_and_grad, jax.lax.pmean(grads, {axis_name!r}), apply_gradients."
+        f"Call value_and_grad, jax.lax.pmean(grads, {axis_name!r}), apply_gradients. "
+        "With retries, or if loss_fn reduces them, use jax.shard_map(check_vma=True)."
     )
+
+
+def untracked_axes() -> set[Any]:
+    """Returns the mapped axes of devices along which JAX tracks no variation.
+
+    Those of `jax.pmap` and of `jax.shard_map(check_vma=False)`.
+    """
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    return {x for x in axes if not varying_axes(lax.axis_index(x))}
+
+
+def warn_of_local_decision(
+    axis_name: Hashable | None,
+    transform: Callable[..., Any],
+    finite: jax.Array,
+    scale: jax.Array,
+) -> None:
+    """Warns if each device decides by itself what a shared model keeps.
+
+    Along an axis that `jax.pmap` was given no name for, devices share nothing; nor do
+    they where the scale varies.
+    """
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    local = untracked_axes() | (varying_axes(finite) - varying_axes(scale))
+    local = {x for x in local.difference(names) if not str(x).startswith("_internal")}
+    if local and library_of(transform) in AUTODIFF:
+        axes = tuple(sorted(local, key=str))
+        warn(
+            f"Devices of {axes} may average gradients, and each decides by its own "
+            "whether the model takes its variables back, such as batch statistics. "
+            f"Write LossScaleOptimizer(..., axis_name={axes}): they decide together."
+        )
 
 
 def _warn_of_local_loss(loss: Any, grads: Any, transform: Callable[..., Any]) -> None:

@@ -395,7 +395,13 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             keep_if = _modules.snapshot((args, kwargs))
             value, grads = unscaled(*args, **kwargs)
             if keep_if and self.loss_scale.skip_nonfinite:
-                keep_if(all_finite(grads, axis_name=self._options.axis_name))
+                axis_name = self._options.axis_name
+                finite = all_finite(grads, axis_name=axis_name)
+                if keep_if(finite):
+                    scale = self.current_loss_scale(state)
+                    _gradients.warn_of_local_decision(
+                        axis_name, transform, finite, scale
+                    )
             return value, grads
 
         return value_and_grad

@@ -58,7 +58,7 @@ def value_and_grad(
     def one_pass(scale):
         (args, kwargs), changes = modules.join(modules.tree)
         value, grads = scaled(scale, *args, **kwargs)
-        value, join_value = _tree.split_arrays((value, changes()), _tree.is_argument)
+        value, join_value = _tree.split_arrays((value, changes()), _is_traced)
         grads, join_grads = _tree.split_arrays(grads)
         joins[:] = join_value, join_grads
         return value, grads
@@ -73,10 +73,10 @@ def value_and_grad(
         results = jaxpr_as_fun(ClosedJaxpr(jaxpr, constants))(scale)
         # The check and the step read the same arrays, whatever XLA fuses.
         grads = map(lax.optimization_barrier, _tree.strongly_typed(results[n:]))
-        return results[:n], list(grads)
+        return list(map(jnp.asarray, results[:n])), list(grads)  # No literals.
 
     def unscaled(grads, scale):
-        return _gradients.unscale_by(_tree.settled(join_grads(grads)), scale)
+        return _gradients.unscale_by(join_grads(grads), scale)
 
     def judge(grads, old, scale, retries):
         looked = look(rule, unscaled(grads, scale), old, axis_name)
@@ -104,6 +104,7 @@ def value_and_grad(
     old = _tree.cast_like(_state.healed(rule, state.loss_scale_state), like)
     none_yet = lax.full_like(scale, 0, jnp.int32)
     first, again = judge(grads, old, scale, none_yet)
+    _check_axes(first.finite, scale, options)
     with jax.named_scope("retries"):  # The loop's name in a profile.
         last = none_yet, first, grads, again
         retries, looked, grads, _ = _repeat(attempt, last)
@@ -169,10 +170,25 @@ def _check_effects(jaxpr: Jaxpr, options: Options) -> None:
     }
     for effect in exchanged.intersection(jaxpr.effects):
         if effect.name not in (names if isinstance(names, tuple) else (names,)):
+            is_untracked = effect.name in _gradients.untracked_axes()
             raise ValueError(
                 f"With retries={retries}, axis_name must contain {effect.name!r}, got "
                 f"{names!r}: its devices retry together."
+                + is_untracked * " Use jax.shard_map(check_vma=True), too."
             )
+
+
+def _check_axes(finite: jax.Array, scale: jax.Array, options: Options) -> None:
+    """Raises if devices that share a scale would lower it alone."""
+    axes = _gradients.varying_axes(finite) - _gradients.varying_axes(scale)
+    if axes:
+        names = tuple(sorted(axes, key=str))
+        raise ValueError(
+            f"With retries={options.retries}, gradients differ along {names}, and the "
+            f"loss scale does not. Write axis_name={names}, so that devices retry "
+            "together, or give each device a state of its own, by "
+            f'jax.lax.pcast(state, {names}, to="varying").'
+        )
 
 
 def _pin(x: Any, scale: jax.Array) -> Any:
@@ -184,3 +200,8 @@ def _pin(x: Any, scale: jax.Array) -> Any:
     pinned, _ = lax.optimization_barrier((clone(x), scale))
     # In jax.shard_map it might vary over more devices then.
     return clone(pinned) if jax.typeof(pinned) == jax.typeof(x) else x
+
+
+def _is_traced(x: Any) -> bool:
+    """Whether `x` is computed in the pass; other results are constants."""
+    return isinstance(x, Tracer)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_lossscale._tree import inexact_leaves
 
@@ -30,20 +29,7 @@ def scale_up(x: Any, scale: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(x):
         # (inf + bi) * (s + 0i) would be nan: scale real and imaginary parts apart.
         return lax.complex(x.real * scale, x.imag * scale)
-    return x * _as_factor(scale, x)
-
-
-def _as_factor(scale: jax.Array, x: jax.Array) -> jax.Array:
-    """Gives the scale the type that JAX asks of a factor of `x`.
-
-    `x` may be a sum that is not summed over devices yet, of type `unreduced`. What
-    multiplies its parts must be `reduced`.
-    """
-    kind = jax.typeof(x).sharding
-    if not kind.spec.unreduced:
-        return scale
-    spec = PartitionSpec(reduced=kind.spec.unreduced)
-    return jax.sharding.reshard(scale, NamedSharding(kind.mesh, spec))
+    return x * scale
 
 
 @functools.partial(jax.jit, inline=True)

@@ -44,7 +44,7 @@ def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
     """Returns the state before the first step."""
     _warn_of_scale_among(params)
     inner_state = _tree.strongly_typed(
-        _inner.init(options.inner_optimizer, _tree.settled(params))
+        _inner.init(options.inner_optimizer, params)
     )
     if _state.nodes_of(_state.LossScaleOptimizerState, inner_state):
         raise TypeError(
@@ -96,8 +96,6 @@ def take_step(
             "grads must be a pytree like the parameters, got an iterator. Write "
             "apply_gradients(grads, params, state) for Keras's zip of the two."
         )
-    like = params
-    grads, params = _tree.settled((grads, params))
 
     # Look at the gradients.
     _state.check_state(state, rule, options.retries)
@@ -157,7 +155,7 @@ def take_step(
         state, applied, loss_is_finite, ~finite & at_minimum, is_vetoed
     )
     state = state._replace(inner_state=inner_state, loss_scale_state=new)
-    return _tree.reduced_like(result, like) if adds else result, state
+    return result, state
 
 
 class Look(NamedTuple):

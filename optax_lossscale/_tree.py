@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 
 def is_float0(leaf: Any) -> bool:
@@ -97,35 +96,7 @@ def map_named(function: Callable[[Any, Any], Any], name: str, tree: Any) -> Any:
 
 def inexact_leaves(tree: Any) -> list[jax.Array]:
     """Returns the floating-point and complex leaves of a tree, as arrays."""
-    return [settled(jnp.asarray(x)) for x in jax.tree.leaves(tree) if is_inexact(x)]
-
-
-def settled(tree: Any) -> Any:
-    """Sums over devices what JAX has not summed yet, on explicit mesh axes.
-
-    A parameter of type `reduced` has a gradient of type `unreduced`, of which each
-    device holds a part. JAX adds and multiplies few of either.
-    """
-
-    def leaf(x):
-        spec = jax.typeof(x).sharding.spec if is_array(x) else PartitionSpec()
-        if not (spec.reduced or spec.unreduced):
-            return x
-        mesh, axes = jax.typeof(x).sharding.mesh, getattr(spec, "partitions", spec)
-        return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*axes)))
-
-    return jax.tree.map(leaf, tree)
-
-
-def reduced_like(tree: Any, like: Any) -> Any:
-    """Gives the leaves of `tree` the type `reduced` where it was taken from `like`."""
-
-    def leaf(new, old):
-        if not is_array(old) or not jax.typeof(old).sharding.spec.reduced:
-            return new
-        return jax.sharding.reshard(new, jax.typeof(old).sharding)
-
-    return jax.tree.map(leaf, tree, like)
+    return [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
 
 
 def zero_update(like: Any) -> Any:

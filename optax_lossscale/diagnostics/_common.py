@@ -13,7 +13,7 @@ from jax.tree_util import keystr
 
 from optax_lossscale import _check as check
 from optax_lossscale._state import find_state
-from optax_lossscale._tree import is_array, is_inexact, settled, unbox
+from optax_lossscale._tree import is_array, is_inexact, unbox
 
 
 def scale_of(state: Any) -> jax.Array:
@@ -39,7 +39,7 @@ def named_leaves(tree: Any, name: str) -> dict[str, jax.Array]:
       name: The name of the tree, written before each path: `params['w']`.
     """
     pairs = ((path, x) for path, x in jax.tree.leaves_with_path(tree) if is_inexact(x))
-    return {name + keystr(path): settled(jnp.asarray(x)) for path, x in pairs}
+    return {name + keystr(path): jnp.asarray(x) for path, x in pairs}
 
 
 def on_auto_axes(function: Callable[[jax.Array], Any], x: jax.Array) -> Any:
