@@ -2,11 +2,13 @@
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale._scaling import at_least_float32
 from optax_lossscale._tree import is_array, is_inexact, is_key, strongly_typed
@@ -32,7 +34,7 @@ def taken_by(
     return {x.name: extra_args[x.name] for x in parameters if x.name in extra_args}
 
 
-def _explained(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _explained(method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Calls a method of the optimizer; adds to its errors what may have gone wrong."""
     try:
         return method(*args, **kwargs)
@@ -52,6 +54,33 @@ def init(inner: Any, params: Any) -> Any:
     overflow and squares of gradients underflow, even if the gradients are float32.
     """
     return _explained(inner.init, widen(without_constants(params)))
+
+
+def check_dtypes(inner: Any, state: Any, params: Any, grads: Any) -> None:
+    """Raises if a state, perhaps a restored one, is narrower than `init` makes it."""
+    leaves = jax.tree.leaves_with_path(state)
+    if all(_bits(x) >= 32 for _, x in leaves):
+        return
+    for tree in (params, grads):  # The state may belong to either.
+        made = jax.tree.leaves(jax.eval_shape(lambda tree=tree: init(inner, tree)))
+        if len(made) == len(leaves):
+            break
+    else:
+        return  # The step says what is wrong.
+    for (path, x), like in zip(leaves, made, strict=True):
+        if _bits(x) < min(_bits(like), 32):
+            raise TypeError(
+                f"state.inner_state{jax.tree_util.keystr(path)} must be {like.dtype}, "
+                f"as init makes it, got {x.dtype}, in which small moments are zero. "
+                "Restore it into the state of init, or begin a new state. To choose "
+                "half precision, pass its option to the optimizer, such as mu_dtype."
+            )
+
+
+def _bits(x: Any) -> float:
+    """Returns the width of floating-point numbers; of other leaves, inf."""
+    dtype = getattr(x, "dtype", np.dtype(int))
+    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else math.inf
 
 
 def update(

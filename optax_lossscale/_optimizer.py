@@ -71,8 +71,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         without an overflow runs the same kernels. `state.retries` counts the repeated
         passes. A step is skipped, as without retries, if all of them are
         used up, if its loss is not finite, or if the rule keeps the scale (at its
-        minimum, with hysteresis or tolerance). `update` and `apply_gradients` get no
-        loss function, and repeat nothing. JAX traces `loss_fn`, even outside `jax.jit`.
+        minimum, with hysteresis or tolerance). `value_and_grad`, `update` and
+        `apply_gradients` repeat nothing, and warn. JAX traces `loss_fn`, even outside `jax.jit`.
 
     Raises:
       ValueError: If `loss_scale` comes with `dynamic`, `initial_scale` or
@@ -253,7 +253,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           skip_if: A function that decides whether to skip the step, or a flag as in
             `update`. The function is called once, as `skip_if(out, grads)`, with the
             result of `loss_fn` and the unscaled gradients, and returns bool[].
-          **kwargs: Passed to `loss_fn`.
+          **kwargs: Passed to `loss_fn`. If it has a keyword `has_aux`, `transform` or
+            `skip_if` itself, bind that with `functools.partial`.
 
         Returns:
           The new parameters, the new state, and the result of `loss_fn`.
@@ -389,6 +390,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> print(f"{grads[0]:.2g}")
           1e-08
         """
+        self._options.warn_of_retries("value_and_grad")
         unscaled = self._unscaled_grad(fun, state, has_aux, transform, argnums)
 
         def value_and_grad(*args, **kwargs):
@@ -468,6 +470,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           TypeError: If `skip_if` is not a bool; with `check_loss`, if `value` is
             missing or not a real scalar.
         """
+        self._options.warn_of_retries("update")
         extra_args["skip_if"] = skip_if
         return _step.take_step(
             self._options, updates, params, state, extra_args, adds=False
@@ -503,6 +506,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           TypeError: If `skip_if` is not a bool; with `check_loss`, if `value` is
             missing or not a real scalar.
         """
+        self._options.warn_of_retries("apply_gradients")
         extra_args["skip_if"] = skip_if
         return _step.take_step(
             self._options, grads, params, state, extra_args, adds=True

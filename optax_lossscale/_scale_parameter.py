@@ -324,6 +324,7 @@ def scale_as_parameter(
         )
     check.string("name", name)
     options = optimizer._options
+    options.warn_of_retries("scale_as_parameter")
 
     def init(params: optax.Params) -> Any:
         if jax.tree.leaves(params):  # optax.tree.map_params has a placeholder.

@@ -34,6 +34,15 @@ class Options(NamedTuple):
                 f"axis_name must be a name or a tuple of names, got {self.axis_name!r}."
             ) from None
 
+    def warn_of_retries(self, caller: str) -> None:
+        """Warns that a call other than `minimize` repeats nothing."""
+        if self.retries:
+            warn(
+                f"{caller} repeats no pass, although retries={self.retries}: write "
+                "params, state, loss = optimizer.minimize(loss_fn, params, state, "
+                "*batch), or an optimizer without retries."
+            )
+
     @property
     def skips(self) -> bool:
         """Whether a step may be skipped because of its gradients or its loss."""
@@ -99,6 +108,7 @@ def take_step(
 
     # Look at the gradients.
     _state.check_state(state, rule, options.retries)
+    _inner.check_dtypes(options.inner_optimizer, state.inner_state, params, grads)
     _warn_of_scale_among(params)
     skips = options.skips or skip_if is not None or looked is not None
     if looked is None:

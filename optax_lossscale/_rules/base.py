@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from optax_lossscale import _check as check
 from optax_lossscale._scaling import all_finite, largest_magnitude
@@ -112,9 +113,19 @@ class LossScale(abc.ABC):
 
         Returns:
           f32[], the number that multiplies the loss: at least `min_scale` and at most
-          `max_scale`, or 2**-126 and 2**126 without these. nan becomes the minimum.
+          `max_scale`, or 2**-126 and 2**126 without these. In place of inf or nan it
+          is the first scale, `initial_scale`.
         """
-        return _clip(jnp.asarray(unbox(state.loss_scale), jnp.float32), *self._bounds)
+        scale = jnp.asarray(unbox(state.loss_scale), jnp.float32)
+        return _restored(scale, self._first_scale, *self._bounds)
+
+    @property
+    def _first_scale(self) -> float:
+        first = getattr(self, "initial_scale", None)
+        if first is None:
+            with jax.ensure_compile_time_eval():
+                first = unbox(self.init().loss_scale)
+        return float(first)
 
     @property
     def _bounds(self) -> tuple[float, float]:
@@ -216,7 +227,8 @@ class AdaptiveLossScale(LossScale):
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def _advance_within_bounds(self, state, finite, largest):
         new = self._advance(self(state), state, finite, largest)
-        return new._replace(loss_scale=self(new))
+        low, high = self._bounds  # A large growth_factor leads to inf.
+        return new._replace(loss_scale=lax.clamp(low, new.loss_scale, high))
 
 
 def restored_count(count: Any, greatest: int = 2**31 - 1) -> jax.Array:
@@ -226,9 +238,9 @@ def restored_count(count: Any, greatest: int = 2**31 - 1) -> jax.Array:
 
 
 # Compiled for the same reason.
-@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
-def _clip(scale: jax.Array, low: float, high: float) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(1, 2, 3), inline=True)
+def _restored(scale: jax.Array, first: float, low: float, high: float) -> jax.Array:
     if low == high:  # A fixed scale is a constant.
         return jnp.full_like(scale, low)
-    # nan is not at least `low`.
-    return jnp.where(scale >= low, jnp.minimum(scale, high), low)
+    first = min(max(first, low), high)
+    return jnp.where(jnp.isfinite(scale), lax.clamp(low, scale, high), first)

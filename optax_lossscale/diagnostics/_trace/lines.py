@@ -140,7 +140,8 @@ def float32_lines(
       tolerance: How far the loss and the gradients may be from float32, relative to the
         loss, and to the norm of all gradients.
       has_aux: Whether `loss_fn` returns auxiliary data as well.
-      **kwargs: More arguments of `loss_fn`.
+      **kwargs: More arguments of `loss_fn`. If it has a keyword `state`, `scale`,
+        `dtype`, `tolerance` or `has_aux` itself, bind that with `functools.partial`.
 
     Returns:
       A `Float32Lines`. Print it to read the lines, why they need float32, and what to
