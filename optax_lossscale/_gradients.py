@@ -110,52 +110,51 @@ def _name_transform(error: TypeError, args: Any) -> None:
         )
 
 
-def check_averaging(axis_name: Hashable | None, transform: Callable[..., Any]) -> None:
-    """Raises if devices would update their parameters by gradients of their own.
+def check_argnums(transform: Callable[..., Any]) -> None:
+    """Raises if a transform differentiates more, or else, than the first argument."""
+    argnums = getattr(transform, "keywords", {}).get("argnums", 0)
+    if getattr(argnums, "argnum", argnums) != 0:  # nnx.DiffState chooses variables.
+        raise ValueError(
+            "minimize trains the first argument of loss_fn, got a transform with "
+            f"argnums={argnums!r}. Pass all parameters as one tree, and no argnums."
+        )
+
+
+def unreduced_axes(transform: Callable[..., Any]) -> set[Any]:
+    """Returns the mapped axes of devices along which nobody reduces gradients.
 
     `jax.shard_map` adds up the gradients of replicated parameters by itself, but not
     with `check_vma=False`, and `jax.pmap` never does.
     """
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    adds_up = not untracked_axes().intersection(names)
-    if adds_up or library_of(transform) not in AUTODIFF:
-        return
-    raise ValueError(
-        "minimize cannot average gradients in jax.pmap or shard_map(check_vma=False). "
-        f"Call value_and_grad, jax.lax.pmean(grads, {axis_name!r}), apply_gradients. "
-        "With retries, or if loss_fn reduces them, use jax.shard_map(check_vma=True)."
-    )
-
-
-def untracked_axes() -> set[Any]:
-    """Returns the mapped axes of devices along which JAX tracks no variation.
-
-    Those of `jax.pmap` and of `jax.shard_map(check_vma=False)`.
-    """
+    if library_of(transform) not in AUTODIFF:
+        return set()
     axes = jax.sharding.get_abstract_mesh().manual_axes
     return {x for x in axes if not varying_axes(lax.axis_index(x))}
 
 
-def warn_of_local_decision(
-    axis_name: Hashable | None,
-    transform: Callable[..., Any],
-    finite: jax.Array,
-    scale: jax.Array,
-) -> None:
-    """Warns if each device decides by itself what a shared model keeps.
+def check_averaging(axes: tuple[Hashable, ...], transform: Callable[..., Any]) -> None:
+    """Raises if devices would update their parameters by gradients of their own."""
+    if names := tuple(unreduced_axes(transform).intersection(axes)):
+        raise ValueError(
+            "minimize cannot average gradients in jax.pmap or shard_map(check_vma="
+            f"False). Call value_and_grad, jax.lax.pmean(grads, {names!r}), "
+            "apply_gradients. With retries, or if loss_fn reduces gradients, use "
+            "jax.shard_map(check_vma=True)."
+        )
 
-    Along an axis that `jax.pmap` was given no name for, devices share nothing; nor do
-    they where the scale varies.
-    """
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    local = untracked_axes() | (varying_axes(finite) - varying_axes(scale))
-    local = {x for x in local.difference(names) if not str(x).startswith("_internal")}
-    if local and library_of(transform) in AUTODIFF:
-        axes = tuple(sorted(local, key=str))
+
+def warn_of_local_decision(
+    is_changed: bool, axes: tuple[Hashable, ...], transform: Callable[..., Any]
+) -> None:
+    """Warns if each device decides by itself whether a model keeps its changes."""
+    # jax.pmap without a name has one that nobody can reduce over.
+    local = {x for x in unreduced_axes(transform) if not str(x).startswith("_internal")}
+    names = tuple(local.difference(axes))
+    if names and is_changed:
         warn(
-            f"Devices of {axes} may average gradients, and each decides by its own "
-            "whether the model takes its variables back, such as batch statistics. "
-            f"Write LossScaleOptimizer(..., axis_name={axes}): they decide together."
+            f"Each device of {names} decides by its own gradients whether variables of "
+            "the model, such as batch statistics, take back their old values. If you "
+            f"average gradients, write LossScaleOptimizer(..., axis_name={names})."
         )
 
 

@@ -2,16 +2,20 @@
 
 import contextlib
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from optax_lossscale._scaling import at_least_float32
-from optax_lossscale._tree import is_array, is_inexact, is_key, strongly_typed
+from optax_lossscale._tree import (
+    is_array,
+    is_float0,
+    is_inexact,
+    is_key,
+    strongly_typed,
+)
 
 
 def check_optimizer(inner: Any) -> None:
@@ -39,11 +43,14 @@ def _explained(method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     try:
         return method(*args, **kwargs)
     except (TypeError, ValueError) as error:
-        error.add_note(
+        note = (
             "inner_optimizer raised this. The state must be one that init of this "
             "optimizer made. With scale_as_parameter, masks need an entry for the "
             "scale, and a line search needs value, grad and value_fn."
         )
+        if any(map(is_float0, jax.tree.leaves((args, kwargs)))):
+            note = "Integers have float0 gradients: leave them out of the parameters."
+        error.add_note(note)
         raise
 
 
@@ -56,31 +63,28 @@ def init(inner: Any, params: Any) -> Any:
     return _explained(inner.init, widen(without_constants(params)))
 
 
-def check_dtypes(inner: Any, state: Any, params: Any, grads: Any) -> None:
-    """Raises if a state, perhaps a restored one, is narrower than `init` makes it."""
+def is_narrow(leaf: Any) -> bool:
+    """Whether `leaf` is a floating-point array, or its shape, narrower than float32."""
+    dtype = getattr(leaf, "dtype", None)
+    return is_inexact(leaf) and dtype is not None and at_least_float32(dtype) != dtype
+
+
+def check_dtypes(inner: Any, state: Any, like: Any) -> None:
+    """Raises if a state is narrower than the one that `init` makes for `like`."""
     leaves = jax.tree.leaves_with_path(state)
-    if all(_bits(x) >= 32 for _, x in leaves):
+    if not any(is_narrow(x) for _, x in leaves):
         return
-    for tree in (params, grads):  # The state may belong to either.
-        made = jax.tree.leaves(jax.eval_shape(lambda tree=tree: init(inner, tree)))
-        if len(made) == len(leaves):
-            break
-    else:
-        return  # The step says what is wrong.
-    for (path, x), like in zip(leaves, made, strict=True):
-        if _bits(x) < min(_bits(like), 32):
+    made = jax.tree.leaves(jax.eval_shape(lambda: init(inner, like)))
+    if len(made) != len(leaves):  # The step says what is wrong.
+        return
+    for (path, x), wanted in zip(leaves, made, strict=True):
+        if is_narrow(x) and not is_narrow(wanted):
             raise TypeError(
-                f"state.inner_state{jax.tree_util.keystr(path)} must be {like.dtype}, "
-                f"as init makes it, got {x.dtype}, in which small moments are zero. "
-                "Restore it into the state of init, or begin a new state. To choose "
-                "half precision, pass its option to the optimizer, such as mu_dtype."
+                f"state.inner_state{jax.tree_util.keystr(path)} must be "
+                f"{wanted.dtype}, as init makes it, got {x.dtype}, in which small "
+                "moments are zero. Restore it into the state of init, or begin a new "
+                "one. (An optimizer chooses half precision itself, as by mu_dtype.)"
             )
-
-
-def _bits(x: Any) -> float:
-    """Returns the width of floating-point numbers; of other leaves, inf."""
-    dtype = getattr(x, "dtype", np.dtype(int))
-    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else math.inf
 
 
 def update(
@@ -165,8 +169,7 @@ def widen(tree: Any) -> Any:
     """Converts numbers to arrays, and narrow floating-point arrays to float32."""
 
     def wide(leaf):
-        is_number = is_array(leaf) and is_inexact(leaf)
-        return leaf.astype(at_least_float32(leaf.dtype)) if is_number else leaf
+        return leaf.astype(jnp.float32) if is_narrow(leaf) else leaf
 
     return jax.tree.map(wide, strongly_typed(tree))
 
@@ -183,8 +186,7 @@ def narrow_like(updates: Any, grads: Any) -> Any:
     def narrow(update, grad):
         if is_array(grad) and not is_array(update):  # A Python number.
             return jnp.asarray(update, grad.dtype)
-        is_wide = not is_array(grad) or at_least_float32(grad.dtype) == grad.dtype
-        return update if is_wide or not is_inexact(grad) else update.astype(grad.dtype)
+        return update.astype(grad.dtype) if is_narrow(grad) else update
 
     return strongly_typed(jax.tree.map(narrow, updates, grads))
 

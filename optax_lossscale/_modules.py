@@ -1,17 +1,15 @@
 """Flax nnx modules among arguments: their arrays, and what changes in place."""
 
-import operator
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 
-from optax_lossscale._tree import is_array, is_key, strongly_typed
-
+from optax_lossscale._tree import is_array, strongly_typed
 
 GONE = object()  # In place of the value of an attribute that a pass deletes.
 
@@ -103,19 +101,14 @@ def snapshot(args: Any) -> Callable[[Any], bool] | None:
     modules = [x for x in leaves if is_stateful(x)]
     if not modules:
         return None
-    # The pass changes the module's own variables: these are copies.
-    before = {
-        path: jax.tree.map(lambda x: x, v) for path, v in _variables(modules).items()
-    }
+    before = _copies(modules)
 
     def keep_if(flag):
-        after = _variables(modules)
         kept = {
-            path: jax.tree.map(lambda x, y: _select(flag, x, y), after[path], old)
-            for path, old in before.items()
-            if jax.tree.structure(after.get(path)) == jax.tree.structure(old)
-            and not isinstance(old, flax_nnx().RngState)
-            and _is_changed(after[path], jax.tree.leaves(old))
+            path: jax.tree.map(functools.partial(_select, flag), new, before[path])
+            for path, new in _changed(modules, before).items()
+            if jax.tree.structure(new) == jax.tree.structure(before.get(path))
+            and not isinstance(new, flax_nnx().RngState)
         }
         if kept:  # What did not change may belong to an outer trace.
             flax_nnx().update(modules, _state_of(kept))
@@ -124,23 +117,28 @@ def snapshot(args: Any) -> Callable[[Any], bool] | None:
     return keep_if
 
 
-def _is_changed(variable: Any, before: Any) -> bool:
-    """Tells whether a variable holds other leaves than before."""
-    leaves = jax.tree.leaves(variable)
-    return len(leaves) != len(before) or any(map(operator.is_not, leaves, before))
+def _copies(modules: Any) -> dict[Any, Any]:
+    """Returns copies of the variables, which a pass changes in place, by path."""
+    return {p: jax.tree.map(lambda x: x, v) for p, v in _variables(modules).items()}
+
+
+def _changed(modules: Any, before: dict[Any, Any]) -> dict[Any, Any]:
+    """Returns the variables that do not hold the same objects as before, by path."""
+
+    def ids(variable):
+        return [id(x) for x in jax.tree.leaves(variable)]
+
+    after = _variables(modules)
+    return {p: v for p, v in after.items() if ids(v) != ids(before.get(p))}
 
 
 def _select(flag: jax.Array, new: Any, old: Any) -> Any:
-    """Returns `new` or `old`, as an array; of what cannot be selected, `new`."""
-    if new is old:
-        return new
+    """Returns `new` or `old`; in a trace `new`, if these are no arrays alike."""
     if not isinstance(new, jax.Array) and not isinstance(flag, Tracer):
         return new if flag else old
     x, y = strongly_typed((new, old))
-    if not (is_array(x) and is_array(y)) or np.shape(x) != np.shape(y):
+    if new is old or not (is_array(x) and is_array(y) and x.shape == y.shape):
         return new
-    if is_key(x) or is_key(y):
-        return jnp.where(flag, x, y) if x.dtype == y.dtype else new
     return jnp.where(flag, x, y.astype(x.dtype))
 
 
@@ -154,50 +152,41 @@ class Modules:
     def __init__(self, args: Any):
         """Takes modules apart; without Flax there are none."""
         leaves, self._treedef = jax.tree.flatten(args, is_leaf=is_stateful)
-        self._modules = [x for x in leaves if is_stateful(x)]
-        self._are_modules = list(map(is_stateful, leaves))
-        self._graph, state, self._attributes = None, None, {}
+        self._places = [i for i, x in enumerate(leaves) if is_stateful(x)]
+        self._modules = [leaves[i] for i in self._places]
+        self._graph, state, self._plain = None, None, {}
         if self._modules:
             self._graph, state = flax_nnx().split(self._modules)
-        self.tree = [x for x in leaves if not is_stateful(x)], state
+        self.tree = [None if is_stateful(x) else x for x in leaves], state
 
     def join(self, tree: Any) -> tuple[Any, Callable[[], Any]]:
         """Returns arguments for arrays in `tree`, and a function of their changes."""
         leaves, state = jax.tree.map(lambda x: x, tree)  # Variables of this trace.
-        nodes = flax_nnx().merge(self._graph, state) if self._modules else []
-        rests = iter(leaves), iter(nodes)
-        found = [next(rests[of_module]) for of_module in self._are_modules]
-        variables = _variables(nodes) if nodes else {}
-        before = {path: jax.tree.leaves(v) for path, v in variables.items()}
-        attributes = _attributes(nodes) if nodes else {}
+        if not self._modules:
+            return self._treedef.unflatten(leaves), lambda: None
+        nodes = flax_nnx().merge(self._graph, state)
+        for i, node in zip(self._places, nodes, strict=True):
+            leaves[i] = node
+        before, attributes = _copies(nodes), _attributes(nodes)
 
         def changes():
-            if not nodes:
-                return None
-            variables, after = _variables(nodes), _attributes(nodes)
-            self._attributes = _changed_attributes(attributes, after, variables)
-            changed = {
-                path: v
-                for path, v in variables.items()
-                if path not in before or _is_changed(v, before[path])
-            }
+            changed = _changed(nodes, before)
+            self._plain = _plain(attributes, _attributes(nodes), _variables(nodes))
             return _state_of(changed) if changed else None
 
-        return self._treedef.unflatten(found), changes
+        return self._treedef.unflatten(leaves), changes
 
     def write(self, changes: Any) -> None:
         """Writes changed variables, and plain attributes, into the modules."""
-        nnx = flax_nnx()
         if changes is not None:
-            nnx.update(self._modules, changes)
-        if self._attributes:
-            owners = dict(nnx.iter_graph(self._modules))
-            for (*path, name), value in self._attributes.items():
-                owner = owners[tuple(path)]
+            flax_nnx().update(self._modules, changes)
+        if self._plain:
+            owners = dict(flax_nnx().iter_graph(self._modules))
+            for (*path, name), value in self._plain.items():
                 if value is GONE:
-                    delattr(owner, str(name))
+                    delattr(owners[tuple(path)], str(name))
                 else:
-                    setattr(owner, str(name), value)
+                    setattr(owners[tuple(path)], str(name), value)
 
 
 def _attributes(modules: Any) -> dict[Any, Any]:
@@ -212,22 +201,27 @@ def _attributes(modules: Any) -> dict[Any, Any]:
     }
 
 
-def _changed_attributes(before: Any, after: Any, variables: Any) -> dict[Any, Any]:
-    """Returns the plain attributes that a pass changed, by path; GONE if deleted."""
+def _plain(before: Any, after: Any, variables: Any) -> dict[Any, Any]:
+    """Returns plain attributes that a pass changed, by path; GONE if it deleted them.
+
+    Args:
+      before: The attributes before the pass, by path.
+      after: Those after it.
+      variables: The variables after it, by path.
+    """
     known = {id(x) for x in before.values() if is_stateful(x)}
     changed = dict.fromkeys(before.keys() - after.keys(), GONE)
-    for path, value in sorted(after.items(), key=lambda item: len(item[0])):
-        if value is before.get(path, GONE):
-            continue
+    changed |= {k: x for k, x in after.items() if x is not before.get(k, GONE)}
+    for path, value in sorted(changed.items(), key=lambda item: len(item[0])):
         leaves = jax.tree.leaves(value, is_leaf=is_stateful)
         if not any(is_array(x) or is_stateful(x) for x in leaves):
-            changed[path] = value
             continue
         comes_back = any(x[: len(path)] == path for x in variables)
         if is_module(value) or id(value) in known or not comes_back:
             raise TypeError(
                 f"loss_fn makes or moves {path[-1]!r} in the model. autocast, and "
-                "minimize with retries, run it on a copy, whose variables come back, "
+                "minimize with retries, run it on a copy, and bring back variables, "
                 "but no modules: call the model once before you train."
             )
+        del changed[path]
     return changed

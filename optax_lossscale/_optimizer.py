@@ -72,7 +72,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         passes. A step is skipped, as without retries, if all of them are
         used up, if its loss is not finite, or if the rule keeps the scale (at its
         minimum, with hysteresis or tolerance). `value_and_grad`, `update` and
-        `apply_gradients` repeat nothing, and warn. JAX traces `loss_fn`, even outside `jax.jit`.
+        `apply_gradients` repeat nothing, and warn. JAX traces `loss_fn`, even outside
+        `jax.jit`.
 
     Raises:
       ValueError: If `loss_scale` comes with `dynamic`, `initial_scale` or
@@ -261,9 +262,10 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
         Raises:
           ValueError: If `state` is not a `LossScaleOptimizerState`, or is one from
-            before `retries` was switched on; with `retries`, if devices communicate
-            along an axis that `axis_name` does not name. A reverse-mode derivative of
-            a step with `retries` raises ValueError, too.
+            before `retries` was switched on; if `transform` differentiates with respect
+            to other arguments; with `retries`, if devices communicate along an axis
+            that `axis_name` does not name. A reverse-mode derivative of a step with
+            `retries` raises ValueError, too.
           TypeError: If the loss is not a real scalar; if `transform` returns no value;
             with `retries`, if `loss_fn` writes a `jax.Ref` of outside; if `skip_if`
             does not return a bool.
@@ -302,15 +304,17 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           1.0 11 0
         """
         options, look, model = self._options, None, params
+        rule = options.loss_scale
         keep_if = _modules.snapshot((model, args, kwargs))
-        _gradients.check_averaging(options.axis_name, transform)
+        _gradients.check_argnums(transform)
+        _gradients.check_averaging(options.axes, transform)
         if options.retries:
             value, grads, state, look = _retries.value_and_grad(
                 options, loss_fn, has_aux, transform, state, model, *args, **kwargs
             )
         else:
-            unscaled = self._unscaled_grad(loss_fn, state, has_aux, transform)
-            value, grads = unscaled(model, *args, **kwargs)
+            scaled = _gradients.scaled_grad(rule, loss_fn, has_aux, transform)
+            value, grads = self._unscaled(scaled, state, (model, *args), kwargs)
         params = _modules.trained(model, grads)
 
         def value_fn(proposed):
@@ -391,45 +395,27 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           1e-08
         """
         self._options.warn_of_retries("value_and_grad")
-        unscaled = self._unscaled_grad(fun, state, has_aux, transform, argnums)
-
-        def value_and_grad(*args, **kwargs):
-            keep_if = _modules.snapshot((args, kwargs))
-            value, grads = unscaled(*args, **kwargs)
-            if keep_if and self.loss_scale.skip_nonfinite:
-                axis_name = self._options.axis_name
-                finite = all_finite(grads, axis_name=axis_name)
-                if keep_if(finite):
-                    scale = self.current_loss_scale(state)
-                    _gradients.warn_of_local_decision(
-                        axis_name, transform, finite, scale
-                    )
-            return value, grads
-
-        return value_and_grad
-
-    def _unscaled_grad(
-        self,
-        fun: Callable[..., Any],
-        state: Any,
-        has_aux: bool,
-        transform: Callable[..., Any],
-        argnums: int | tuple[int, ...] = 0,
-    ) -> Callable[..., tuple[Any, Any]]:
-        """As `value_and_grad`, but it leaves what changes in Flax nnx modules."""
-        rule = self.loss_scale
+        rule, options = self.loss_scale, self._options
         scaled = _gradients.scaled_grad(rule, fun, has_aux, transform, argnums)
         self.current_loss_scale(state)  # Raises early.
 
         def value_and_grad(*args, **kwargs):
-            # Read once: scaling and unscaling must agree, and a state may change in
-            # place.
-            scale = _gradients.scale_of_step(rule, state)
-            value, grads = scaled(scale, *args, **kwargs)
-            grads = barrier_on_cpu(self._options.skips, grads)
-            return value, _gradients.unscale_by(grads, scale)
+            keep_if = _modules.snapshot((args, kwargs))
+            value, grads = self._unscaled(scaled, state, args, kwargs)
+            if keep_if and rule.skip_nonfinite:
+                is_changed = keep_if(all_finite(grads, axis_name=options.axis_name))
+                _gradients.warn_of_local_decision(is_changed, options.axes, transform)
+            return value, grads
 
         return value_and_grad
+
+    def _unscaled(self, scaled: Any, state: Any, args: Any, kwargs: Any) -> Any:
+        """Returns the value and the unscaled gradients of a function of a scale."""
+        # Read once: scaling and unscaling must agree, and a state may change in place.
+        scale = _gradients.scale_of_step(self.loss_scale, state)
+        value, grads = scaled(scale, *args, **kwargs)
+        grads = barrier_on_cpu(self._options.skips, grads)
+        return value, _gradients.unscale_by(grads, scale)
 
     def update(  # pyright: ignore[reportIncompatibleVariableOverride]
         self,
@@ -611,9 +597,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> optimizer.get_unscaled_gradients(grads, state)
           [Array(2., dtype=float32), None, Array(-4., dtype=float32)]
         """
-        grads = barrier_on_cpu(self._options.skips, grads)
         scale = _gradients.scale_of_step(self.loss_scale, state)
-        return _gradients.unscale_by(grads, scale)
+        return _gradients.unscale_by(barrier_on_cpu(self._options.skips, grads), scale)
 
     @property
     def inner_optimizer(self) -> Any:

@@ -1,6 +1,6 @@
 """After an overflow the pass runs again at a lower scale, so that no batch is lost."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -55,10 +55,13 @@ def value_and_grad(
     scale = _gradients.scale_of_step(rule, state)
     modules, joins = Modules((args, kwargs)), []
 
+    def is_traced(x):  # Other results are constants, and stay as they are.
+        return isinstance(x, Tracer)
+
     def one_pass(scale):
         (args, kwargs), changes = modules.join(modules.tree)
         value, grads = scaled(scale, *args, **kwargs)
-        value, join_value = _tree.split_arrays((value, changes()), _is_traced)
+        value, join_value = _tree.split_arrays((value, changes()), is_traced)
         grads, join_grads = _tree.split_arrays(grads)
         joins[:] = join_value, join_grads
         return value, grads
@@ -104,7 +107,8 @@ def value_and_grad(
     old = _tree.cast_like(_state.healed(rule, state.loss_scale_state), like)
     none_yet = lax.full_like(scale, 0, jnp.int32)
     first, again = judge(grads, old, scale, none_yet)
-    _check_axes(first.finite, scale, options)
+    varying = map(_gradients.varying_axes, (first.finite, scale))
+    _check_axes(frozenset.difference(*varying), options)
     with jax.named_scope("retries"):  # The loop's name in a profile.
         last = none_yet, first, grads, again
         retries, looked, grads, _ = _repeat(attempt, last)
@@ -154,12 +158,11 @@ def _born(jaxpr: Jaxpr, grads: Sequence[Any]) -> list[Any]:
 
 def _check_effects(jaxpr: Jaxpr, options: Options) -> None:
     """Raises if a pass does what it must not do twice, or not on one device alone."""
-    retries, names = options.retries, options.axis_name
     if any(type(x).__name__ in ("WriteEffect", "AccumEffect") for x in jaxpr.effects):
         raise TypeError(
-            f"With retries={retries}, loss_fn must not write a jax.Ref of outside: "
-            "each pass would write it again. Return the value as auxiliary data, make "
-            "the jax.Ref inside, or use an optimizer without retries."
+            f"With retries={options.retries}, loss_fn must not write a jax.Ref of "
+            "outside: each pass would write it again. Return the value as auxiliary "
+            "data, make the jax.Ref inside, or use an optimizer without retries."
         )
     # The index of a device has the same effect, and needs no other device.
     exchanged: set[Any] = {
@@ -168,26 +171,16 @@ def _check_effects(jaxpr: Jaxpr, options: Options) -> None:
         if primitives.has(equation.primitive.name, Trait.COLLECTIVE)
         for effect in equation.effects
     }
-    for effect in exchanged.intersection(jaxpr.effects):
-        if effect.name not in (names if isinstance(names, tuple) else (names,)):
-            is_untracked = effect.name in _gradients.untracked_axes()
-            raise ValueError(
-                f"With retries={retries}, axis_name must contain {effect.name!r}, got "
-                f"{names!r}: its devices retry together."
-                + is_untracked * " Use jax.shard_map(check_vma=True), too."
-            )
+    _check_axes({x.name for x in exchanged.intersection(jaxpr.effects)}, options)
 
 
-def _check_axes(finite: jax.Array, scale: jax.Array, options: Options) -> None:
-    """Raises if devices that share a scale would lower it alone."""
-    axes = _gradients.varying_axes(finite) - _gradients.varying_axes(scale)
-    if axes:
-        names = tuple(sorted(axes, key=str))
+def _check_axes(axes: Iterable[Any], options: Options) -> None:
+    """Raises if devices of these axes would not retry together."""
+    if missing := tuple(set(axes).difference(options.axes)):
         raise ValueError(
-            f"With retries={options.retries}, gradients differ along {names}, and the "
-            f"loss scale does not. Write axis_name={names}, so that devices retry "
-            "together, or give each device a state of its own, by "
-            f'jax.lax.pcast(state, {names}, to="varying").'
+            f"With retries={options.retries}, axis_name must contain {missing}, got "
+            f"{options.axis_name!r}: its devices retry together. (In jax.shard_map "
+            "leave check_vma=True.)"
         )
 
 
@@ -200,8 +193,3 @@ def _pin(x: Any, scale: jax.Array) -> Any:
     pinned, _ = lax.optimization_barrier((clone(x), scale))
     # In jax.shard_map it might vary over more devices then.
     return clone(pinned) if jax.typeof(pinned) == jax.typeof(x) else x
-
-
-def _is_traced(x: Any) -> bool:
-    """Whether `x` is computed in the pass; other results are constants."""
-    return isinstance(x, Tracer)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from optax_lossscale import _check as check, _gradients, _state, _step, _tree
-from optax_lossscale._modules import flax_nnx
+from optax_lossscale._modules import flax_nnx, is_stateful
 from optax_lossscale._optimizer import LossScaleOptimizer
 from optax_lossscale._scaling import all_finite, on_all_devices, scale_up
 from optax_lossscale._step import Options
@@ -182,7 +182,7 @@ def with_loss_scale(
 
 
 def _scaled_loss(loss_fn, name, has_aux, params, /, *args, **kwargs):
-    nnx = flax_nnx() if _is_of_nnx(params) else None
+    nnx = flax_nnx() if is_stateful(params) else None
     tree = nnx.state(params) if nnx else params
     place, leaf, rest = _take_out(name, tree, "params")
     scale = jnp.clip(leaf, check.SMALLEST_SCALE, check.LARGEST_SCALE)
@@ -193,7 +193,7 @@ def _scaled_loss(loss_fn, name, has_aux, params, /, *args, **kwargs):
     # Zero in its place: a penalty on all parameters would add the scale to the loss.
     inside = place(join(arrays), jnp.zeros_like(leaf))
     args, kwargs = jax.tree.map(
-        lambda x: _unscaled(x, scale), (args, kwargs), is_leaf=_is_of_nnx
+        lambda x: _unscaled(x, scale), (args, kwargs), is_leaf=is_stateful
     )
     if nnx is None:
         out = loss_fn(inside, *args, **kwargs)
@@ -211,7 +211,7 @@ def _scaled_loss(loss_fn, name, has_aux, params, /, *args, **kwargs):
 
 def _unscaled(x: Any, scale: jax.Array) -> Any:
     """Unscales gradients with respect to an argument that is not the parameters."""
-    if not _is_of_nnx(x):
+    if not is_stateful(x):
         return scale_gradient(x, 1 / scale)
     nnx = flax_nnx()
     # A module of an outer trace cannot be changed, and gets no gradient here.
@@ -262,12 +262,6 @@ def _as_wanted(entered, x):
 def _(primals, tangents):
     entered, x = tangents
     return primals[0], x if isinstance(x, SymbolicZero) else entered
-
-
-def _is_of_nnx(x: Any) -> bool:
-    """Tells whether `x` is a module, or a variable, which may be changed in place."""
-    nnx = flax_nnx()
-    return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
 
 
 def scale_as_parameter(

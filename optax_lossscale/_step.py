@@ -38,10 +38,15 @@ class Options(NamedTuple):
         """Warns that a call other than `minimize` repeats nothing."""
         if self.retries:
             warn(
-                f"{caller} repeats no pass, although retries={self.retries}: write "
-                "params, state, loss = optimizer.minimize(loss_fn, params, state, "
-                "*batch), or an optimizer without retries."
+                f"{caller} repeats nothing, although retries={self.retries}. Write "
+                "params, state, loss = optimizer.minimize(loss_fn, params, state, x)."
             )
+
+    @property
+    def axes(self) -> tuple[Hashable, ...]:
+        """The names in `axis_name`."""
+        name = self.axis_name
+        return name if isinstance(name, tuple) else (name,)
 
     @property
     def skips(self) -> bool:
@@ -52,9 +57,7 @@ class Options(NamedTuple):
 def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
     """Returns the state before the first step."""
     _warn_of_scale_among(params)
-    inner_state = _tree.strongly_typed(
-        _inner.init(options.inner_optimizer, params)
-    )
+    inner_state = _tree.strongly_typed(_inner.init(options.inner_optimizer, params))
     if _state.nodes_of(_state.LossScaleOptimizerState, inner_state):
         raise TypeError(
             "inner_optimizer must hold no LossScaleOptimizer: scaling twice is a bug."
@@ -108,7 +111,8 @@ def take_step(
 
     # Look at the gradients.
     _state.check_state(state, rule, options.retries)
-    _inner.check_dtypes(options.inner_optimizer, state.inner_state, params, grads)
+    of = grads if params is None else params
+    _inner.check_dtypes(options.inner_optimizer, state.inner_state, of)
     _warn_of_scale_among(params)
     skips = options.skips or skip_if is not None or looked is not None
     if looked is None:

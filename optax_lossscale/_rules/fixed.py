@@ -60,10 +60,6 @@ class FixedLossScale(LossScale):
         check.boolean("skip_nonfinite", self.skip_nonfinite)
 
     @property
-    def _first_scale(self) -> float:
-        return self.loss_scale_value
-
-    @property
     def _bounds(self) -> tuple[float, float]:
         return self.loss_scale_value, self.loss_scale_value
 
