@@ -134,10 +134,10 @@ def unreduced_axes(transform: Callable[..., Any]) -> set[Any]:
 
 def check_averaging(axes: tuple[Hashable, ...], transform: Callable[..., Any]) -> None:
     """Raises if devices would update their parameters by gradients of their own."""
-    if names := tuple(unreduced_axes(transform).intersection(axes)):
+    for axis in unreduced_axes(transform).intersection(axes):
         raise ValueError(
             "minimize cannot average gradients in jax.pmap or shard_map(check_vma="
-            f"False). Call value_and_grad, jax.lax.pmean(grads, {names!r}), "
+            f"False). Call value_and_grad, jax.lax.pmean(grads, {axis!r}), "
             "apply_gradients. With retries, or if loss_fn reduces gradients, use "
             "jax.shard_map(check_vma=True)."
         )

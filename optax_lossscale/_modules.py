@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from optax_lossscale._tree import is_array, strongly_typed
+from optax_lossscale._tree import cast_like, is_array, strongly_typed
 
 GONE = object()  # In place of the value of an attribute that a pass deletes.
 
@@ -139,7 +139,7 @@ def _select(flag: jax.Array, new: Any, old: Any) -> Any:
     x, y = strongly_typed((new, old))
     if new is old or not (is_array(x) and is_array(y) and x.shape == y.shape):
         return new
-    return jnp.where(flag, x, y.astype(x.dtype))
+    return jnp.where(flag, x, cast_like(y, x))
 
 
 class Modules:

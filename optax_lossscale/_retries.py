@@ -176,9 +176,9 @@ def _check_effects(jaxpr: Jaxpr, options: Options) -> None:
 
 def _check_axes(axes: Iterable[Any], options: Options) -> None:
     """Raises if devices of these axes would not retry together."""
-    if missing := tuple(set(axes).difference(options.axes)):
+    for axis in set(axes).difference(options.axes):
         raise ValueError(
-            f"With retries={options.retries}, axis_name must contain {missing}, got "
+            f"With retries={options.retries}, axis_name must contain {axis!r}, got "
             f"{options.axis_name!r}: its devices retry together. (In jax.shard_map "
             "leave check_vma=True.)"
         )

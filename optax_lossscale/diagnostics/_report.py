@@ -28,7 +28,8 @@ SHOWN = 3
 MARKS = {"good_steps": 0, "overflowed": True}
 
 DAMAGED = (
-    "The loss scale is damaged: it is not a number from 2^-126 to 2^126.",
+    "The loss scale is damaged: it is not a number from 2^-126 to 2^126. If it is inf "
+    "or nan, the next step begins anew at the initial_scale of the rule.",
     "Restore an earlier checkpoint, or begin the scale anew: state._replace("
     "loss_scale_state=optimizer.init(params).loss_scale_state).",
 )
@@ -41,9 +42,7 @@ RESTORE = (
     "updates that are not finite, chain optax.apply_if_finite(optax.identity(), 5) "
     "after the inner optimizer. Keep returned statistics by select_applied.",
 )
-BEGUN = (
-    "Restore a checkpoint, unless the optimizer began with inf, as optax.lbfgs does."
-)
+BEGUN = "Restore a checkpoint, unless the optimizer begins with inf, as lbfgs does."
 LOW = (
     "No gradient has overflowed (steps at this scale: {}): gradients may be far below "
     "the range of float16. Take a higher initial_scale, for example "

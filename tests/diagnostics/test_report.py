@@ -120,6 +120,10 @@ class TestThresholds:
         found = report(state)
         assert f"loss scale       {np.float32(scale):.10g}\n" in str(found)
         assert "loss_scale_state=optimizer.init" in found.advice[0]
+        # After one step.
+        assert "begins anew at the initial_scale" in found.diagnosis
+        state = trainer("dynamic", False)[0].update(PARAMS, state, PARAMS)[1]
+        assert np.isfinite(scale) or check_health(state).loss_scale == 2.0**15
 
     @pytest.mark.parametrize("scale", [2.0**-126, 2.0**126])
     def test_the_bounds_themselves_are_no_damage(self, scale):
@@ -193,6 +197,7 @@ DIAGNOSES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:update repeats nothing")
 @pytest.mark.parametrize(("make", "steps", "options", "diagnosis", "advice"), DIAGNOSES)
 def test_diagnosis_and_advice(make, steps, options, diagnosis, advice):
     with jax.numpy_dtype_promotion("standard"):  # For MultiSteps.

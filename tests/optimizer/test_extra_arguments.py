@@ -7,7 +7,11 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from optax_lossscale import LossScaleOptimizer
+from optax_lossscale import (
+    LossScaleOptimizer,
+    diagnostics,
+    with_loss_scale,
+)
 
 
 def square(x):
@@ -37,6 +41,38 @@ def test_reach_the_inner_optimizer():
     seen.clear()
     optimizer.apply_gradients(one, one, state, value=one)
     assert seen == {"value": 1}
+
+
+@pytest.mark.parametrize("retries", [0, 3])
+@pytest.mark.parametrize(
+    "name", ["scale", "state", "params", "rule", "args", "self", "method", "loss_fn"]
+)
+def test_of_the_loss_have_any_name(name, retries):
+    def loss_fn(params, /, **named):
+        return params * named[name]
+
+    def check(function, *args):
+        assert function(*args, **{name: jnp.float32(3)})[0] == 3
+
+    one = jnp.float32(1)
+    optimizer = LossScaleOptimizer(optax.sgd(1.0), retries=retries)
+    args = loss_fn, one, optimizer.init(one)
+    assert optimizer.minimize(*args, **{name: jnp.float32(3)})[0] == -2
+    if not retries:
+        check(optimizer.value_and_grad(loss_fn, args[2]), one)
+    scaled = with_loss_scale(lambda params, /, **named: loss_fn(params["w"], **named))
+    check(jax.value_and_grad(scaled), {"w": one, "loss_scale": one})
+    if name not in ("scale", "state"):  # These two choose the scale there.
+        diagnostics.trace_numerics(loss_fn, one, **{name: jnp.float32(3)})
+
+
+def test_of_the_inner_optimizer_have_any_name():
+    def update(updates, state, params=None, *, method):
+        return method * updates, state
+
+    inner = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+    optimizer, one = LossScaleOptimizer(inner), jnp.float32(1)
+    assert optimizer.update(one, optimizer.init(one), method=2)[0] == 2
 
 
 AROUND = {

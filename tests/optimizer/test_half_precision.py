@@ -16,9 +16,9 @@ def in_float32(tree):
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
-def train(optimizer, loss_fn, params, steps, wrap=lambda f: f):
+def train(optimizer, loss_fn, params, steps, wrap=lambda f: f, state=None):
     step = wrap(lambda params, state: optimizer.minimize(loss_fn, params, state))
-    state = optimizer.init(params)
+    state = optimizer.init(params) if state is None else state
     before = signature(state)
     for _ in range(steps):
         params, state, _ = step(params, state)
@@ -49,6 +49,58 @@ def test_squares_of_small_gradients_do_not_vanish(dtype):
     # Adam's steps are as long as the rate, by gradients of whatever size; epsilon
     # takes a hundredth of it.
     np.testing.assert_allclose(in_float32(params), [-0.495], rtol=2e-2)
+
+
+def halved(state, dtype):
+    """Returns a state as a checkpoint in half precision restores it."""
+
+    def half(x):
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return state._replace(inner_state=jax.tree.map(half, state.inner_state))
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("params_dtype", [*HALVES, "float32"])
+def test_moments_that_come_back_in_half_precision_are_refused(
+    dtype, params_dtype, wrap
+):
+    optimizer = LossScaleOptimizer(relaxed(optax.adam(0.25)))
+    params = {"w": jnp.ones(2, params_dtype)}
+    state = halved(optimizer.init(params), dtype)
+    message = (
+        rf"inner_state\[0\]\.mu\['w'\] must be float32.*got {dtype}.*into the state"
+    )
+    for call in (
+        lambda: wrap(optimizer.update)(params, state),
+        lambda: wrap(optimizer.update)(params, state, params),
+        lambda: wrap(optimizer.apply_gradients)(params, params, state),
+        lambda: train(
+            optimizer, lambda p: jnp.float32(p["w"][0]), params, 1, wrap, state
+        ),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.adam(0.25, mu_dtype=jnp.bfloat16),
+        optax.sgd(0.25, 0.9, accumulator_dtype=jnp.float16),
+        optax.MultiSteps(optax.adam(0.25, mu_dtype=jnp.bfloat16), 2),
+    ],
+    ids=["adam", "sgd", "MultiSteps"],
+)
+def test_an_optimizer_may_choose_half_precision(inner):
+    optimizer = LossScaleOptimizer(relaxed(inner))
+    params = jnp.ones(2, jnp.float16)
+    state = optimizer.init(params)
+    assert {"float16", "bfloat16"} & {str(x.dtype) for x in jax.tree.leaves(state)}
+    for _ in range(2):
+        params, state = optimizer.apply_gradients(params, params, state)
+    assert (params < 1).all()
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -201,6 +201,7 @@ class TestState:
         state = optax.tree.set(optimizer.init(one), loss_scale=jnp.float32(scale))
         used = float(optimizer.current_loss_scale(state))
         assert 2 <= used <= 1024
+        assert np.isfinite(scale) or used == 8  # It begins anew.
         step = wrap(lambda g, s, loss: optimizer.update(g, s, one, value=loss)[1])
         for grad, loss, expected in (
             (1, 1, used),

@@ -18,6 +18,7 @@ from optax_lossscale import (
     TolerantLossScale,
     all_finite,
     get_loss_scale,
+    scale_as_parameter,
     select_applied,
 )
 
@@ -54,6 +55,35 @@ def test_a_transform_that_returns_no_value(transform):
     ):
         with pytest.raises(TypeError, match="transform must return the value with"):
             call()
+
+
+@pytest.mark.parametrize("argnums", [(0, 1), [0], 1, nnx.DiffState(1, nnx.Param)])
+@pytest.mark.parametrize("retries", [0, 3])
+def test_a_transform_of_other_arguments(argnums, retries):
+    optimizer = LossScaleOptimizer(optax.sgd(0.5), retries=retries)
+    transform = functools.partial(jax.value_and_grad, argnums=argnums)
+    with pytest.raises(ValueError, match=r"first argument of loss_fn.*as one tree"):
+        optimizer.minimize(
+            lambda p, q: loss_fn(p) + loss_fn(q),
+            PARAMS,
+            optimizer.init(PARAMS),
+            PARAMS,
+            transform=transform,
+        )
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+@pytest.mark.parametrize("inner", [optax.sgd(0.5), optax.adam(0.5)])
+def test_gradients_of_integers(inner, wrap):
+    params = PARAMS | {"n": np.arange(2)}
+    optimizer = LossScaleOptimizer(inner)
+    transform = functools.partial(jax.value_and_grad, allow_int=True)
+    step = functools.partial(optimizer.minimize, loss_fn, transform=transform)
+    with pytest.raises(TypeError) as error:
+        wrap(step)(params, optimizer.init(params))
+    (note,) = (x for x in error.value.__notes__ if "float0" in x)
+    assert "leave them out of the parameters" in note
+    assert "init" not in note
 
 
 class Linear(nnx.Module):
@@ -125,12 +155,26 @@ class TestRetries:
 
     def test_a_state_from_before(self):
         before = self.optimizer.init(PARAMS)._replace(retries=None)
-        for call in (
-            lambda: self.optimizer.minimize(loss_fn, PARAMS, before),
-            lambda: self.optimizer.update(GRADS, before),
-        ):
-            with pytest.raises(ValueError, match=r"retries is None.*_replace\(r"):
-                call()
+        with pytest.raises(ValueError, match=r"retries is None.*_replace\(r"):
+            self.optimizer.minimize(loss_fn, PARAMS, before)
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda optimizer, state: optimizer.value_and_grad(loss_fn, state),
+            lambda optimizer, state: optimizer.update(GRADS, state, PARAMS),
+            lambda optimizer, state: optimizer.apply_gradients(GRADS, PARAMS, state),
+            lambda optimizer, _: scale_as_parameter(optimizer),
+        ],
+        ids=["value_and_grad", "update", "apply_gradients", "scale_as_parameter"],
+    )
+    def test_calls_that_repeat_nothing_warn(self, call, recwarn):
+        state = self.optimizer.init(PARAMS)
+        self.optimizer.minimize(loss_fn, PARAMS, state)
+        call(optimizer, optimizer.init(PARAMS))  # Without retries.
+        assert not recwarn.list
+        with pytest.warns(UserWarning, match=r"repeats nothing.*retries=3.*minimize\("):
+            call(self.optimizer, state)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ LIBRARIES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.filterwarnings("ignore:update repeats nothing")
 @LIBRARIES
 def test_restores_in_the_middle_of_an_interval(library, tmp_path):
     loss_scale = DynamicLossScale(2.0**10, 3, hysteresis=2)

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from distributed import mean_over_devices
+from flax import nnx
 from helpers import exhaustive_but, plain_step, scaled_step
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from pages import page_blocks
@@ -419,6 +420,87 @@ class TestLocalLoss:
         spec = {"own": PARTS, "shared": WHOLE}
         step, *args = self.step(loss_of_stages, spec, axis_name="batch")
         np.testing.assert_array_equal(step(*args)["own"], 1 - self.x / 8)
+
+
+class TestBatchStatistics:
+    """One device overflows, and all average their gradients afterwards."""
+
+    x = np.arange(64, dtype=np.float32).reshape(8, 4, 2)
+    factors = np.float32([1, 6e4, *[1] * 6])
+
+    def train(self, axis_name, name="batch", norm=True):
+        """Returns the parameters, statistics and state of each device."""
+        optimizer = LossScaleOptimizer(
+            optax.sgd(0.5), initial_scale=2.0**10, axis_name=axis_name
+        )
+        rngs = nnx.Rngs(0)
+        model = nnx.Sequential(
+            *[nnx.BatchNorm(2, axis_name=name, rngs=rngs)] * norm,
+            nnx.Linear(2, 1, rngs=rngs),
+        )
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+        def loss_fn(model, x, factor):
+            half = model(x).astype(jnp.float16) * factor.astype(jnp.float16)
+            return jnp.mean(half.astype(jnp.float32))
+
+        def step(params, rest, state, x, factor):
+            model = nnx.merge(graph, params, rest)
+            transform = nnx.value_and_grad
+            grad_fn = optimizer.value_and_grad(loss_fn, state, transform=transform)
+            _, grads = grad_fn(model, x, factor)
+            if name:
+                grads = mean_over_devices(grads)
+            params, state = optimizer.apply_gradients(grads, params, state)
+            return params, nnx.state(model, nnx.BatchStat), state
+
+        start = jax.tree.map(
+            lambda x: np.stack([x] * 8), (params, rest, optimizer.init(params))
+        )
+        return jax.pmap(step, name)(*start, self.x, self.factors)
+
+    def test_of_all_devices_are_those_of_the_decision(self):
+        params, rest, state = self.train("batch")
+        assert state.skipped_steps.tolist() == [1] * 8
+        for x in jax.tree.leaves((params, rest)):
+            np.testing.assert_array_equal(x, np.stack([x[0]] * 8))
+
+    def test_without_a_name_warn(self):
+        name = r"\('batch',\)"
+        with pytest.warns(UserWarning, match=rf"{name} decides.*axis_name={name}"):
+            self.train(None)
+
+    @pytest.mark.parametrize("options", [{"name": None}, {"norm": False}])
+    def test_of_each_member_and_of_no_model_are_quiet(self, options):
+        self.train(None, **options)
+
+
+@pytest.mark.parametrize("retries", [0, 4])
+def test_devices_with_a_scale_and_a_loss_of_their_own(retries):
+    mesh, x = make_mesh(), np.arange(8, dtype=np.float32)
+    optimizer = LossScaleOptimizer(optax.sgd(0.5), retries=retries)
+
+    def step(params, state, x, convert=lambda x: x):
+        state = jax.tree.map(convert, state)
+        params, state, _ = optimizer.minimize(
+            lambda params: jnp.sum(params * x), params, state
+        )
+        return params, jax.tree.map(lambda x: x[None], state)
+
+    def run(**options):
+        function = jax.shard_map(
+            functools.partial(step, **options),
+            mesh=mesh,
+            in_specs=(PARTS, WHOLE, PARTS),
+            out_specs=PARTS,
+        )
+        return jax.jit(function)(np.ones(8, np.float32), optimizer.init(x), x)[0]
+
+    vary = functools.partial(jax.lax.pcast, axis_name="batch", to="varying")
+    np.testing.assert_array_equal(run(convert=vary), 1 - 0.5 * x)
+    if retries:
+        with pytest.raises(ValueError, match="axis_name must contain 'batch', got"):
+            run()
 
 
 def test_an_unknown_axis_is_named():

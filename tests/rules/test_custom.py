@@ -1,7 +1,6 @@
 """Rules from outside the package."""
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -82,10 +81,9 @@ class TestSubclass:
 
         assert read(2.0**12) == 2.0**10
         assert read(0.0) == 2.0**-126
-        assert read(math.nan, min_scale=4) == 4
+        assert read(3e38, max_scale=3e38) == 2.0**126
         # Bounds out of all bounds do not make it worse.
         assert read(0.0, min_scale=0) == 2.0**-126
-        assert read(math.inf, max_scale=math.inf) == 2.0**126
 
 
 class CountingState(NamedTuple):

@@ -49,6 +49,37 @@ def test_tests_find_a_new_rule():
     assert int(passed) > 15
 
 
+@pytest.mark.parametrize("damaged", [np.inf, -np.inf, np.nan])
+@every_rule
+def test_a_scale_that_is_not_finite_begins_anew(rule, damaged):
+    damaged = rule.init()._replace(loss_scale=jnp.float16(damaged))
+    assert rule(damaged) == 2.0**15
+    for grad in (1.0, np.inf):
+        new, old = (rule.update(grad, x)[0] for x in (damaged, rule.init()))
+        assert new.loss_scale == old.loss_scale
+
+
+def test_a_rule_that_names_no_first_scale_begins_with_that_of_init():
+    @dataclasses.dataclass(frozen=True)
+    class Wrapper(LossScale):
+        inner: LossScale
+
+        def init(self):
+            return self.inner.init()
+
+        def update(self, grads, state, *, axis_name=None):
+            return self.inner.update(grads, state, axis_name=axis_name)
+
+    rule = Wrapper(DynamicLossScale(64.0))
+    damaged = rule.init()._replace(loss_scale=jnp.float32(np.inf))
+    assert [f(damaged) for f in (rule, jax.jit(rule))] == [64, 64]
+
+
+def test_growth_beyond_float32_ends_at_the_maximum():
+    rule = DynamicLossScale(2.0**100, growth_factor=2.0**100, growth_interval=1)
+    assert rule.update(1.0, rule.init())[0].loss_scale == 2.0**126
+
+
 def test_every_rule_is_public():
     def concrete(rule):
         if rule.__module__.startswith("optax_lossscale."):

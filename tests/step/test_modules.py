@@ -1,6 +1,7 @@
 """`minimize` takes Flax nnx models: they change in place, as by `nnx.Optimizer`."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -193,10 +194,11 @@ def statistics(model):
 GOOD, BAD = np.float32([[1, 2, 3, 4], [5, 3, 1, 2]]), np.float32([[np.inf] * 4] * 2)
 
 
-def in_one_call(optimizer, **options):
-    def step(model, state, x):
+def in_one_call(optimizer, loss_fn=square, **options):
+    def step(model, state, x, *args):
+        transform = nnx.value_and_grad
         return optimizer.minimize(
-            square, model, state, x, transform=nnx.value_and_grad, **options
+            loss_fn, model, state, x, *args, transform=transform, **options
         )
 
     return step
@@ -338,3 +340,206 @@ class TestASkippedStepChangesNothing:
             model, state = self.start(optimizer)
             model, *_ = nnx.jit(make(optimizer))(model, state, BAD)
             assert not np.isfinite(model.norm.mean[...]).any()
+
+
+class Layer(nnx.Module):
+    """A layer with more attributes; numbers among them are plain ones."""
+
+    def __init__(self, **attributes):
+        self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+def shift(model, x):
+    model.second.set_value(model.first.get_value())
+    model.first.set_value(jnp.max(x))
+
+
+def swap(model, x):
+    del x
+    first = model.first.get_value()
+    model.first.set_value(model.second.get_value())
+    model.second.set_value(first)
+
+
+def copy_parameters(model, x):
+    del x
+    model.teacher.set_value(model.linear.kernel.get_value())
+
+
+def widen(model, x):
+    old = jnp.float32(model.half.get_value())
+    model.half.set_value(jnp.maximum(old, jnp.max(x)))
+
+
+def count(model, x):
+    del x
+    model.rate.set_value(model.rate.get_value() / 2)
+    model.array.set_value(0.5)
+
+
+def fold_key(model, x):
+    del x
+    model.key.set_value(jax.random.fold_in(model.key.get_value(), 1))
+
+
+def replace(model, x):
+    model.first = nnx.Variable(jnp.max(x))
+    model.raw = x[0]
+
+
+# What a pass may do to variables, which a skipped step takes back.
+CHANGES = [shift, swap, copy_parameters, widen, count, fold_key, replace]
+
+
+def plain_attributes(model, x):
+    del x
+    model.calls += 1
+    model.kind = "last"
+    model.linear.note = "new"
+    del model.unused
+
+
+def variables(model, x):
+    model.sizes.append(nnx.Variable(jnp.max(x)))
+    model.made = nnx.Variable(jnp.min(x))
+
+
+def layer():
+    names = {"first": 1.0, "second": 2.0, "half": np.float16(0), "array": 1.0}
+    held = {name: nnx.Variable(jnp.asarray(x)) for name, x in names.items()}
+    held["rate"] = nnx.Variable(0.5)  # A Python number.
+    held["teacher"] = nnx.Variable(jnp.zeros((4, 4)))
+    held["key"] = nnx.Variable(jax.random.key(0))
+    plain = {"calls": 0, "kind": "first", "unused": None, "raw": jnp.zeros(4)}
+    return Layer(**held, **plain, sizes=nnx.List([nnx.Variable(jnp.ones(()))]))
+
+
+def contents(model):
+    """Returns the values of variables and of plain attributes, by path."""
+    found = {}
+    for path, x in nnx.iter_graph(model):
+        for name, value in vars(x).items() if isinstance(x, nnx.Pytree) else ():
+            if isinstance(value, int | str):
+                found[str((*path, name))] = value
+        if isinstance(x, nnx.Variable | jax.Array):
+            (value,) = jax.tree.leaves(x)
+            found[str(path)] = to_numpy(value).tolist()
+    return found
+
+
+def layer_step(change, optimizer=None):
+    """Makes a step of a layer, of `nnx.Optimizer` without an optimizer."""
+
+    def loss_fn(model, x):
+        change(model, x)
+        return square(model, x)
+
+    def step(model, state, x):
+        if optimizer is not None:
+            in_one_call(optimizer, loss_fn=loss_fn)(model, state, x)
+        else:
+            _, grads = nnx.value_and_grad(loss_fn)(model, x)
+            params, grads = nnx.state(model, nnx.Param), nnx.state(grads)
+            nnx.update(model, jax.tree.map(lambda p, g: p - 0.125 * g, params, grads))
+
+    return step
+
+
+def layer_optimizer(retries):
+    return LossScaleOptimizer(optax.sgd(0.125), initial_scale=4.0, retries=retries)
+
+
+@pytest.mark.parametrize("wrap", [nnx.jit, pytest.param(lambda f: f, id="eager")])
+@pytest.mark.parametrize("retries", [0, 5])
+class TestWhatAPassChanges:
+    @pytest.mark.parametrize("change", [*CHANGES, plain_attributes, variables])
+    def test_is_kept(self, change, retries, wrap):
+        optimizer, ends = layer_optimizer(retries), []
+        for step in (layer_step(change), layer_step(change, optimizer)):
+            model = layer()
+            state = optimizer.init(nnx.state(model, nnx.Param))
+            wrap(step)(model, state, GOOD)
+            ends.append(contents(model))
+        expected, found = ends
+        assert found == expected != contents(layer())
+
+    @pytest.mark.parametrize("change", CHANGES)
+    def test_comes_back_after_a_skipped_step(self, change, retries, wrap):
+        optimizer, model = layer_optimizer(retries), layer()
+        state = optimizer.init(nnx.state(model, nnx.Param))
+        wrap(layer_step(change, optimizer))(model, state, BAD)
+        assert contents(model) == contents(layer())
+
+    def test_in_a_variable_beside_the_model(self, retries, wrap):
+        def loss_fn(model, x, seen):
+            seen["largest"].set_value(jnp.max(x))
+            return square(model, x)
+
+        optimizer, model = layer_optimizer(retries), Layer()
+        step = in_one_call(optimizer, loss_fn=loss_fn)
+        seen = {"largest": nnx.Variable(jnp.float32(-1))}
+        state = optimizer.init(nnx.state(model, nnx.Param))
+        for x, largest in ((BAD, -1), (GOOD, 5)):
+            wrap(step)(model, state, x, seen)
+            assert seen["largest"][...] == largest
+
+
+def make_module(model, x):
+    del x
+    model.head = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+
+def share_variable(model, x):
+    del x
+    model.first = model.second
+
+
+@pytest.mark.parametrize(
+    ("change", "name"), [(make_module, "head"), (share_variable, "first")]
+)
+def test_what_does_not_come_back_is_refused_by_name(change, name):
+    optimizer, model = layer_optimizer(5), layer()
+    state = optimizer.init(nnx.state(model, nnx.Param))
+    match = rf"moves '{name}'.*minimize with retries.*once before you train"
+    with pytest.raises(TypeError, match=match):
+        layer_step(change, optimizer)(model, state, GOOD)
+    with pytest.raises(TypeError, match=match):
+        autocast(lambda model: change(model, GOOD))(model)
+
+
+@pytest.mark.parametrize("retries", [0, 5])
+def test_a_teacher_of_an_outer_trace_is_only_read(retries):
+    teacher = Layer(kind=nnx.Variable("a string"), largest=nnx.Variable(jnp.ones(())))
+    optimizer, params = layer_optimizer(retries), jnp.ones((4, 4))
+
+    def loss_fn(params, x, teacher):
+        return jnp.mean((x @ params - teacher(x)) ** 2)
+
+    @jax.jit
+    def steps(params, state):
+        def step(carry, _):
+            return optimizer.minimize(loss_fn, *carry, GOOD, teacher)[:2], None
+
+        return jax.lax.scan(step, (params, state), length=2)[0]
+
+    assert (steps(params, optimizer.init(params))[0] != params).all()
+
+
+@pytest.mark.parametrize("retries", [0, 5])
+def test_tree_mode_is_refused_in_words_that_work(retries):
+    if not hasattr(nnx, "set_graph_mode"):
+        pytest.skip("this version of Flax has no tree mode")
+    with nnx.set_graph_mode(False):
+        optimizer, model = layer_optimizer(retries), Layer()
+        state = optimizer.init(nnx.state(model, nnx.Param))
+        with pytest.raises(TypeError, match=r"an nnx\.State, got Layer") as error:
+            in_one_call(optimizer)(model, state, GOOD)
+        transform = eval(re.findall(r"functools\.partial\(.*?\)", str(error.value))[0])
+        before = model.linear.kernel[...]
+        optimizer.minimize(square, model, state, GOOD, transform=transform)
+        assert (model.linear.kernel[...] != before).all()

@@ -329,6 +329,30 @@ def test_every_model_and_optimizer(loss_fn, params, inner):
     assert_close(new, step(params, state, x)[0])
 
 
+@every_wrap
+def test_auxiliary_data_is_that_of_a_step_without_retries(wrap):
+    given = {"int": np.int64(2**40), "float": np.float64(0.1), "array": np.arange(2)}
+
+    def loss_fn(param, x):
+        made = {"literal": jnp.float32(7), "constant": jnp.arange(2), "product": 2 * x}
+        key = jax.random.key(0)
+        return param**2, made | {"key": key, "weak": jnp.asarray(1.5)} | given
+
+    def auxiliary_data(retries):
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), retries=retries)
+        step = functools.partial(optimizer.minimize, loss_fn, has_aux=True)
+        if wrap is jax.jit:
+            given.pop("int", None)  # No result of a compiled function.
+        return wrap(step)(ONE, optimizer.init(ONE), ONE)[2][1]
+
+    plain, repeated = auxiliary_data(0), auxiliary_data(5)
+    assert [(type(x), signature(x)) for x in jax.tree.leaves(repeated)] == [
+        (type(x), signature(x)) for x in jax.tree.leaves(plain)
+    ]
+    assert repeated["literal"].at[...].add(1) == 8
+    assert_same_bits(repeated, plain)
+
+
 def test_equinox():
     optimizer = LossScaleOptimizer(relaxed(optax.adam(0.1)), RULE, retries=24)
     model = eqx.nn.MLP(4, 2, 8, 1, dtype=jnp.float16, key=jax.random.key(0))

@@ -64,9 +64,13 @@ def make_call(
     loss_fn = check.function("loss_fn", getattr(loss_fn, "without_scale", loss_fn))
     check.boolean("has_aux", has_aux)
     leaves, treedef = jax.tree.flatten((params, args, kwargs))
+    taken = "params", "args"  # A keyword of this name is another argument.
+    named = {
+        f"kwargs[{k!r}]" if k in taken else k: x for k, x in sorted(kwargs.items())
+    }
     names = [
         name + jax.tree_util.keystr(path)
-        for name, x in [("params", params), ("args", args), *sorted(kwargs.items())]
+        for name, x in [("params", params), ("args", args), *named.items()]
         for path, _ in jax.tree.leaves_with_path(x)
     ]
     _common.check_host(caller, [x for x in leaves if isinstance(x, jax.Array)])
@@ -87,13 +91,13 @@ def make_call(
         )
     chosen |= {i: x for i, x in enumerate(leaves) if is_argument(x)}
 
-    shown = {"params": params} | {f"args[{i}]": x for i, x in enumerate(args)} | kwargs
+    shown = {"params": params} | {f"args[{i}]": x for i, x in enumerate(args)} | named
 
     def function(arrays):
         given = dict(enumerate(leaves)) | dict(zip(chosen, arrays, strict=True))
-        first, rest, named = jax.tree.unflatten(treedef, given.values())
+        first, rest, keywords = jax.tree.unflatten(treedef, given.values())
         try:
-            loss = loss_of(loss_fn(first, *rest, **named), has_aux)
+            loss = loss_of(loss_fn(first, *rest, **keywords), has_aux)
         except Exception as error:
             text = ", ".join(f"{k}={types_of(x)}" for k, x in shown.items())
             text = textwrap.shorten(text, SHOWN)
