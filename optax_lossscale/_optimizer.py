@@ -243,7 +243,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             scalar loss, or the loss and auxiliary data if `has_aux`.
           params: The parameters. Leaves that `transform` does not differentiate, such
             as functions in an Equinox model, stay as they are. A Flax nnx model
-            changes in place, also its batch statistics, unless the step is skipped;
+            changes in place, also its batch statistics, unless the step is skipped
+            (as does an `nnx.Variable` among the other arguments);
             make the state by `init(nnx.state(model, nnx.Param))`.
           state: The state.
           *args: Passed to `loss_fn`.
@@ -267,8 +268,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             that `axis_name` does not name. A reverse-mode derivative of a step with
             `retries` raises ValueError, too.
           TypeError: If the loss is not a real scalar; if `transform` returns no value;
-            with `retries`, if `loss_fn` writes a `jax.Ref` of outside; if `skip_if`
-            does not return a bool.
+            with `retries`, if `loss_fn` writes a `jax.Ref` of outside, or makes a
+            module in a Flax nnx model; if `skip_if` does not return a bool; if the
+            inner state came back in half precision, and `init` makes it in float32.
 
         Warns:
           UserWarning: If the scale of `state` is a constant in a function that JAX
@@ -377,7 +379,10 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         Warns:
           UserWarning: If the scale of `state` is a constant in a function that JAX
             traces (`jax.jit`, `jax.lax.scan`); if devices of `jax.shard_map` have
-            losses of their own, and the same parameters.
+            losses of their own, and the same parameters; if devices of `jax.pmap` or
+            `shard_map(check_vma=False)` take variables of a model back apart, because
+            `axis_name` does not name their axis; with `retries`, because only
+            `minimize` repeats a pass.
 
         Examples:
           >>> import jax
@@ -454,7 +459,11 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         Raises:
           ValueError: If `state` is not a `LossScaleOptimizerState`.
           TypeError: If `skip_if` is not a bool; with `check_loss`, if `value` is
-            missing or not a real scalar.
+            missing or not a real scalar; if the inner state came back in half
+            precision, and `init` makes it in float32.
+
+        Warns:
+          UserWarning: With `retries`, because only `minimize` repeats a pass.
         """
         self._options.warn_of_retries("update")
         extra_args["skip_if"] = skip_if
@@ -490,7 +499,11 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         Raises:
           ValueError: If `state` is not a `LossScaleOptimizerState`.
           TypeError: If `skip_if` is not a bool; with `check_loss`, if `value` is
-            missing or not a real scalar.
+            missing or not a real scalar; if the inner state came back in half
+            precision, and `init` makes it in float32.
+
+        Warns:
+          UserWarning: With `retries`, because only `minimize` repeats a pass.
         """
         self._options.warn_of_retries("apply_gradients")
         extra_args["skip_if"] = skip_if
