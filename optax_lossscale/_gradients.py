@@ -120,21 +120,21 @@ def check_argnums(transform: Callable[..., Any]) -> None:
         )
 
 
-def unreduced_axes(transform: Callable[..., Any]) -> set[Any]:
+def _unreduced(axes: Any, transform: Callable[..., Any]) -> list[Any]:
     """Returns the mapped axes of devices along which nobody reduces gradients.
 
     `jax.shard_map` adds up the gradients of replicated parameters by itself, but not
     with `check_vma=False`, and `jax.pmap` never does.
     """
     if library_of(transform) not in AUTODIFF:
-        return set()
-    axes = jax.sharding.get_abstract_mesh().manual_axes
-    return {x for x in axes if not varying_axes(lax.axis_index(x))}
+        return []
+    return [x for x in sorted(axes, key=str) if not varying_axes(lax.axis_index(x))]
 
 
 def check_averaging(axes: tuple[Hashable, ...], transform: Callable[..., Any]) -> None:
     """Raises if devices would update their parameters by gradients of their own."""
-    for axis in unreduced_axes(transform).intersection(axes):
+    mapped = jax.sharding.get_abstract_mesh().manual_axes
+    for axis in _unreduced(set(mapped).intersection(axes), transform):
         raise ValueError(
             "minimize cannot average gradients in jax.pmap or shard_map(check_vma="
             f"False). Call value_and_grad, jax.lax.pmean(grads, {axis!r}), "
@@ -147,10 +147,11 @@ def warn_of_local_decision(
     is_changed: bool, axes: tuple[Hashable, ...], transform: Callable[..., Any]
 ) -> None:
     """Warns if each device decides by itself whether a model keeps its changes."""
+    mapped = jax.sharding.get_abstract_mesh().manual_axes
     # jax.pmap without a name has one that nobody can reduce over.
-    local = {x for x in unreduced_axes(transform) if not str(x).startswith("_internal")}
-    names = tuple(local.difference(axes))
-    if names and is_changed:
+    others = [x for x in mapped if x not in axes and not str(x).startswith("_internal")]
+    names = tuple(_unreduced(others, transform)) if is_changed else ()
+    if names:
         warn(
             f"Each device of {names} decides by its own gradients whether variables of "
             "the model, such as batch statistics, take back their old values. If you "

@@ -55,7 +55,7 @@ def trained(tree: Any, grads: Any) -> Any:
             raise TypeError(
                 f"{type(module).__name__} is a Flax nnx model, whose gradients must be "
                 f"an nnx.State, got {type(grads).__name__}: pass "
-                "transform=nnx.value_and_grad, in the tree mode of Flax "
+                "transform=nnx.value_and_grad. In the tree mode of Flax, pass "
                 "functools.partial(nnx.value_and_grad, graph=True, graph_updates=True)."
             )
         variables = _variables(module)
@@ -171,7 +171,9 @@ class Modules:
 
         def changes():
             changed = _changed(nodes, before)
-            self._plain = _plain(attributes, _attributes(nodes), _variables(nodes))
+            self._plain = _plain_changes(
+                attributes, _attributes(nodes), _variables(nodes)
+            )
             return _state_of(changed) if changed else None
 
         return self._treedef.unflatten(leaves), changes
@@ -201,7 +203,7 @@ def _attributes(modules: Any) -> dict[Any, Any]:
     }
 
 
-def _plain(before: Any, after: Any, variables: Any) -> dict[Any, Any]:
+def _plain_changes(before: Any, after: Any, variables: Any) -> dict[Any, Any]:
     """Returns plain attributes that a pass changed, by path; GONE if it deleted them.
 
     Args:
