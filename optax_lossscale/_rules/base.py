@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -121,11 +122,11 @@ class LossScale(abc.ABC):
     # Compiled, so that an eager call transfers no constants to the device.
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def _restored(self, scale: jax.Array) -> jax.Array:
-        low, high = self._bounds
+        low, high = map(np.float32, self._bounds)
         if low == high:  # A fixed scale is a constant.
             return jnp.full_like(scale, low)
         with jax.ensure_compile_time_eval():
-            first = float(unbox(self.init().loss_scale))
+            first = np.float32(unbox(self.init().loss_scale))
         first = min(max(first, low), high)
         return jnp.where(jnp.isfinite(scale), lax.clamp(low, scale, high), first)
 
@@ -229,7 +230,7 @@ class AdaptiveLossScale(LossScale):
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def _advance_within_bounds(self, state, finite, largest):
         new = self._advance(self(state), state, finite, largest)
-        low, high = self._bounds  # A large growth_factor leads to inf.
+        low, high = map(np.float32, self._bounds)  # A large growth_factor leads to inf.
         return new._replace(loss_scale=lax.clamp(low, new.loss_scale, high))
 
 
