@@ -167,7 +167,7 @@ def _evaluate(closed, arrays, dtype, choices, called_with):
         return tuple(state if is_float32(x.aval) else None for x in variables)
 
     planner = Planner(dtype, is_chosen if choices else lambda step: False)
-    inputs = states(closed.jaxpr.invars, State.FLEXIBLE)
+    inputs = states(closed.jaxpr.invars, State.WIDE)
     outputs = states(closed.jaxpr.outvars, State.WIDE)
     # The caller reads the results in float32.
     program = read(closed, dtype, programs=None if choices else {})

@@ -24,8 +24,10 @@ def computes_in_half(plan: Plan) -> bool:
 
 def first_reason(
     plan: Plan, args: Any, kwargs: Any, is_chosen: Callable[[Step], bool]
-) -> str:
+) -> str | None:
     """Returns the first reason why no product computes in half precision.
+
+    None if a `jax.custom_vjp` may have one: JAX traces its rule in the backward pass.
 
     Args:
       plan: The plan of the program.
@@ -56,6 +58,8 @@ def first_reason(
             f"asks for precision {precision}" if precision else "is float32 by table"
         )
         return f"{_place(step)} {asked}"
+    if any(x.name == "custom_vjp_call" for x in steps_of(plan.program)):
+        return None
     return "it has no matrix product and no convolution"
 
 
