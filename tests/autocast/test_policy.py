@@ -103,7 +103,7 @@ def gaussian_policy(p, x):
 
 def near_difference(p, x):
     mean = x @ p["w"]
-    near = lax.stop_gradient(mean) + 0.02 * (0.2 * jnp.sin(X))
+    near = lax.stop_gradient(mean) + 0.02 * (0.2 * jnp.sin(x @ p["w"].T))
     return read(p, (near - mean) * 100)
 
 
@@ -319,11 +319,21 @@ def without_wants(patch):
 
 
 def without_promotion(patch):
-    patch.setattr(policy, "met", max)
+    met, state_of_result = states._met, policy.state_of_result
+
+    def of_result(kind, found):
+        is_half = kind in policy.FOLLOWERS and State.HALF in found
+        return State.HALF if is_half else state_of_result(kind, found)
+
+    def of_loop(found):
+        return State.HALF if State.HALF in found else met(found)
+
+    patch.setattr(policy, "state_of_result", of_result)
+    patch.setattr(states, "_met", of_loop)
 
 
 def without_range(patch):
-    patch.setattr(policy, "state_of_number", lambda *about: State.BOUNDED)
+    patch.setattr(policy, "state_of_number", lambda *about: State.SOFT)
 
 
 def without_factors(patch):
