@@ -126,7 +126,9 @@ def autocast(
         joins: list[Any] = []
         closed = jax.make_jaxpr(flat)(*arrays)
         arrays = list(map(jnp.asarray, arrays))
-        found, reason = _evaluate(closed, arrays, name, choices, (args, kwargs))
+        found, reason = _evaluate(
+            closed, arrays, name, choices, {"args": args, "kwargs": kwargs}
+        )
         if reason and not told:
             told.append(reason)
             of = getattr(fun, "__name__", "the function")
@@ -185,8 +187,7 @@ def _evaluate(closed, arrays, dtype, choices, called_with):
         )
     if reasons.computes_in_half(plan):
         return found, None
-    args, kwargs = called_with
-    return found, reasons.first_reason(plan, args, kwargs, is_chosen)
+    return found, reasons.reason(plan, called_with, is_chosen)
 
 
 def _is_traced(x: Any) -> bool:

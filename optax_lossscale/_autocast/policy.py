@@ -30,8 +30,7 @@ class State(enum.IntEnum):
 
 
 # Their results are as wide as their operands.
-ARITHMETIC = Kind.ARITHMETIC, Kind.OUTER
-FOLLOWERS = *ARITHMETIC, Kind.MOVE, Kind.SPREAD
+FOLLOWERS = Kind.ARITHMETIC, Kind.MOVE, Kind.SPREAD
 # Beyond such a factor the product may leave the range that its other factor is in.
 LARGEST_FACTOR = 128
 # Such a factor is of a moving average: of 0.99 * x, half precision loses what it adds.
@@ -65,10 +64,9 @@ def kind_of(equation: Any, dtype: Any, known: Sequence[Any], is_square: bool) ->
     if kind == Kind.PRODUCT:
         if not _is_default(params.get("precision")):
             return Kind.FLOAT32  # Somebody asked for precision.
-        if is_square and _is_length(equation):
-            return Kind.LENGTH  # x @ x of a vector.
-        # Nothing is added up: a product of each with each, of positions for example.
-        return Kind.OUTER if _terms(equation) == 1 else kind
+        # Nothing is added up, as of positions and frequencies; or squares alone are.
+        is_wide = _terms(equation) == 1 or (is_square and _is_length(equation))
+        return Kind.FLOAT32 if is_wide else kind
     if name == "reduce_sum" and math.prod(old.shape[x] for x in params["axes"]) == 1:
         return Kind.MOVE
     if name == "sub" and known == [None, None]:

@@ -237,7 +237,7 @@ class Planner:
                     step in norms
                     or self._reads_wide(step)
                     or (
-                        step.kind in policy.ARITHMETIC
+                        step.kind == Kind.ARITHMETIC
                         and not wide.isdisjoint(step.equation.outvars)
                     )
                 )

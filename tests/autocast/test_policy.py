@@ -282,7 +282,7 @@ FORMULAS = {
     "confident": (confident, 1), "confident by parts": (confident_by_parts, 1),
     "barrier": (barrier, 1), "sorted together": (sorted_together, 1),
     "running product": (running_product, 100), "filled": (filled, 1),
-    "unit length": (unit_length, 1), "short average": (short_average, 1),
+    "short average": (short_average, 1),
 }  # fmt: skip
 
 
