@@ -170,7 +170,7 @@ class Planner:
                 if states[i] is None or i in step.carry:
                     continue
                 if step.name in CAST_BEFORE and states[i] == State.HALF:
-                    states[i] = inner[x] or State.HALF
+                    states[i] = State.SOFT if inner[x] == State.WIDE else State.HALF
                 elif step.carry and inner[x] == State.HALF:
                     states[i] = State.HALF  # Cast once, before the loop.
         while True:

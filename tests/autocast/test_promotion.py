@@ -1,4 +1,4 @@
-"""An array of the program plus a half-precision one is float32; what gives way is not.
+"""An array of the program plus a half-precision one is float32; parts of layers give way.
 
 Each program is compared with float32, and with float16 by hand: there the operands of
 products are cast, and all else is float32.
@@ -118,6 +118,81 @@ def image(w, x, matmul):
     return h[0].astype(jnp.float32)
 
 
+def indexed(w, data, matmul):
+    rows = jnp.arange(4) % len(data)
+    return rollout(16, w, data[rows], matmul)
+
+
+def windows(w, series, matmul):
+    cut = lambda i: lax.dynamic_slice(series, (i, 0), (2, 8))  # noqa: E731
+    return rollout(16, w, jax.vmap(cut)(jnp.arange(3)), matmul)
+
+
+def wave(w, x, matmul):
+    u = start = jnp.cos(6 * x)
+    u, _ = lax.scan(
+        lambda u, _: (u + 0.001 * net(w, u, matmul), None), u, None, length=300
+    )
+    return jnp.mean((u - start - 0.1) ** 2)
+
+
+def image_in_bytes(w, x, matmul):
+    return rollout(16, w, x.astype(jnp.uint8).astype(jnp.float32), matmul)
+
+
+def filled(w, x, matmul):
+    u = jnp.full(x.shape, 125.0) * 2
+    for _ in range(16):
+        u = u + 0.1 * net(w, x + u / 250, matmul)
+    return jnp.mean((u - 251) ** 2)
+
+
+def in_units(w, x, matmul):
+    """A network of normal numbers predicts in Pascal, or the like."""
+    mean, size = jnp.full(8, 1000.0) + w["b"][0], 8 + w["a"][:, 0]
+
+    def step(x, _):
+        return net(w, (x - mean) / size, matmul) * size + mean, None
+
+    x, _ = lax.scan(step, 1000 + 8 * x, length=6)
+    return jnp.mean(((x - mean) / size - 1) ** 2)
+
+
+def read_twice(w, x, matmul):
+    mean, size = 40 + w["b"][0], 2 + w["a"][:, 0]
+    u = net(w, x, matmul) * size + mean
+    v = u + net(w, (u - mean) / size, matmul)
+    return jnp.mean((u - mean - 1) ** 2) + jnp.mean((v - mean - 1) ** 2)
+
+
+def anchors(w, x, matmul):
+    start = 300 * jnp.sin(normal(4, 8)) ** 2
+    boxes = start + net(w, x, matmul)[:, None]
+    boxes = boxes + 0.1 * net(w, boxes / 300, matmul)
+    return jnp.mean((boxes - start - 1) ** 2)
+
+
+def compiled_step(w, start, matmul):
+    euler = jax.jit(lambda x, f: x + 0.1 * f)
+    x = jnp.broadcast_to(start[0], (12, 8))
+    for _ in range(12):
+        x = euler(x, net(w, x / 280 + 0.1 * normal(12, 8), matmul))
+    return jnp.mean((x - start[0] - 1) ** 2)
+
+
+def norm_with_an_offset(w, x, matmul):
+    h = matmul(x, w["a"]) + 30.0 * jnp.ones(32)
+    h = (h - h.mean(0)) * lax.rsqrt(h.var(0) + 1e-5) * (1 + w["b"][:, 0]) + w["b"][:, 1]
+    return jnp.mean((matmul(jax.nn.relu(h), w["b"]) - 1) ** 2)
+
+
+def shared_biases(w, x, matmul):
+    for _ in range(4):
+        h = jax.nn.relu(matmul(normed(x), w["a"]) + w["b"][:, 0])
+        x = x + matmul(h, w["b"]) + w["a"][:, 0]
+    return jnp.mean(x**2)
+
+
 X = normal(16, 8)
 CASES = {
     "12 steps near 280": (functools.partial(rollout, 12), KELVIN),
@@ -139,6 +214,17 @@ CASES = {
     "a residual stream from an embedding": (functools.partial(residual, embedding), X),
     "one from a convolution": (functools.partial(residual, image), X),
     "one from an input": (functools.partial(residual, lambda w, x, _: x), X),
+    "a batch that is indexed": (indexed, KELVIN),
+    "windows of a series": (windows, KELVIN),
+    "a wave as the start": (wave, X),
+    "an image in bytes": (image_in_bytes, KELVIN - 100),
+    "a filled array as the start": (filled, X),
+    "a rollout in physical units": (in_units, X),
+    "a prediction in physical units, read twice": (read_twice, X),
+    "anchors": (anchors, X),
+    "an ensemble in a compiled step": (compiled_step, KELVIN),
+    "a norm behind an offset": (norm_with_an_offset, X),
+    "layers that share their biases": (shared_biases, X),
     "one from a product": (
         functools.partial(residual, lambda w, x, matmul: matmul(x, w["a"])[:, :8]), X,
     ),
@@ -178,6 +264,27 @@ def dtype_of(f, *args):
 B = normal(8)
 
 
+def instance(h, like=None, gain=1 + B, bias=B):
+    """Returns a norm with gain and bias, with the statistics of `h` or of another."""
+    like = h if like is None else like
+    mean, size = like.mean(-1, keepdims=True), like.var(-1, keepdims=True)
+    return (h - mean) * lax.rsqrt(size + 1e-5) * gain + bias
+
+
+def gain_first(h):
+    """The same, as Flax and Haiku multiply."""
+    factor = lax.rsqrt(h.var(-1, keepdims=True) + 1e-5) * (1 + B)
+    return (h - h.mean(-1, keepdims=True)) * factor + B
+
+
+def root_mean_square(h):
+    return h * lax.rsqrt(jnp.square(h).mean(-1, keepdims=True)) * B
+
+
+def pairs(h):
+    return h.reshape(2, 8, 8)
+
+
 @pytest.mark.parametrize(
     ("f", "dtype"),
     [
@@ -199,6 +306,34 @@ B = normal(8)
         (lambda w, x: x @ w + jnp.outer(x[:, 0], B), "float32"),
         (lambda w, x: x @ w + (jnp.sum(x, -1, keepdims=True) + B), "float32"),
         (lambda w, x: x @ w + (x @ w) @ w, "float16"),
+        # A bias has one dimension, follows a product, and is nothing else.
+        (lambda w, x: pairs(2 * (x @ w) + x @ w) + B, "float16"),
+        (lambda w, x: jax.nn.relu(x @ w) + B, "float32"),
+        (lambda w, x: (pairs(x @ w) + w).reshape(16, 8), "float32"),
+        (lambda w, x: jax.nn.relu(x @ w + B) @ w + B, "float16"),
+        (lambda w, x: (x + B) @ w + B, "float32"),
+        # A gain is smaller; a mask was a bool, and is a factor.
+        (lambda w, x: jax.nn.relu(x @ w) * B, "float16"),
+        (lambda w, x: (pairs(x @ w) * w).reshape(16, 8), "float16"),
+        (lambda w, x: x * (x @ w), "float32"),
+        (lambda w, x: (1 - (x > 0).astype("float32")) * (x @ w), "float16"),
+        (lambda w, x: x @ w + (x > 0).astype("float32"), "float32"),
+        (lambda w, x: x @ w * x.astype("int8").astype("float32"), "float32"),
+        # A norm is as wide as its operand, if the statistics are its own.
+        (lambda w, x: instance(x @ w), "float16"),
+        (lambda w, x: instance(x @ w + x), "float32"),
+        (lambda w, x: instance(x @ w, like=x), "float32"),
+        (lambda w, x: instance(x @ w, gain=x), "float32"),
+        (lambda w, x: instance(x @ w, bias=x), "float32"),
+        (lambda w, x: gain_first(jax.nn.relu(x @ w)), "float16"),
+        (lambda w, x: gain_first(x), "float32"),
+        (lambda w, x: root_mean_square(x @ w), "float16"),
+        (lambda w, x: root_mean_square(x), "float32"),
+        (lambda w, x: x @ w - (x @ w).mean(0), "float32"),
+        # A filled array is an array in a sum; a function of half precision gives way.
+        (lambda w, x: x @ w + jnp.full((16, 8), 2.0), "float32"),
+        (lambda w, x: x @ w * jnp.full((16, 8), 2.0), "float16"),
+        (lambda w, x: jnp.tanh(x @ w) + x @ w, "float16"),
     ],
 )  # fmt: skip
 def test_what_wins_and_what_gives_way(f, dtype):
