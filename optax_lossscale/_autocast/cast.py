@@ -124,7 +124,15 @@ def autocast(
             return results
 
         joins: list[Any] = []
-        closed = jax.make_jaxpr(flat)(*arrays)
+        try:
+            closed = jax.make_jaxpr(flat)(*arrays)
+        except Exception as error:
+            if type(error).__name__ == "TraceContextError":  # of Flax nnx
+                error.add_note(
+                    "autocast: the function closes over this model. Pass it as an "
+                    "argument: autocast(lambda model, x: model(x))(model, x)."
+                )
+            raise
         arrays = list(map(jnp.asarray, arrays))
         found, reason = _evaluate(
             closed, arrays, name, choices, {"args": args, "kwargs": kwargs}
@@ -177,13 +185,9 @@ def _evaluate(closed, arrays, dtype, choices, called_with):
     found = run_plan(planner, plan, arrays, outputs, is_saved=True)
     found = list(map(jnp.asarray, found))  # Known numbers are none yet.
     for choice in sorted(missing, key=lambda x: x.name):
-        nearest = choice.nearest(list(steps_of(program)))
         warn(
-            f"float32 has something in which autocast casts nothing: {choice.name}."
-            + f" The nearest in this program: {nearest}." * bool(nearest)
-            + " Of a line, the innermost of your code counts, and its number may have "
-            "changed: ask diagnostics.float32_lines again. If it casts by itself, "
-            "remove its casts."
+            f"float32 has something in which autocast casts nothing: {choice.name}. "
+            + choice.advice(list(steps_of(program)))
         )
     if reasons.computes_in_half(plan):
         return found, None

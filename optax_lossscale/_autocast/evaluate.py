@@ -249,7 +249,7 @@ def _run_call(run: _Run, step: Step) -> list[Any]:
     (plan,) = run.plan.bodies[step]
     for i, x in enumerate(plan.program.jaxpr.invars):
         # One cast for all calls, so that their gradients add up in float32.
-        if plan.inputs[i] == State.HALF and plan.is_read_wide(x):
+        if plan.inputs[i] == State.HALF and x in plan.read_wide:
             args[i] = run.held(step.equation.invars[i], State.WIDE)
     params = step.equation.params
     if step.name == "program_order":  # It is about the equations of this body.

@@ -8,15 +8,15 @@
 - A gain: a factor that is smaller than the result. A mask: a factor that was a bool.
 """
 
+import collections
 from typing import Any, NamedTuple
 
-from optax_lossscale._autocast.program import Program, Step
 from optax_lossscale._jaxprs import primitives
 from optax_lossscale._jaxprs.primitives import Kind, Trait
 
 
 class Layer(NamedTuple):
-    """What a step is in a layer.
+    """What a step is in a layer; in none by default.
 
     Attributes:
       operand: The operand of the layer, which decides the dtype of the result.
@@ -24,108 +24,102 @@ class Layer(NamedTuple):
       is_norm: Whether it is a step of a norm. Those compute in float32.
     """
 
-    operand: Any
-    part: Any
-    is_norm: bool
+    operand: Any = None
+    part: Any = None
+    is_norm: bool = False
 
 
-def layers_of(program: Program) -> dict[Step, Layer]:
-    """Returns the steps of a program in which a part of a layer gives way."""
-    search = _Search(program)
-    found = ((step, search.look(step)) for step in program.steps)
-    return {step: layer for step, layer in found if layer is not None}
+class Layers(collections.defaultdict[Any, Layer]):
+    """By step of a program, what it is in a layer. Looks at each step once."""
 
-
-class _Search:
-    """A search for layers, which looks at each step once, in their order."""
-
-    def __init__(self, program: Program):
+    def __init__(self, program: Any):
+        """Takes a program with its steps."""
+        super().__init__(Layer)
         self._number = program.number
         self._inputs = {*program.jaxpr.invars, *program.jaxpr.constvars}
         self._sources: dict[Any, Any] = {}  # what was moved to a variable
+        # By array, what it is made of, and whether it is a statistic of that.
         self._origins: dict[Any, tuple[Any, bool]] = {}
         self._products: set[Any] = set()
         self._masks: set[Any] = set()
         self._centered: dict[Any, Any] = {}  # by a difference, what is less its mean
         self._norms: dict[Any, Any] = {}  # by a norm, its operand
         self._data: set[Any] = set()  # what is read otherwise than as a part
+        for step in program.steps:
+            self._look(step)
 
-    def look(self, step: Step) -> Layer | None:
-        """Returns what a step is in a layer, if it is anything."""
+    def _source(self, variable):
+        return self._sources.get(variable, variable)
+
+    def _look(self, step):
+        """Notes what a step is, and what its results are."""
         inputs = [x for x in step.inputs if x is not None and self._number(x) is None]
-        sources = [self._sources.get(x, x) for x in inputs]
-        results, layer = step.equation.outvars, None
+        sources, results = list(map(self._source, inputs)), step.equation.outvars
         if primitives.has(step.name, Trait.KEEPS) and len(step.inputs) == 1:
             self._sources.update(zip(results, sources, strict=False))
-            return None
-        if len(inputs) == 2 and results:
-            layer = self._layer(step.name, *inputs, results[0])
-        count = {"add": 2, "mul": 1, "div": 1}.get(step.name)
-        is_kept = len(inputs) == count and self._products.issuperset(sources)
-        if step.kind == Kind.PRODUCT or is_kept:
-            self._products.update(results)
-        is_cast = step.name == "convert_element_type" and len(inputs) == 1
-        is_bool = is_cast and inputs[0].aval.dtype == bool
-        is_kept = step.kind == Kind.ARITHMETIC and self._masks.issuperset(sources)
-        if is_bool or (is_kept and len(inputs) == 1):
-            self._masks.update(results)
-        if layer is not None and layer.is_norm:
+            return
+        layer = Layer()
+        if len(inputs) == 2 and step.name in ("add", "mul"):
+            layer = self._layer(step.name == "mul", *inputs, results[0])
+        if layer.part is not None:
+            self[step] = layer
+        if layer.is_norm:
             self._norms[results[0]] = layer.operand
         if step.name == "sub" and len(inputs) == 2 and self._is_own(*inputs):
             self._centered[results[0]] = inputs[0]
-        if step.kind != Kind.PRODUCT:
+        is_linear = len(inputs) == {"add": 2, "mul": 1, "div": 1}.get(step.name)
+        if is_linear and self._products.issuperset(sources):
+            self._products.update(results)
+        is_mask = step.kind == Kind.ARITHMETIC and self._masks.issuperset(sources)
+        if step.name == "convert_element_type":
+            is_mask = step.equation.invars[0].aval.dtype == bool
+        if is_mask and len(inputs) == 1:
+            self._masks.update(results)
+        if step.kind == Kind.PRODUCT:
+            self._products.update(results)
+        elif inputs:
             self._trace(inputs, results)
-        part = None if layer is None else layer.part
         pairs = zip(inputs, sources, strict=True)
-        self._data.update(source for x, source in pairs if x is not part)
-        return layer
+        self._data.update(source for x, source in pairs if x is not layer.part)
 
-    def _layer(self, name, x, y, result):
+    def _layer(self, is_factor, x, y, result):
         """Returns what a sum or a product of two arrays is in a layer."""
-        pairs = [(x, y), (y, x)]
-        if name == "mul":
-            for x, part in pairs:
-                if self._sources.get(part, part) in self._masks:
-                    return Layer(x, part, is_norm=False)
-            for x, part in pairs:
-                if self._is_own(x, part):
-                    source = self._sources.get(x, x)
-                    return Layer(self._centered.get(source, x), part, is_norm=True)
-        for x, part in pairs:
-            source, small = (self._sources.get(z, z) for z in (x, part))
-            if not small.aval.size < result.aval.size == x.aval.size:
-                continue
-            if name in ("add", "mul") and source in self._norms:
+        for large, part in ((x, y), (y, x)):
+            source, small = self._source(large), self._source(part)
+            is_small = small.aval.size < result.aval.size == large.aval.size
+            is_bias = source in self._products and small not in self._data
+            is_bias &= sum(n > 1 for n in small.aval.shape) < 2
+            if is_factor and small in self._masks:
+                return Layer(large, part)
+            if is_factor and self._is_own(large, part):
+                return Layer(self._centered.get(source, large), part, is_norm=True)
+            if is_small and source in self._norms:
                 return Layer(self._norms[source], part, is_norm=True)
-            is_vector = sum(n > 1 for n in small.aval.shape) < 2
-            is_bias = is_vector and source in self._products and small not in self._data
-            if name == "mul" or (name == "add" and is_bias):
-                return Layer(x, part, is_norm=False)
-        return None
+            if is_small and source not in self._masks and (is_factor or is_bias):
+                return Layer(large, part)
+        return Layer()
 
     def _origin(self, variable):
-        """Returns what an array is made of, and whether it is a statistic of that."""
-        source = self._sources.get(variable, variable)
+        source = self._source(variable)
         return self._origins.get(source, (source, False))
 
-    def _is_own(self, variable, statistic):
+    def _is_own(self, variable, other):
         """Whether an array is made of another one's statistics."""
-        origin, is_statistic = self._origin(variable)
-        return not is_statistic and self._origin(statistic) == (origin, True)
+        origin, _ = self._origin(variable)
+        return self._origin(other) == (origin, True)
 
     def _trace(self, inputs, results):
-        """Notes what the results are made of: one array, and perhaps parameters."""
-        origins = {self._origin(x) for x in inputs}
-        largest = max((x.aval.size for x, _ in origins), default=0)
-        # A gain, say, which the program gets, is smaller.
-        origins = {
-            (x, is_statistic)
-            for x, is_statistic in origins
-            if x not in self._inputs or x.aval.size == largest
+        """Notes what results are made of: of one array, and perhaps of parameters."""
+        origins = set(map(self._origin, inputs))
+        largest = max(x.aval.size for x, _ in origins)
+        # A gain, say, is smaller, and the program gets it.
+        origins = {x for x in origins if x[0] not in self._inputs} | {
+            x for x in origins if x[0].aval.size == largest
         }
-        if len({x for x, _ in origins}) != 1:
+        (origin, _), *_ = origins
+        if any(x is not origin for x, _ in origins):
             return
-        ((origin, _), *_), size = origins, max(x.aval.size for x in inputs)
+        size = max(x.aval.size for x in inputs)
         for x in results:
             is_statistic = x.aval.size < size or all(y for _, y in origins)
             self._origins[x] = origin, is_statistic

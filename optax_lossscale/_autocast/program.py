@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from optax_lossscale._autocast import policy
+from optax_lossscale._autocast.layers import Layers
 from optax_lossscale._jaxprs import flow, parts, primitives
 from optax_lossscale._jaxprs.lines import (
     Function,
@@ -116,6 +117,11 @@ class Program:
             return None
         is_same = jax.typeof(number).update(weak_type=aval.weak_type) == aval
         return number if is_same or _variable(atom) is None else None
+
+    @functools.cached_property
+    def layers(self) -> Layers:
+        """What its steps are in layers."""
+        return Layers(self)
 
     @functools.cached_property
     def outputs(self) -> list[Any]:

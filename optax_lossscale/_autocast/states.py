@@ -2,12 +2,12 @@
 
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from optax_lossscale._autocast import policy
-from optax_lossscale._autocast.layers import Layer, layers_of
 from optax_lossscale._autocast.policy import State
 from optax_lossscale._autocast.program import Program, Step
 from optax_lossscale._jaxprs import primitives
@@ -42,14 +42,16 @@ class Plan:
     bodies: dict[Step, tuple["Plan", ...]] = dataclasses.field(default_factory=dict)
     rounded: set[Step] = dataclasses.field(default_factory=set)
 
-    def is_read_wide(self, variable: Any) -> bool:
-        """Whether a step, or perhaps a call in it, reads an argument in float32."""
-        steps = [x for x in self.program.steps if variable in x.inputs]
-        return any(
-            step.bodies or self.states[x] == State.WIDE
-            for step in steps
+    @functools.cached_property
+    def read_wide(self) -> set[Any]:
+        """The variables that a step, or perhaps a call in it, reads in float32."""
+        return {
+            variable
+            for step in self.program.steps
             for x in step.equation.outvars
-        )
+            if step.bodies or self.states[x] in (State.SOFT, State.WIDE)
+            for variable in step.inputs
+        }
 
 
 class Planner:
@@ -64,7 +66,6 @@ class Planner:
         """Takes the dtype, and whether the user wants a step in float32."""
         self.dtype, self._is_chosen = dtype, is_chosen
         self.functions: dict[Any, Callable[..., Any]] = {}
-        self._found: dict[Program, dict[Step, Layer]] = {}
         self._plans: dict[Any, Plan] = {}
         self._reads: dict[Any, dict[Any, State | None]] = {}
 
@@ -124,13 +125,13 @@ class Planner:
         result = step.equation.outvars[0]
         if program.number(result) is not None:
             return self._state(plan, result)
-        layer = self._layers(program).get(step)
+        layer = program.layers[step]
         states = [
             self._operand(plan, step, x)
             for x in atoms
-            if is_float32(x.aval) and (layer is None or x is not layer.part)
+            if is_float32(x.aval) and x is not layer.part
         ]
-        if layer is not None and layer.is_norm:
+        if layer.is_norm:
             # Its steps compute in float32, and the last is rounded as its operand is.
             states = [max(State.HALF, plan.states[layer.operand])]
         state = policy.state_of_result(step.kind, states)
@@ -151,11 +152,6 @@ class Planner:
         is_filled = plan.program.number(atom) is not None and atom.aval.shape
         is_sum = step.name in ("add", "sub")
         return State.WIDE if is_sum and is_filled else self._state(plan, atom)
-
-    def _layers(self, program) -> dict[Step, Layer]:
-        if program not in self._found:
-            self._found[program] = layers_of(program)
-        return self._found[program]
 
     def _nested(self, plan, step, states, wishes):
         """Plans the programs in a step, and returns the states of its results."""
@@ -209,14 +205,11 @@ class Planner:
             return self._reads[key]
         reads = itertools.chain(program.outputs, *(x.inputs for x in program.steps))
         count = collections.Counter(reads)
-        layers = self._layers(program)
-        norms = {step for step, layer in layers.items() if layer.is_norm}
         wide: set[Any] = set()  # on purpose, whatever the arguments are
         for step in program.steps:
-            layer = layers.get(step)
-            given = step.inputs if layer is None else [layer.operand]
-            is_wide = step not in norms and self._reads_wide(step)
-            is_wide &= step.kind != Kind.BOUNDED
+            operand = program.layers[step].operand
+            given = step.inputs if operand is None else [operand]
+            is_wide = self._reads_wide(step) and step.kind != Kind.BOUNDED
             follows = step.kind in policy.FOLLOWERS and not wide.isdisjoint(given)
             if not step.bodies and (is_wide or follows):
                 wide.update(x for x in step.equation.outvars if is_float32(x.aval))
@@ -231,16 +224,11 @@ class Planner:
                 for i, x in zip(reads, body.jaxpr.invars, strict=True):
                     wish = None if i in step.carry else inner[x]
                     wishes[step.inputs[i]].append(wish)
+            is_wide = self._reads_wide(step) or program.layers[step].is_norm
+            if step.kind == Kind.ARITHMETIC:
+                is_wide |= not wide.isdisjoint(step.equation.outvars)
             for i, x in enumerate(() if step.bodies else step.inputs):
                 result = found[i] if step.is_parallel else _agreed(found)
-                is_wide = (
-                    step in norms
-                    or self._reads_wide(step)
-                    or (
-                        step.kind == Kind.ARITHMETIC
-                        and not wide.isdisjoint(step.equation.outvars)
-                    )
-                )
                 # An add of a residual stream, which others read, too, stays as it is.
                 is_alone = step.kind == Kind.SPREAD or count[x] == 1
                 if is_wide or step.kind == Kind.PRODUCT:

@@ -346,7 +346,7 @@ def without_terms(patch):
 
 def cast_inside(patch):
     patch.setattr(states, "CAST_BEFORE", [])
-    patch.setattr(states.Plan, "is_read_wide", lambda *about: False)
+    patch.setattr(states.Plan, "read_wide", frozenset())
 
 
 MUTATIONS = {

@@ -1,4 +1,4 @@
-"""An array of the program plus a half-precision one is float32; parts of layers give way.
+"""An array of the program and half precision make float32; parts of layers do not.
 
 Each program is compared with float32, and with float16 by hand: there the operands of
 products are cast, and all else is float32.
@@ -261,7 +261,7 @@ def dtype_of(f, *args):
     return [x.outvars[0].aval.dtype for x in equations if x.primitive.name == "mul"][-1]
 
 
-B = normal(8)
+B, SQUARE = normal(8), normal(8, 8)
 
 
 def instance(h, like=None, gain=1 + B, bias=B):
@@ -309,18 +309,21 @@ def pairs(h):
         # A bias has one dimension, follows a product, and is nothing else.
         (lambda w, x: pairs(2 * (x @ w) + x @ w) + B, "float16"),
         (lambda w, x: jax.nn.relu(x @ w) + B, "float32"),
-        (lambda w, x: (pairs(x @ w) + w).reshape(16, 8), "float32"),
+        (lambda w, x: x @ w[:, :1] + B, "float32"),
+        (lambda w, x: (pairs(x @ w) + SQUARE).reshape(16, 8), "float32"),
         (lambda w, x: jax.nn.relu(x @ w + B) @ w + B, "float16"),
         (lambda w, x: (x + B) @ w + B, "float32"),
         # A gain is smaller; a mask was a bool, and is a factor.
         (lambda w, x: jax.nn.relu(x @ w) * B, "float16"),
-        (lambda w, x: (pairs(x @ w) * w).reshape(16, 8), "float16"),
+        (lambda w, x: (pairs(x @ w) * SQUARE).reshape(16, 8), "float16"),
         (lambda w, x: x * (x @ w), "float32"),
         (lambda w, x: (1 - (x > 0).astype("float32")) * (x @ w), "float16"),
+        (lambda w, x: (x > 0).astype("float32") * B * (x @ w), "float32"),
         (lambda w, x: x @ w + (x > 0).astype("float32"), "float32"),
         (lambda w, x: x @ w * x.astype("int8").astype("float32"), "float32"),
         # A norm is as wide as its operand, if the statistics are its own.
         (lambda w, x: instance(x @ w), "float16"),
+        (lambda w, x: instance(x @ w + B), "float16"),
         (lambda w, x: instance(x @ w + x), "float32"),
         (lambda w, x: instance(x @ w, like=x), "float32"),
         (lambda w, x: instance(x @ w, gain=x), "float32"),
