@@ -87,15 +87,16 @@ class Layers(collections.defaultdict[Any, Layer]):
         for large, part in ((x, y), (y, x)):
             source, small = self._source(large), self._source(part)
             is_small = small.aval.size < result.aval.size == large.aval.size
-            is_bias = source in self._products and small not in self._data
-            is_bias &= sum(n > 1 for n in small.aval.shape) < 2
+            is_bias = not is_factor and small not in self._data
+            is_vector = sum(n > 1 for n in small.aval.shape) < 2
             if is_factor and small in self._masks:
                 return Layer(large, part)
             if is_factor and self._is_own(large, part):
                 return Layer(self._centered.get(source, large), part, is_norm=True)
-            if is_small and source in self._norms:
+            if is_small and (is_factor or is_bias) and source in self._norms:
                 return Layer(self._norms[source], part, is_norm=True)
-            if is_small and source not in self._masks and (is_factor or is_bias):
+            is_bias &= is_vector and source in self._products
+            if is_small and (is_bias or (is_factor and source not in self._masks)):
                 return Layer(large, part)
         return Layer()
 

@@ -49,7 +49,7 @@ class Plan:
             variable
             for step in self.program.steps
             for x in step.equation.outvars
-            if step.bodies or self.states[x] in (State.SOFT, State.WIDE)
+            if step.bodies or self.states[x] == State.WIDE
             for variable in step.inputs
         }
 

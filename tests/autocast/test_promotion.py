@@ -328,6 +328,7 @@ def pairs(h):
         (lambda w, x: instance(x @ w, like=x), "float32"),
         (lambda w, x: instance(x @ w, gain=x), "float32"),
         (lambda w, x: instance(x @ w, bias=x), "float32"),
+        (lambda w, x: instance((x + B) @ w, bias=B), "float32"),
         (lambda w, x: gain_first(jax.nn.relu(x @ w)), "float16"),
         (lambda w, x: gain_first(x), "float32"),
         (lambda w, x: root_mean_square(x @ w), "float16"),
