@@ -60,7 +60,7 @@ class Layers(collections.defaultdict[Any, Layer]):
             return
         layer = Layer()
         if len(inputs) == 2 and step.name in ("add", "mul"):
-            layer = self._layer(step.name == "mul", *inputs, results[0])
+            layer = self._layer(step.name == "mul", inputs, results[0])
         if layer.part is not None:
             self[step] = layer
         if layer.is_norm:
@@ -82,9 +82,9 @@ class Layers(collections.defaultdict[Any, Layer]):
         pairs = zip(inputs, sources, strict=True)
         self._data.update(source for x, source in pairs if x is not layer.part)
 
-    def _layer(self, is_factor, x, y, result):
+    def _layer(self, is_factor, inputs, result):
         """Returns what a sum or a product of two arrays is in a layer."""
-        for large, part in ((x, y), (y, x)):
+        for large, part in (inputs, inputs[::-1]):
             source, small = self._source(large), self._source(part)
             is_small = small.aval.size < result.aval.size == large.aval.size
             is_bias = not is_factor and small not in self._data
