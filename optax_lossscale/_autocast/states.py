@@ -149,8 +149,10 @@ class Planner:
 
     def _operand(self, plan, step, atom):
         """Returns the state of an operand. In a sum, a filled array is an array."""
-        is_filled = plan.program.number(atom) is not None and atom.aval.shape
-        is_sum = step.name in ("add", "sub")
+        number = plan.program.number(atom)
+        # Flax subtracts zeros, which changes nothing.
+        is_sum = step.name == "add" or (step.name == "sub" and number != 0)
+        is_filled = number is not None and atom.aval.shape
         return State.WIDE if is_sum and is_filled else self._state(plan, atom)
 
     def _nested(self, plan, step, states, wishes):

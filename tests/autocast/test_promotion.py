@@ -318,7 +318,7 @@ def pairs(h):
         (lambda w, x: (pairs(x @ w) * SQUARE).reshape(16, 8), "float16"),
         (lambda w, x: x * (x @ w), "float32"),
         (lambda w, x: (1 - (x > 0).astype("float32")) * (x @ w), "float16"),
-        (lambda w, x: (x > 0).astype("float32") * B * (x @ w), "float32"),
+        (lambda w, x: (x > 0).astype("float32") * (x @ w[:, :1]), "float16"),
         (lambda w, x: x @ w + (x > 0).astype("float32"), "float32"),
         (lambda w, x: x @ w * x.astype("int8").astype("float32"), "float32"),
         # A norm is as wide as its operand, if the statistics are its own.
@@ -336,6 +336,8 @@ def pairs(h):
         (lambda w, x: x @ w - (x @ w).mean(0), "float32"),
         # A filled array is an array in a sum; a function of half precision gives way.
         (lambda w, x: x @ w + jnp.full((16, 8), 2.0), "float32"),
+        (lambda w, x: x @ w - jnp.full((16, 8), 2.0), "float32"),
+        (lambda w, x: x @ w - jnp.zeros((16, 8)), "float16"),
         (lambda w, x: x @ w * jnp.full((16, 8), 2.0), "float16"),
         (lambda w, x: jnp.tanh(x @ w) + x @ w, "float16"),
     ],
