@@ -44,7 +44,8 @@ class Layers(collections.defaultdict[Any, Layer]):
         self._masks: set[Any] = set()
         self._centered: dict[Any, Any] = {}  # by a difference, what is less its mean
         self._norms: dict[Any, Any] = {}  # by a norm, its operand
-        self._data: set[Any] = set()  # what is read otherwise than as a part
+        # What is read otherwise than as a part of a layer, and what not by calls alone.
+        self._data, self._read = set(program.data), set(program.data)
         for step in program.steps:
             self._look(step)
 
@@ -80,7 +81,13 @@ class Layers(collections.defaultdict[Any, Layer]):
         elif inputs:
             self._trace(inputs, results)
         pairs = zip(inputs, sources, strict=True)
-        self._data.update(source for x, source in pairs if x is not layer.part)
+        read = {source for x, source in pairs if x is not layer.part}
+        self._data |= read
+        self._read |= set() if step.bodies else read
+        for body, reads in step.bodies:
+            given = zip(reads, body.jaxpr.invars, strict=True)
+            found = (x for i, x in given if self._source(step.inputs[i]) in self._read)
+            body.data.update(found)
 
     def _layer(self, is_factor, inputs, result):
         """Returns what a sum or a product of two arrays is in a layer."""

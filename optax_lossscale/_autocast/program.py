@@ -94,6 +94,7 @@ class Program:
       numbers: By variable, the number that it is, or is filled with.
       steps: Its equations, but those of numbers.
       is_shared: Whether it is called more than once.
+      data: The arguments that its caller reads otherwise than as parts of layers.
     """
 
     jaxpr: Any
@@ -101,6 +102,7 @@ class Program:
     numbers: dict[Any, Any]
     steps: list[Step] = dataclasses.field(default_factory=list)
     is_shared: bool = False
+    data: set[Any] = dataclasses.field(default_factory=set)
 
     def number(self, atom: Any) -> Any:
         """Returns the number that an operand is or is filled with; None otherwise."""

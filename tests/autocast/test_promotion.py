@@ -281,6 +281,10 @@ def root_mean_square(h):
     return h * lax.rsqrt(jnp.square(h).mean(-1, keepdims=True)) * B
 
 
+def helped(w, h):
+    return jax.jit(lambda w, h, b: h @ w + b)(w, h, B)
+
+
 def pairs(h):
     return h.reshape(2, 8, 8)
 
@@ -313,6 +317,8 @@ def pairs(h):
         (lambda w, x: (pairs(x @ w) + SQUARE).reshape(16, 8), "float32"),
         (lambda w, x: jax.nn.relu(x @ w + B) @ w + B, "float16"),
         (lambda w, x: (x + B) @ w + B, "float32"),
+        (lambda w, x: helped(w, helped(w, x)), "float16"),
+        (lambda w, x: helped(w, x + B), "float32"),
         # A gain is smaller; a mask was a bool, and is a factor.
         (lambda w, x: jax.nn.relu(x @ w) * B, "float16"),
         (lambda w, x: (pairs(x @ w) * SQUARE).reshape(16, 8), "float16"),
