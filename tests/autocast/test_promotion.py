@@ -319,6 +319,7 @@ def pairs(h):
         (lambda w, x: (x + B) @ w + B, "float32"),
         (lambda w, x: helped(w, helped(w, x)), "float16"),
         (lambda w, x: helped(w, x + B), "float32"),
+        (lambda w, x: jax.jit(jnp.multiply)(x, B) @ w + B, "float32"),
         # A gain is smaller; a mask was a bool, and is a factor.
         (lambda w, x: jax.nn.relu(x @ w) * B, "float16"),
         (lambda w, x: (pairs(x @ w) * SQUARE).reshape(16, 8), "float16"),
