@@ -49,9 +49,8 @@ def kind_of(equation: Any, dtype: Any, known: Sequence[Any], is_square: bool) ->
     name, params = equation.primitive.name, equation.params
     kind = primitives.kind_of(name)
     old: Any = equation.invars[0].aval if equation.invars else None
-    if name == "convert_element_type":
-        is_same = old.dtype == equation.outvars[0].aval.dtype
-        return Kind.MOVE if is_same else Kind.FLOAT32
+    if name == "convert_element_type" and old.dtype == equation.outvars[0].aval.dtype:
+        return Kind.MOVE
     types = [x.aval.dtype for x in (*equation.invars, *equation.outvars)]
     floats = {x for x in types if jnp.issubdtype(x, jnp.inexact)}
     if kind == Kind.PRODUCT and types[-1] == np.float32 and len(set(types[:-1])) > 1:

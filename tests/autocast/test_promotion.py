@@ -333,6 +333,7 @@ def pairs(h):
         (lambda w, x: instance(x @ w + B), "float16"),
         (lambda w, x: instance(x @ w + x), "float32"),
         (lambda w, x: instance(x @ w, like=x), "float32"),
+        (lambda w, x: (lambda h: h * jnp.exp(h))(x @ w), "float32"),
         (lambda w, x: instance(x @ w, gain=x), "float32"),
         (lambda w, x: instance(x @ w, bias=x), "float32"),
         (lambda w, x: instance((x + B) @ w, bias=B), "float32"),
