@@ -39,11 +39,13 @@ def autocast(
     """Makes a float32 function compute in half precision where that is fast and safe.
 
     Matrix products and convolutions compute in `dtype`, in the backward pass, too, and
-    what adds their results, multiplies or moves them, keeps that dtype. Sums, squares,
-    exp, log, roots, divisions and differences compute in float32, in the backward pass,
-    too: gradients of biases are sums. So do constants that `dtype` cannot hold, and
-    whatever `autocast` does not know, such as kernels. Nothing in the function or in a
-    library that it calls has to change.
+    what adds their results, multiplies or moves them, keeps that dtype. An array of
+    yours makes float32 what it meets, as in PyTorch, but for parts of layers: biases,
+    gains, masks, and the statistics of norms. Sums, squares, exp, log, roots, divisions
+    and differences compute in float32, in the backward pass, too: gradients of biases
+    are sums. So do constants that `dtype` cannot hold, and whatever `autocast` does not
+    know, such as kernels. Nothing in the function or in a library that it calls has to
+    change.
 
     The result is an ordinary function of float32: arguments, results and gradients have
     the dtypes and the structure that they have without `autocast`. Inside of it

@@ -388,6 +388,15 @@ def test_each_rule_is_needed(mutate, f, size, monkeypatch):
     assert wrong > 3 * right
 
 
+def test_a_norm_computes_in_float32():
+    def f(p, x):
+        h = 0.03 * (0.03 * (x @ p["w"]))
+        factor = lax.rsqrt(h.var(-1, keepdims=True) + 1e-12) * (100 + p["b"])
+        return read(p, (h - h.mean(-1, keepdims=True)) * factor)  # a factor of 1e5
+
+    assert error(f, P, X, scale=2.0**-6) < 0.01
+
+
 def test_gradients_of_biases_are_sums_in_float32():
     def f(b, x, w):
         return jnp.mean((x @ w + b)[:, 0] * 1.0)
