@@ -129,8 +129,8 @@ class _Run:
             # The gradient of this cast is weakly typed, as without `autocast`.
             return [jax.lax.convert_element_type(x, x.dtype) if is_weak else x]
         is_rounded = step in self.plan.rounded
-        is_wide = self.plan.program.layers[step].is_norm or _spreads(step)
-        if State.HALF not in states or is_rounded or is_wide:
+        is_wide = State.HALF not in states or self.plan.program.layers[step].is_norm
+        if is_wide or is_rounded or _spreads(step):
             found = parts.bind(equation, [self.read(x, State.WIDE) for x in inputs])
             found = list(map(self._cast, found, states))
             is_named = self.is_saved is not None and step.kind == Kind.ARITHMETIC
