@@ -352,3 +352,11 @@ def pairs(h):
 )  # fmt: skip
 def test_what_wins_and_what_gives_way(f, dtype):
     assert dtype_of(f, normal(8, 8), normal(16, 8)) == dtype
+
+
+def test_a_norm_is_rounded_once():
+    cast = autocast(lambda w, x: instance(x @ w) @ w)
+    equations = all_equations(jax.make_jaxpr(cast)(normal(8, 8), normal(16, 8)).jaxpr)
+    casts = [x for x in equations if x.primitive.name == "convert_element_type"]
+    types = [(x.outvars[0].aval.dtype, x.outvars[0].aval.shape) for x in casts]
+    assert types.count((HALF, (16, 8))) == 2  # x, and the result of the norm
