@@ -238,6 +238,17 @@ def confident_by_parts(p, x):
     )
 
 
+def confident_by_mixed_parts(p, x):
+    """Each part is read by a product, too."""
+    logits = 3 * CERTAIN @ p["out"]
+    labels = jnp.argmax(logits, 1)
+    read = lambda z: 1e-4 * (z @ p["out"].T)[:, 0]  # noqa: E731
+    first = jax.jit(lambda z: jax.nn.logsumexp(z, -1) + read(z))(logits)
+    hot = jax.nn.one_hot(labels, 8)
+    second = jax.jit(lambda z: jnp.sum(z * hot, -1) + read(z))(logits)
+    return jnp.mean(first - second)
+
+
 def waves(times):
     return jnp.cos(3 * times) + jnp.sin(2 * times)
 
@@ -349,6 +360,10 @@ def cast_inside(patch):
     patch.setattr(states.Plan, "read_wide", frozenset())
 
 
+def cast_in_calls(patch):
+    patch.setattr(states.Plan, "read_wide", frozenset())
+
+
 MUTATIONS = {
     "squares": (move("square", Kind.ARITHMETIC), square, 300),
     "squares of products": (without_squares, square_by_product, 300),
@@ -374,6 +389,7 @@ MUTATIONS = {
     "positions": (without_terms, positions, 1),
     "opposite gradients": (without_wants, confident, 1),
     "opposite gradients of calls": (cast_inside, confident_by_parts, 1),
+    "opposite gradients of casts": (cast_in_calls, confident_by_mixed_parts, 1),
 }
 
 
