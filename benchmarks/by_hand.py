@@ -509,7 +509,9 @@ def page() -> str:
         "as compiled\nfor an H100, relative to the same model with casts by hand. "
         "The body of a loop counts\nonce, however often it runs. "
         "This compiler reports no flops. "
-        f"`python -m benchmarks.by_hand` makes the table, here\nwith {text}.\n\n"
+        f"`python -m benchmarks.by_hand` makes the table, here\nwith {text}.\n"
+        "The streams of GPT-2 and ViT begin at an embedding or a table of positions. "
+        "They are float32\nwith `autocast`, as in PyTorch, and float16 by hand.\n\n"
         + table({name: found[name] for name in MODELS if name in found})
     )
 

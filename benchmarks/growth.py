@@ -1,8 +1,9 @@
 """Measures how the cost grows: `python -m benchmarks.growth`.
 
-With leaves, parameters and chips for the optimizer's step, and with layers for
-`trace_numerics`. It needs `jax[tpu]` for its compiler, but no TPU, and `jax[cuda12]`
-for that of an H100. It takes half an hour, and writes `results/growth.json`.
+With leaves, parameters and chips for the optimizer's step, with layers for
+`trace_numerics`, and with leaves for `autocast`. It needs `jax[tpu]` for its compiler,
+but no TPU, and `jax[cuda12]` for that of an H100. It takes half an hour, and writes
+`results/growth.json`.
 """
 
 import functools
@@ -11,17 +12,18 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax.stages import Compiled
 from rich.progress import track
 
-from benchmarks import compiled, report
+from benchmarks import by_hand, compiled, report
 from benchmarks.measure import cpu_seconds
 from benchmarks.systems import PLAIN, System, lower
 from benchmarks.workloads import Workload, mlp, optimizer_step, transformer, written
 from examples.language_model.sharding import make_mesh, shard_batch, shard_state
-from optax_lossscale import LossScaleOptimizer
+from optax_lossscale import LossScaleOptimizer, autocast
 from optax_lossscale.diagnostics import trace_numerics
 
 RESULTS = report.RESULTS / "growth.json"
@@ -116,6 +118,22 @@ def seconds_to_trace(layers: int) -> list[float]:
     return [cpu_seconds(first_step)[0], cpu_seconds(trace)[0]]
 
 
+def seconds_to_cast(leaves: int) -> list[float]:
+    """Returns the processor time to trace a perceptron, without and with `autocast`."""
+    layers, batch = leaves // 2, by_hand.of(SIZE, SIZE)
+
+    def loss_fn(params, x):
+        for p in params:
+            x = jax.nn.relu(by_hand.dense(p, x, x.dtype))
+        return jnp.mean(x)
+
+    found, params = [], [by_hand.layer(SIZE, SIZE)] * layers
+    for f in (loss_fn, autocast(loss_fn)):
+        trace = functools.partial(jax.make_jaxpr(f), params, batch)
+        found.append(min(cpu_seconds(trace)[0] for _ in range(3)))
+    return found
+
+
 LEAVES, CHIPS, LAYERS = (20, 200, 2000), (4, 64, 256), (1, 4, 8)
 TIMES = {
     target: (functools.partial(seconds_to_compile, target), LEAVES)
@@ -128,6 +146,10 @@ ROWS: dict[str, tuple[Callable[[Any], list], tuple]] = {
     "bytes that a chip moves, TPU v5e: {} chips": (bytes_of_a_chip, CHIPS),
     "collectives, TPU v5e: {} chips": (collectives, CHIPS),
     "`trace_numerics` / first step, CPU: {} layers": (seconds_to_trace, LAYERS),
+    "`autocast` / float32, time to trace, CPU: {} leaves": (
+        seconds_to_cast,
+        (300, 1500, 6000),
+    ),
 }
 
 

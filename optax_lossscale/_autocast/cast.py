@@ -39,11 +39,13 @@ def autocast(
     """Makes a float32 function compute in half precision where that is fast and safe.
 
     Matrix products and convolutions compute in `dtype`, in the backward pass, too, and
-    what adds their results, multiplies or moves them, keeps that dtype. Sums, squares,
-    exp, log, roots, divisions and differences compute in float32, in the backward pass,
-    too: gradients of biases are sums. So do constants that `dtype` cannot hold, and
-    whatever `autocast` does not know, such as kernels. Nothing in the function or in a
-    library that it calls has to change.
+    what adds their results, multiplies or moves them, keeps that dtype. An array of
+    yours makes float32 what it meets, as in PyTorch, but for parts of layers: biases,
+    gains, masks, and the statistics of norms. Sums, squares, exp, log, roots, divisions
+    and differences compute in float32, in the backward pass, too: gradients of biases
+    are sums. So do constants that `dtype` cannot hold, and whatever `autocast` does not
+    know, such as kernels. Nothing in the function or in a library that it calls has to
+    change.
 
     The result is an ordinary function of float32: arguments, results and gradients have
     the dtypes and the structure that they have without `autocast`. Inside of it
@@ -124,9 +126,19 @@ def autocast(
             return results
 
         joins: list[Any] = []
-        closed = jax.make_jaxpr(flat)(*arrays)
+        try:
+            closed = jax.make_jaxpr(flat)(*arrays)
+        except Exception as error:
+            if type(error).__name__ == "TraceContextError":  # of Flax nnx
+                error.add_note(
+                    "autocast: the function closes over this model. Pass it as an "
+                    "argument: autocast(lambda model, x: model(x))(model, x)."
+                )
+            raise
         arrays = list(map(jnp.asarray, arrays))
-        found, reason = _evaluate(closed, arrays, name, choices, (args, kwargs))
+        found, reason = _evaluate(
+            closed, arrays, name, choices, {"args": args, "kwargs": kwargs}
+        )
         if reason and not told:
             told.append(reason)
             of = getattr(fun, "__name__", "the function")
@@ -167,7 +179,7 @@ def _evaluate(closed, arrays, dtype, choices, called_with):
         return tuple(state if is_float32(x.aval) else None for x in variables)
 
     planner = Planner(dtype, is_chosen if choices else lambda step: False)
-    inputs = states(closed.jaxpr.invars, State.FLEXIBLE)
+    inputs = states(closed.jaxpr.invars, State.WIDE)
     outputs = states(closed.jaxpr.outvars, State.WIDE)
     # The caller reads the results in float32.
     program = read(closed, dtype, programs=None if choices else {})
@@ -175,18 +187,13 @@ def _evaluate(closed, arrays, dtype, choices, called_with):
     found = run_plan(planner, plan, arrays, outputs, is_saved=True)
     found = list(map(jnp.asarray, found))  # Known numbers are none yet.
     for choice in sorted(missing, key=lambda x: x.name):
-        nearest = choice.nearest(list(steps_of(program)))
         warn(
-            f"float32 has something in which autocast casts nothing: {choice.name}."
-            + f" The nearest in this program: {nearest}." * bool(nearest)
-            + " Of a line, the innermost of your code counts, and its number may have "
-            "changed: ask diagnostics.float32_lines again. If it casts by itself, "
-            "remove its casts."
+            f"float32 has something in which autocast casts nothing: {choice.name}. "
+            + choice.advice(list(steps_of(program)))
         )
     if reasons.computes_in_half(plan):
         return found, None
-    args, kwargs = called_with
-    return found, reasons.first_reason(plan, args, kwargs, is_chosen)
+    return found, reasons.reason(plan, called_with, is_chosen)
 
 
 def _is_traced(x: Any) -> bool:

@@ -34,7 +34,9 @@ class Choice:
             if re.fullmatch(r".+:\d+", chosen):
                 self._line = f"/{self.name}"
             else:
-                self._scope = tuple(chosen.strip("/").split("/"))
+                # Haiku names parameters "mlp/~/linear", and the scope "mlp/linear".
+                names = chosen.strip("/").split("/")
+                self._scope = tuple(x for x in names if x != "~")
             return
         self._functions = set(_functions(chosen))
         if not self._functions:
@@ -51,22 +53,31 @@ class Choice:
         pieces = (tuple(names[i : i + n]) for i in range(len(names)))
         return self._scope in pieces
 
-    def nearest(self, steps: list[Step]) -> str:
-        """Returns what steps have that is nearest to it; "" if nothing is near."""
+    def advice(self, steps: list[Step]) -> str:
+        """Says what of steps is nearest to it, and what to do."""
         functions = {name for step in steps for _, name, _ in step.functions()}
-        if self._functions:
-            seen = functions
-        elif self._line:
-            seen = {place[1:] for step in steps for place in _places(step)}
-        else:
+        code = functions | {name.rpartition(".")[0] for name in functions}
+        scopes, advice = set[str](), "If it casts by itself, remove its casts."
+        if self._line:
+            code = {place[1:] for step in steps for place in _places(step)}
+            advice = (
+                "The innermost line of your code counts, and its number may have "
+                "changed: ask diagnostics.float32_lines again. " + advice
+            )
+        elif self._scope:
             names = (step.scope().split("/") for step in steps)
-            seen = {"/".join(x[:i]) for x in names for i in range(1, len(x) + 1)}
+            scopes = {"/".join(x[:i]) for x in names for i in range(1, len(x) + 1)}
             # What is below the first scope is the same in every model of that class.
-            seen |= {x.partition("/")[2] for x in seen}
-            seen |= functions
-        found = next(iter(difflib.get_close_matches(self.name, seen, 1)), "")
-        is_named = self._scope and found in functions
-        return f"{found}, a function: pass it, not its name" if is_named else found
+            scopes |= {x.partition("/")[2] for x in scopes}
+        seen = {x.casefold(): x for x in sorted(code | scopes)}
+        near = difflib.get_close_matches(self.name.casefold(), seen, 1)
+        if near and self._scope and seen[near[0]] not in scopes:
+            advice = "It names no scope: pass the class or function, not its name."
+        return (
+            f"The nearest in this program: {seen[near[0]]}. {advice}"
+            if near
+            else advice
+        )
 
 
 def choices_of(float32: Any) -> list[Choice]:

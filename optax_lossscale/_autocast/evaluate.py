@@ -129,10 +129,9 @@ class _Run:
             # The gradient of this cast is weakly typed, as without `autocast`.
             return [jax.lax.convert_element_type(x, x.dtype) if is_weak else x]
         is_rounded = step in self.plan.rounded
-        if State.HALF not in states or is_rounded or _spreads(step):
-            is_placed = params.get("out_sharding") is not None
-            bind = parts.bind if is_placed else MULTIPLIED.get(step.kind, parts.bind)
-            found = bind(equation, [self.read(x, State.WIDE) for x in inputs])
+        is_wide = State.HALF not in states or self.plan.program.layers[step].is_norm
+        if is_wide or is_rounded or _spreads(step):
+            found = parts.bind(equation, [self.read(x, State.WIDE) for x in inputs])
             found = list(map(self._cast, found, states))
             is_named = self.is_saved is not None and step.kind == Kind.ARITHMETIC
             if is_named and State.HALF in states and not is_rounded:
@@ -251,7 +250,7 @@ def _run_call(run: _Run, step: Step) -> list[Any]:
     (plan,) = run.plan.bodies[step]
     for i, x in enumerate(plan.program.jaxpr.invars):
         # One cast for all calls, so that their gradients add up in float32.
-        if plan.inputs[i] == State.HALF and plan.is_read_wide(x):
+        if plan.inputs[i] == State.HALF and x in plan.read_wide:
             args[i] = run.held(step.equation.invars[i], State.WIDE)
     params = step.equation.params
     if step.name == "program_order":  # It is about the equations of this body.
@@ -285,32 +284,6 @@ NESTED = {
 }
 
 
-def _multiply(equation: Any, args: Sequence[Any]) -> list[Any]:
-    """Runs a product that adds up nothing; the gradient of a dot would be a dot."""
-    _, batches = equation.params["dimension_numbers"]
-    found = []
-    for x, axes in zip(args, batches, strict=True):
-        rest = [i for i in range(x.ndim) if i not in axes]
-        found.append((x.transpose(*axes, *rest), len(rest)))
-    (x, _), (y, n) = found
-    x, y = (
-        x.reshape(*x.shape, *[1] * n),
-        jnp.expand_dims(y, range(len(batches[0]), x.ndim)),
-    )
-    return [(x * y).reshape(equation.outvars[0].aval.shape)]
-
-
-def _add_squares(equation: Any, args: Sequence[Any]) -> list[Any]:
-    """Runs x @ x of vectors, which takes no product of matrices."""
-    (axes, _), (batch, _) = equation.params["dimension_numbers"]
-    x = args[0].transpose(*batch, *axes)
-    return [jnp.sum(x * x, range(len(batch), x.ndim))]
-
-
-# How to run products that are not multiplied as matrices.
-MULTIPLIED = {Kind.OUTER: _multiply, Kind.LENGTH: _add_squares}
-
-
 def _spreads(step: Step) -> bool:
     """Whether it may bring a number to several places, so that its derivative adds."""
     shape = step.equation.outvars[0].aval.shape
@@ -320,4 +293,4 @@ def _spreads(step: Step) -> bool:
         return any(x not in ((), shape) for x in shapes)
     same_size = [np.prod(x) == np.prod(shape) for x in shapes]
     is_reshape = step.name == "broadcast_in_dim" and same_size[0]
-    return step.kind == Kind.OUTER or (step.kind == Kind.SPREAD and not is_reshape)
+    return step.kind == Kind.SPREAD and not is_reshape

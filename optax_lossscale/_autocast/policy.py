@@ -2,54 +2,39 @@
 
 A float32 number of the program is in one of these states; integers have none.
 
+- SOFT: float32 that gives way, rounded where it meets HALF: a number that fits, a
+  bounded function of HALF, and a result for HALF that only float32 reads.
 - HALF: held in half precision, the result of a product.
-- WIDE: float32 on purpose.
-- FLEXIBLE: an argument, or what follows from arguments without products. It is float32,
-  and makes float32 what it meets, as PyTorch promotes.
-- LOOKED_UP, BROADCAST, BOUNDED: float32 that gives way, rounded where it meets HALF. An
-  embedding, which integers look up; a bias or a gain, which is smaller than what it
-  meets; the result of a bounded function, or a number that fits.
+- WIDE: float32, and makes float32 what it meets, as PyTorch promotes: an array of the
+  program, or float32 on purpose.
 """
 
 import enum
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from optax_lossscale._jaxprs import parts, primitives
 from optax_lossscale._jaxprs.primitives import Kind, Trait
 
 
 class State(enum.IntEnum):
-    """How a float32 number of the program is held. Where two meet, the larger wins.
+    """How a float32 number of the program is held. Where two meet, the larger wins."""
 
-    But where FLEXIBLE meets HALF, the result is WIDE.
-    """
-
-    BOUNDED = 0
-    BROADCAST = 1
-    LOOKED_UP = 2
-    FLEXIBLE = 3
-    HALF = 4
-    WIDE = 5
+    SOFT = 0
+    HALF = 1
+    WIDE = 2
 
 
 # Their results are as wide as their operands.
-ARITHMETIC = Kind.ARITHMETIC, Kind.OUTER
-FOLLOWERS = *ARITHMETIC, Kind.MOVE, Kind.SPREAD
+FOLLOWERS = Kind.ARITHMETIC, Kind.MOVE, Kind.SPREAD
 # Beyond such a factor the product may leave the range that its other factor is in.
 LARGEST_FACTOR = 128
 # Such a factor is of a moving average: of 0.99 * x, half precision loses what it adds.
 NEAR_ONE = 1 / 64
-# Larger arrays are parameters rather than masks, and looking at them takes time.
-LARGEST_CONSTANT = 2**20
-# They mark what is certain to fit.
-SMALL = ("bool", "int8", "uint8", "int4", "uint4", "int2", "uint2")
 
 
 def kind_of(equation: Any, dtype: Any, known: Sequence[Any], is_square: bool) -> Kind:
@@ -64,11 +49,8 @@ def kind_of(equation: Any, dtype: Any, known: Sequence[Any], is_square: bool) ->
     name, params = equation.primitive.name, equation.params
     kind = primitives.kind_of(name)
     old: Any = equation.invars[0].aval if equation.invars else None
-    if name == "convert_element_type":
-        is_same = old.dtype == equation.outvars[0].aval.dtype
-        # Masks and bytes fit. Other integers are counts and positions.
-        is_small = old.dtype.name in SMALL
-        return Kind.MOVE if is_same else Kind.BOUNDED if is_small else Kind.FLOAT32
+    if name == "convert_element_type" and old.dtype == equation.outvars[0].aval.dtype:
+        return Kind.MOVE
     types = [x.aval.dtype for x in (*equation.invars, *equation.outvars)]
     floats = {x for x in types if jnp.issubdtype(x, jnp.inexact)}
     if kind == Kind.PRODUCT and types[-1] == np.float32 and len(set(types[:-1])) > 1:
@@ -81,10 +63,9 @@ def kind_of(equation: Any, dtype: Any, known: Sequence[Any], is_square: bool) ->
     if kind == Kind.PRODUCT:
         if not _is_default(params.get("precision")):
             return Kind.FLOAT32  # Somebody asked for precision.
-        if is_square and _is_length(equation):
-            return Kind.LENGTH  # x @ x of a vector.
-        # Nothing is added up: a product of each with each, of positions for example.
-        return Kind.OUTER if _terms(equation) == 1 else kind
+        # Nothing is added up, as of positions and frequencies; or squares alone are.
+        is_wide = _terms(equation) == 1 or (is_square and _is_length(equation))
+        return Kind.FLOAT32 if is_wide else kind
     if name == "reduce_sum" and math.prod(old.shape[x] for x in params["axes"]) == 1:
         return Kind.MOVE
     if name == "sub" and known == [None, None]:
@@ -143,76 +124,20 @@ def state_of_number(number: Any, dtype: Any) -> State:
     """Returns the state of a constant: WIDE if half precision cannot hold it."""
     info, size = jnp.finfo(dtype), abs(float(number))
     fits = float(info.tiny) <= size <= float(info.max)
-    return (
-        State.BOUNDED if fits or size in (0, math.inf) or size != size else State.WIDE
-    )
+    is_exact = size in (0, math.inf) or size != size
+    return State.SOFT if fits or is_exact else State.WIDE
 
 
-def state_of_array(array: Any, dtype: Any) -> State:
-    """Returns the state of an array that the program closes over.
-
-    WIDE if `dtype` cannot hold a number of it, or if all are too small for it.
-    """
-    is_array = isinstance(array, jax.Array | np.ndarray)  # A Ref is none.
-    is_known = is_array and not isinstance(array, Tracer)
-    is_here = is_known and getattr(array, "is_fully_addressable", True)
-    if not is_here or np.size(array) > LARGEST_CONSTANT:
-        return State.FLEXIBLE
-    sizes = np.abs(np.asarray(array, np.float32))
-    largest, info = np.max(sizes, initial=0, where=np.isfinite(sizes)), jnp.finfo(dtype)
-    fits = largest == 0 or float(info.tiny) <= largest <= float(info.max)
-    return State.FLEXIBLE if fits else State.WIDE
-
-
-class Operand(NamedTuple):
-    """A float32 operand: its state, its size, and its number if that is known."""
-
-    state: State
-    size: int
-    number: Any
-
-
-def met(states: Sequence[State]) -> State:
-    """Returns the state of numbers that meet."""
-    return State.WIDE if {State.FLEXIBLE, State.HALF} <= set(states) else max(states)
-
-
-def state_of_result(
-    name: str, kind: Kind, operands: Sequence[Operand], size: int
-) -> State:
+def state_of_result(kind: Kind, states: Sequence[State]) -> State:
     """Returns the state of the results of an equation.
 
     Args:
-      name: The name of its primitive.
       kind: Its kind.
-      operands: Its float32 operands.
-      size: The size of its first result.
+      states: The states of its float32 operands, but for those that give way.
     """
     if kind == Kind.PRODUCT:
         return State.HALF
-    if kind == Kind.BOUNDED:
-        return State.BOUNDED
-    if kind not in FOLLOWERS or not operands:
+    if kind not in (*FOLLOWERS, Kind.BOUNDED) or not states:
         return State.WIDE
-    broadcasts = kind == Kind.OUTER or primitives.has(name, Trait.ELEMENTWISE)
-    broadcasts |= primitives.has(name, Trait.KEEPS)
-    states = [
-        State.BROADCAST
-        if broadcasts and x.state == State.FLEXIBLE and x.size < size
-        else x.state
-        for x in operands
-    ]
-    found = met(states)
-    if name == "gather" and found == State.FLEXIBLE:
-        return State.LOOKED_UP
-    arrays = [x for x, y in zip(states, operands, strict=True) if y.number is None]
-    numbers = [x.number for x in operands if x.number is not None]
-    if kind in ARITHMETIC and found in (State.BOUNDED, State.BROADCAST):
-        # Each may be a bias or a gain, but both together are an array of the program:
-        # times of measurements by frequencies, an offset and an oscillation.
-        is_built = len(arrays) == 2 and found == State.BROADCAST
-        is_scaled = arrays == [State.BOUNDED] and any(
-            abs(1 / x if name == "div" else x) > 1 for x in numbers
-        )
-        return State.FLEXIBLE if is_built or is_scaled else found
-    return found
+    state = max(states)
+    return State.SOFT if kind == Kind.BOUNDED and state == State.HALF else state

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from optax_lossscale._autocast import policy
+from optax_lossscale._autocast.layers import Layers
 from optax_lossscale._jaxprs import flow, parts, primitives
 from optax_lossscale._jaxprs.lines import (
     Function,
@@ -93,6 +94,7 @@ class Program:
       numbers: By variable, the number that it is, or is filled with.
       steps: Its equations, but those of numbers.
       is_shared: Whether it is called more than once.
+      data: The arguments that its caller reads otherwise than as parts of layers.
     """
 
     jaxpr: Any
@@ -100,6 +102,7 @@ class Program:
     numbers: dict[Any, Any]
     steps: list[Step] = dataclasses.field(default_factory=list)
     is_shared: bool = False
+    data: set[Any] = dataclasses.field(default_factory=set)
 
     def number(self, atom: Any) -> Any:
         """Returns the number that an operand is or is filled with; None otherwise."""
@@ -117,17 +120,10 @@ class Program:
         is_same = jax.typeof(number).update(weak_type=aval.weak_type) == aval
         return number if is_same or _variable(atom) is None else None
 
-    def source(self, variable: Any) -> Any:
-        """Returns what was moved to a variable, or broadcast to it."""
-        while (step := self._makers.get(variable)) is not None:
-            if not primitives.has(step.name, Trait.KEEPS) or len(step.inputs) > 1:
-                break
-            (variable,) = step.inputs
-        return variable
-
     @functools.cached_property
-    def _makers(self):
-        return {x: step for step in self.steps for x in step.equation.outvars}
+    def layers(self) -> Layers:
+        """What its steps are in layers."""
+        return Layers(self)
 
     @functools.cached_property
     def outputs(self) -> list[Any]:
@@ -195,7 +191,7 @@ def read(
         inner = functools.partial(read, programs=programs)
         around = (*callers, equation)
         bodies = [(inner(x, dtype, passed, around), reads) for x, reads in jaxprs]
-        number = _folded(equation, program, numbers) if equation.outvars else None
+        number = _folded(equation, numbers) if equation.outvars else None
         if number is not None:
             program.numbers[equation.outvars[0]] = number
             if program.scalar(equation.outvars[0]) is not None:
@@ -249,12 +245,12 @@ def _ends_by_floats(equation: Any) -> bool:
     return any(is_inexact(x.aval) for x in condition.invars if x in asked)
 
 
-def _folded(equation: Any, program: Program, numbers: Sequence[Any]) -> Any:
+def _folded(equation: Any, numbers: Sequence[Any]) -> Any:
     """Returns the number that the result is or is filled with, if it is known."""
     name, aval = equation.primitive.name, equation.outvars[0].aval
     if primitives.has(name, Trait.KEEPS) and len(numbers) == 1:
-        return numbers[0]  # It fills an array with it.
-    is_known = numbers and all(program.scalar(x) is not None for x in equation.invars)
+        return numbers[0]
+    is_known = numbers and all(x is not None for x in numbers)
     if name not in FOLDS or not is_known or not isinstance(aval.dtype, np.dtype):
         return None
     options = (equation.params["y"],) if name == "integer_pow" else ()

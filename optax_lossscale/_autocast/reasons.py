@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.tree_util import keystr
 
 from optax_lossscale._autocast.policy import State
 from optax_lossscale._autocast.program import Step, steps_of
 from optax_lossscale._autocast.states import Plan
 from optax_lossscale._jaxprs import parts, primitives
 from optax_lossscale._jaxprs.primitives import Kind
-from optax_lossscale._tree import is_inexact
 
 
 def computes_in_half(plan: Plan) -> bool:
@@ -22,56 +22,37 @@ def computes_in_half(plan: Plan) -> bool:
     return any(computes_in_half(x) for bodies in plan.bodies.values() for x in bodies)
 
 
-def first_reason(
-    plan: Plan, args: Any, kwargs: Any, is_chosen: Callable[[Step], bool]
-) -> str:
-    """Returns the first reason why no product computes in half precision.
+def reason(plan: Plan, args: Any, is_chosen: Callable[[Step], bool]) -> str | None:
+    """Returns why no product computes in half precision, from the first product.
+
+    None if a `jax.custom_vjp` may have one: JAX traces its rule in the backward pass.
 
     Args:
       plan: The plan of the program.
-      args: The positional arguments of the function, any pytree.
-      kwargs: The others.
+      args: The arguments of the function, by name.
       is_chosen: Whether the user keeps a step in float32.
     """
     for step in steps_of(plan.program):
-        inside = [] if step.bodies else parts.equations_in(step.equation)
-        found = [
-            x for x in inside if primitives.kind_of(x.primitive.name) == Kind.PRODUCT
-        ]
-        if not found:
-            continue
-        if is_chosen(step):
-            return "float32= covers all of its products"
-        types = [x.aval.dtype.name for x in found[0].invars if is_inexact(x.aval)]
-        others = [x for x in types if x != "float32"]
-        if others:
-            return _chosen_by_user(plan, args, kwargs, others[0], step)
-        if found[0] is not step.equation:
-            is_loop = step.kind == Kind.LOOP
-            why = "is a loop that ends by floating-point numbers"
-            other = f"calls {step.name}, which autocast does not open"
-            return f"{_place(step)} {why if is_loop else other}"
-        precision = step.equation.params.get("precision")
-        asked = (
-            f"asks for precision {precision}" if precision else "is float32 by table"
-        )
-        return f"{_place(step)} {asked}"
+        for x in () if step.bodies else parts.equations_in(step.equation):
+            if primitives.kind_of(x.primitive.name) == Kind.PRODUCT:
+                return _of_product(x, step, args, is_chosen)
+    if any(step.name == "custom_vjp_call" for step in steps_of(plan.program)):
+        return None
     return "it has no matrix product and no convolution"
 
 
-def _chosen_by_user(plan, args, kwargs, dtype, step):
-    for name, tree in (("args", args), ("kwargs", kwargs)):
-        for path, x in jax.tree_util.tree_leaves_with_path(tree):
-            if str(getattr(x, "dtype", "")) == dtype:
-                place = jax.tree_util.keystr(path)
-                return f"{name}{place} is {dtype}"
-    for cast in steps_of(plan.program):
-        is_cast = cast.name == "convert_element_type"
-        if is_cast and cast.equation.outvars[0].aval.dtype.name == dtype:
-            return f"{_place(cast)} casts to {dtype} by itself"
-    return f"{_place(step)} computes in {dtype}"
-
-
-def _place(step: Step) -> str:
+def _of_product(equation, step, args, is_chosen):
+    if is_chosen(step):
+        return "float32= covers all of its products"
+    dtypes = {str(x.aval.dtype) for x in equation.invars[:2]}
+    for (name, *path), x in jax.tree_util.tree_leaves_with_path(args):
+        dtype = str(getattr(x, "dtype", ""))
+        if dtype in dtypes - {"float32"}:
+            return f"{name.key}{keystr(tuple(path))} is {dtype}"
     file, line, _ = step.source().own
-    return f"{Path(file).name}:{line}" if line else step.name
+    place = f"{Path(file).name}:{line}" if line else step.name
+    if dtypes != {"float32"}:
+        return f"{place} multiplies {min(dtypes - {'float32'})} by itself"
+    if precision := equation.params.get("precision"):
+        return f"{place} asks for precision {precision}"
+    return f"{place} computes in float32, by the table of dtypes: {step.name}"

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,14 +42,16 @@ class Plan:
     bodies: dict[Step, tuple["Plan", ...]] = dataclasses.field(default_factory=dict)
     rounded: set[Step] = dataclasses.field(default_factory=set)
 
-    def is_read_wide(self, variable: Any) -> bool:
-        """Whether a step, or perhaps a call in it, reads an argument in float32."""
-        steps = [x for x in self.program.steps if variable in x.inputs]
-        return any(
-            step.bodies or self.states[x] == State.WIDE
-            for step in steps
+    @functools.cached_property
+    def read_wide(self) -> set[Any]:
+        """The variables that a step, or perhaps a call in it, reads in float32."""
+        return {
+            variable
+            for step in self.program.steps
             for x in step.equation.outvars
-        )
+            if step.bodies or self.states[x] == State.WIDE
+            for variable in step.inputs
+        }
 
 
 class Planner:
@@ -89,10 +92,7 @@ class Planner:
 
     def _plan(self, program, inputs, reads):
         plan, jaxpr = Plan(program, {}, inputs), program.jaxpr
-        arrays = [
-            policy.state_of_array(x, self.dtype) if is_float32(x) else None
-            for x in program.consts
-        ]
+        arrays = [State.WIDE if is_float32(x) else None for x in program.consts]
         given = zip((*jaxpr.constvars, *jaxpr.invars), (*arrays, *inputs), strict=True)
         plan.states.update(given)
         results, reads = reads, self._readers(program, reads)
@@ -125,74 +125,50 @@ class Planner:
         result = step.equation.outvars[0]
         if program.number(result) is not None:
             return self._state(plan, result)
-        operands = [
-            policy.Operand(self._state(plan, x), x.aval.size, program.number(x))
+        layer = program.layers[step]
+        states = [
+            self._operand(plan, step, x)
             for x in atoms
-            if is_float32(x.aval)
+            if is_float32(x.aval) and x is not layer.part
         ]
-        state = policy.state_of_result(step.name, step.kind, operands, result.aval.size)
-        is_half = state == State.HALF
-        if step.name == "add" and is_half and self._updates(plan, step):
-            return State.WIDE
-        if wish == State.WIDE and is_half and step.kind in policy.FOLLOWERS:
+        if layer.is_norm:
+            # Its steps compute in float32, and the last is rounded as its operand is.
+            states = [max(State.HALF, plan.states[layer.operand])]
+        state = policy.state_of_result(step.kind, states)
+        if wish == State.WIDE and state == State.HALF and step.kind in policy.FOLLOWERS:
             # Otherwise it, or its gradient, would be rounded before it is added up: of
             # a cross entropy the two parts of the gradient, p and -1, are nearly each
             # other's opposite.
-            return State.WIDE
-        if wish == State.HALF and not is_half and is_float32(result.aval):
+            return State.SOFT
+        if wish == State.HALF != state and is_float32(result.aval):
             if step.kind not in (Kind.MOVE, Kind.SPREAD):
                 plan.rounded.add(step)
                 return State.HALF
-            return State.HALF if State.HALF in [x.state for x in operands] else state
+            return State.HALF if State.HALF in states else state
         return state
 
-    def _updates(self, plan, step):
-        """Whether it adds to an array, which is broadcast, what comes from that array.
-
-        The state of an ensemble that starts from one state, for example. What a bias or
-        a gain is added to or multiplied with does not come from it.
-        """
-        program = plan.program
-        for atom, other in zip(step.inputs, step.inputs[::-1], strict=True):
-            if not self._gives_way(plan, step, atom) or other is None:
-                continue
-            reached = {program.source(atom)}
-            for reader in itertools.takewhile(lambda x: x is not step, program.steps):
-                is_met = reader.kind in policy.ARITHMETIC
-                is_met &= State.HALF in plan.operands[reader]
-                if any(
-                    x in reached and not (is_met and self._gives_way(plan, reader, x))
-                    for x in reader.inputs
-                ):
-                    reached.update(reader.equation.outvars)
-            if other in reached:
-                return True
-        return False
-
-    def _gives_way(self, plan, step, variable):
-        """Whether a step broadcasts an operand, or gets it broadcast."""
-        if variable is None or plan.program.number(variable) is not None:
-            return False
-        is_small = variable.aval.size < step.equation.outvars[0].aval.size
-        state = plan.states[variable]
-        return state == State.BROADCAST or (state == State.FLEXIBLE and is_small)
+    def _operand(self, plan, step, atom):
+        """Returns the state of an operand. In a sum, a filled array is an array."""
+        number = plan.program.number(atom)
+        # Flax subtracts zeros, which changes nothing.
+        is_sum = step.name == "add" or (step.name == "sub" and number != 0)
+        is_filled = number is not None and atom.aval.shape
+        return State.WIDE if is_sum and is_filled else self._state(plan, atom)
 
     def _nested(self, plan, step, states, wishes):
         """Plans the programs in a step, and returns the states of its results."""
         n = len(step.carry)
         wishes = [*[None] * n, *wishes[n:]]
         for i in step.carry:
-            # A state of a loop is no bias, and no number.
-            is_number = plan.program.number(step.equation.invars[i]) is not None
-            if states[i] == State.BROADCAST or (is_number and states[i] is not None):
-                states[i] = max(State.FLEXIBLE, states[i])
+            if states[i] == State.SOFT:  # A state of a loop is no number.
+                states[i] = State.WIDE
         for body, reads in step.bodies:
             inner = self._readers(body, tuple(wishes[: len(body.outputs)]))
             for i, x in zip(reads, body.jaxpr.invars, strict=True):
                 if states[i] is None or i in step.carry:
                     continue
                 if step.name in CAST_BEFORE and states[i] == State.HALF:
-                    states[i] = inner[x] or State.HALF
+                    states[i] = State.SOFT if inner[x] == State.WIDE else State.HALF
                 elif step.carry and inner[x] == State.HALF:
                     states[i] = State.HALF  # Cast once, before the loop.
         while True:
@@ -207,9 +183,11 @@ class Planner:
             found = [_met(x) for x in zip(*results, strict=True)]
             before = [states[i] for i in step.carry]
             carry = [_met(x) for x in zip(before, found[:n], strict=True)]
-            if carry == before:
+            wide = [State.WIDE if x == State.WIDE else None for x in carry]
+            if carry == before and wide == wishes[:n]:
                 plan.bodies[step] = plans
                 return [*carry, *found[n:]]
+            wishes[:n] = wide  # What enters a float32 state is not rounded before.
             for i, state in zip(step.carry, carry, strict=True):
                 states[i] = state
 
@@ -231,8 +209,10 @@ class Planner:
         count = collections.Counter(reads)
         wide: set[Any] = set()  # on purpose, whatever the arguments are
         for step in program.steps:
+            operand = program.layers[step].operand
+            given = step.inputs if operand is None else [operand]
             is_wide = self._reads_wide(step) and step.kind != Kind.BOUNDED
-            follows = step.kind in policy.FOLLOWERS and not wide.isdisjoint(step.inputs)
+            follows = step.kind in policy.FOLLOWERS and not wide.isdisjoint(given)
             if not step.bodies and (is_wide or follows):
                 wide.update(x for x in step.equation.outvars if is_float32(x.aval))
         wishes = collections.defaultdict(list)
@@ -246,12 +226,11 @@ class Planner:
                 for i, x in zip(reads, body.jaxpr.invars, strict=True):
                     wish = None if i in step.carry else inner[x]
                     wishes[step.inputs[i]].append(wish)
+            is_wide = self._reads_wide(step) or program.layers[step].is_norm
+            if step.kind == Kind.ARITHMETIC:
+                is_wide |= not wide.isdisjoint(step.equation.outvars)
             for i, x in enumerate(() if step.bodies else step.inputs):
                 result = found[i] if step.is_parallel else _agreed(found)
-                is_wide = self._reads_wide(step) or (
-                    step.kind in policy.ARITHMETIC
-                    and not wide.isdisjoint(step.equation.outvars)
-                )
                 # An add of a residual stream, which others read, too, stays as it is.
                 is_alone = step.kind == Kind.SPREAD or count[x] == 1
                 if is_wide or step.kind == Kind.PRODUCT:
@@ -275,7 +254,7 @@ def is_float32(x: Any) -> bool:
 
 
 def _met(states):
-    return None if None in states else policy.met(states)
+    return None if None in states else max(states)
 
 
 def _agreed(wishes):

@@ -7,18 +7,11 @@ import enum
 
 
 class Kind(enum.Enum):
-    """What `autocast` does with a primitive; the table below says why.
-
-    Two kinds are in no row, since only an equation tells. OUTER is a product that adds
-    up nothing, of positions and frequencies for example. LENGTH is x @ x of a vector,
-    the square of its length.
-    """
+    """What `autocast` does with a primitive; the table below says why."""
 
     PRODUCT = enum.auto()
     BOUNDED = enum.auto()
     ARITHMETIC = enum.auto()
-    OUTER = enum.auto()
-    LENGTH = enum.auto()
     MOVE = enum.auto()
     SPREAD = enum.auto()
     FLOAT32 = enum.auto()

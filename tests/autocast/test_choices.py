@@ -53,7 +53,7 @@ WAYS = {
 CHOICES = [
     (kept, 1), ([kept], 1), (functools.partial(kept), 1), (jax.jit(kept), 1),
     (Block, 2), (Block.inner, 1), (Block().inner, 1), ([kept, Block], 3),
-    ("outer", 4), ("outer/model", 3), ("model", 3), ("ute", 0),
+    ("outer", 4), ("outer/model", 3), ("outer/~/model", 3), ("model", 3), ("ute", 0),
 ]  # fmt: skip
 
 
@@ -190,9 +190,26 @@ def test_what_matches_nothing_warns_with_what_is_nearest():
         autocast(lambda w, x: f(w, x @ w), float32=[kept_too, kept])(W, X)
 
 
-def test_the_name_of_a_function_is_no_function():
-    with pytest.warns(UserWarning, match="nearest .*: kept, a function: pass it, not"):
-        autocast(lambda w, x: kept(x, w) @ w, float32="kept")(W, X)
+@pytest.mark.parametrize(("name", "nearest"), [("kept", "kept"), ("block", "Block")])
+def test_the_name_of_a_function_or_class_is_no_scope(name, nearest):
+    match = f"nearest .*: {nearest}. It names no scope: pass the class or function"
+    with pytest.warns(UserWarning, match=match):
+        autocast(lambda w, x: Block()(kept(x, w), w), float32=name)(W, X)
+
+
+def test_a_line_that_matches_nothing():
+    with pytest.warns(
+        UserWarning, match="its number may have changed: ask diagnostics"
+    ):
+        autocast(lambda w, x: kept(x, w), float32="test_choices.py:1")(W, X)
+
+
+def test_a_model_that_changes_is_an_argument():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+    with pytest.raises(Exception, match="BatchStat from a different trace") as caught:
+        autocast(model)(X)
+    assert "Pass it as an argument" in "".join(caught.value.__notes__)
 
 
 def distances(a, b):

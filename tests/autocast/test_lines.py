@@ -84,7 +84,7 @@ def test_casts_by_hand_are_named():
     with pytest.warns(UserWarning, match=f"casts nothing: {line}.*remove its casts"):
         assert not jnp.isfinite(autocast(forgotten, float32=line)(W, X))
     place = f"test_lines.py:{line_of('by hand', __file__)}"
-    text = f"autocast casts nothing: {place} casts to float16 by itself"
+    text = f"autocast casts nothing: {place} multiplies float16 by itself"
     assert text in " ".join(str(trace_numerics(autocast(forgotten), W, X)).split())
     with pytest.raises(TypeError, match=f"{place}, in forgotten: remove its casts"):
         float32_lines(autocast(forgotten), W, X)

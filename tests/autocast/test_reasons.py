@@ -39,12 +39,17 @@ def converges(params, x):
 
 HALF = {"w": W.astype(np.float16)}, X.astype(np.float16)
 CASES = {
-    "by itself": (by_itself, ({"w": W}, X), {}, "{casts} casts to bfloat16 by itself"),
+    "by itself": (
+        by_itself,
+        ({"w": W}, X),
+        {},
+        "{casts} multiplies bfloat16 by itself",
+    ),
     "no product": (no_product, ({"w": W}, X), {}, "it has no matrix product"),
     "covered": (loss_fn, ({"w": W}, X), {"float32": loss_fn}, "float32= covers all"),
     "argument": (loss_fn, HALF, {}, r"args\[0\]\['w'\] is float16"),
     "precision": (precise, ({"w": W}, X), {}, "{precise} asks for precision .*HIGHEST"),
-    "loop": (converges, ({"w": W}, X), {}, "{loop} is a loop that ends by floating"),
+    "loop": (converges, ({"w": W}, X), {}, "{loop} computes in float32, .*: while"),
 }
 
 
