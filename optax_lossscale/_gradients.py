@@ -86,6 +86,8 @@ def scaled_grad(
             # The loss itself is passed along: the scaled one may be inf.
             return scale_up(loss, scale), _Out(out)
 
+        # Flax nnx looks up the positions of keywords.
+        vars(loss_times_scale)["__wrapped__"] = fun
         try:
             result = transform(loss_times_scale, has_aux=True)(*args, **kwargs)
         except TypeError as error:

@@ -82,8 +82,8 @@ def check_dtypes(inner: Any, state: Any, like: Any) -> None:
             raise TypeError(
                 f"state.inner_state{jax.tree_util.keystr(path)} must be "
                 f"{wanted.dtype}, as init makes it, got {x.dtype}, in which small "
-                "moments are zero. Restore it into the state of init, or begin a new "
-                "one. (An optimizer chooses half precision itself, as by mu_dtype.)"
+                "moments are zero: a cast back does not mend them. Restore a float32 "
+                "checkpoint, or begin a new state. (mu_dtype chooses half precision.)"
             )
 
 

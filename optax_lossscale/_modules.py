@@ -54,9 +54,9 @@ def trained(tree: Any, grads: Any) -> Any:
         if not isinstance(grads, flax_nnx().State):
             raise TypeError(
                 f"{type(module).__name__} is a Flax nnx model, whose gradients must be "
-                f"an nnx.State, got {type(grads).__name__}: pass "
-                "transform=nnx.value_and_grad. In the tree mode of Flax, pass "
-                "functools.partial(nnx.value_and_grad, graph=True, graph_updates=True)."
+                f"an nnx.State, got {type(grads).__name__}. In the tree mode of Flax "
+                "pass transform=functools.partial(nnx.value_and_grad, graph=True, "
+                "graph_updates=True), else pass transform=nnx.value_and_grad."
             )
         variables = _variables(module)
         return _state_of({x: variables[x] for x, _ in flax_nnx().to_flat_state(grads)})
@@ -180,15 +180,16 @@ class Modules:
 
     def write(self, changes: Any) -> None:
         """Writes changed variables, and plain attributes, into the modules."""
+        owners = dict(flax_nnx().iter_graph(self._modules)) if self._plain else {}
+        plain = [(owners[*x[:-1]], str(x[-1]), y) for x, y in self._plain.items()]
+        for owner, name, value in plain:
+            if value is GONE:
+                delattr(owner, name)
         if changes is not None:
             flax_nnx().update(self._modules, changes)
-        if self._plain:
-            owners = dict(flax_nnx().iter_graph(self._modules))
-            for (*path, name), value in self._plain.items():
-                if value is GONE:
-                    delattr(owners[tuple(path)], str(name))
-                else:
-                    setattr(owners[tuple(path)], str(name), value)
+        for owner, name, value in plain:
+            if value is not GONE:
+                setattr(owner, name, value)
 
 
 def _attributes(modules: Any) -> dict[Any, Any]:
@@ -215,15 +216,23 @@ def _plain_changes(before: Any, after: Any, variables: Any) -> dict[Any, Any]:
     changed = dict.fromkeys(before.keys() - after.keys(), GONE)
     changed |= {k: x for k, x in after.items() if x is not before.get(k, GONE)}
     for path, value in sorted(changed.items(), key=lambda item: len(item[0])):
-        leaves = jax.tree.leaves(value, is_leaf=is_stateful)
-        if not any(is_array(x) or is_stateful(x) for x in leaves):
+        if _is_plain(value):
             continue
         comes_back = any(x[: len(path)] == path for x in variables)
         if is_module(value) or id(value) in known or not comes_back:
             raise TypeError(
                 f"loss_fn makes or moves {path[-1]!r} in the model. autocast, and "
-                "minimize with retries, run it on a copy, and bring back variables, "
-                "but no modules: call the model once before you train."
+                "minimize with retries, run it on a copy, and bring back the values of "
+                "variables alone. Make it in __init__, or by one call without autocast "
+                "before optimizer.init; of another variable assign the value."
             )
-        del changed[path]
+        if path in before and _is_plain(before[path]):
+            changed[path] = GONE  # A variable takes its place.
+        else:
+            del changed[path]
     return changed
+
+
+def _is_plain(attribute: Any) -> bool:
+    leaves = jax.tree.leaves(attribute, is_leaf=is_stateful)
+    return not any(is_array(x) or is_stateful(x) for x in leaves)

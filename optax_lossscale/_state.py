@@ -171,7 +171,8 @@ def _other_rule(state: Any, rule: LossScale) -> str:
     return (
         f"state.loss_scale_state must be {wanted}, got {got}. Use the loss_scale that "
         "the state was saved with, or the loss_scale_state of a new state. With Flax "
-        "nnx, let nnx.Optimizer.update take the step."
+        "nnx, let nnx.Optimizer.update take the step, or pass minimize a state of its "
+        "own, optimizer.init(nnx.state(model, nnx.Param))."
     )
 
 

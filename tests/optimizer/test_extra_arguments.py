@@ -66,6 +66,22 @@ def test_of_the_loss_have_any_name(name, retries):
         diagnostics.trace_numerics(loss_fn, one, **{name: jnp.float32(3)})
 
 
+def test_of_the_loss_that_a_trace_has_too_are_refused():
+    def loss_fn(params, x, scale=1.0):
+        return params * x * scale
+
+    one = jnp.float32(1)
+    for function in (loss_fn, with_loss_scale(loss_fn)):
+        with pytest.raises(
+            TypeError, match=r"'scale' of its own.*partial\(loss_fn, sc"
+        ):
+            diagnostics.trace_numerics(function, one, one, scale=3.0)
+    bound = functools.partial(loss_fn, scale=3.0)
+    for function, args in ((loss_fn, (one, one, 3.0)), (bound, (one, one))):
+        trace = diagnostics.trace_numerics(function, *args, scale=2.0)
+        assert (trace.loss, trace.scale) == (3, 2)
+
+
 def test_of_the_inner_optimizer_have_any_name():
     def update(updates, state, params=None, *, method):
         return method * updates, state

@@ -70,7 +70,7 @@ def test_moments_that_come_back_in_half_precision_are_refused(
     params = {"w": jnp.ones(2, params_dtype)}
     state = halved(optimizer.init(params), dtype)
     message = (
-        rf"inner_state\[0\]\.mu\['w'\] must be float32.*got {dtype}.*into the state"
+        rf"inner_state\[0\]\.mu\['w'\] must be float32.*got {dtype}.*float32 checkpoint"
     )
     for call in (
         lambda: wrap(optimizer.update)(params, state),

@@ -407,6 +407,7 @@ def plain_attributes(model, x):
 def variables(model, x):
     model.sizes.append(nnx.Variable(jnp.max(x)))
     model.made = nnx.Variable(jnp.min(x))
+    model.empty = nnx.Variable(jnp.sum(x))
 
 
 def layer():
@@ -416,6 +417,7 @@ def layer():
     held["teacher"] = nnx.Variable(jnp.zeros((4, 4)))
     held["key"] = nnx.Variable(jax.random.key(0))
     plain = {"calls": 0, "kind": "first", "unused": None, "raw": jnp.zeros(4)}
+    plain["empty"] = nnx.data(None)
     return Layer(**held, **plain, sizes=nnx.List([nnx.Variable(jnp.ones(()))]))
 
 
@@ -489,6 +491,23 @@ class TestWhatAPassChanges:
             assert seen["largest"][...] == largest
 
 
+@pytest.mark.parametrize("convert", [lambda f: f, autocast], ids=["", "autocast"])
+@pytest.mark.parametrize("retries", [0, 5])
+def test_arguments_by_keyword(retries, convert):
+    def loss_fn(model, x, scale, y=0.0):
+        return scale * jnp.mean((model(x) - y) ** 2)
+
+    optimizer, model = layer_optimizer(retries), Layer()
+    state = optimizer.init(nnx.state(model, nnx.Param))
+    loss, keywords = convert(loss_fn), {"scale": jnp.float32(2), "y": GOOD}
+    args, transform = (model, state, GOOD), nnx.value_and_grad
+    value = optimizer.minimize(loss, *args, transform=transform, **keywords)[2]
+    np.testing.assert_allclose(value, loss_fn(Layer(), GOOD, **keywords), rtol=1e-2)
+    if not retries:
+        grad_fn = optimizer.value_and_grad(loss, state, transform=transform)
+        grad_fn(model, GOOD, **keywords)
+
+
 def make_module(model, x):
     del x
     model.head = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
@@ -505,7 +524,7 @@ def share_variable(model, x):
 def test_what_does_not_come_back_is_refused_by_name(change, name):
     optimizer, model = layer_optimizer(5), layer()
     state = optimizer.init(nnx.state(model, nnx.Param))
-    match = rf"moves '{name}'.*minimize with retries.*once before you train"
+    match = rf"moves '{name}'.*with retries.*Make it in __init__.*before.*the value"
     with pytest.raises(TypeError, match=match):
         layer_step(change, optimizer)(model, state, GOOD)
     with pytest.raises(TypeError, match=match):

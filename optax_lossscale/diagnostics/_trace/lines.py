@@ -176,7 +176,7 @@ def float32_lines(
         raise TypeError(_refusal(call(loss_fn)))
     tolerance = check.share("tolerance", tolerance)
     is_given = scale is not None or state is not None
-    scale = trace.check_scale(name, state, scale)
+    scale = trace.check_scale(name, loss_fn, args, state, scale)
     given = Program(call(loss_fn), dtype)  # It raises an error for another dtype.
     if nothing := trace.why_nothing(loss_fn, call, given.dtype):
         if given.computes_in_dtype:  # The function casts by itself.

@@ -1,5 +1,6 @@
 """`trace_numerics`: which line breaks in half precision, and why."""
 
+import inspect
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -243,7 +244,7 @@ def trace_numerics(
       [NumericalStabilitySanitizer](https://clang.llvm.org/docs/NumericalStabilitySanitizer.html).
     """
     name = "trace_numerics"
-    scale = check_scale(name, state, scale)
+    scale = check_scale(name, loss_fn, args, state, scale)
 
     def call(function):
         return make_call(name, function, params, args, kwargs, has_aux)
@@ -274,9 +275,15 @@ def trace_numerics(
     )
 
 
-def check_scale(name: str, state: Any, scale: Any) -> float:
-    """Returns the loss scale for a function of this name."""
+def check_scale(name: str, loss_fn: Any, args: Any, state: Any, scale: Any) -> float:
+    """Returns the loss scale for a function of this name, and a call of `loss_fn`."""
     check_host(name, (state, scale))
+    given = {k for k, x in (("state", state), ("scale", scale)) if x is not None}
+    if names := given.intersection(_free_names(loss_fn, args)):
+        raise TypeError(
+            f"loss_fn has an argument {min(names)!r} of its own. Bind that, by "
+            f"functools.partial(loss_fn, {min(names)}=...), to pass {name} the other."
+        )
     if state is not None and scale is not None:
         raise ValueError("Pass state or scale, not both: a state has its loss scale.")
     if state is not None:
@@ -288,3 +295,13 @@ def check_scale(name: str, state: Any, scale: Any) -> float:
             "scales of their own one by one."
         )
     return check.scale("scale", found.item())
+
+
+def _free_names(loss_fn: Any, args: Any) -> list[str]:
+    """Returns the arguments of `loss_fn` that nothing is passed for by position."""
+    function = inspect.unwrap(getattr(loss_fn, "without_scale", loss_fn))
+    try:
+        names = [*inspect.signature(function).parameters][1 + len(args) :]
+    except (TypeError, ValueError):  # Some functions have no signature.
+        return []
+    return [x for x in names if x not in getattr(function, "keywords", ())]
