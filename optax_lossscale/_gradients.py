@@ -86,8 +86,8 @@ def scaled_grad(
             # The loss itself is passed along: the scaled one may be inf.
             return scale_up(loss, scale), _Out(out)
 
-        # Flax nnx looks up the positions of keywords.
-        vars(loss_times_scale)["__wrapped__"] = fun
+        if kwargs:  # Flax nnx looks up their positions.
+            vars(loss_times_scale)["__wrapped__"] = fun
         try:
             result = transform(loss_times_scale, has_aux=True)(*args, **kwargs)
         except TypeError as error:
@@ -113,7 +113,7 @@ def _name_transform(error: TypeError, args: Any) -> None:
 
 
 def check_argnums(transform: Callable[..., Any]) -> None:
-    """Raises if a transform differentiates more, or else, than the first argument."""
+    """Raises if a transform differentiates anything but the first argument."""
     argnums = getattr(transform, "keywords", {}).get("argnums", 0)
     if getattr(argnums, "argnum", argnums) != 0:  # nnx.DiffState chooses variables.
         raise ValueError(
@@ -146,14 +146,13 @@ def check_averaging(axes: tuple[Hashable, ...], transform: Callable[..., Any]) -
 
 
 def warn_of_local_decision(
-    is_changed: bool, axes: tuple[Hashable, ...], transform: Callable[..., Any]
+    axes: tuple[Hashable, ...], transform: Callable[..., Any]
 ) -> None:
     """Warns if each device decides by itself whether a model keeps its changes."""
     mapped = jax.sharding.get_abstract_mesh().manual_axes
     # jax.pmap without a name has one that nobody can reduce over.
     others = [x for x in mapped if x not in axes and not str(x).startswith("_internal")]
-    names = tuple(_unreduced(others, transform)) if is_changed else ()
-    if names:
+    if names := tuple(_unreduced(others, transform)):
         warn(
             f"Each device of {names} decides by its own gradients whether variables of "
             "the model, such as batch statistics, take back their old values. If you "

@@ -86,35 +86,39 @@ def with_parameters(tree: Any, params: Any, *, in_place: bool) -> Any:
     return jax.tree.map(of_module, tree, params, is_leaf=is_module)
 
 
-def snapshot(args: Any) -> Callable[[Any], bool] | None:
-    """Remembers the variables among arguments; None without modules and variables.
+def snapshot(args: Any) -> Callable[[], Callable[[Any], None] | None]:
+    """Remembers the variables among arguments.
 
     Args:
       args: Arguments of a pass that may change variables, such as batch statistics.
 
     Returns:
-      A function of a flag, bool[], to call after the pass. Where the flag is False, it
-      gives the variables their old values. Random counts and keys go on. It returns
-      whether the pass changed variables.
+      A function to call after the pass. If that changed variables, it returns a
+      function of a flag, bool[], to call after the step. Where the flag is False, this
+      gives the variables their old values. Random counts and keys go on.
     """
     leaves = jax.tree.leaves(args, is_leaf=is_stateful)
     modules = [x for x in leaves if is_stateful(x)]
-    if not modules:
-        return None
-    before = _copies(modules)
+    before = _copies(modules) if modules else {}
 
-    def keep_if(flag):
-        kept = {
-            path: jax.tree.map(functools.partial(_select, flag), new, before[path])
-            for path, new in _changed(modules, before).items()
+    def look():
+        changed = _changed(modules, before) if modules else {}
+        paths = [
+            path
+            for path, new in changed.items()
             if jax.tree.structure(new) == jax.tree.structure(before.get(path))
             and not isinstance(new, flax_nnx().RngState)
-        }
-        if kept:  # What did not change may belong to an outer trace.
-            flax_nnx().update(modules, _state_of(kept))
-        return bool(kept)
+        ]
 
-    return keep_if
+        def keep_if(flag):
+            after, select = _variables(modules), functools.partial(_select, flag)
+            kept = {x: jax.tree.map(select, after[x], before[x]) for x in paths}
+            flax_nnx().update(modules, _state_of(kept))
+
+        # What did not change may belong to an outer trace.
+        return keep_if if paths else None
+
+    return look
 
 
 def _copies(modules: Any) -> dict[Any, Any]:
@@ -137,7 +141,7 @@ def _select(flag: jax.Array, new: Any, old: Any) -> Any:
     if not isinstance(new, jax.Array) and not isinstance(flag, Tracer):
         return new if flag else old
     x, y = strongly_typed((new, old))
-    if new is old or not (is_array(x) and is_array(y) and x.shape == y.shape):
+    if not (is_array(x) and is_array(y) and x.shape == y.shape):
         return new
     return jnp.where(flag, x, cast_like(y, x))
 

@@ -307,7 +307,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         """
         options, look, model = self._options, None, params
         rule = options.loss_scale
-        keep_if = _modules.snapshot((model, args, kwargs))
+        look_at_modules = _modules.snapshot((model, args, kwargs))
         _gradients.check_argnums(transform)
         _gradients.check_averaging(options.axes, transform)
         if options.retries:
@@ -317,7 +317,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         else:
             scaled = _gradients.scaled_grad(rule, loss_fn, has_aux, transform)
             value, grads = self._unscaled(scaled, state, (model, *args), kwargs)
-        params = _modules.trained(model, grads)
+        keep_if, params = look_at_modules(), _modules.trained(model, grads)
 
         def value_fn(proposed):
             proposed = _inner.as_parameters(proposed, params)
@@ -334,9 +334,10 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         params, state = _step.take_step(
             options, grads, params, state, extra, look, adds=True
         )
+        model = _modules.with_parameters(model, params, in_place=True)
         if keep_if and (options.skips or skip_if is not None):
             keep_if(state.last_step_applied)
-        return _modules.with_parameters(model, params, in_place=True), state, value
+        return model, state, value
 
     def value_and_grad(
         self,
@@ -405,11 +406,12 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         self.current_loss_scale(state)  # Raises early.
 
         def value_and_grad(*args, **kwargs):
-            keep_if = _modules.snapshot((args, kwargs))
+            look_at_modules = _modules.snapshot((args, kwargs))
             value, grads = self._unscaled(scaled, state, args, kwargs)
+            keep_if = look_at_modules()
             if keep_if and rule.skip_nonfinite:
-                is_changed = keep_if(all_finite(grads, axis_name=options.axis_name))
-                _gradients.warn_of_local_decision(is_changed, options.axes, transform)
+                keep_if(all_finite(grads, axis_name=options.axis_name))
+                _gradients.warn_of_local_decision(options.axes, transform)
             return value, grads
 
         return value_and_grad

@@ -117,18 +117,17 @@ class LossScale(abc.ABC):
           `max_scale`, or 2**-126 and 2**126 without these. In place of inf or nan it
           is the first scale, `initial_scale`.
         """
-        return self._restored(jnp.asarray(unbox(state.loss_scale), jnp.float32))
+        low, high = self._bounds
+        first = low if low == high else self._first_scale
+        scale = jnp.asarray(unbox(state.loss_scale), jnp.float32)
+        return _restored(scale, low, high, min(max(first, low), high))
 
-    # Compiled, so that an eager call transfers no constants to the device.
-    @functools.partial(jax.jit, static_argnums=0, inline=True)
-    def _restored(self, scale: jax.Array) -> jax.Array:
-        low, high = map(np.float32, self._bounds)
-        if low == high:  # A fixed scale is a constant.
-            return jnp.full_like(scale, low)
+    @property
+    def _first_scale(self) -> float:
+        if hasattr(self, "initial_scale"):
+            return float(self.initial_scale)
         with jax.ensure_compile_time_eval():
-            first = np.float32(unbox(self.init().loss_scale))
-        first = min(max(first, low), high)
-        return jnp.where(jnp.isfinite(scale), lax.clamp(low, scale, high), first)
+            return float(unbox(self.init().loss_scale))
 
     @property
     def _bounds(self) -> tuple[float, float]:
@@ -226,7 +225,7 @@ class AdaptiveLossScale(LossScale):
             largest = largest_magnitude(grads, axis_name=axis_name)
         return self._advance_within_bounds(state, finite, largest), finite
 
-    # Compiled for the same reason.
+    # Compiled, so that an eager call transfers no constants to the device.
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def _advance_within_bounds(self, state, finite, largest):
         new = self._advance(self(state), state, finite, largest)
@@ -238,3 +237,12 @@ def restored_count(count: Any, greatest: int = 2**31 - 1) -> jax.Array:
     """Returns a counter of a state, whatever was restored, as i32[] in its range."""
     count = jnp.asarray(unbox(count), jnp.int32)
     return jnp.minimum(jnp.maximum(count, 0), greatest)
+
+
+# Compiled for the same reason.
+@functools.partial(jax.jit, static_argnums=(1, 2, 3), inline=True)
+def _restored(scale: jax.Array, low: float, high: float, first: float) -> jax.Array:
+    if low == high:  # A fixed scale is a constant.
+        return jnp.full_like(scale, low)
+    within = lax.clamp(np.float32(low), scale, np.float32(high))
+    return jnp.where(jnp.isfinite(scale), within, first)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from helpers import signature
+from helpers import BackoffOnly, signature
 
 from optax_lossscale import (
     DynamicLossScale,
@@ -84,6 +84,20 @@ class TestSubclass:
         assert read(3e38, max_scale=3e38) == 2.0**126
         # Bounds out of all bounds do not make it worse.
         assert read(0.0, min_scale=0) == 2.0**-126
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheduled(BackoffOnly):
+    """A rule with a hyperparameter that cannot be hashed."""
+
+    milestones: tuple | list = ()
+
+
+def test_hyperparameters_may_be_of_any_type():
+    rule = Scheduled(milestones=[1, 2])
+    optimizer, one = LossScaleOptimizer(optax.sgd(0.5), rule), jnp.float32(1)
+    state = optimizer.update(one * np.inf, optimizer.init(one), one)[1]
+    assert optimizer.current_loss_scale(state) == 2
 
 
 class CountingState(NamedTuple):

@@ -353,6 +353,12 @@ class Layer(nnx.Module):
     def __call__(self, x):
         return self.linear(x)
 
+    @classmethod
+    def halved(cls, kernel):
+        model = cls()
+        model.linear.kernel[...] = kernel / 2
+        return model
+
 
 def shift(model, x):
     model.second.set_value(model.first.get_value())
@@ -506,6 +512,44 @@ def test_arguments_by_keyword(retries, convert):
     if not retries:
         grad_fn = optimizer.value_and_grad(loss, state, transform=transform)
         grad_fn(model, GOOD, **keywords)
+
+
+def by_partial(y):
+    return functools.partial(lambda model, x, y: jnp.mean((model(x) - y) ** 2), y=y)
+
+
+def keyword_only(model, x, *, train=True):
+    return jnp.mean(model(x) ** 2) if train else jnp.zeros(())
+
+
+@pytest.mark.parametrize("loss_fn", [by_partial(2.0), keyword_only])
+@pytest.mark.parametrize("convert", [lambda f: f, autocast], ids=["", "autocast"])
+@pytest.mark.parametrize("retries", [0, 5])
+def test_a_loss_whose_keywords_are_bound(loss_fn, retries, convert):
+    optimizer, model = layer_optimizer(retries), Layer()
+    state = optimizer.init(nnx.state(model, nnx.Param))
+    step = in_one_call(optimizer, loss_fn=convert(loss_fn))
+    assert (nnx.jit(step)(model, state, GOOD)[1]).last_step_applied
+
+
+@pytest.mark.parametrize("retries", [0, 5])
+@pytest.mark.parametrize("wrap", [nnx.jit, pytest.param(lambda f: f, id="eager")])
+def test_parameters_that_the_pass_assigns_come_back_too(wrap, retries):
+    def loss_fn(model, x):
+        model.linear.kernel[...] = model.linear.kernel[...] / 2 + 0 * jnp.max(x)
+        return square(model, x)
+
+    optimizer, model = layer_optimizer(retries), Layer()
+    state = optimizer.init(nnx.state(model, nnx.Param))
+    step = wrap(in_one_call(optimizer, loss_fn=loss_fn))
+    before = np.array(model.linear.kernel[...])
+    state = step(model, state, BAD)[1]
+    assert_same_bits(model.linear.kernel[...], before)
+    # An applied step starts from the assigned parameters.
+    grads = nnx.grad(square)(Layer.halved(before), GOOD)
+    step(model, state, GOOD)
+    expected = before / 2 - 0.0625 * grads["linear"]["kernel"].get_value()
+    np.testing.assert_allclose(model.linear.kernel[...], expected, rtol=1e-5)
 
 
 def make_module(model, x):
