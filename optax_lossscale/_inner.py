@@ -69,21 +69,24 @@ def is_narrow(leaf: Any) -> bool:
     return is_inexact(leaf) and dtype is not None and at_least_float32(dtype) != dtype
 
 
-def check_dtypes(inner: Any, state: Any, like: Any) -> None:
-    """Raises if a state is narrower than the one that `init` makes for `like`."""
+def check_dtypes(inner: Any, state: Any, params: Any, grads: Any) -> None:
+    """Raises if a state is narrower than the one that `init` makes."""
     leaves = jax.tree.leaves_with_path(state)
     if not any(is_narrow(x) for _, x in leaves):
         return
-    made = jax.tree.leaves(jax.eval_shape(lambda: init(inner, like)))
-    if len(made) != len(leaves):  # The step says what is wrong.
-        return
+    for like in (params, grads):  # It may belong to what has a gradient.
+        made = jax.tree.leaves(jax.eval_shape(lambda like=like: init(inner, like)))
+        if len(made) == len(leaves):
+            break
+    else:
+        return  # The step says what is wrong.
     for (path, x), wanted in zip(leaves, made, strict=True):
-        if is_narrow(x) and not is_narrow(wanted):
+        if is_narrow(x) and x.dtype != wanted.dtype:
             raise TypeError(
                 f"state.inner_state{jax.tree_util.keystr(path)} must be "
                 f"{wanted.dtype}, as init makes it, got {x.dtype}, in which small "
-                "moments are zero: a cast back does not mend them. Restore a float32 "
-                "checkpoint, or begin a new state. (mu_dtype chooses half precision.)"
+                "numbers are zero: a cast back does not mend them. Restore one in "
+                f"{wanted.dtype}, or begin a new state. (mu_dtype chooses a dtype.)"
             )
 
 

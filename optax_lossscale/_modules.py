@@ -1,5 +1,6 @@
 """Flax nnx modules among arguments: their arrays, and what changes in place."""
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -10,8 +11,6 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from optax_lossscale._tree import cast_like, is_array, strongly_typed
-
-GONE = object()  # In place of the value of an attribute that a pass deletes.
 
 
 def flax_nnx() -> Any:
@@ -147,96 +146,61 @@ def _select(flag: jax.Array, new: Any, old: Any) -> Any:
 
 
 class Modules:
-    """The modules and variables among arguments.
+    """The modules and variables among arguments, open for a pass on copies.
+
+    A context: what the pass changes is brought back before it ends.
 
     Attributes:
       tree: The arguments, with the arrays of the modules in place of the modules.
     """
 
     def __init__(self, args: Any):
-        """Takes modules apart; without Flax there are none."""
+        """Looks for modules; without Flax there are none."""
         leaves, self._treedef = jax.tree.flatten(args, is_leaf=is_stateful)
         self._places = [i for i, x in enumerate(leaves) if is_stateful(x)]
         self._modules = [leaves[i] for i in self._places]
-        self._graph, state, self._plain = None, None, {}
+        self._leaves = [None if is_stateful(x) else x for x in leaves]
+        self._context = contextlib.nullcontext()
         if self._modules:
-            self._graph, state = flax_nnx().split(self._modules)
-        self.tree = [None if is_stateful(x) else x for x in leaves], state
+            self._context = flax_nnx().update_context(self)
+
+    def __enter__(self):
+        """Takes the modules apart."""
+        self._context.__enter__()
+        self._graph, state = None, None
+        if self._modules:
+            with flax_nnx().split_context(self) as context:
+                self._graph, state = context.split(self._modules)
+        self.tree = self._leaves, state
+        return self
+
+    def __exit__(self, *error: Any):
+        self._context.__exit__(*error)
 
     def join(self, tree: Any) -> tuple[Any, Callable[[], Any]]:
         """Returns arguments for arrays in `tree`, and a function of their changes."""
         leaves, state = jax.tree.map(lambda x: x, tree)  # Variables of this trace.
         if not self._modules:
             return self._treedef.unflatten(leaves), lambda: None
-        nodes = flax_nnx().merge(self._graph, state)
+        nnx = flax_nnx()
+        with nnx.merge_context(self, inner=True) as context:
+            nodes = context.merge(self._graph, state)
         for i, node in zip(self._places, nodes, strict=True):
             leaves[i] = node
-        before, attributes = _copies(nodes), _attributes(nodes)
+        before, graph = _copies(nodes), nnx.graphdef(nodes)
 
         def changes():
-            changed = _changed(nodes, before)
-            self._plain = _plain_changes(
-                attributes, _attributes(nodes), _variables(nodes)
-            )
-            return _state_of(changed) if changed else None
+            # What did not change may belong to an outer trace.
+            if not _changed(nodes, before) and nnx.graphdef(nodes) == graph:
+                return None
+            with nnx.split_context(self) as context:
+                self._graph, state = context.split(nodes)
+            return state
 
         return self._treedef.unflatten(leaves), changes
 
     def write(self, changes: Any) -> None:
-        """Writes changed variables, and plain attributes, into the modules."""
-        owners = dict(flax_nnx().iter_graph(self._modules)) if self._plain else {}
-        plain = [(owners[*x[:-1]], str(x[-1]), y) for x, y in self._plain.items()]
-        for owner, name, value in plain:
-            if value is GONE:
-                delattr(owner, name)
+        """Brings the changes back into the modules."""
         if changes is not None:
-            flax_nnx().update(self._modules, changes)
-        for owner, name, value in plain:
-            if value is not GONE:
-                setattr(owner, name, value)
-
-
-def _attributes(modules: Any) -> dict[Any, Any]:
-    """Returns the attributes of modules, by path: plain ones, modules and variables."""
-    nnx = flax_nnx()
-    return {
-        (*path, int(name) if name.isdigit() else name): value  # Of an nnx.List.
-        for path, owner in nnx.iter_graph(modules)
-        if isinstance(owner, nnx.Pytree)
-        for name, value in vars(owner).items()
-        if not name.startswith("_pytree__")
-    }
-
-
-def _plain_changes(before: Any, after: Any, variables: Any) -> dict[Any, Any]:
-    """Returns plain attributes that a pass changed, by path; GONE if it deleted them.
-
-    Args:
-      before: The attributes before the pass, by path.
-      after: Those after it.
-      variables: The variables after it, by path.
-    """
-    known = {id(x) for x in before.values() if is_stateful(x)}
-    changed = dict.fromkeys(before.keys() - after.keys(), GONE)
-    changed |= {k: x for k, x in after.items() if x is not before.get(k, GONE)}
-    for path, value in sorted(changed.items(), key=lambda item: len(item[0])):
-        if _is_plain(value):
-            continue
-        comes_back = any(x[: len(path)] == path for x in variables)
-        if is_module(value) or id(value) in known or not comes_back:
-            raise TypeError(
-                f"loss_fn makes or moves {path[-1]!r} in the model. autocast, and "
-                "minimize with retries, run it on a copy, and bring back the values of "
-                "variables alone. Make it in __init__, or by one call without autocast "
-                "before optimizer.init; of another variable assign the value."
-            )
-        if path in before and _is_plain(before[path]):
-            changed[path] = GONE  # A variable takes its place.
-        else:
-            del changed[path]
-    return changed
-
-
-def _is_plain(attribute: Any) -> bool:
-    leaves = jax.tree.leaves(attribute, is_leaf=is_stateful)
-    return not any(is_array(x) or is_stateful(x) for x in leaves)
+            with flax_nnx().merge_context(self, inner=False) as context:
+                context.merge(self._graph, changes)

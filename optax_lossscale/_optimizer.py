@@ -243,9 +243,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             scalar loss, or the loss and auxiliary data if `has_aux`.
           params: The parameters. Leaves that `transform` does not differentiate, such
             as functions in an Equinox model, stay as they are. A Flax nnx model
-            changes in place, also its batch statistics, unless the step is skipped
-            (as does an `nnx.Variable` among the other arguments);
-            make the state by `init(nnx.state(model, nnx.Param))`.
+            changes in place, with its batch statistics, and so does a variable among
+            the other arguments. A skipped step changes neither. Make the state by
+            `init(nnx.state(model, nnx.Param))`.
           state: The state.
           *args: Passed to `loss_fn`.
           has_aux: Whether `loss_fn` returns auxiliary data as well.
@@ -268,9 +268,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             that `axis_name` does not name. A reverse-mode derivative of a step with
             `retries` raises ValueError, too.
           TypeError: If the loss is not a real scalar; if `transform` returns no value;
-            with `retries`, if `loss_fn` writes a `jax.Ref` of outside, or makes a
-            module in a Flax nnx model; if `skip_if` does not return a bool; if the
-            inner state came back in half precision, and `init` makes it in float32.
+            with `retries`, if `loss_fn` writes a `jax.Ref` of outside; if `skip_if`
+            does not return a bool; if the inner state came back in half precision, and
+            `init` makes it in float32.
 
         Warns:
           UserWarning: If the scale of `state` is a constant in a function that JAX
@@ -381,9 +381,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           UserWarning: If the scale of `state` is a constant in a function that JAX
             traces (`jax.jit`, `jax.lax.scan`); if devices of `jax.shard_map` have
             losses of their own, and the same parameters; if devices of `jax.pmap` or
-            `shard_map(check_vma=False)` take variables of a model back apart, because
-            `axis_name` does not name their axis; with `retries`, because only
-            `minimize` repeats a pass.
+            `shard_map(check_vma=False)` each decide by themselves whether variables of
+            a model take back their old values, because `axis_name` does not name their
+            axis; with `retries`, because only `minimize` repeats a pass.
 
         Examples:
           >>> import jax

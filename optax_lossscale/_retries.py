@@ -53,7 +53,7 @@ def value_and_grad(
     _state.check_state(state, rule, options.retries)
     scaled = _gradients.scaled_grad(rule, loss_fn, has_aux, transform)
     scale = _gradients.scale_of_step(rule, state)
-    modules, joins = Modules((args, kwargs)), []
+    joins = []
 
     def is_traced(x):  # Other results are constants, and stay as they are.
         return isinstance(x, Tracer)
@@ -65,12 +65,6 @@ def value_and_grad(
         grads, join_grads = _tree.split_arrays(grads)
         joins[:] = join_value, join_grads
         return value, grads
-
-    # The loss is traced once: the same program runs before the loop and in it.
-    program, (value, _) = jax.make_jaxpr(one_pass, return_shape=True)(scale)
-    jaxpr, n, (join_value, join_grads) = program.jaxpr, len(value), joins
-    _check_effects(jaxpr, options)
-    jaxpr = jaxpr.replace(outvars=jaxpr.outvars[:n] + _born(jaxpr, jaxpr.outvars[n:]))
 
     def run(scale, constants):
         results = jaxpr_as_fun(ClosedJaxpr(jaxpr, constants))(scale)
@@ -99,8 +93,16 @@ def value_and_grad(
         looked, again = judge(grads, looked.after, scale, retries)
         return retries, looked, grads, again
 
-    value, grads = run(scale, program.consts)
-    value, variables = join_value(value)
+    with Modules((args, kwargs)) as modules:
+        # The loss is traced once: the same program runs before the loop and in it.
+        program, (value, _) = jax.make_jaxpr(one_pass, return_shape=True)(scale)
+        jaxpr, n, (join_value, join_grads) = program.jaxpr, len(value), joins
+        _check_effects(jaxpr, options)
+        born = _born(jaxpr, jaxpr.outvars[n:])
+        jaxpr = jaxpr.replace(outvars=jaxpr.outvars[:n] + born)
+        value, grads = run(scale, program.consts)
+        value, changes = join_value(value)
+        modules.write(changes)
     loss = _gradients.loss_of(value, has_aux)
     loss_is_finite = all_finite(loss, axis_name=axis_name)
     like = _state.healed(rule, rule.init())
@@ -112,7 +114,6 @@ def value_and_grad(
     with jax.named_scope("retries"):  # The loop's name in a profile.
         last = none_yet, first, grads, again
         retries, looked, grads, _ = _repeat(attempt, last)
-    modules.write(variables)
     grads = unscaled(grads, lax.stop_gradient(rule(looked.before)))
     retries += jnp.asarray(state.retries, jnp.int32)
     retries = jnp.where(retries < 0, 2**31 - 1, retries)

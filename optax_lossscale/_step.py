@@ -111,8 +111,7 @@ def take_step(
 
     # Look at the gradients.
     _state.check_state(state, rule, options.retries)
-    of = grads if params is None else params
-    _inner.check_dtypes(options.inner_optimizer, state.inner_state, of)
+    _inner.check_dtypes(options.inner_optimizer, state.inner_state, params, grads)
     _warn_of_scale_among(params)
     skips = options.skips or skip_if is not None or looked is not None
     if looked is None:

@@ -115,9 +115,6 @@ def autocast(
 
     @functools.wraps(fun, updated=())
     def cast(*args: P.args, **kwargs: P.kwargs) -> R:
-        modules = Modules((args, kwargs))
-        arrays, join = split_arrays(modules.tree, _is_traced)
-
         def flat(*arrays):
             (args, kwargs), changes = modules.join(join(arrays))
             out = written(*args, **kwargs)
@@ -126,25 +123,28 @@ def autocast(
             return results
 
         joins: list[Any] = []
-        try:
-            closed = jax.make_jaxpr(flat)(*arrays)
-        except Exception as error:
-            if type(error).__name__ == "TraceContextError":  # of Flax nnx
-                error.add_note(
-                    "autocast: the function closes over this model. Pass it as an "
-                    "argument: autocast(lambda model, x: model(x))(model, x)."
-                )
-            raise
-        arrays = list(map(jnp.asarray, arrays))
-        found, reason = _evaluate(
-            closed, arrays, name, choices, {"args": args, "kwargs": kwargs}
-        )
-        if reason and not told:
-            told.append(reason)
-            of = getattr(fun, "__name__", "the function")
-            warn(f"autocast computes nothing of {of} in {name}: {reason}.")
-        out, variables = joins[0](found)
-        modules.write(variables)
+        with Modules((args, kwargs)) as modules:
+            arrays, join = split_arrays(modules.tree, _is_traced)
+            try:
+                closed = jax.make_jaxpr(flat)(*arrays)
+            except Exception as error:
+                if type(error).__name__ == "TraceContextError":  # of Flax nnx
+                    error.add_note(
+                        "autocast: the function closes over this model. Pass it as an "
+                        "argument: autocast(lambda model, x: model(x))(model, x)."
+                    )
+                raise
+            arrays, named = (
+                list(map(jnp.asarray, arrays)),
+                {"args": args, "kwargs": kwargs},
+            )
+            found, reason = _evaluate(closed, arrays, name, choices, named)
+            if reason and not told:
+                told.append(reason)
+                of = getattr(fun, "__name__", "the function")
+                warn(f"autocast computes nothing of {of} in {name}: {reason}.")
+            out, changes = joins[0](found)
+            modules.write(changes)
         return out
 
     vars(cast)["float32"] = choices

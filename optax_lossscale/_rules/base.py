@@ -124,10 +124,11 @@ class LossScale(abc.ABC):
 
     @property
     def _first_scale(self) -> float:
-        if hasattr(self, "initial_scale"):
-            return float(self.initial_scale)
-        with jax.ensure_compile_time_eval():
-            return float(unbox(self.init().loss_scale))
+        first = getattr(self, "initial_scale", None)
+        if first is None:
+            with jax.ensure_compile_time_eval():
+                first = unbox(self.init().loss_scale)
+        return float(first)
 
     @property
     def _bounds(self) -> tuple[float, float]:

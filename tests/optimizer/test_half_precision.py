@@ -69,9 +69,7 @@ def test_moments_that_come_back_in_half_precision_are_refused(
     optimizer = LossScaleOptimizer(relaxed(optax.adam(0.25)))
     params = {"w": jnp.ones(2, params_dtype)}
     state = halved(optimizer.init(params), dtype)
-    message = (
-        rf"inner_state\[0\]\.mu\['w'\] must be float32.*got {dtype}.*float32 checkpoint"
-    )
+    message = rf"inner_state\[0\]\.mu\['w'\] must be float32.*got {dtype}.*in float32"
     for call in (
         lambda: wrap(optimizer.update)(params, state),
         lambda: wrap(optimizer.update)(params, state, params),
@@ -82,6 +80,22 @@ def test_moments_that_come_back_in_half_precision_are_refused(
     ):
         with pytest.raises(TypeError, match=message):
             call()
+
+
+def test_moments_of_another_half_precision_are_refused():
+    optimizer = LossScaleOptimizer(relaxed(optax.lion(0.25, mu_dtype=jnp.bfloat16)))
+    params = jnp.ones(2)
+    state = halved(optimizer.init(params), jnp.float16)
+    with pytest.raises(TypeError, match=r"mu must be bfloat16.*got float16"):
+        optimizer.update(params, state, params)
+
+
+def test_moments_of_parameters_with_a_gradient_are_refused_too():
+    optimizer = LossScaleOptimizer(relaxed(optax.adam(0.25)))
+    params, grads = {"a": jnp.ones(2), "b": jnp.ones(2)}, {"a": jnp.ones(2), "b": None}
+    state = halved(optimizer.init(grads), jnp.float16)
+    with pytest.raises(TypeError, match=r"\['a'\] must be float32"):
+        optimizer.apply_gradients(grads, params, state)
 
 
 @pytest.mark.parametrize(
