@@ -533,6 +533,18 @@ def test_arguments_by_keyword(retries, convert):
         grad_fn(model, GOOD, **keywords)
 
 
+@pytest.mark.parametrize("retries", [0, 5])
+def test_a_variable_of_another_shape_has_no_old_value(retries):
+    def loss_fn(model, x):
+        model.first.set_value(jnp.zeros(3))
+        return square(model, x)
+
+    optimizer, model = layer_optimizer(retries), layer()
+    state = optimizer.init(nnx.state(model, nnx.Param))
+    nnx.jit(in_one_call(optimizer, loss_fn=loss_fn))(model, state, BAD)
+    assert model.first.shape == (3,)
+
+
 def by_partial(y):
     return functools.partial(lambda model, x, y: jnp.mean((model(x) - y) ** 2), y=y)
 
