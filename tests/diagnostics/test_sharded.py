@@ -78,11 +78,9 @@ class TestSharded:
         mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
         for context in (contextlib.nullcontext(), jax.set_mesh(mesh)):
             with context:
-                grads = jax.device_put(make_grads(), NamedSharding(mesh, P(None, "a")))
-                got = function(
-                    grads, jax.device_put(first_state(), NamedSharding(mesh, P()))
-                )
-                assert_equal(got, wanted)
+                grads = jax.device_put(make_grads(), NamedSharding(mesh, spec))
+                state = jax.device_put(first_state(), NamedSharding(mesh, P()))
+                assert_equal(function(grads, state), wanted)
 
     @pytest.mark.parametrize("name", ON_HOST)
     def test_on_the_host(self, name, kind, spec):

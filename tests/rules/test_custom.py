@@ -82,6 +82,9 @@ class TestSubclass:
         assert read(2.0**12) == 2.0**10
         assert read(0.0) == 2.0**-126
         assert read(3e38, max_scale=3e38) == 2.0**126
+        # The first scale, 64, is brought within them, too.
+        assert read(np.nan, min_scale=128) == 128
+        assert read(np.inf, max_scale=16) == 16
         # Bounds out of all bounds do not make it worse.
         assert read(0.0, min_scale=0) == 2.0**-126
 
