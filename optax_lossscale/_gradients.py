@@ -122,21 +122,25 @@ def check_argnums(transform: Callable[..., Any]) -> None:
         )
 
 
-def _unreduced(axes: Any, transform: Callable[..., Any]) -> list[Any]:
-    """Returns the mapped axes of devices along which nobody reduces gradients.
+def _unreduced_axes(
+    transform: Callable[..., Any], is_asked: Callable[[Any], bool]
+) -> tuple[Any, ...]:
+    """Returns those of the axes of devices along which nobody reduces gradients.
 
     `jax.shard_map` adds up the gradients of replicated parameters by itself, but not
     with `check_vma=False`, and `jax.pmap` never does.
     """
     if library_of(transform) not in AUTODIFF:
-        return []
-    return [x for x in sorted(axes, key=str) if not varying_axes(lax.axis_index(x))]
+        return ()
+    mapped = jax.sharding.get_abstract_mesh().manual_axes
+    # Only of axes that are asked for: each adds an operation to the step.
+    axes = sorted(filter(is_asked, mapped), key=str)
+    return tuple(x for x in axes if not varying_axes(lax.axis_index(x)))
 
 
 def check_averaging(axes: tuple[Hashable, ...], transform: Callable[..., Any]) -> None:
     """Raises if devices would update their parameters by gradients of their own."""
-    mapped = jax.sharding.get_abstract_mesh().manual_axes
-    for axis in _unreduced(set(mapped).intersection(axes), transform):
+    for axis in _unreduced_axes(transform, lambda x: x in axes):
         raise ValueError(
             "minimize cannot average gradients in jax.pmap or shard_map(check_vma="
             f"False). Call value_and_grad, jax.lax.pmean(grads, {axis!r}), "
@@ -149,10 +153,12 @@ def warn_of_local_decision(
     axes: tuple[Hashable, ...], transform: Callable[..., Any]
 ) -> None:
     """Warns if each device decides by itself whether a model keeps its changes."""
-    mapped = jax.sharding.get_abstract_mesh().manual_axes
-    # jax.pmap without a name has one that nobody can reduce over.
-    others = [x for x in mapped if x not in axes and not str(x).startswith("_internal")]
-    if names := tuple(_unreduced(others, transform)):
+
+    def is_open(axis):
+        # jax.pmap without a name has one that nobody can reduce over.
+        return axis not in axes and not str(axis).startswith("_internal")
+
+    if names := _unreduced_axes(transform, is_open):
         warn(
             f"Each device of {names} decides by its own gradients whether variables of "
             "the model, such as batch statistics, take back their old values. If you "

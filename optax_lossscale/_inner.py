@@ -71,9 +71,9 @@ def is_narrow(leaf: Any) -> bool:
 
 def check_dtypes(inner: Any, state: Any, params: Any, grads: Any) -> None:
     """Raises if a state is narrower than the one that `init` makes."""
-    leaves = jax.tree.leaves_with_path(state)
-    if not any(is_narrow(x) for _, x in leaves):
+    if not any(map(is_narrow, jax.tree.leaves(state))):
         return
+    leaves = jax.tree.leaves_with_path(state)
     for like in (params, grads):  # It may belong to what has a gradient.
         made = jax.tree.leaves(jax.eval_shape(lambda like=like: init(inner, like)))
         if len(made) == len(leaves):

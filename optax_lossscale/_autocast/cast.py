@@ -134,10 +134,8 @@ def autocast(
                         "argument: autocast(lambda model, x: model(x))(model, x)."
                     )
                 raise
-            arrays, named = (
-                list(map(jnp.asarray, arrays)),
-                {"args": args, "kwargs": kwargs},
-            )
+            arrays = list(map(jnp.asarray, arrays))
+            named = {"args": args, "kwargs": kwargs}
             found, reason = _evaluate(closed, arrays, name, choices, named)
             if reason and not told:
                 told.append(reason)
