@@ -137,7 +137,8 @@ class Evaluator:
             if name == "remat2":
                 # Otherwise the compiler would find that the forward pass has this.
                 pairs = [x.pair(x.differs) for x in inputs]
-                pairs = place.recorder.call(lax.optimization_barrier, pairs)
+                barrier = lax.optimization_barrier
+                pairs = place.recorder.call(barrier, pairs, key=barrier)
                 inputs = values_of(pairs, inputs)
             return self.call(parts.called_jaxpr(equation), inputs, place)
         if name not in FLOW:

@@ -245,7 +245,7 @@ def _compared(run: Run, function: Any, call: Callable[..., Any]) -> Callable[...
             half = jnp.dtype(run.outline.dtype)
             loss, found = gradients(autocast(function, half, float32=names))
         pairs = zip(found, truth()[1], strict=True)
-        sizes = np.array([norms(*pair) for pair in pairs], float)
+        sizes = np.array([jax.jit(norms)(*pair) for pair in pairs], float)
         return sizes, (float(loss), float(truth()[0]))
 
     return compare

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,10 @@ from optax_lossscale.diagnostics._trace import summary
 PATIENCE = 5
 # Where equations repeat less often, on average, one program compiles faster.
 REPEATED = 4
+# From so many numbers on, a step is worth some optimization.
+LARGE = 2**14
+# A step of one operation compiles in half the time so. Newer versions have it no more.
+SIMPLER = ("xla_cpu_use_fusion_emitters", False)
 # How many kinds of steps are kept for other programs.
 KEPT = 2**10
 
@@ -98,33 +103,70 @@ class Tape(summary.Recorder):
     def compiled(self, results: Any) -> Callable[..., Any]:
         """Returns a function of arguments that returns results on the host.
 
+        What does not depend on the first argument runs again for other arguments alone.
         Inf and nan raise no errors.
         """
-        slots, treedef = jax.tree.flatten(results)
-        numbers = [self._slot_of(x).number for x in slots]
-        kept, steps = set(numbers), []
-        for run, arguments, made in reversed(self._steps):
-            last = {*arguments, *made} - kept
-            kept |= last
-            steps.append((run, arguments, made, last))
-        steps.reverse()
+        leaves, treedef = jax.tree.flatten(results)
+        slots = list(map(self._slot_of, leaves))
+        first, *others = (x.number for x in self.inputs)
+        varying, steps = {first}, ([], [])
+        for step in self._steps:
+            is_varying = not varying.isdisjoint(step[1])
+            steps[is_varying].append(step)
+            if is_varying:
+                varying.update(step[2])
+        wanted = {x.number for x in slots}
+        after = _with_last_uses(steps[True], wanted)
+        read = {i for _, arguments, *_ in after for i in arguments}
+        before = _with_last_uses(steps[False], wanted | read)
 
-        def run(*arrays):
-            values = self._constants | {
-                x.number: array for x, array in zip(self.inputs, arrays, strict=True)
-            }
-            for function, arguments, made, last in _counted(steps):
-                found = function(*[values[i] for i in arguments])
-                values.update(zip(made, found, strict=True))
-                for i in last:
-                    del values[i]
-            return jax.device_get([values[i] for i in numbers])
+        @functools.lru_cache(1)
+        def fixed(*arrays):
+            arrays = [x.array for x in arrays]
+            values = self._constants | dict(zip(others, arrays, strict=True))
+            return _run(before, values)
 
-        def quiet_run(*arrays):
+        def run(x, *arrays):
             with quiet():
-                return jax.tree.unflatten(treedef, run(*arrays))
+                values = fixed(*map(_Identity, arrays)) | {first: x}
+                values = _run(after, values)
+                leaves = jax.device_get([values[x.number] for x in slots])
+            return jax.tree.unflatten(treedef, leaves)
 
-        return quiet_run
+        return run
+
+
+class _Identity:
+    """An array that equals itself alone."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __hash__(self):
+        return id(self.array)
+
+    def __eq__(self, other):
+        return self.array is other.array
+
+
+def _with_last_uses(steps, wanted):
+    """Adds to each step what nothing after it reads, nor wants."""
+    read, found = set(wanted), []
+    for run, arguments, made in reversed(steps):
+        last = {*arguments, *made} - read
+        read |= last
+        found.append((run, arguments, made, last))
+    return found[::-1]
+
+
+def _run(steps, values):
+    """Runs steps on values by their numbers; drops those that nothing reads."""
+    for function, arguments, made, last in _counted(steps):
+        results = function(*[values[i] for i in arguments])
+        values.update(zip(made, results, strict=True))
+        for i in last:
+            values.pop(i, None)
+    return values
 
 
 class _Kind:
@@ -143,7 +185,10 @@ class _Kind:
     @functools.cached_property
     def run(self):
         """The compiled function, of the leaves of the arguments."""
-        return jax.jit(self._flat, compiler_options=_options())
+        size = max((math.prod(x.shape) for x in self._avals), default=0)
+        is_one = self._key[0] is not None
+        options = _options(is_one, is_one and size >= LARGE)
+        return jax.jit(self._flat, compiler_options=options)
 
     def _flat(self, *leaves):
         results = self._function(*jax.tree.unflatten(self._treedef, leaves))
@@ -163,12 +208,23 @@ def _known(kind):
     return kind
 
 
-def _options():
+def _options(is_one, is_large):
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
     if jax.default_backend() == "cpu":
         # It runs a few times only, and LLVM would take most of the time.
-        options["xla_backend_optimization_level"] = 0
+        options["xla_backend_optimization_level"] = int(is_large)
+        options |= [SIMPLER] if is_one and _is_known(SIMPLER) else []
     return options
+
+
+@functools.cache
+def _is_known(option):
+    """Whether this version of XLA has a compiler option."""
+    try:
+        jax.jit(lambda: 0).lower().compile(dict([option]))
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
 
 
 def is_repetitive(jaxpr: Any) -> bool:

@@ -210,27 +210,37 @@ def _reduced(real, wide, edge, axes):
     size = max(math.prod(real.shape[i] for i in axes), 1)
     if size >= _bits.COUNTABLE:  # No int32 count overflows: the worst row counts.
         return _reduced(real, wide, edge, axes[1:]).max(0)
-    infinity = int(np.float32(np.inf).view(np.int32))
-    (bits,), (twin,), (error,) = map(_bits.magnitudes, (real, wide, real - wide))
-    is_zero = bits == 0
-    is_lost = (twin > 0) & (is_zero | (twin <= edge))
-    flags = [is_zero, bits == infinity, bits > infinity, is_lost, twin >= infinity]
-    maxima = [jnp.where(x < infinity, x, 0) for x in (bits, twin, error)]
-    maxima.append(jnp.where(~is_zero & (bits < infinity), HIGHEST - bits, 0))
+    # Functions of `lax` alone: those of `jax.numpy` take twice as long to trace.
+    arrays = real, wide, lax.sub(real, wide)
+    bits, twin, error = (lax.bitcast_convert_type(x, jnp.int32) for x in arrays)
+    bits, twin, error = (
+        lax.bitwise_and(x, lax.full_like(x, HIGHEST)) for x in (bits, twin, error)
+    )
+    numbers = 0, edge, int(np.float32(np.inf).view(np.int32)), HIGHEST
+    zero, edge, infinity, highest = (lax.full_like(bits, x) for x in numbers)
+    is_zero, is_infinite = lax.eq(bits, zero), lax.ge(twin, infinity)
+    is_flushed = lax.bitwise_or(is_zero, lax.le(twin, edge))
+    is_lost = lax.bitwise_and(lax.gt(twin, zero), is_flushed)
+    is_inf, is_nan = lax.eq(bits, infinity), lax.gt(bits, infinity)
+    flags = [is_zero, is_inf, is_nan, is_lost, is_infinite]
+    maxima = [lax.select(lax.lt(x, infinity), x, zero) for x in (bits, twin, error)]
+    is_number = lax.bitwise_and(lax.lt(bits, infinity), lax.gt(bits, zero))
+    maxima.append(lax.select(is_number, lax.sub(highest, bits), zero))
     n = len(flags)  # `combine` must not hold arrays: JAX keeps it.
 
     def combine(x, y):
         return *map(lax.add, x[:n], y[:n]), *map(lax.max, x[n:], y[n:])
 
     start = (np.int32(0),) * (n + len(maxima))
-    arrays = *(x.astype(jnp.int32) for x in flags), *maxima
+    arrays = *(lax.convert_element_type(x, jnp.int32) for x in flags), *maxima
     found = lax.reduce(arrays, start, combine, axes)
-    shares = jnp.stack(found[:n], -1).astype(jnp.float32) / size
-    seen = jnp.stack(
-        [jnp.ones_like(shares[..., 0]), jnp.zeros_like(shares[..., 0])], -1
-    )
-    floats = lax.bitcast_convert_type(jnp.concatenate([seen, shares], -1), jnp.int32)
-    return jnp.concatenate([floats, jnp.stack(found[n:], -1)], -1)
+    one = lax.full_like(found[0], size)
+    counts = [one, lax.full_like(one, 0), *found[:n]]
+    counts = [lax.convert_element_type(x, jnp.float32) for x in counts]
+    shares = [lax.div(x, counts[0]) for x in counts]
+    floats = [lax.bitcast_convert_type(x, jnp.int32) for x in shares]
+    columns = [lax.expand_dims(x, (x.ndim,)) for x in (*floats, *found[n:])]
+    return lax.concatenate(columns, one.ndim)
 
 
 def _is_replicated(x: Any) -> bool:
