@@ -45,8 +45,10 @@ RESTORE = (
 BEGUN = "Restore a checkpoint, unless the optimizer begins with inf, as lbfgs does."
 LOW = (
     "No gradient has overflowed (steps at this scale: {}): gradients may be far below "
-    "the range of float16. Take a higher initial_scale, for example "
-    "diagnostics.suggest_loss_scale(grads) of gradients computed in float32."
+    "the range of float16. Do they come from optimizer.value_and_grad or minimize? "
+    "Those of jax.grad were never scaled, and no scale helps. If so, take a higher "
+    "initial_scale, for example diagnostics.suggest_loss_scale(grads) of gradients "
+    "computed in float32."
 )
 # What no state tells: the loss, and a forward pass whose overflow a later line hides.
 NOTHING = (

@@ -111,7 +111,9 @@ def test_it_says_why_no_line_helps():
 
     found = float32_lines(autocast(loss_fn), jnp.zeros((2, 2)))
     assert (found.lines, found.verified) == ([], False)
+    assert "in float32, too, the loss or the gradients are not finite" in found.message
     assert f"{HERE}:{line_of('sqrt', __file__)}" in found.message
+    assert "inf begins here, in float32 too" in found.message
     assert "a second jnp.where" in found.message
 
 

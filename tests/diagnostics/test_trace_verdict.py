@@ -283,3 +283,16 @@ def test_names_as_people_use_them(primitive, dtype, phase, name):
 def test_the_words_of_a_scale_that_is_too_high(scale, largest, alone, advice):
     finding = words.too_high(operation(infs=1.0), scale, largest, alone)
     assert advice in finding.message
+
+
+@pytest.mark.parametrize(
+    ("largest", "advice"),
+    [
+        (2.0**14, "initial_scale=2.0**14."),
+        (2.0**-7, "DynamicLossScale(2.0**-7, min_scale=2.0**-11)."),
+    ],
+)
+def test_the_words_of_an_underflow(largest, advice):
+    shares = {"shares": (1.0, 0.0), "errors": (1.0, 0.0), "is_first": True}
+    finding = words.underflow(operation(flushed=1.0), 2.0**-20, largest, **shares)
+    assert finding.message.endswith(f"Use that: {advice}")

@@ -311,10 +311,12 @@ def _message(search: Search, kept: Any, count: int, after: Any, before: Any) -> 
     at = f"at the loss scale {words.power(search.run.scale)}"
     text = f"{at} within {100 * search.close:g}% ({after}"
     if kept is None:
-        return (
-            "No lines help: with all of them in float32, the loss or the gradients "
-            f"are not finite, or differ from float32. {first.message}"
-        )
+        loss, norms = search.run.losses[1], search.run.norms[:, 0]
+        is_finite = math.isfinite(loss) and np.isfinite(norms).all()
+        what = "the loss or the gradients are not finite"
+        why = f"with all of them in float32, {what}, or differ from float32"
+        why = why if is_finite else f"in float32, too, {what}"
+        return f"No lines help: {why}. {first.message}"
     if not kept:
         return f"No line needs float32 {text})."
     return (

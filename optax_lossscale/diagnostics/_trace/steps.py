@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import math
 import sys
 import time
@@ -107,46 +108,28 @@ class Tape(summary.Recorder):
         Inf and nan raise no errors.
         """
         leaves, treedef = jax.tree.flatten(results)
-        slots = list(map(self._slot_of, leaves))
+        wanted = [self._slot_of(x).number for x in leaves]
         first, *others = (x.number for x in self.inputs)
-        varying, steps = {first}, ([], [])
+        varying, before, after = {first}, [], []
         for step in self._steps:
-            is_varying = not varying.isdisjoint(step[1])
-            steps[is_varying].append(step)
-            if is_varying:
-                varying.update(step[2])
-        wanted = {x.number for x in slots}
-        after = _with_last_uses(steps[True], wanted)
+            is_fixed = varying.isdisjoint(step[1])
+            (before if is_fixed else after).append(step)
+            varying.update(() if is_fixed else step[2])
+        after = _with_last_uses(after, wanted)
         read = {i for _, arguments, *_ in after for i in arguments}
-        before = _with_last_uses(steps[False], wanted | read)
-
-        @functools.lru_cache(1)
-        def fixed(*arrays):
-            arrays = [x.array for x in arrays]
-            values = self._constants | dict(zip(others, arrays, strict=True))
-            return _run(before, values)
+        before = _with_last_uses(before, read.union(wanted))
+        kept: list[Any] = [(), {}]
 
         def run(x, *arrays):
             with quiet():
-                values = fixed(*map(_Identity, arrays)) | {first: x}
-                values = _run(after, values)
-                leaves = jax.device_get([values[x.number] for x in slots])
+                if any(a is not b for a, b in itertools.zip_longest(arrays, kept[0])):
+                    values = self._constants | dict(zip(others, arrays, strict=True))
+                    kept[:] = arrays, _run(before, values)
+                values = _run(after, kept[1] | {first: x})
+                leaves = jax.device_get([values[i] for i in wanted])
             return jax.tree.unflatten(treedef, leaves)
 
         return run
-
-
-class _Identity:
-    """An array that equals itself alone."""
-
-    def __init__(self, array):
-        self.array = array
-
-    def __hash__(self):
-        return id(self.array)
-
-    def __eq__(self, other):
-        return self.array is other.array
 
 
 def _with_last_uses(steps, wanted):
@@ -227,19 +210,9 @@ def _is_known(option):
     return True
 
 
-def is_repetitive(jaxpr: Any) -> bool:
+def is_repetitive(equations: Sequence[Any]) -> bool:
     """Whether equal equations are so many that they compile faster one by one."""
-    keys = list(map(parts.Key, _equations(jaxpr)))
-    return len(keys) > REPEATED * len(set(keys))
-
-
-def _equations(jaxpr):
-    """Yields the equations of a jaxpr, and those of the jaxprs that they call."""
-    for equation in jaxpr.eqns:
-        if kind_of(equation.primitive.name) == Kind.CALL:
-            yield from _equations(parts.opened(parts.called_jaxpr(equation))[0])
-        else:
-            yield equation
+    return len(equations) > REPEATED * len(set(map(parts.Key, equations)))
 
 
 def _counted(steps: Sequence[Any]) -> Iterator[Any]:
@@ -255,15 +228,18 @@ def _counted(steps: Sequence[Any]) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Runs steps though the user debugs; says what to do if there is no memory."""
+    """Runs steps though the user debugs; says what to do where they fail."""
     nans, infs = jax.debug_nans(False), jax.debug_infs(False)
     try:
         with jax.disable_jit(False), nans, infs:
             yield
     except jax.errors.JaxRuntimeError as error:
+        text = "If no callback raised this, XLA cannot compile a step of the trace. "
+        text += "Trace a part of the loss, or fewer layers."
         if "RESOURCE_EXHAUSTED" in str(error):
             text = "The trace needs more memory than a step. Pass a smaller batch: "
-            error.add_note(f"{text}a few examples are enough.")
+            text += "a few examples are enough."
+        error.add_note(text)
         raise
 
 
@@ -277,7 +253,7 @@ def run(closed: Any, *args: Any) -> list[Any]:
         return eval_jaxpr(jaxpr, arrays[:n], *arrays[n:])
 
     with quiet():
-        if is_repetitive(jaxpr):
+        if is_repetitive(list(parts.all_equations(jaxpr))):
             results = _record(tape, jaxpr, tape.inputs)
         else:
             results = tape.call(run_at_once, *tape.inputs)

@@ -169,8 +169,7 @@ def what_of(fault: Fault) -> str:
     noun = "gradients" if is_backward else "results"
     if fault.kind in ("forward", "backward"):
         is_too = found.float32_nonfinite > 0 and fault.cause != "float32 range"
-        too = ", in float32 too" * (is_too and is_half(found.dtype))
-        return f"{begins(fault.operation)} here{too}"
+        return f"{begins(fault.operation)} here" + ", in float32 too" * is_too
     if fault.kind == "underflow":
         return f"{found.flushed:.0%} of the {noun} are flushed to zero"
     if fault.kind == "decision":
@@ -278,12 +277,10 @@ def too_high(
     size, would, more = operation.output.float32_largest, "", ""
     if size and operation.output.dtype != "float32":
         would = f" (it would be 2^{math.log2(size):.1f})"
-    exponent = math.log2(largest)
     if not operation.line:
         more = " This is the gradient of the loss itself: return the loss in float32."
-    elif is_alone and exponent < 0:
-        least = f"min_scale=2.0**{max(exponent - 4, -126):.0f}"
-        more = f" Start below 1: DynamicLossScale(2.0**{exponent:.0f}, {least})."
+    elif is_alone and largest < 1:
+        more = f" Start below 1: {start_at(largest)}."
     elif is_alone and scale <= largest * 2**USUAL_BITS:
         more = (
             " Nothing is wrong: this is usual after the scale has grown. A dynamic "
@@ -297,6 +294,16 @@ def too_high(
         f"overflows is {power(largest)}.{more}"
     )
     return NumericFinding("scale_too_high", text, operation)
+
+
+def start_at(scale: float) -> str:
+    """Writes how to begin at a scale: below 1, a rule has to allow it."""
+    exponent = round(math.log2(scale))
+    if exponent >= 0:
+        return f"initial_scale=2.0**{exponent}"
+    return (
+        f"DynamicLossScale(2.0**{exponent}, min_scale=2.0**{max(exponent - 4, -126)})"
+    )
 
 
 def underflow(
@@ -328,7 +335,7 @@ def underflow(
     text = f"{operation}: {what}"
     if is_first:
         text += ", the largest with which nothing in the backward pass overflows. Use "
-        text += f"that: initial_scale=2.0**{math.log2(largest):.0f}"
+        text += f"that: {start_at(largest)}"
     return NumericFinding("underflow", f"{text}.", operation)
 
 
