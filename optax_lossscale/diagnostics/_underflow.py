@@ -227,7 +227,8 @@ def _stats(
     table = jnp.concatenate(tables)[np.argsort(order)]
     size, *counts = jnp.sum(table[:, :-1], axis=0)
     shares = (x / jnp.maximum(size, 1.0) for x in counts)
-    overall = Underflow(size, *shares, jnp.min(table[:, -1], initial=jnp.inf))
+    room = jnp.min(table[:, -1], initial=jnp.inf)
+    overall = Underflow._make([size, *shares, room])
     sizes = jnp.maximum(table[:, :1], 1.0)
     return overall, jnp.concatenate(
         [table[:, :1], table[:, 1:-1] / sizes, table[:, -1:]], 1
@@ -267,7 +268,7 @@ def _count(x: jax.Array, thresholds: list[jax.Array]) -> tuple[jax.Array, jax.Ar
         return _bits.reduce_counts(masks, finite)
 
     counts, largest = zip(*map(count, _bits.magnitudes(x)), strict=True)
-    return sum(counts[1:], counts[0]), functools.reduce(jnp.maximum, largest)
+    return functools.reduce(jnp.add, counts), functools.reduce(jnp.maximum, largest)
 
 
 def _together(leaves, kind):

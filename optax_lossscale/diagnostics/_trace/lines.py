@@ -184,7 +184,7 @@ def float32_lines(
         return Float32Lines([], scale, 0.0, 0.0, True, text)
     # The lines that it has already are proposed, too.
     followed = given
-    if loss_fn.float32:
+    if vars(loss_fn).get("float32"):
         followed = Program(call(autocast(function, jnp.dtype(given.dtype))), dtype)
     search = Search(followed.run, tolerance, scale)
     if not is_given:

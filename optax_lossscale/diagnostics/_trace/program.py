@@ -20,7 +20,7 @@ from optax_lossscale.diagnostics import _bits, _common
 from optax_lossscale.diagnostics._trace import steps, summary, twin
 from optax_lossscale.diagnostics._trace.evaluate import Evaluator
 from optax_lossscale.diagnostics._trace.flow import Place
-from optax_lossscale.diagnostics._trace.run import Outline, Run
+from optax_lossscale.diagnostics._trace.run import Outline, Run, depending_on
 from optax_lossscale.diagnostics._trace.twin import Value
 
 # How many characters of the types of arguments an error shows.
@@ -226,14 +226,8 @@ class Program:
 
 def _mark_backward(sites):
     """Marks what depends on the loss scale as backward."""
-    first = ("scale", "backward")
-    reached, before = {k for k, x in sites.items() if x.phase in first}, 0
-    while len(reached) != before:
-        before = len(reached)
-        for k, x in sites.items():  # In order of execution: loops alone need two turns.
-            if not reached.isdisjoint(x.inputs):
-                reached.add(k)
-    for k in reached:
+    first = [k for k, x in sites.items() if x.phase in ("scale", "backward")]
+    for k in depending_on(first, {k: x.inputs for k, x in sites.items()}):
         if sites[k].phase == "forward":
             sites[k].phase = "backward"
 

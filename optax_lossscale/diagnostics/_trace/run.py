@@ -227,6 +227,22 @@ def _short(file: str) -> str:
     return "/".join(parts if lines.is_installed(file) else parts[-2:])
 
 
+def depending_on(keys: Iterable[int], inputs: Mapping[int, Iterable[int]]) -> set[int]:
+    """Returns the sites that depend on others, and these themselves.
+
+    Args:
+      keys: The others.
+      inputs: Of each site, in order of execution, those that it depends on.
+    """
+    found, before = set(keys), -1
+    while len(found) != before:  # Loops alone need another turn.
+        before = len(found)
+        for key, sites in inputs.items():
+            if not found.isdisjoint(sites):
+                found.add(key)
+    return found
+
+
 class Outline(NamedTuple):
     """What is known of a program before it runs.
 

@@ -146,11 +146,11 @@ def trace_numerics(
     Of `autocast(f)` it compares with `f`, with its constants. In a program with casts
     written by hand, constants count as the dtype rounds them: 1e-8 is 0 in float16.
 
-    Call it on the host with the arguments of a step that went wrong. It compiles one
-    program, which returns a few numbers for each operation, so it needs little memory;
-    arrays may be sharded over the devices of one process. It runs the program a few
-    times, with callbacks in it. Compiling takes long: several times as long as for the
-    step. Under `jax.jit`, use `suggest_loss_scale`.
+    Call it on the host with the arguments of a step that went wrong. It keeps a few
+    numbers for each operation, so it needs little memory; arrays may be sharded over
+    the devices of one process. It runs the program a few times, with callbacks in it.
+    It takes as long as a few first steps, most of it to compile; equal operations
+    compile once. Under `jax.jit`, use `suggest_loss_scale`.
 
     Args:
       loss_fn: Called as `loss_fn(params, *args, **kwargs)`; returns a real scalar loss,

@@ -17,7 +17,12 @@ import numpy as np
 
 from optax_lossscale.diagnostics._trace import causes, words
 from optax_lossscale.diagnostics._trace.causes import LOST, beginning, gain
-from optax_lossscale.diagnostics._trace.run import INHERITED, Run, ratio
+from optax_lossscale.diagnostics._trace.run import (
+    INHERITED,
+    Run,
+    depending_on,
+    ratio,
+)
 from optax_lossscale.diagnostics._trace.summary import moved
 from optax_lossscale.diagnostics._trace.words import NumericFinding
 
@@ -185,18 +190,13 @@ def _bad_argument(run):
     bad = [k for k in arguments if k in reached and run.is_bad(k)]
     if not bad or not any(map(run.is_bad, run.gradients)):
         return []
-    readers = {bad[0]}
-    for key in run.sites:  # In order of execution, up to the first operation.
-        if not readers.isdisjoint(run.operands(key)):
-            readers.add(key)
-            if run.site(key).primitive:
-                break
-    else:
-        key = bad[0]
+    readers = depending_on(bad[:1], {k: run.operands(k) for k in run.sites})
+    operations = (k for k in run.sites if k in readers and run.site(k).primitive)
+    reader = next(operations, bad[0])
     name = run.outline.names[bad[0]]
     is_parameter = name in run.outline.parameters
     more, held = len(bad) - 1, words.kinds_of(run.range(bad[0]))
-    operation = run.operation(key)
+    operation = run.operation(reader)
     return [words.nonfinite_argument(name, more, is_parameter, held, operation)]
 
 
@@ -225,20 +225,23 @@ def _nonfinite(search, keys):
     keys = [k for k in keys if run.site(k).phase == "forward"] or keys
     # A nan made from an inf is a consequence, also of an inf that a loop made before.
     first = {k for k in keys if not run.bad_operands(k)}
-    later = (run.ancestors([k], run.bad_operands) - {k} for k in keys)
-    keys = [k for k, x in zip(keys, later, strict=True) if first.isdisjoint(x)]
+    later = depending_on(first, {k: run.bad_operands(k) for k in run.sites}) - first
+    keys = [k for k in keys if k not in later]
     begin = (beginning(run, k, SWALLOWED) for k in keys)  # As in log(1 / inf).
-    keys = [x if run.is_lost(x) else k for k, x in zip(keys, begin, strict=True)]
-    return [_explain(search, run, key) for key in _distinct_lines(run, keys)[:SHOWN]]
+    keys = (x if run.is_lost(x) else k for k, x in zip(keys, begin, strict=True))
+    keys = itertools.islice(_distinct_lines(run, keys), SHOWN)
+    return [_explain(search, run, key) for key in keys]
 
 
 def _distinct_lines(run, keys):
-    """Returns the first site of each line."""
-    found: dict[object, int] = {}
+    """Yields the first site of each line."""
+    seen = set()
     for key in keys:
         site = run.site(key)
-        found.setdefault((site.source, site.scope, site.source.line or key), key)
-    return list(found.values())
+        line = site.source, site.scope, site.source.line or key
+        if line not in seen:
+            seen.add(line)
+            yield key
 
 
 def _losers(run, wrong):
@@ -246,7 +249,7 @@ def _losers(run, wrong):
     reached = run.ancestors(run.ran(run.outline.gradients[i] for i in wrong))
     gains = {k: gain(run, k) for k in run.backward if k in reached and run.limit(k)}
     found = sorted(gains, key=lambda key: -gains[key])
-    return _distinct_lines(run, [k for k in found if gains[k] >= LOST])
+    return list(_distinct_lines(run, [k for k in found if gains[k] >= LOST]))
 
 
 def _underflow(search, best, effect):
