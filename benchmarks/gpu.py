@@ -27,6 +27,7 @@ FLAX = "float16 by hand, flax DynamicScale"
 OURS = "autocast, value_and_grad, update"
 SCALED = "float16 by hand, minimize"
 RETRIES = "float16 by hand, minimize, retries=24"
+MLP = "MLP, 24 layers of 2048, batch 64"
 MODELS: dict[str, Callable[[], by_hand.Model]] = {
     "GPT-2 small, 16 x 512 tokens": functools.partial(
         by_hand.gpt, blocks=12, heads=12, batch=16
@@ -34,7 +35,7 @@ MODELS: dict[str, Callable[[], by_hand.Model]] = {
     "convnet, 12 layers of 256, 64 images": functools.partial(
         by_hand.convnet, layers=12, n=256, images=64
     ),
-    "MLP, 24 layers of 2048, batch 64": functools.partial(by_hand.mlp, layers=24),
+    MLP: functools.partial(by_hand.mlp, layers=24),
 }
 
 

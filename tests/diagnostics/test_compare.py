@@ -3,7 +3,9 @@
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
+from pages import page_blocks
 
 from optax_lossscale import LossScaleOptimizer
 from optax_lossscale.diagnostics import compare
@@ -95,6 +97,15 @@ def test_the_ways_are_of_one_loss_and_one_optimizer(file):
         state = way.init(params)
         program = jax.make_jaxpr(way.step)(params, state, *batch)
         assert compare.products_of(program.jaxpr) == halves.get(name, "2 of 2"), name
+
+
+def test_the_page_shows_a_file_that_works(file):
+    ((code, _),) = page_blocks("docs/guide/why-not-faster.md")
+    file.write_text(code)
+    loss_fn, params, batch, optimizer = compare.load(str(file))
+    way = compare.ways(loss_fn, optimizer)[compare.MINIMIZE]
+    *_, loss = jax.jit(way.step)(params, way.init(params), *batch)
+    assert jnp.isfinite(loss)
 
 
 def test_what_limits_a_step_is_said_with_numbers():
