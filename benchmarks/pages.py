@@ -222,12 +222,17 @@ def fill(page: str, sentence: str) -> str:
     return page
 
 
+def sentences_of(path: Path) -> list[str]:
+    """Returns all sentences of a page that tell committed results."""
+    kinds = sentences(), on_a_gpu(), by_compilers(), on_a_cpu()
+    return [sentence for found in kinds for sentence in found.get(path, [])]
+
+
 def updated(path: Path) -> str:
     """Returns the text of a page with the committed results."""
     text = report.replace_tables(path.read_text(), tables())
-    for of in (sentences, on_a_gpu, by_compilers, on_a_cpu):
-        for sentence in of().get(path, []):
-            text = fill(text, sentence)
+    for sentence in sentences_of(path):
+        text = fill(text, sentence)
     return text
 
 
