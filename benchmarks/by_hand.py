@@ -486,13 +486,18 @@ def rows_of(name: str) -> list[dict[str, Any]] | None:
     return rows
 
 
+def ratios(rows: list[dict[str, Any]]) -> list[float]:
+    """Returns bytes and memory of autocast, and those of float32, by hand 1."""
+    hand, *others = rows
+    return [x[number] / hand[number] for x in others for number in NUMBERS]
+
+
 def table(found: dict[str, Any]) -> str:
-    """Returns a table: bytes, memory and flops of autocast, by hand 1."""
-    cells = []
-    for name, entry in found.items():
-        hand, *others = ({k: x[k] for k in NUMBERS} for x in entry["rows"])
-        ratios = [x[k] / hand[k] for x in others for k in NUMBERS]
-        cells.append([name, *(f"{x:.2f}" for x in ratios)])
+    """Returns a table: bytes and memory of autocast and float32, by hand 1."""
+    cells = [
+        [name, *(f"{x:.2f}" for x in ratios(entry["rows"]))]
+        for name, entry in found.items()
+    ]
     header = [f"{way}: {x}" for way in WAYS[1:] for x in ("bytes", "temporary memory")]
     return report.table(["float16 by hand is 1", *header], cells)
 

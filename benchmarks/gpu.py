@@ -1,15 +1,10 @@
 """Measures training steps on the GPU of this machine, in each way of training.
 
 `python -m benchmarks.gpu` runs three models and writes `results/gpu.json`. All ways run
-in turns. `python -m benchmarks.gpu FILE` measures a model of yours, and writes nothing:
-the file defines `loss_fn`, its parameters `params`, and its other arguments, the tuple
-`batch`, in float32.
+in turns. `python -m optax_lossscale.diagnostics.compare FILE` measures a step of yours.
 """
 
 import functools
-import itertools
-import runpy
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -17,22 +12,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from rich.progress import track
 
 from benchmarks import by_hand, report
 from benchmarks.by_hand import SCALE
-from benchmarks.measure import Running
-from benchmarks.systems import System, flax_scale, in_two, minimize, plain, static
+from benchmarks.systems import flax_scale, in_two, minimize, static
 from optax_lossscale import autocast
+from optax_lossscale.diagnostics import compare
+from optax_lossscale.diagnostics.compare import BFLOAT16, FLOAT32, TF32, Way
 
 RESULTS = report.RESULTS / "gpu.json"
-TURNS, SECONDS = 5, 0.3
 OPTIMIZER = optax.adamw(1e-4)
-FLOAT32, TF32 = "float32", "float32, products in TF32 (JAX's default)"
 STATIC = "float16 by hand, static scale"
+FLAX = "float16 by hand, flax DynamicScale"
 OURS = "autocast, value_and_grad, update"
 SCALED = "float16 by hand, minimize"
 RETRIES = "float16 by hand, minimize, retries=24"
+MLP = "MLP, 24 layers of 2048, batch 64"
 MODELS: dict[str, Callable[[], by_hand.Model]] = {
     "GPT-2 small, 16 x 512 tokens": functools.partial(
         by_hand.gpt, blocks=12, heads=12, batch=16
@@ -40,34 +35,31 @@ MODELS: dict[str, Callable[[], by_hand.Model]] = {
     "convnet, 12 layers of 256, 64 images": functools.partial(
         by_hand.convnet, layers=12, n=256, images=64
     ),
-    "MLP, 24 layers of 2048, batch 64": functools.partial(by_hand.mlp, layers=24),
+    MLP: functools.partial(by_hand.mlp, layers=24),
 }
 
 
 def ways(
-    float32: Callable[..., jax.Array], float16: Callable[..., jax.Array] | None
-) -> dict[str, System]:
+    float32: Callable[..., jax.Array], float16: Callable[..., jax.Array]
+) -> dict[str, Way]:
     """Returns the ways to train: a loss as it is, and one with casts by hand."""
-    cast, brain = autocast(float32), autocast(float32, dtype=jnp.bfloat16)
     step, ours = functools.partial(minimize, OPTIMIZER), {"initial_scale": SCALE}
-    found = {FLOAT32: plain(OPTIMIZER, float32), TF32: plain(OPTIMIZER, float32)}
-    found["autocast to bfloat16"] = plain(OPTIMIZER, brain)
-    found[OURS] = in_two(OPTIMIZER, cast, **ours)
-    found["autocast, minimize"] = step(cast, **ours)
-    found["autocast, minimize, retries=24"] = step(cast, retries=24, **ours)
-    if float16 is not None:
-        found[STATIC] = static(OPTIMIZER, float16, SCALE)
-        finite = optax.apply_if_finite(OPTIMIZER, 5)
-        others = {
-            "apply_if_finite": static(finite, float16, SCALE),
-            "flax DynamicScale": flax_scale(OPTIMIZER, float16),
-            "minimize, fixed scale": step(float16, loss_scale=SCALE),
-            "minimize": step(float16, **ours),
-            "value_and_grad, update": in_two(OPTIMIZER, float16, **ours),
-            "minimize, retries=24": step(float16, retries=24, **ours),
-        }
-        found |= {f"float16 by hand, {name}": way for name, way in others.items()}
-    return found
+    finite = optax.apply_if_finite(OPTIMIZER, 5)
+    systems = {
+        OURS: in_two(OPTIMIZER, autocast(float32), **ours),
+        STATIC: static(OPTIMIZER, float16, SCALE),
+        "float16 by hand, apply_if_finite": static(finite, float16, SCALE),
+        FLAX: flax_scale(OPTIMIZER, float16),
+        "float16 by hand, minimize, fixed scale": step(float16, loss_scale=SCALE),
+        SCALED: step(float16, **ours),
+        "float16 by hand, value_and_grad, update": in_two(OPTIMIZER, float16, **ours),
+        RETRIES: step(float16, retries=24, **ours),
+    }
+    return {
+        FLOAT32: compare.plain(float32, OPTIMIZER)._replace(precision="highest"),
+        **compare.ways(float32, OPTIMIZER, **ours),
+        **{name: Way(system.init, system.step) for name, system in systems.items()},
+    }
 
 
 def arrays(shapes: Any) -> Any:
@@ -83,37 +75,6 @@ def arrays(shapes: Any) -> Any:
         return size * rng.standard_normal(x.shape, dtype=np.float32)
 
     return jax.tree_util.tree_map_with_path(make, shapes)
-
-
-def measure(
-    systems: dict[str, System], params: Any, batch: tuple, seconds: float = SECONDS
-) -> list[dict[str, Any]]:
-    """Runs all ways in turns, each for about `seconds` in a turn; returns a row each.
-
-    A row has the median of the turns in ms a step, the lowest and the highest, and the
-    temporary memory in bytes.
-    """
-    params = jax.device_get(params)  # Each way donates its own copy.
-    programs, rows = {}, []
-    for name, system in track(systems.items(), "compiling"):
-        precision = "highest" if name == FLOAT32 else "default"
-        with jax.default_matmul_precision(precision):
-            running = Running(system, params, [jax.device_put(batch)])
-        for _ in range(5):  # The first steps may overflow.
-            running.round()
-        once = min(running.round() for _ in range(3))
-        running.batches *= max(1, round(seconds / once))
-        programs[name] = running
-    times = {name: [] for name in programs}
-    for _, name in track(list(itertools.product(range(TURNS), programs)), "running"):
-        running = programs[name]
-        times[name].append(1e3 * running.round() / len(running.batches))
-    for name, running in programs.items():
-        memory: Any = running.compiled.memory_analysis()
-        row = {"way": name, "ms": statistics.median(times[name])}
-        row |= {"low": min(times[name]), "high": max(times[name])}
-        rows.append(row | {"temp_bytes": memory.temp_size_in_bytes})
-    return rows
 
 
 def _by_way(found):
@@ -142,38 +103,27 @@ def short_table(found: dict[str, Any]) -> str:
     """Returns the table of the README: what float16 gives."""
     name = next(iter(MODELS))
     rows, device = _by_way(found)[name], found[name]["machine"]["device"]
-    cells = [[way, *_numbers(rows[way])] for way in (FLOAT32, TF32, STATIC, OURS)]
+    shown = FLOAT32, TF32, BFLOAT16, OURS, STATIC, FLAX
+    cells = [[way, *_numbers(rows[way])] for way in shown]
     return report.table([name, f"ms a step, {device}", "temporary GB"], cells)
 
 
-def ratios(found: dict[str, Any], way: str, base: str = STATIC) -> list[float]:
-    """Returns for each model the time of a way relative to another."""
+def ratios(
+    found: dict[str, Any], way: str, base: str = STATIC, number: str = "ms"
+) -> list[float]:
+    """Returns for each model the time, or another number, relative to another way."""
     rows = _by_way(found).values()
-    return [x[way]["ms"] / x[base]["ms"] for x in rows]
-
-
-def of_file(path: str) -> str:
-    """Measures the model of a file, and returns a table."""
-    found = runpy.run_path(path)
-    if missing := {"loss_fn", "params", "batch"} - found.keys():
-        raise SystemExit(f"{path} must define {', '.join(sorted(missing))}")
-    rows = measure(ways(found["loss_fn"], None), found["params"], found["batch"])
-    return table({path: {"rows": rows}})
+    return [x[way][number] / x[base][number] for x in rows]
 
 
 def main() -> None:
-    """Measures the model of a file, or all models, and writes the results."""
-    parser = report.parser("benchmarks.gpu", __doc__)
-    text = "Measure the model of this file."
-    parser.add_argument("file", nargs="?", metavar="FILE", help=text)
-    if file := parser.parse_args().file:
-        print(of_file(file))
-        return
+    """Measures all models, and writes the results."""
+    report.parser("benchmarks.gpu", __doc__).parse_args()
     found = {}
     for name, make_model in MODELS.items():
         params, batch, make = make_model()
         systems = ways(make(jnp.float32), make(jnp.float16))
-        rows = measure(systems, arrays(params), arrays(batch))
+        rows = compare.measure(systems, arrays(params), arrays(batch))
         found[name] = {**report.about(), "rows": rows}
         report.save(RESULTS, found)
         print(table({name: found[name]}), flush=True)

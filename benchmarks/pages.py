@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import (
+    by_hand,
     casting,
     gpu,
     growth,
@@ -20,13 +21,16 @@ from benchmarks import (
     report,
     retries,
 )
-from benchmarks.compiled import TPU
+from benchmarks.compiled import H100, TPU
 from benchmarks.systems import PLAIN
+from optax_lossscale.diagnostics import compare
 
 CPU = report.RESULTS / "cpu.json"
 ROOT = Path(__file__).parents[1]
 README, DTYPES = ROOT / "README.md", ROOT / "docs/guide/do-you-need-it.md"
 RETRIES = ROOT / "docs/guide/no-step-lost.md"
+AUTOCAST, WHY = (ROOT / f"docs/guide/{x}.md" for x in ("autocast", "why-not-faster"))
+REPEATING = "minimize, retries=24"
 EXAMPLES = [ROOT / f"examples/{name}/README.md" for name in ("grpo", "language_model")]
 RESULTS = [
     report.RESULTS / name
@@ -58,7 +62,6 @@ def sentences() -> dict[Path, list[str]]:
     """Returns the sentences that tell committed results, by page."""
     on_gpu = report.load(gpu.RESULTS)
     ours, scaled = (gpu.ratios(on_gpu, way) for way in (gpu.OURS, gpu.SCALED))
-    repeated = gpu.ratios(on_gpu, gpu.RETRIES, gpu.SCALED)
     least, highest = min(scaled), max(scaled)
     trainings = [
         systems
@@ -87,12 +90,113 @@ def sentences() -> dict[Path, list[str]]:
             f"take up to {most} times as long as with plain Optax,",
             f"with `update` up to {stored},",
         ],
-        RETRIES: [
-            f"takes {listed(repeated)} times as long on a GPU",
-        ],
         EXAMPLES[0]: [
             f"**bfloat16 differs {as_written} as much as float16**",
             f"**With XLA's default it is {default}.**",
+        ],
+    }
+
+
+def on_a_gpu() -> dict[Path, list[str]]:
+    """Returns the sentences on the time and the memory of a step on a GPU."""
+    found = report.load(gpu.RESULTS)
+
+    def ratios(way, base, number="ms"):
+        return listed(gpu.ratios(found, way, base, number))
+
+    half, brain = (ratios(way, gpu.TF32) for way in (gpu.OURS, gpu.BFLOAT16))
+    flax, memory = gpu.ratios(found, gpu.FLAX), "temp_bytes"
+    most = max(gpu.ratios(found, gpu.SCALED, number=memory))
+    sizes = {row["way"]: row[memory] / 1e6 for row in found[gpu.MLP]["rows"]}
+    pairs = (compare.RETRIES, compare.MINIMIZE), (gpu.RETRIES, gpu.SCALED)
+    cast, cast_by_hand = (ratios(*pair) for pair in pairs)
+    more, more_by_hand = (ratios(*pair, memory) for pair in pairs)
+    longest = max(gpu.ratios(found, *pairs[0]))
+    return {
+        DTYPES: [
+            f"takes {half} times as long as JAX's default, to bfloat16 {brain} times.",
+            f"It needs {sizes[gpu.OURS]:.0f} MB of temporary memory, and "
+            f"{sizes[compare.TF32]:.0f} MB in TF32",
+            f"`DynamicScale` {min(flax):.2f} to {max(flax):.2f} times.",
+            f"It needs at most {most:.2f} times the memory.",
+            f"the three models take up to {longest:.2f} times as long.",
+        ],
+        RETRIES: [
+            f"takes {cast} times as long with `autocast`, and {cast_by_hand} times "
+            "with casts by hand.",
+            f"to {more} times with `autocast`, and {more_by_hand} times by hand.",
+        ],
+        AUTOCAST: [f"takes {half[:4]} times as long as JAX's default"],
+        WHY: [f"{half} times as long as JAX's default"],
+    }
+
+
+def by_compilers() -> dict[Path, list[str]]:
+    """Returns the sentences on bytes, and on the time to compile and to trace."""
+    repeating = report.load(retries.RESULTS)
+    compiling = report.load(report.RESULTS / "compiling.json")
+    tracing = report.load(casting.RESULTS)["CPU"]["rows"]
+
+    def more(target, number):
+        rows = repeating[target]["rows"]
+        return max(row["with"][number] / row["without"][number] for row in rows)
+
+    def longest(system):
+        parts = (part["rows"] for part in compiling.values())
+        return max(part[system]["ratio"] for part in parts if system in part)
+
+    again = *(more(x, "compile_seconds") for x in (TPU, H100)), longest(REPEATING)
+    traced = [x["autocast"]["seconds"] / x["float32"]["seconds"] for x in tracing]
+    rows = report.load(by_hand.RESULTS).items()
+    hand = {name: by_hand.ratios(entry["rows"])[:2] for name, entry in rows}
+    usual = sorted(moved for moved, _ in hand.values())[:-2]
+    (gpt, gpt_memory), (vit, vit_memory) = hand["GPT-2"], hand["ViT"]
+    return {
+        README: [f"[now {gpt:.2f}]"],
+        DTYPES: [
+            f"GPT-2 moves {gpt:.2f} times the bytes of float16 by hand",
+            f"up to {longest('minimize'):.2f} times as long with `minimize`, "
+            f"{longest('update'):.2f} times with `update`, "
+            f"{longest('with_loss_scale, update'):.2f} times with `with_loss_scale` "
+            f"and {max(again):.2f} times with `retries=24`.",
+            f"takes {min(traced):.1f} to {max(traced):.1f} times as long.",
+        ],
+        RETRIES: [
+            f"at most {more(H100, 'bytes'):.2f} times the bytes on a GPU, and "
+            f"{more(TPU, 'bytes'):.2f} times on a TPU.",
+            f"**Compiling** takes up to {max(again):.2f} times as long",
+        ],
+        AUTOCAST: [
+            f"[GPT-2 moves {gpt:.2f} times the bytes of the same network with casts by "
+            "hand](../../benchmarks/results/by_hand.md) and takes "
+            f"{gpt_memory:.2f} times the memory, and ViT {vit:.2f} and "
+            f"{vit_memory:.2f}.",
+            f"{len(usual)} of {len(hand)} programs move at most {usual[-1]:.2f} times "
+            f"the bytes, GPT-2 {gpt:.2f} and ViT {vit:.2f}.",
+        ],
+    }
+
+
+def on_a_cpu() -> dict[Path, list[str]]:
+    """Returns the sentences on what was trained and timed on a CPU."""
+    found = report.load(retries.RESULTS)
+    rows = {(x["interval"], x["retries"]): x for x in found["training"]["rows"]}
+    short, long = retries.INTERVALS
+    pairs = [(rows[short, x], rows[long, x]) for x in (0, retries.RETRIES)]
+    flushed = [a["flushed"] / b["flushed"] for a, b in pairs]
+    bits, lost = min(b["bits"] - a["bits"] for a, b in pairs), rows[short, 0]["lost"]
+    models = report.load(casting.RESULTS)["models"]["rows"].values()
+    errors = [100 * row["autocast"][1] for row in models]
+    return {
+        RETRIES: [
+            f"steps take {listed([x['ratio'] for x in found['CPU']['rows']])} times",
+            f"the scale {bits:.0f} bits higher, and {min(flushed):.2f} to "
+            f"{max(flushed):.2f} times as many gradients become zero.",
+            f"it loses {lost:.0f} batches of {retries.STEPS}.",
+        ],
+        AUTOCAST: [
+            f"In {len(errors)} models of Flax, Equinox, Haiku and Optax the worst "
+            f"gradient differs from float32 by {min(errors):.2f} to {max(errors):.0f}%",
         ],
     }
 
@@ -118,10 +222,16 @@ def fill(page: str, sentence: str) -> str:
     return page
 
 
+def sentences_of(path: Path) -> list[str]:
+    """Returns all sentences of a page that tell committed results."""
+    kinds = sentences(), on_a_gpu(), by_compilers(), on_a_cpu()
+    return [sentence for found in kinds for sentence in found.get(path, [])]
+
+
 def updated(path: Path) -> str:
     """Returns the text of a page with the committed results."""
     text = report.replace_tables(path.read_text(), tables())
-    for sentence in sentences().get(path, []):
+    for sentence in sentences_of(path):
         text = fill(text, sentence)
     return text
 

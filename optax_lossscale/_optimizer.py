@@ -44,10 +44,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     turn an inf into a finite number, and the step would be applied.
 
     The derivatives through a step, as in MAML, are those of the step without loss
-    scaling, also with respect to a learning rate. Through a skipped step they may be
-    nan: wrap the outer optimizer, too, and it skips its step. A scale that begins anew
-    in each outer step never learns from an overflow, so choose a low one. With
-    `retries` there are only forward-mode derivatives.
+    scaling. Through a skipped step they may be nan: wrap the outer optimizer, too, and
+    it skips its step. With `retries` there are only forward-mode derivatives.
 
     Args:
       inner_optimizer: A `GradientTransformation`, or an object with methods `init`
@@ -67,13 +65,10 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         need the loss as `value=`; `minimize` has it.
       retries: How often `minimize` may repeat the pass of one step, 0 by default.
         After an overflow the rule lowers the scale, and the whole pass runs again, so
-        that the batch is not lost: 24 retries bring a scale from 2**24 to 1. A step
-        without an overflow runs the same kernels. `state.retries` counts the repeated
-        passes. A step is skipped, as without retries, if all of them are
-        used up, if its loss is not finite, or if the rule keeps the scale (at its
-        minimum, with hysteresis or tolerance). `value_and_grad`, `update` and
-        `apply_gradients` repeat nothing, and warn. JAX traces `loss_fn`, even outside
-        `jax.jit`.
+        that the batch is not lost: 24 retries bring a scale from 2**24 to 1. A step is
+        skipped, as without retries, if all of them are used up, if its loss is not
+        finite, or if the rule keeps the scale. The other methods repeat nothing, and
+        warn.
 
     Raises:
       ValueError: If `loss_scale` comes with `dynamic`, `initial_scale` or
@@ -241,11 +236,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         Args:
           loss_fn: Called with `params`, `*args` and `**kwargs`; returns a real
             scalar loss, or the loss and auxiliary data if `has_aux`.
-          params: The parameters. Leaves that `transform` does not differentiate, such
-            as functions in an Equinox model, stay as they are. A Flax nnx model
-            changes in place, with its batch statistics, and so does a variable among
-            the other arguments. A skipped step changes neither. Make the state by
-            `init(nnx.state(model, nnx.Param))`.
+          params: The parameters. Leaves that `transform` does not differentiate stay as
+            they are. A Flax nnx model changes in place, with its batch statistics. Make
+            the state by `init(nnx.state(model, nnx.Param))`.
           state: The state.
           *args: Passed to `loss_fn`.
           has_aux: Whether `loss_fn` returns auxiliary data as well.
@@ -265,12 +258,10 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           ValueError: If `state` is not a `LossScaleOptimizerState`, or is one from
             before `retries` was switched on; if `transform` differentiates with respect
             to other arguments; with `retries`, if devices communicate along an axis
-            that `axis_name` does not name. A reverse-mode derivative of a step with
-            `retries` raises ValueError, too.
+            that `axis_name` does not name, and for a reverse-mode derivative.
           TypeError: If the loss is not a real scalar; if `transform` returns no value;
-            with `retries`, if `loss_fn` writes a `jax.Ref` of outside; if `skip_if`
-            does not return a bool; if the inner state came back in half precision, and
-            `init` makes it in float32.
+            if `skip_if` does not return a bool; if the inner state came back in half
+            precision; with `retries`, if `loss_fn` writes a `jax.Ref` of outside.
 
         Warns:
           UserWarning: If the scale of `state` is a constant in a function that JAX
@@ -351,9 +342,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         """Makes a function that returns the value and unscaled gradients of `fun`.
 
         Call this inside the training step, with the current state. A function that you
-        make once before the loop keeps the first scale, even after the scale has
-        fallen. (A state that changes in place, as in `nnx.Optimizer`, is read at each
-        call.)
+        make once before the loop keeps the first scale.
 
         Args:
           fun: Returns a real scalar loss, or the loss and auxiliary data if `has_aux`.
@@ -380,10 +369,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         Warns:
           UserWarning: If the scale of `state` is a constant in a function that JAX
             traces (`jax.jit`, `jax.lax.scan`); if devices of `jax.shard_map` have
-            losses of their own, and the same parameters; if devices of `jax.pmap` or
-            `shard_map(check_vma=False)` each decide by themselves whether variables of
-            a model take back their old values, because `axis_name` does not name their
-            axis; with `retries`, because only `minimize` repeats a pass.
+            losses of their own, and the same parameters; if devices decide apart about
+            the variables of a model; with `retries`.
 
         Examples:
           >>> import jax

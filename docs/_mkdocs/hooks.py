@@ -52,6 +52,15 @@ BOOSTS = {
     "recipes/checkpoints.md": 2,
     "recipes/per_example_clipping.md": 0.5,
 }
+# What people type, and a page says in other words.
+WORDS = {
+    "guide/autocast.md": ["inference", "layer in float32"],
+    "guide/many-devices.md": ["multi-GPU"],
+    "guide/troubleshooting.md": ["overflow", "scale keeps dropping"],
+    "guide/use.md": ["BatchNorm"],
+    "recipes/lora.md": ["freeze layers"],
+    "stability.md": ["pin a commit"],
+}
 LINK = re.compile(r"\]\((?!\w+:)([^)\s#]*)(#[^)\s]*)?\)")
 # Images on other hosts, from which the site loads nothing. Those of the README go.
 BADGES = re.compile(r"^\[!\[.*\n", re.MULTILINE)
@@ -108,6 +117,7 @@ def on_page_markdown(markdown, page, config, files):
     markdown = PICTURE.sub(r"![\2](\1)", markdown)
     if uri in BOOSTS:
         page.meta["search"] = {"boost": BOOSTS[uri]}
+    page.meta["tags"] = WORDS.get(uri, [])
     if uri == FILES["README.md"]:
         page.meta["hide"] = ["navigation", "toc"]
         markdown = _home(BADGES.sub("", markdown))

@@ -11,6 +11,7 @@ from optax_lossscale import LossScale
 NAME = re.compile(
     r"^::: (\S+)(\n    options:\n      inherited_members: true)?", re.MULTILINE
 )
+FOLDED = re.compile("<details.*?</details>", re.DOTALL)
 JAX_OR_OPTAX = re.compile(r"<code>((?:jax|optax)\.[\w.]+)</code>")
 # Where other libraries document the names that ours mention. Their own lists, the
 # `inventories` of mkdocstrings, would be downloaded in each build.
@@ -46,7 +47,11 @@ def on_page_markdown(markdown, page, **_):
         members = vars(pydoc.locate(name)) if has_members else ()
         paths += [name, *(f"{name}.{x}" for x in members if x[0] != "_")]
     rows = ["| name | what it is or does |", "|---|---|"]
-    for path in dict.fromkeys(paths):  # Some members have an entry of their own, too.
+    # Members with a folded entry of their own are not listed.
+    folded = {
+        name for text in FOLDED.findall(markdown) for name, _ in NAME.findall(text)
+    }
+    for path in filter(lambda path: path not in folded, paths):
         line = inspect.getdoc(pydoc.locate(path)).splitlines()[0]
         rows.append(f"| [`{path.rpartition('.')[2]}`][{path}] | {line} |")
     introduction, names = markdown.split("\n::: ", maxsplit=1)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from helpers import ROOT
 
 from optax_lossscale import LossScaleOptimizer, autocast
@@ -67,3 +68,13 @@ def test_every_line_works():
     np.testing.assert_allclose(scope["grads"], right, rtol=1e-3)
     # Two steps: `apply_gradients`, and `minimize`.
     assert np.all(scope["params"] < params - 0.01 * right)
+
+
+def test_one_flag_switches_autocast_off():
+    args = jnp.ones((4, 4)), jnp.ones((3, 4)), jnp.zeros((3, 2))
+    (flag,) = re.findall(r"`JAX_(\w+)=(\w+) python", GUIDE.read_text())
+    assert flag[0].lower() == "default_matmul_precision"
+    with jax.default_matmul_precision(flag[1]):
+        with pytest.warns(match="asks for precision"):
+            program = str(jax.make_jaxpr(autocast(loss_fn))(*args))
+        assert ":f16" not in program

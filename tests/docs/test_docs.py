@@ -111,7 +111,7 @@ import sys
 import optax
 packages = lambda: {name.split('.')[0] for name in sys.modules}
 before = packages() | set(sys.stdlib_module_names)
-import optax_lossscale.diagnostics
+import optax_lossscale.diagnostics.compare
 print(sorted(packages() - before))
 """
     result = subprocess.run(

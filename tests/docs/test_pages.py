@@ -14,6 +14,7 @@ from pages import page_blocks, page_fragments, run_blocks
 DEVICES = "docs/guide/many-devices.md"
 BY_DEFAULT = ["README.md", "docs/guide/use.md"]
 GUIDE = {f"docs/guide/{path.name}" for path in ROOT.glob("docs/guide/*.md")}
+GUIDE |= {"docs/api/optimizer.md"}
 PAGES = ["README.md", *sorted(path for path in GUIDE - {DEVICES} if page_blocks(path))]
 
 

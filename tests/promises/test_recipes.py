@@ -201,6 +201,11 @@ def check_checkpoints(page):
             # Gradients are float16, and their sums are rounded in another order.
             np.testing.assert_allclose(param, wanted["params"][name], atol=0.01)
 
+    # Second moments are zero in float16, and not in bfloat16.
+    moments = page["moments"]
+    assert jnp.mean((moments > 0) & (moments.astype(jnp.float16) == 0)) > 0.1
+    assert page["lost"] == 0
+
     # A bfloat16 checkpoint: no number changes in float32.
     found = page["state"]["params"]
     for name, x in page["params"].items():
@@ -326,12 +331,20 @@ def check_accumulation(page):
     for i in (0, 1, 2, 3, 0):
         *state, _, moved = page["train_step"](*state, poisoned[i], y[i])
         found.append((bool(moved), bool(select_applied(state[1], 1.0, 0.0))))
+    # A gradient cache: what is computed in chunks is what is computed at once.
+    layers, pairs = page["layers"], page["pairs"]
+    fresh = page["whole_optimizer"].init(layers)
+    whole, few = (page["contrastive_step"](layers, fresh, pairs, x) for x in (512, 32))
+    assert_near(few[0], whole[0], rtol=1e-3, atol=1e-5)
+    bad = page["contrastive_step"](layers, fresh, pairs.at[0, 5].set(INF), 32)
+    assert_same_bits(arrays(bad[0]), arrays(layers))
+
     counted = False, True
     assert found == [counted, (False, False), counted, counted, (True, True)]
 
 
 def check_half_precision_parameters(page):
-    wide, half, brain, bare = page["results"].values()
+    wide, half, brain, bare, chance = page["results"].values()
     # What the page says of its table, for every seed.
     assert np.all((wide[0] < half[0]) & (half[0] < brain[0]) & (brain[0] < 1))
     assert np.all((wide[1] + 0.1 < half[1]) & (half[1] + 0.1 < brain[1]))
@@ -346,6 +359,18 @@ def check_half_precision_parameters(page):
 
     params, _ = check_training(page, "losses", "train_step", "params", "opt_state")
     assert params["first"].dtype == jnp.float16
+    # By chance, bfloat16 learns as float32 does: the mean of many roundings is right.
+    np.testing.assert_allclose(chance[0], wide[0], rtol=0.01)
+    numbers = jnp.array([1 + 2**-10, -3.001, 0.0, INF, 2**-130])
+    keys = jax.random.split(jax.random.key(0), 4096)
+    rounded = jax.vmap(page["round_by_chance"], (None, 0))(numbers, keys)
+    assert rounded.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float64(rounded).mean(0), numbers, rtol=1e-3)
+    # What a skipped step adds changes no bit.
+    params = optax.tree.cast(chance[2], jnp.bfloat16)
+    nothing = jax.tree.map(lambda x: jnp.full(x.shape, -0.0), params)
+    same = page["apply_by_chance"](params, nothing, jax.random.key(0))
+    assert_same_bits(same, params)
 
 
 def check_optax(page):
