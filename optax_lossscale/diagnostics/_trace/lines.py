@@ -170,8 +170,8 @@ def float32_lines(
     def call(function):
         return make_call(name, function, params, args, kwargs, has_aux)
 
-    function = function_of(getattr(loss_fn, "without_scale", loss_fn))
-    if function is None:
+    cast = getattr(loss_fn, "without_scale", loss_fn)
+    if (function := function_of(cast)) is None:
         raise TypeError(_refusal(call(loss_fn)))
     tolerance = check.share("tolerance", tolerance)
     is_given = scale is not None or state is not None
@@ -184,7 +184,7 @@ def float32_lines(
         return Float32Lines([], scale, 0.0, 0.0, True, text)
     # The lines that it has already are proposed, too.
     followed = given
-    if vars(loss_fn).get("float32"):
+    if getattr(cast, "float32", ()):
         followed = Program(call(autocast(function, jnp.dtype(given.dtype))), dtype)
     search = Search(followed.run, tolerance, scale)
     if not is_given:
