@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
+
+from optax_lossscale._tree import is_half
 
 # Within these bounds the scale and its reciprocal are normal float32 numbers.
 # Outside, one of the two is subnormal, which most hardware flushes to zero: all
@@ -16,13 +17,7 @@ LARGEST_SCALE = 2.0**126
 
 
 def _number(name: str, value: Any) -> Any:
-    """Returns `value`, if it is a real number of Python or NumPy, in full precision."""
-    dtype = getattr(value, "dtype", np.dtype(float))
-    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
-        raise ValueError(
-            f"{name} must not be of half precision ({dtype}), which rounds it, got "
-            f"{value!r}. Pass a Python number."
-        )
+    """Returns `value`, if it is a real number of Python or NumPy."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(
             f"{name} must be a Python number, got {value!r} ({type(value).__name__})."
@@ -60,11 +55,7 @@ fixed_scale = _between(
 share = _between(0, 1, "from 0 to 1")
 bits = _between(0, 128, "from 0 to 128")
 boolean = _of(lambda x: isinstance(x, bool), "True or False")
-string = _of(lambda x: isinstance(x, str), "a string")
 function = _of(callable, "a function")
-loss_function = _of(
-    callable, "a function, the first argument of minimize and value_and_grad"
-)
 
 
 def count(name: str, value: Any, least: int = 1) -> int:
@@ -82,7 +73,7 @@ def dtype(name: str, value: Any) -> str:
         dtype = jnp.dtype(value)
     except TypeError:
         raise TypeError(f"{name} must be a dtype or its name, got {value!r}.") from None
-    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 2:
+    if not is_half(dtype):
         raise ValueError(
             f"{name} must be a floating-point dtype of at most 16 bits, got {value!r}."
         )

@@ -237,9 +237,9 @@ def test_what_else_may_be_among_parameters_and_arguments():
 
 TREES = {
     r"none in a dict": {"a": np.float32(1)},
-    r"\['loss_scale'\]: float16\[\]": with_leaf({}, np.float16(1)),
-    r"\['loss_scale'\]: float32\[2\]": with_leaf({}, np.float32([1, 1])),
-    r"\['x'\].*: float32\[\], \['y'\].*": {"x": with_leaf({}), "y": with_leaf({})},
+    r"\['loss_scale'\].*float16\[\]": with_leaf({}, np.float16(1)),
+    r"\['loss_scale'\].*float32\[2\]": with_leaf({}, np.float32([1, 1])),
+    r"\['x'\].*float32\[\].*\['y'\].*": {"x": with_leaf({}), "y": with_leaf({})},
     r"Partitioned\(.*float16": {"loss_scale": linen.Partitioned(np.float16(1), ())},
     r"Param\([^$]*float16": nnx.State({"loss_scale": nnx.Param(np.float16(1))}),
 }
@@ -260,24 +260,15 @@ def test_what_is_refused():
         optimizer.update(params, state)
     with pytest.raises(ValueError, match=r"^grads must .* differentiate all"):
         optimizer.update(WEIGHTS, state, params)
-    plain = LossScaleOptimizer(optax.sgd(0.5))
-    for arguments, message in [
-        ((optax.sgd(0.5),), r"^optimizer must .*imizer\(inner"),
-        ((plain, 1), "^name must be a string"),
-    ]:
-        with pytest.raises(TypeError, match=message):
-            scale_as_parameter(*arguments)
 
 
-def test_errors_of_the_inner_optimizer_are_explained():
-    params, inner = with_leaf(WEIGHTS), relaxed(optax.adam(0.1))
-    plain, ours = LossScaleOptimizer(inner, RULE), scaler(inner)
+def test_a_scale_that_is_trained_as_any_parameter_warns():
+    params, inner = with_leaf(WEIGHTS), relaxed(optax.sgd(0.1))
+    plain = LossScaleOptimizer(inner, RULE)
     with pytest.warns(UserWarning, match=r"use scale_as_parameter\(optimizer\)"):
-        other = plain.init(params)
-    with pytest.raises(ValueError, match="masks need an entry for the scale"):
-        ours.update(params, other, params)
-    with pytest.warns(UserWarning, match="and its init"), pytest.raises(TypeError):
-        plain.update(params, ours.init(params), params)
+        state = plain.init(params)
+    with pytest.warns(UserWarning, match="and its init"):
+        plain.update(params, state, params)
 
 
 def test_a_line_search_of_all_parameters():
