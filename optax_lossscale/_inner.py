@@ -50,13 +50,10 @@ def check_dtypes(inner: Any, state: Any, params: Any, grads: Any) -> None:
     if not any(map(is_narrow, jax.tree.leaves(state))):
         return
     leaves = jax.tree.leaves_with_path(state)
-    for like in (params, grads):  # It may belong to what has a gradient.
-        made = jax.tree.leaves(jax.eval_shape(lambda like=like: init(inner, like)))
-        if len(made) == len(leaves):
-            break
-    else:
-        return  # The step says what is wrong.
-    for (path, x), wanted in zip(leaves, made, strict=True):
+    # It may belong to what has a gradient. If to neither, the step says what is wrong.
+    made = (jax.eval_shape(lambda x=x: init(inner, x)) for x in (params, grads))
+    alike = (x for x in map(jax.tree.leaves, made) if len(x) == len(leaves))
+    for (path, x), wanted in zip(leaves, next(alike, ()), strict=False):
         if is_narrow(x) and x.dtype != wanted.dtype:
             raise TypeError(
                 f"state.inner_state{jax.tree_util.keystr(path)} must be "
@@ -92,8 +89,7 @@ def update(
         return run(updates, chosen, extra_args)
     params = without_constants(params)
     if "grad" in extra_args:
-        grad = _zeros_for_none(extra_args["grad"], params)
-        extra_args = extra_args | {"grad": grad}
+        extra_args = extra_args | {"grad": _zeros_for_none(extra_args["grad"], params)}
     new, state = run(_zeros_for_none(updates, params), params, extra_args)
     return _none_like(updates, new), state
 
@@ -131,7 +127,7 @@ def without_constants(params: Any) -> Any:
     return jax.tree.map(chosen, params)
 
 
-def typed(params: Any, grads: Any) -> Any:
+def parameters_as_arrays(params: Any, grads: Any) -> Any:
     """Returns parameters as strongly typed arrays where they have a gradient."""
 
     def leaf(grad, param):

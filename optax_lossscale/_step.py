@@ -142,7 +142,7 @@ def take_step(
         keep,
         (grads, extra),
         _tree.strongly_typed(state.inner_state),
-        _inner.typed(params, grads),
+        _inner.parameters_as_arrays(params, grads),
     )
 
     # Record.

@@ -149,7 +149,7 @@ def function_of(fun: Any) -> Any:
     if isinstance(fun, types.MethodType):
         written = function_of(fun.__func__)
         return written and types.MethodType(written, fun.__self__)
-    is_cast = fun is not None and getattr(fun, "autocast", None) is fun
+    is_cast = getattr(fun, "autocast", object()) is fun
     return fun.__wrapped__ if is_cast else None
 
 
