@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from benchmarks.systems import PLAIN, PLAIN_KERAS
 from examples.common.command_line import OneLineParser
@@ -89,11 +88,6 @@ def measure_parts(
         else:
             save(path, load(path) | {part: {**about(), "rows": rows}})
     return load(path)
-
-
-def read_csv(path: Path) -> np.ndarray:
-    """Reads the logs of a training; an empty field is nan."""
-    return np.genfromtxt(path, delimiter=",", names=True)
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -186,13 +180,6 @@ def compiled_tables(results: dict[str, Any]) -> list[str]:
         header = [f"compiled for {target}", "bytes / plain", "temporary MB"]
         tables.append(table([*header, "copied MB"], rows))
     return tables
-
-
-def compiling_table(results: dict[str, Any]) -> str:
-    """Returns a table of the times to compile, a column per part: the CPU is last."""
-    parts = sorted(results.items(), reverse=True)
-    columns = {part: _ratios(found["rows"]) for part, found in parts}
-    return _ratio_table("time to compile / plain", columns)
 
 
 def replace_tables(page: str, tables: list[str]) -> str:
