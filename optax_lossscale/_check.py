@@ -17,7 +17,12 @@ LARGEST_SCALE = 2.0**126
 
 
 def _number(name: str, value: Any) -> Any:
-    """Returns `value`, if it is a real number of Python or NumPy."""
+    """Returns `value`, if it is a real number of Python or NumPy, in full precision."""
+    if hasattr(value, "dtype") and is_half(value.dtype):
+        raise ValueError(
+            f"{name} must not be of half precision ({value.dtype}), which rounds it, "
+            f"got {value!r}. Pass a Python number."
+        )
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(
             f"{name} must be a Python number, got {value!r} ({type(value).__name__})."

@@ -52,8 +52,9 @@ def parameters_of(tree: Any, grads: Any) -> Any:
         if not isinstance(grads, flax_nnx().State):
             raise TypeError(
                 f"{type(module).__name__} is a Flax nnx model, whose gradients must be "
-                f"an nnx.State, got {type(grads).__name__}: pass transform="
-                "nnx.value_and_grad, in tree mode with graph=graph_updates=True bound."
+                f"an nnx.State, got {type(grads).__name__}. In the tree mode of Flax "
+                "pass transform=functools.partial(nnx.value_and_grad, graph=True, "
+                "graph_updates=True), else pass transform=nnx.value_and_grad."
             )
         variables = _variables(module)
         return _state_of({x: variables[x] for x, _ in flax_nnx().to_flat_state(grads)})
