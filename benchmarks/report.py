@@ -29,11 +29,11 @@ def parser(name: str, text: str | None, arguments: str = "") -> argparse.Argumen
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python and the packages."""
-    found = {"python": platform.python_version()}
+    numbers = {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
+            numbers[package] = metadata.version(package)
+    return numbers
 
 
 def machine() -> dict[str, Any]:
@@ -98,10 +98,10 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 def by_workload(results: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
     """Returns the rows of results by workload and system."""
-    found = {}
+    workloads = {}
     for row in results["rows"]:
-        found.setdefault(row["workload"], {})[row["system"]] = row
-    return found
+        workloads.setdefault(row["workload"], {})[row["system"]] = row
+    return workloads
 
 
 def _megabytes(number: float) -> str:
@@ -172,9 +172,9 @@ def timing_tables(results: dict[str, Any]) -> list[str]:
 def compiled_tables(results: dict[str, Any]) -> list[str]:
     """Returns a table of the compiled steps for each target."""
     tables = []
-    for target, found in results.items():
+    for target, part in results.items():
         rows = []
-        for row in found["rows"]:
+        for row in part["rows"]:
             sizes = [_megabytes(row[key]) for key in ("temp_bytes", "copied_bytes")]
             rows.append([row["system"], f"{row['ratio']:.3f}", *sizes])
         header = [f"compiled for {target}", "bytes / plain", "temporary MB"]

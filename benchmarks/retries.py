@@ -79,9 +79,9 @@ def by_compiler(target: str) -> list[dict[str, Any]] | None:
             )
             seconds, program = cpu_seconds(compile_step)
             module = hlo.parse(program.as_text()).without_loop("retries")
-            found = compiled.describe(program)
-            found |= {"bytes": module.bytes_moved(), "kernels": module.kernels()}
-            pair.append(found | {"compile_seconds": seconds})
+            numbers = compiled.describe(program)
+            numbers |= {"bytes": module.bytes_moved(), "kernels": module.kernels()}
+            pair.append(numbers | {"compile_seconds": seconds})
         rows.append({"program": name, "without": pair[0], "with": pair[1]})
     return rows if device else None
 
@@ -93,15 +93,15 @@ PARTS: dict[str, Callable[[], list[dict[str, Any]] | None]] = {
 }
 
 
-def tables(found: dict[str, Any]) -> list[str]:
+def tables(results: dict[str, Any]) -> list[str]:
     """Returns Markdown tables: time on the CPU, what compilers say, and trainings."""
     times, costs, trained = [], [], []
-    for row in found["CPU"]["rows"]:
+    for row in results["CPU"]["rows"]:
         spread = "{:.2f} to {:.2f}".format(*row["spread"])
         ratio, retry = f"{row['ratio']:.2f}", f"{row['retry']:.2f}"
         times.append([row["program"], ratio, spread, retry])
     for target in (compiled.TPU, compiled.H100):
-        for row in found[target]["rows"]:
+        for row in results[target]["rows"]:
             pair = row["without"], row["with"]
             memory = " to ".join(f"{x['temp_bytes'] / 1e6:,.0f}" for x in pair)
             kernels = " to ".join(f"{x['kernels']}" for x in pair)
@@ -109,7 +109,7 @@ def tables(found: dict[str, Any]) -> list[str]:
                 f"{pair[1][x] / pair[0][x]:.2f}" for x in ("bytes", "compile_seconds")
             ]
             costs.append([f"{target}: {row['program']}", memory, kernels, *ratios])
-    for row in found["training"]["rows"]:
+    for row in results["training"]["rows"]:
         label = f"{row['interval']}, {'with' if row['retries'] else 'without'} retries"
         bits, flushed = f"{row['bits']:.1f}", f"{row['flushed']:.2%}"
         loss = f"{min(row['loss']):.1e} to {max(row['loss']):.1e}"
@@ -128,8 +128,8 @@ def tables(found: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Measures all parts, or those that are named, and writes the results."""
-    found = report.measure_parts("benchmarks.retries", __doc__, PARTS, RESULTS)
-    print("\n".join(tables(found)))
+    results = report.measure_parts("benchmarks.retries", __doc__, PARTS, RESULTS)
+    print("\n".join(tables(results)))
 
 
 if __name__ == "__main__":

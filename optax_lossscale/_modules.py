@@ -111,7 +111,7 @@ class Changes:
         return bool(self._paths)
 
     def keep_if(self, flag: jax.Array) -> None:
-        """Gives what has changed its old values, after the step, where False."""
+        """Gives what has changed its old values where the flag is False."""
         if self._paths:
             after, select = _variables(self._modules), functools.partial(_select, flag)
             before = self._before

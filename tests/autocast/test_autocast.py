@@ -1,6 +1,6 @@
 """What `autocast` promises of arguments, results, modules of libraries, and steps."""
 
-from functools import partial
+from functools import partial, wraps
 
 import equinox as eqx
 import flax.linen as nn
@@ -239,6 +239,16 @@ def test_steps(retries):
     )
     assert loss < first
     assert (int(state.skipped_steps) > 0) == (retries == 0)
+
+
+def test_a_wrapper_of_a_cast_is_a_function_of_its_own():
+    cast = autocast(lambda w: jnp.mean((X @ w) ** 2))
+
+    @wraps(cast)
+    def doubled(w):
+        return 2 * cast(w)
+
+    assert jnp.allclose(autocast(doubled)(W), 2 * cast(W), rtol=0.01)
 
 
 def test_with_a_scale_among_the_parameters():
