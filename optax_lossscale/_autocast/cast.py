@@ -11,7 +11,7 @@ import numpy as np
 
 from optax_lossscale import _check as check
 from optax_lossscale._autocast import choices as choices_lib, reasons
-from optax_lossscale._autocast.evaluate import run_plan
+from optax_lossscale._autocast.evaluate import NOTES, run_plan
 from optax_lossscale._autocast.policy import State
 from optax_lossscale._autocast.program import Step, read
 from optax_lossscale._autocast.states import Planner, is_float32
@@ -127,6 +127,8 @@ def autocast(
             arrays = list(map(jnp.asarray, arrays))
             named = {"args": args, "kwargs": kwargs}
             arrays, reason = _evaluate(closed, arrays, name, choices, named)
+            if (notes := NOTES.get()) is not None:
+                notes.append(f"{reason}." if reason else "")
             if reason and not told:
                 told.append(reason)
                 of = getattr(fun, "__name__", "the function")

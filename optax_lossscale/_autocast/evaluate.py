@@ -19,8 +19,11 @@ from optax_lossscale._jaxprs import flow, parts, primitives
 from optax_lossscale._jaxprs.primitives import Kind, Trait
 
 FLOAT32 = jnp.dtype(jnp.float32)
-# Whether a program casts its constants, so that diagnostics see their float32 numbers.
-SHOWS = contextvars.ContextVar("shows_constants", default=False)
+# None, but while diagnostics trace a program. Then it casts its constants, so that they
+# see its float32 numbers; and each `autocast` adds why it computes nothing, "" if it
+# does.
+NOTES: contextvars.ContextVar[list[str] | None]
+NOTES = contextvars.ContextVar("shown", default=None)
 
 
 def run_plan(
@@ -91,7 +94,8 @@ class _Run:
         if number is not None:
             if state is None:
                 return _weak(number, atom.aval)
-            if SHOWS.get() and number == number:  # JAX would round it while tracing.
+            # Without the barrier JAX would round it while tracing.
+            if NOTES.get() is not None and number == number:
                 return self._cast(jax.lax.optimization_barrier(number), state)
             dtype = self.dtype_of(state)
             return _weak(number.astype(dtype), atom.aval.update(dtype=dtype))
@@ -260,7 +264,8 @@ def _run_call(run: _Run, step: Step) -> list[Any]:
     before, after = params["in_shardings"], params["out_shardings"]
     kinds = {type(x).__name__ for x in (*before, *after)}
     is_plain = kinds <= {"UnspecifiedValue"} and not plan.program.is_shared
-    if is_plain and not SHOWS.get():  # A call has the line that an old jaxpr has not.
+    # For diagnostics, a call has the line that an old jaxpr has not.
+    if is_plain and NOTES.get() is None:
         return body(*args)
     return jax.jit(body, in_shardings=before, out_shardings=list(after))(*args)
 

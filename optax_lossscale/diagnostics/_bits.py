@@ -147,21 +147,22 @@ def threshold_bits(
 def reduce_counts(
     masks: list[jax.Array], largest: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Counts several masks and finds a maximum, in one pass.
+    """Counts several masks and finds maxima in each row, in one pass.
 
     On CPU this is 40 times faster than one reduction for each.
 
     Args:
-      masks: bool[...], all of the same shape.
-      largest: The numbers to find the maximum of: i32[...] or i64[...], of the same
-        shape, not negative.
+      masks: bool[k, ...], all of the same shape.
+      largest: The numbers to find the maxima of: i32[k, ...] or i64[k, ...], of the
+        same shape, not negative.
 
     Returns:
-      The counts, f32[len(masks)], exact up to 2**24; and the maximum, 0 if there are
+      The counts, f32[len(masks), k], exact up to 2**24; and the maxima, 0 if there are
       no numbers.
     """
-    # Larger arrays are counted row by row, so that no int32 count overflows.
-    axes = range(largest.ndim) if largest.size < COUNTABLE else range(1, largest.ndim)
+    # Larger arrays are counted part by part, so that no int32 count overflows.
+    start = 1 if largest.size < COUNTABLE else 2
+    axes = range(start, largest.ndim)
     ones = [mask.astype(jnp.int32) for mask in masks]
 
     def combine(left, right):
@@ -170,5 +171,6 @@ def reduce_counts(
 
     zeros = [lax.full_like(x, 0, shape=()) for x in (*ones, largest)]
     *counts, top = lax.reduce((*ones, largest), tuple(zeros), combine, tuple(axes))
-    sums = jnp.stack([jnp.sum(count.astype(jnp.float32)) for count in counts])
-    return sums, jnp.max(top, initial=0)
+    rest = tuple(range(1, top.ndim))
+    sums = jnp.stack([jnp.sum(count.astype(jnp.float32), rest) for count in counts])
+    return sums, jnp.max(top, rest, initial=0)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,8 @@ from optax_lossscale.diagnostics._common import named_leaves, on_auto_axes, scal
 
 # How many leaves a table has.
 SHOWN = 12
+# Leaves of so many numbers are counted together: that compiles faster.
+JOINED = 2**16
 
 
 class Underflow(NamedTuple):
@@ -62,6 +65,35 @@ class Underflow(NamedTuple):
     headroom: jax.Array
 
 
+@jax.tree_util.register_pytree_node_class
+class _Leaves(Mapping[str, Underflow]):
+    """The rows of a table: hundreds of scalars would take minutes to compile."""
+
+    def __init__(self, names: tuple[str, ...], table: jax.Array):
+        """Takes key paths, and f32[..., n, 7]."""
+        self._table = table
+        self._rows = dict(zip(names, range(len(names)), strict=True))
+
+    def __getitem__(self, name: str) -> Underflow:
+        row = self._table[..., self._rows[name], :]
+        return Underflow._make(row[..., i] for i in range(len(Underflow._fields)))
+
+    def __iter__(self):
+        return iter(self._rows)
+
+    def __len__(self):
+        return len(self._rows)
+
+    def tree_flatten(self) -> tuple[Any, ...]:
+        """Returns the table; and the names, which are static."""
+        return (self._table,), tuple(self._rows)
+
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], children: Any) -> "_Leaves":
+        """Puts them together again."""
+        return cls(names, *children)
+
+
 class UnderflowStats(NamedTuple):
     """The result of `underflow_stats`. Print it.
 
@@ -70,8 +102,8 @@ class UnderflowStats(NamedTuple):
 
     Attributes:
       overall: An `Underflow` of all gradients.
-      leaves: An `Underflow` of each floating-point or complex leaf, by its key path:
-        `"grads['w']"`.
+      leaves: A mapping from the key path of each floating-point or complex leaf to its
+        `Underflow`: `leaves["grads['w']"]`. As a pytree it is one array.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -87,7 +119,7 @@ class UnderflowStats(NamedTuple):
     """
 
     overall: Underflow
-    leaves: dict[str, Underflow]
+    leaves: Mapping[str, Underflow]
 
     def __repr__(self):
         try:
@@ -169,21 +201,39 @@ def underflow_stats(
             f"The gradients are {dtype} already. What {dtype} flushes to zero is gone "
             "from them, and counts as zero here. Pass gradients of a float32 program."
         )
-    scale = scale_of(state)
-    widths = set(map(_bits.is_wide, leaves.values()))
-    thresholds = {wide: _thresholds(scale, wide, dtype) for wide in widths}
-    rows = {}
-    # Leaf by leaf: leaves of the same shape share one compiled program, and all leaves
-    # share what does not depend on the shape.
-    for name, x in leaves.items():
+    overall, table = _stats(list(leaves.values()), scale_of(state), dtype)
+    return UnderflowStats(overall, _Leaves(tuple(leaves), table))
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _stats(
+    leaves: list[jax.Array], scale: jax.Array, dtype: str
+) -> tuple[Underflow, jax.Array]:
+    """Returns an `Underflow` of all leaves, and a row for each leaf, f32[n, 7]."""
+    order, tables = [], [jnp.zeros((0, len(Underflow._fields)), jnp.float32)]
+    thresholds = {
+        wide: _thresholds(scale, wide, dtype)
+        for wide in set(map(_bits.is_wide, leaves))
+    }
+    for numbers in _together(leaves, lambda x: (x.dtype, x.size)):
+        some = [leaves[i] for i in numbers]
+        x = some[0][None] if len(some) == 1 else jnp.stack(list(map(jnp.ravel, some)))
         counts, largest = _count(x, thresholds[_bits.is_wide(x)])
-        size = np.float32(x.size * (2 if jnp.iscomplexobj(x) else 1))
-        rows[name] = _row(size, counts, largest, scale, dtype)
-    shares = {name: _shares([row]) for name, row in rows.items()}
-    return UnderflowStats(_shares(list(rows.values())), shares)
+        room = _headroom(largest, scale, dtype)
+        size = some[0].size * (1 + jnp.iscomplexobj(x))
+        sizes = jnp.full_like(room, size)
+        tables.append(jnp.stack([sizes, *counts, room], 1))
+        order += numbers
+    table = jnp.concatenate(tables)[np.argsort(order)]
+    size, *counts = jnp.sum(table[:, :-1], axis=0)
+    shares = (x / jnp.maximum(size, 1.0) for x in counts)
+    overall = Underflow(size, *shares, jnp.min(table[:, -1], initial=jnp.inf))
+    sizes = jnp.maximum(table[:, :1], 1.0)
+    return overall, jnp.concatenate(
+        [table[:, :1], table[:, 1:-1] / sizes, table[:, -1:]], 1
+    )
 
 
-@functools.partial(jax.jit, static_argnames=("wide", "dtype"))
 def _thresholds(scale: jax.Array, wide: bool, dtype: str) -> list[jax.Array]:
     """Returns the bits of the smallest numbers of each kind.
 
@@ -201,9 +251,8 @@ def _thresholds(scale: jax.Array, wide: bool, dtype: str) -> list[jax.Array]:
     return [_bits.threshold_bits(x, s, like, inclusive=i) for x, s, i in wanted]
 
 
-@jax.jit
 def _count(x: jax.Array, thresholds: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Returns the counts of each kind, f32[5], and the largest finite magnitude."""
+    """Returns the counts of each kind, f32[5, k], and the largest finite magnitudes."""
     flushed, unscaled, normal, overflow = thresholds
 
     def count(bits):
@@ -218,30 +267,29 @@ def _count(x: jax.Array, thresholds: list[jax.Array]) -> tuple[jax.Array, jax.Ar
         return _bits.reduce_counts(masks, finite)
 
     counts, largest = zip(*map(count, _bits.magnitudes(x)), strict=True)
-    return jnp.sum(jnp.stack(counts), axis=0), jnp.max(jnp.stack(largest))
+    return sum(counts[1:], counts[0]), functools.reduce(jnp.maximum, largest)
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
-def _row(size, counts, largest, scale, dtype):
-    """Returns the fields of an `Underflow`, f32[7], with counts in place of shares."""
+def _together(leaves, kind):
+    """Groups the numbers of small leaves by kind; each other leaf is a group.
+
+    Many small programs take long to compile. Large leaves may be spread over devices.
+    """
+    groups: dict[Any, list[int]] = {}
+    for i, x in enumerate(leaves):
+        is_small = x.size <= JOINED and not jax.typeof(x).sharding.mesh.explicit_axes
+        groups.setdefault(kind(x) if is_small else i, []).append(i)
+    return list(groups.values())
+
+
+def _headroom(largest: jax.Array, scale: jax.Array, dtype: str) -> jax.Array:
+    """Returns how many bits the scale could rise, of the bits of largest numbers."""
     mantissa, exponent = math.frexp(_bits.limits_of(dtype).largest)
     (scale_bits,) = _bits.magnitudes(scale)
     whole = exponent - 1 - _bits.exponents(largest) - _bits.exponents(scale_bits)
     fraction = _bits.log2_mantissas(largest) + _bits.log2_mantissas(scale_bits)
     room = whole.astype(jnp.float32) + (math.log2(2 * mantissa) - fraction)
-    headroom = jnp.where(largest > 0, room, jnp.inf).astype(jnp.float32)
-    return jnp.stack([jnp.asarray(size), *counts, headroom])
-
-
-@jax.jit
-def _shares(rows: list[jax.Array]) -> Underflow:
-    """Adds up the counts, relative to the sizes; takes the smallest headroom."""
-    # Stacked: XLA would recompute a chain of scalars wherever its result is used.
-    nothing = jnp.array([*[0.0] * 6, jnp.inf], jnp.float32)
-    table = jnp.stack([nothing, *rows])
-    size, *counts = jnp.sum(table[:, :-1], axis=0)
-    shares = (x / jnp.maximum(size, 1.0) for x in counts)
-    return Underflow._make([size, *shares, jnp.min(table[:, -1])])
+    return jnp.where(largest > 0, room, jnp.inf).astype(jnp.float32)
 
 
 class ExponentHistogram(NamedTuple):
@@ -297,26 +345,32 @@ def exponent_histogram(grads: optax.Updates) -> ExponentHistogram:
     first, last = (-1074, 1023) if any(map(_bits.is_wide, leaves)) else (-149, 127)
     # One array: zeros come before the smallest exponent, inf and nan after the largest.
     bins = jnp.zeros(last - first + 4, jnp.float32)
-    # Leaf by leaf: leaves of the same shape share one compiled program.
-    for x in leaves:
-        bins = _count_exponents(bins, x, first)
-    return _histogram(bins, first)
+    return _histogram(_count_exponents(bins, leaves, first), first)
 
 
 @functools.partial(jax.jit, static_argnames="first")
-def _count_exponents(bins: jax.Array, x: jax.Array, first: int) -> jax.Array:
+def _count_exponents(bins: jax.Array, leaves: list[jax.Array], first: int) -> jax.Array:
     def count(place):
         # Faster on CPU than comparing or sorting, and needs constant memory.
         zeros = jnp.zeros(bins.size, jnp.int32)
         return zeros.at[place].add(1, mode="promise_in_bounds")
 
-    for bits in _bits.magnitudes(x):
+    for bits in (b for x in _joined(leaves) for b in _bits.magnitudes(x)):
         # inf and nan share an exponent, and float32's is an ordinary one in float64.
         place = jnp.where(bits > 0, _bits.exponents(bits) - first + 1, 0)
         place = jnp.where(bits == _bits.infinity(bits), bins.size - 2, place)
         place = jnp.where(bits > _bits.infinity(bits), bins.size - 1, place)
         bins = bins + on_auto_axes(count, place).astype(jnp.float32)
     return bins
+
+
+def _joined(leaves):
+    """Returns leaves; small ones of one dtype are joined to one array."""
+    groups = ([leaves[i] for i in x] for x in _together(leaves, lambda x: x.dtype))
+    return [
+        x[0] if len(x) == 1 else jnp.concatenate(list(map(jnp.ravel, x)))
+        for x in groups
+    ]
 
 
 @functools.partial(jax.jit, static_argnames="first")

@@ -119,7 +119,7 @@ def test_an_error_that_the_largest_scale_leaves():
 
 @pytest.mark.parametrize(("moved", "kind"), [(0.0, "precision"), (0.02, "fine")])
 def test_an_error_no_larger_than_that_of_rounded_inputs(moved, kind):
-    def at(scale, follows=False, rounds=False):
+    def at(scale, rounds=False):
         found = {1: {"error": 0.03}, 2: {"error": 0.03}}
         run = record(program(), found, norms=(1.0, 0.03, 0.0), scale=scale)
         run.norms[:, 3:] *= 1 + moved * rounds
@@ -133,16 +133,21 @@ def test_an_error_no_larger_than_that_of_rounded_inputs(moved, kind):
 
 @pytest.mark.parametrize("is_only", [True, False])
 def test_decisions_come_last(is_only):
-    """Of which the rest is wrong where the twin decides as the program does."""
+    """Of two parameters: the gradient of the second is rounded, or right."""
     middle = [site(1, "add", (0,)), site(2, "lt", (1,), dtype="bool")]
-    sites = [ARGUMENT, *middle, site(3, "select_n", (2, 1), "backward")]
+    ends = [site(3, "select_n", (2, 1), "backward"), site(4, "mul", (0,), "backward")]
+    sites = [ARGUMENT, *middle, *ends]
 
-    def at(scale, follows=False, rounds=False):
-        decision = {} if follows else {2: {"flushed": 0.25, "error": 1.0}}
-        error = 0.4 if not (follows and is_only) else 0.0
-        rounded = 0.2 if follows else 0.01
-        found = decision | {1: {"error": rounded}, 3: {"error": error}}
-        return record(sites, found, norms=(1.0, error, 0.0), scale=scale)
+    def at(scale, rounds=False):
+        errors = 0.4, 0.2 * (not is_only)
+        found = {2: {"flushed": 0.25, "error": 1.0}, 1: {"error": 0.01}}
+        found |= {3: {"error": errors[0]}, 4: {"error": errors[1]}}
+        run = record(sites, found, scale=scale)
+        outline = run.outline._replace(gradients=[3, 4], parameters=["w", "b"])
+        numbers = run._numbers
+        norms = np.concatenate([run.norms, run.norms])
+        norms[:, 1] = np.array(errors) * scale
+        return Run(outline, scale, numbers, run.losses, norms)
 
     search = verdict.Search(at, 0.01, 1.0)
     findings = verdict.find_all(search)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from tracing import TWO, half, line_of, program_of, total
+from tracing import TWO, half, program_of, total
 
 from optax_lossscale.diagnostics import trace_numerics
 from optax_lossscale.diagnostics._trace.trace import summarize
@@ -64,18 +64,14 @@ def test_a_safe_norm():
     assert "of the results are flushed to zero" in trace.findings[0].message
 
 
-@pytest.mark.parametrize(
-    ("own", "count", "place"), [("float32", 0, True), ("float16", 2, False)]
-)
-def test_how_much_computes_in_the_dtype(own, count, place):
+@pytest.mark.parametrize(("own", "count"), [("float32", 0), ("float16", 2)])
+def test_how_much_computes_in_the_dtype(own, count):
     def loss_fn(params, x):
         with jax.numpy_dtype_promotion("standard"):
-            return total(x.astype(jnp.float16) @ params["w"].astype(own))  # promoted
+            return total(x.astype(jnp.float16) @ params["w"].astype(own))
 
     text = summary(loss_fn, {"w": EYE}, EYE)
     assert text.startswith(f"{count} of 2 matrix products")
-    line = f"test_trace_words.py:{line_of('promoted', __file__)}"
-    assert (line in text) == place
 
 
 def test_ragged_products_compute_in_the_dtype():
@@ -84,12 +80,6 @@ def test_ragged_products_compute_in_the_dtype():
         return total(lax.ragged_dot(half(w), half(w)[None].repeat(2, 0), sizes))
 
     assert summary(loss_fn, EYE).startswith("3 of 3 ")
-
-
-def test_a_table_in_float16_is_a_constant():
-    table = np.arange(4096, 4100).astype(np.float16)
-    text = summary(lambda w: total(jnp.cos(half(w) * table)), TWO[:1])
-    assert "Constants count" in text
 
 
 def test_a_result_that_is_cast_on_purpose():

@@ -157,8 +157,10 @@ class TestUnderflowStats:
         np.testing.assert_allclose(w.headroom, top - 8, rtol=1e-6)
         np.testing.assert_allclose(b.headroom, top - 18, rtol=1e-6)
         assert stats.overall.headroom == b.headroom
-        assert {x.dtype.name for x in jax.tree.leaves(stats)} == {"float32"}
-        assert {x.shape for x in jax.tree.leaves(stats)} == {()}
+        assert {x.dtype.name for x in jax.tree.leaves(dict(stats.leaves))} == {
+            "float32"
+        }
+        assert {x.shape for x in jax.tree.leaves(dict(stats.leaves))} == {()}
 
     def test_state_is_one_or_a_number(self):
         optimizer = LossScaleOptimizer(optax.sgd(1.0), 2.0**8)

@@ -35,9 +35,8 @@ def beginning(run: Run, key: int, small: float) -> int:
         ]
 
     # An inf or nan may be swallowed: 1 / inf is 0.
-    reached = run.ancestors([key], wrong)
-    lost = [k for k in run.sites if k in reached and run.is_lost(k)]
-    if origins := list(filter(run.is_origin, lost)):
+    reached = run.ancestors([key], wrong) if run.lost_origins else ()
+    if origins := [k for k in run.lost_origins if k in reached]:
         # In a loop, an inf that is made later comes in earlier.
         return min(origins, key=lambda k: bool(run.bad_operands(k)))
     seen, found = set(), key

@@ -1,5 +1,6 @@
 """Runs a jaxpr and its float32 twin side by side, and sums up each result."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,14 +12,15 @@ from jax.core import Tracer
 
 from optax_lossscale._jaxprs import lines, parts
 from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of
+from optax_lossscale._tree import is_inexact
 from optax_lossscale.diagnostics._trace.flow import FLOW, Place
 from optax_lossscale.diagnostics._trace.run import Site
+from optax_lossscale.diagnostics._trace.steps import Slot
 from optax_lossscale.diagnostics._trace.summary import Origins
 from optax_lossscale.diagnostics._trace.twin import (
     Value,
     bind_wide,
     in_half,
-    is_inexact,
     values_of,
     widen,
 )
@@ -28,25 +30,22 @@ SIGNS = ("abs", "neg")
 
 
 class Evaluator:
-    """Runs jaxprs. The twin decides for itself, but where `follows` says otherwise.
+    """Runs jaxprs. The twin decides for itself.
 
     Attributes:
       zero: i32[]: zero. Inside of `jax.shard_map` it varies over devices, as the
         summaries do.
-      follows: bool[]: whether comparisons and places of the twin are the program's.
       sites: All sites, by their numbers.
     """
 
-    def __init__(self, scale: Any, follows: Any):
+    def __init__(self, scale: Any):
         """Prepares to run.
 
         Args:
           scale: The variable that holds the loss scale: what follows is the backward
             pass.
-          follows: See the attribute.
         """
         self.zero: Any = np.int32(0)
-        self.follows = follows
         self.sites: dict[int, Site] = {}
         self._scale, self._numbers = scale, {}
 
@@ -125,14 +124,11 @@ class Evaluator:
             **({} if phase == "scale" else about),
         )
         if moved is None:
-            real, wide, origins = x.real, x.wide, None
-            if site.is_decision:  # What is decided otherwise counts as flushed.
-                real = (x.real == x.wide).astype(jnp.float32)
-                wide = jnp.ones_like(real)
-            elif site.primitive:
+            origins = None
+            if site.primitive and not site.is_decision:
                 rows = [self.sites[i].row for i in site.inputs]
                 origins = Origins(rows, site.constants, is_elementwise)
-            place.recorder.add(number, real, wide, origins)
+            place.recorder.add(number, *x.pair(x.differs), origins)
         return x._replace(site=number)
 
     def _follow(self, equation, inputs, place):
@@ -140,41 +136,54 @@ class Evaluator:
         if kind_of(name) == Kind.CALL:
             if name == "remat2":
                 # Otherwise the compiler would find that the forward pass has this.
-                flat = lax.optimization_barrier([x.pair(x.differs) for x in inputs])
-                inputs = values_of(flat, inputs)
+                pairs = [x.pair(x.differs) for x in inputs]
+                barrier = lax.optimization_barrier
+                pairs = place.recorder.call(barrier, pairs, key=barrier)
+                inputs = values_of(pairs, inputs)
             return self.call(parts.called_jaxpr(equation), inputs, place)
         if name not in FLOW:
             return self._operation(equation, inputs, place)
-        found = FLOW[name](self, equation, inputs, place)
-        place.recorder.extend(found.sites, found.summaries)
-        values, sources = found.values, found.sources
-        if values and found.decision is not None:
-            # The twin goes its own way: another branch, or as often as it decides.
-            own = bind_wide(equation, [x.wide for x in inputs])
-            values = self._chosen(values, own or [x.wide for x in values])
-            sources = [[*x, found.decision] for x in sources]
+        values, sources = self._flow(equation, inputs, place)
         return [
             self.measure(i, x, place, inputs=tuple(y))
             for i, (x, y) in enumerate(zip(values, sources, strict=True))
         ]
 
-    def _chosen(self, values, own):
-        """Gives values the twin's own results, but where it follows the program."""
-        pairs = zip(values, own, strict=True)
-        return [Value(x.real, jnp.where(self.follows, x.wide, y)) for x, y in pairs]
+    def _flow(self, equation, inputs, place):
+        """Runs a loop, a branch or devices: their results, and where those are from."""
+        known: list[Any] = []
+
+        def run(pairs):
+            values = values_of(pairs, inputs)
+            result = FLOW[equation.primitive.name](self, equation, values, place)
+            known[:] = [result]
+            return [x.pair(x.differs) for x in result.values], result.summaries
+
+        recorder, pairs = place.recorder, [x.pair(x.differs) for x in inputs]
+        pairs, summaries = recorder.call(run, pairs)
+        (result,) = known
+        recorder.extend(result.sites, summaries)
+        values, sources = values_of(pairs, result.values), result.sources
+        if values and result.decision is not None:
+            # The twin goes its own way: another branch, or as often as it decides.
+            bind = functools.partial(bind_wide, equation)
+            own = recorder.call(bind, [x.wide for x in inputs])
+            pairs = zip(values, own or [x.wide for x in values], strict=True)
+            values = [Value(x.real, wide) for x, wide in pairs]
+            sources = [[*x, result.decision] for x in sources]
+        return values, sources
 
     def _operation(self, equation, inputs, place):
         name = equation.primitive.name
-        args = [x.real for x in inputs]
-        if name == "div" and not isinstance(args[1], Tracer):
-            # The compiler would multiply by the reciprocal of a constant.
-            args[1] = lax.optimization_barrier(jnp.asarray(args[1]))
-        reals = parts.bind(equation, args)
-        # The compiler would fold constants and join operations, and hide an overflow.
-        is_joined = has(name, Trait.REWRITTEN)
-        if is_joined or not all(isinstance(x.real, Tracer) for x in inputs):
-            reals = lax.optimization_barrier(reals)
-        wides, opaque = self._twins(equation, inputs, reals)
+        run = functools.partial(_both, equation)
+        pairs = [x.pair(x.differs) for x in inputs]
+        reals, wides = place.recorder.call(run, pairs, key=parts.Key(equation))
+        opaque = wides is None and not has(name, Trait.BITS)
+        if not wides:
+            wides = [
+                place.recorder.call(widen, x, key=widen) if in_half(x) else x
+                for x in reals
+            ]
         numbers = [x for x in inputs if x.site is not None or is_inexact(x.real)]
         constants = [c for x in numbers if x.site is None for c in _constant(x.real)]
         if name == "integer_pow":
@@ -196,38 +205,34 @@ class Evaluator:
             found.append(self.measure(i, Value(real, wide), place, **about))
         return found
 
-    def _twins(self, equation, inputs, reals):
-        """Returns the results in float32, and whether they could not be computed."""
-        name = equation.primitive.name
-        has_half = any(in_half(x.aval) for x in equation.outvars)
-        differs = has_half or any(x.differs for x in inputs)
-        if not differs and not has(name, Trait.OPAQUE):
-            return reals, False
-        found = bind_wide(equation, self._operands(name, inputs))
-        if found is None:
-            return list(map(widen, reals)), not has(name, Trait.BITS)
-        decided = [is_inexact(x) for x in reals]
-        pairs = zip(decided, reals, found, strict=True)
-        return [
-            y if is_number else jnp.where(self.follows, x, y)
-            for is_number, x, y in pairs
-        ], False
 
-    def _operands(self, name, inputs):
-        """Returns the operands of the twin."""
-        wides = [x.wide for x in inputs]
-        if name in CHOOSERS and inputs[1].differs:
-            real, wide = map(widen, inputs[1][:2])
-            wides[1] = jnp.where(self.follows, real, wide)
-        return wides
+def _both(equation, pairs):
+    """Runs an equation and its twin.
 
-
-# Their second operand says which numbers of the first they return.
-CHOOSERS = ("select_and_scatter_add", "select_and_gather_add")
+    Returns:
+      The results; and those in float32, [] if they are the same, or None if they could
+      not be computed.
+    """
+    name = equation.primitive.name
+    inputs = [Value(real, real if wide is None else wide) for real, wide in pairs]
+    args = [x.real for x in inputs]
+    is_constant = not all(isinstance(x, Tracer) for x in args)
+    if name == "div" and not isinstance(args[1], Tracer):
+        # The compiler would multiply by the reciprocal of a constant.
+        args[1] = lax.optimization_barrier(jnp.asarray(args[1]))
+    reals = parts.bind(equation, args)
+    # The compiler would fold constants and join operations, and hide an overflow.
+    if has(name, Trait.REWRITTEN) or is_constant:
+        reals = lax.optimization_barrier(reals)
+    has_half = any(in_half(x.aval) for x in equation.outvars)
+    differs = has_half or any(x.differs for x in inputs)
+    if not differs and not has(name, Trait.OPAQUE):
+        return reals, []
+    return reals, bind_wide(equation, [x.wide for x in inputs])
 
 
 def _constant(x: Any) -> list[float]:
     """Returns a number that is constant in the program."""
-    if isinstance(x, Tracer) or np.size(x) != 1 or jnp.iscomplexobj(x):
+    if isinstance(x, Tracer | Slot) or np.size(x) != 1 or jnp.iscomplexobj(x):
         return []
     return [float(np.asarray(x, np.float64).reshape(()))]

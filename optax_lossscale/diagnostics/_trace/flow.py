@@ -18,8 +18,9 @@ from jax.core import eval_jaxpr
 from jax.sharding import PartitionSpec
 
 from optax_lossscale._jaxprs import flow, lines, parts
+from optax_lossscale._tree import is_inexact
 from optax_lossscale.diagnostics._trace.summary import NOTHING, Recorder
-from optax_lossscale.diagnostics._trace.twin import Value, is_inexact, values_of
+from optax_lossscale.diagnostics._trace.twin import Value, values_of
 
 
 class Place(NamedTuple):
@@ -247,10 +248,10 @@ def run_shard_map(
     params, axes = equation.params, parts.manual_axes(equation)
     devices = math.prod(params["mesh"].shape[x] for x in axes)
     seen: dict[str, Any] = {}
-    outside = evaluator.zero, evaluator.follows
+    outside = evaluator.zero
 
-    def body(zero, follows, pairs):
-        evaluator.zero, evaluator.follows = zero[0], follows
+    def body(zero, pairs):
+        evaluator.zero = zero[0]
         inner = place.inside("device")
         values = evaluator.enter("operand", values_of(pairs, inputs), inner)
         out = evaluator.call(params["jaxpr"], values, inner)
@@ -258,12 +259,12 @@ def run_shard_map(
         seen.update(out=_told(out), sites=inner.recorder.sites)
         return [x.pair(x.may_differ) for x in out], rows
 
-    in_specs = PartitionSpec(axes), PartitionSpec(), list(params["in_specs"])
+    in_specs = PartitionSpec(axes), list(params["in_specs"])
     out_specs = list(params["out_specs"]), PartitionSpec(axes)
     run = flow.shard_map(equation, body, in_specs, out_specs)
-    zero, follows = jnp.broadcast_to(outside[0], devices), outside[1]
-    out, rows = run(zero, follows, [x.pair(x.differs) for x in inputs])
-    evaluator.zero, evaluator.follows = outside
+    zero = jnp.broadcast_to(outside, devices)
+    out, rows = run(zero, [x.pair(x.differs) for x in inputs])
+    evaluator.zero = outside
     return _result(out, [[i] for i, _ in seen["out"]], seen["sites"], rows.max(0))
 
 

@@ -19,10 +19,9 @@ from optax_lossscale import _check as check
 from optax_lossscale._autocast.cast import autocast, function_of
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._jaxprs.lines import Source, source_of
-from optax_lossscale.diagnostics._trace import causes, trace, verdict, words
+from optax_lossscale.diagnostics._trace import causes, steps, trace, verdict, words
 from optax_lossscale.diagnostics._trace.program import (
     Program,
-    compile_function,
     gradients_of,
     is_autocast,
     make_call,
@@ -178,13 +177,15 @@ def float32_lines(
     is_given = scale is not None or state is not None
     scale = trace.check_scale(name, loss_fn, args, state, scale)
     given = Program(call(loss_fn), dtype)  # It raises an error for another dtype.
-    if nothing := trace.why_nothing(loss_fn, call, given.dtype):
+    if nothing := given.reason:
         if given.computes_in_dtype:  # The function casts by itself.
             raise TypeError(_refusal(call(function)))
         text = f"No line needs float32. {trace.summarize(given, nothing)}"
         return Float32Lines([], scale, 0.0, 0.0, True, text)
     # The lines that it has already are proposed, too.
-    followed = Program(call(autocast(function, jnp.dtype(given.dtype))), dtype)
+    followed = given
+    if loss_fn.float32:
+        followed = Program(call(autocast(function, jnp.dtype(given.dtype))), dtype)
     search = Search(followed.run, tolerance, scale)
     if not is_given:
         # Where all is flushed to zero, nothing overflows, but in float32 it would.
@@ -231,9 +232,10 @@ def _compared(run: Run, function: Any, call: Callable[..., Any]) -> Callable[...
 
     def gradients(function):
         taken = call(function)
-        arguments = jnp.float32(run.scale), taken[1]
-        compiled = compile_function(gradients_of(taken), arguments)
-        return compiled(*arguments)
+        scale, arrays = jnp.float32(run.scale), taken[1]
+        closed = jax.make_jaxpr(gradients_of(taken))(scale, arrays)
+        loss, *grads = steps.run(closed, scale, *arrays)
+        return loss, grads
 
     truth = functools.cache(lambda: gradients(function))
 
@@ -243,7 +245,7 @@ def _compared(run: Run, function: Any, call: Callable[..., Any]) -> Callable[...
             half = jnp.dtype(run.outline.dtype)
             loss, found = gradients(autocast(function, half, float32=names))
         pairs = zip(found, truth()[1], strict=True)
-        sizes = np.array([norms(*pair) for pair in pairs], float)
+        sizes = np.array([jax.jit(norms)(*pair) for pair in pairs], float)
         return sizes, (float(loss), float(truth()[0]))
 
     return compare

@@ -1,34 +1,28 @@
 """The program that computes the loss and its scaled gradient, beside its twin."""
 
-import contextlib
 import functools
-import sys
 import textwrap
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale import _check as check
-from optax_lossscale._autocast.evaluate import SHOWS
+from optax_lossscale._autocast.evaluate import NOTES
 from optax_lossscale._gradients import loss_of
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._jaxprs.lines import AUTOCAST
 from optax_lossscale._scaling import scale_up
 from optax_lossscale._tree import is_argument, is_inexact, types_of
 from optax_lossscale.diagnostics import _bits, _common
-from optax_lossscale.diagnostics._trace import summary, twin
+from optax_lossscale.diagnostics._trace import steps, summary, twin
 from optax_lossscale.diagnostics._trace.evaluate import Evaluator
 from optax_lossscale.diagnostics._trace.flow import Place
 from optax_lossscale.diagnostics._trace.run import Outline, Run
 from optax_lossscale.diagnostics._trace.twin import Value
 
-# Seconds before a line says that this takes long, and before a bar moves.
-PATIENCE, LONG = 10, 60
-WIDTH = 30
 # How many characters of the types of arguments an error shows.
 SHOWN = 300
 
@@ -146,9 +140,10 @@ class Program:
       closed: The jaxpr that it follows.
       equations: All equations in it.
       is_autocast: Whether `autocast` casts anything in it.
+      reason: Why the outermost `autocast` casts nothing; "" if it does.
       computes_in_dtype: Whether anything computes in the dtype in question.
-      run: Runs it at a loss scale. Two more arguments say whether the twin takes the
-        program's decisions, and whether to round the parameters and the data first.
+      run: Runs it at a loss scale. One more argument says whether to round the
+        parameters and the data first.
     """
 
     def __init__(self, call: Any, dtype: Any):
@@ -156,12 +151,13 @@ class Program:
         self.dtype = check.dtype("dtype", dtype)
         _bits.limits_of(self.dtype)  # Some have no zero.
         _, self._arrays, self._names, self._count = call
-        shown = SHOWS.set(True)
+        token = NOTES.set(reasons := [])
         try:
             scale = jnp.float32(1)
             self.closed = jax.make_jaxpr(gradients_of(call))(scale, self._arrays)
         finally:
-            SHOWS.reset(shown)
+            NOTES.reset(token)
+        self.reason = reasons[-1] if reasons else ""
         self.equations = list(parts.all_equations(self.closed.jaxpr))
         self.is_autocast = any(map(is_autocast, self.equations))
         results = (x.aval for equation in self.equations for x in equation.outvars)
@@ -173,39 +169,30 @@ class Program:
                 f"{min(halves)}. Pass dtype={min(halves)!r}."
             )
         self.run = functools.cache(self._run)
-        self._rows: list[int] = []  # The sites in the order of the summaries.
 
-    @property
-    def forward(self) -> Iterator[Any]:
-        """The equations of the forward pass, which do not depend on the scale."""
-        scale, *_ = self.closed.jaxpr.invars
-        for equation in self.closed.jaxpr.eqns:
-            if any(x is scale for x in equation.invars):
-                return
-            yield from parts.equations_in(equation)
-
-    def _run(self, scale, follows=False, rounds=False):
-        compiled, outline = self._compiled
+    def _run(self, scale, rounds=False):
+        compiled, recorder, outline = self._compiled
         arrays = [*self._arrays, *self.closed.consts]
         if rounds:
             arrays = [twin.rounded(x, self.dtype) for x in arrays]
-        rows, losses, sizes = compiled(jnp.float32(scale), jnp.bool_(follows), arrays)
-        numbers = {k: summary.numbers(x) for k, x in zip(self._rows, rows, strict=True)}
-        return Run(
-            outline, scale, numbers, list(map(float, losses)), sizes.astype(float)
-        )
+        rows, losses, sizes = compiled(jnp.float32(scale), *arrays)
+        rows = recorder.with_beginnings(np.concatenate(rows))
+        pairs = zip(recorder.sites, rows, strict=True)
+        numbers = {site: summary.numbers(row) for site, row in pairs}
+        norms = np.array(sizes, float)
+        return Run(outline, scale, numbers, list(map(float, losses)), norms)
 
     @functools.cached_property
     def _compiled(self):
-        """What runs, and what is known of it."""
-        jaxpr, found = self.closed.jaxpr, []
+        """What runs, what summed up, and what is known of it."""
+        jaxpr, known = self.closed.jaxpr, []
         closed_over = range(len(jaxpr.constvars))
         names = [f"(array {i} that loss_fn closes over)" for i in closed_over]
         names = [*self._names, *names]
 
-        def follow(scale, follows, arrays):
-            place = Place((), summary.Recorder(), phase="argument")
-            evaluator = Evaluator(jaxpr.invars[0], follows)
+        def follow(recorder, scale, *arrays):
+            place = Place((), recorder, phase="argument")
+            evaluator = Evaluator(jaxpr.invars[0])
             inputs = [
                 evaluator.measure(name, Value(x, x), place)
                 for name, x in zip(names, arrays, strict=True)
@@ -216,21 +203,25 @@ class Program:
             loss, *grads = evaluator.run(jaxpr, values, place)
             named = {x.site: name for x, name in zip(inputs, names, strict=True)}
             parameters, ends = names[: self._count], [x.site for x in grads]
-            known = parameters, loss.site, ends, self.is_autocast
-            found[:] = [Outline(self.dtype, evaluator.sites, named, *known)]
-            summaries, self._rows = evaluator.finish(place), place.recorder.sites
-            sizes = [summary.norms(x.real, x.wide) for x in grads]
-            return summaries, loss[:2], jnp.stack(sizes)
+            ends = parameters, loss.site, ends, self.is_autocast
+            known[:] = recorder, Outline(self.dtype, evaluator.sites, named, *ends)
+            norms = functools.partial(recorder.call, summary.norms, key=summary.norms)
+            return recorder.finish(), loss[:2], [norms(x.real, x.wide) for x in grads]
 
-        arguments = (
-            jnp.float32(1),
-            jnp.bool_(False),
-            [*self._arrays, *self.closed.consts],
-        )
-        with _progress(len(self.equations)):
-            run = compile_function(follow, arguments)
-        _mark_backward(found[0].sites)
-        return run, found[0]
+        def follow_at_once(*arguments):
+            rows, *others = follow(summary.Recorder(), *arguments)
+            return [rows], *others
+
+        avals = map(jax.typeof, [jnp.float32(1), *self._arrays, *self.closed.consts])
+        tape = steps.Tape(list(avals))
+        with steps.quiet():
+            if steps.is_repetitive(jaxpr):
+                results = follow(tape, *tape.inputs)
+            else:
+                results = tape.call(follow_at_once, *tape.inputs)
+        recorder, outline = known
+        _mark_backward(outline.sites)
+        return tape.compiled(results), recorder, outline
 
 
 def _mark_backward(sites):
@@ -239,7 +230,9 @@ def _mark_backward(sites):
     reached, before = {k for k, x in sites.items() if x.phase in first}, 0
     while len(reached) != before:
         before = len(reached)
-        reached |= {k for k, x in sites.items() if not reached.isdisjoint(x.inputs)}
+        for k, x in sites.items():  # In order of execution: loops alone need two turns.
+            if not reached.isdisjoint(x.inputs):
+                reached.add(k)
     for k in reached:
         if sites[k].phase == "forward":
             sites[k].phase = "backward"
@@ -251,74 +244,3 @@ def is_autocast(equation: Any) -> bool:
     frames = traceback.frames if traceback is not None else ()
     is_cast = equation.primitive.name == "convert_element_type"
     return is_cast and any(x.file_name.startswith(AUTOCAST) for x in frames)
-
-
-@contextlib.contextmanager
-def _progress(count):
-    """Says on stderr that compiling takes long; where it does, a bar moves.
-
-    XLA does not say how far it is. So the bar is half full after a minute, and goes on
-    by half of what is left with as much time again.
-    """
-    done, start = threading.Event(), time.monotonic()
-
-    def report():
-        show = functools.partial(print, file=sys.stderr, flush=True)
-        if done.wait(PATIENCE):
-            return
-        text = (
-            f"Compiling {count} operations, each with its float32 twin: 2 to 13 times"
-        )
-        show(f"{text} as long as compiling the step.")
-        delay = LONG - PATIENCE
-        while not done.wait(delay):
-            delay, passed = 1, time.monotonic() - start
-            bar = "#" * int(WIDTH * passed / (passed + LONG))
-            show(f"\r[{bar:.<{WIDTH}}] {passed:.0f} s", end="")
-        if delay == 1:
-            show()
-
-    threading.Thread(target=report, daemon=True).start()
-    try:
-        yield
-    finally:
-        done.set()
-
-
-def compile_function(
-    function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> Callable[..., Any]:
-    """Compiles a function that rounds as its program says.
-
-    Args:
-      function: The function.
-      arguments: Arguments, for their shapes and dtypes.
-
-    Returns:
-      A function that returns the results on the host; inf and nan raise no errors.
-    """
-    options: dict[str, Any] = {"xla_allow_excess_precision": False}
-    if jax.default_backend() == "cpu":
-        # It runs a few times only, and LLVM would take most of the time.
-        options["xla_backend_optimization_level"] = 0
-    with jax.disable_jit(False), _memory_told():
-        compiled = jax.jit(function).lower(*arguments).compile(options)
-
-    def run(*arguments):
-        quiet = jax.debug_nans(False), jax.debug_infs(False)
-        with jax.disable_jit(False), quiet[0], quiet[1], _memory_told():
-            return jax.device_get(compiled(*arguments))
-
-    return run
-
-
-@contextlib.contextmanager
-def _memory_told():
-    """Says what to do if the device has too little memory."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" in str(error):
-            text = "The trace needs more memory than a step. Pass a smaller batch: "
-            error.add_note(f"{text}a few examples are enough.")
-        raise

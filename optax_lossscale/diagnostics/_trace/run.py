@@ -364,6 +364,11 @@ class Run:
         found = self.range(key)
         return self.is_bad(key) and found.infs + found.nans > found.float32_nonfinite
 
+    @functools.cached_property
+    def lost_origins(self) -> list[int]:
+        """Returns where inf or nan begins that is not in float32, too."""
+        return list(filter(self.is_lost, self.origins()))
+
     def is_decided_otherwise(self, key: int) -> bool:
         """Whether it is a decision that is another one in float32."""
         return self.site(key).is_decision and self.range(key).flushed > 0

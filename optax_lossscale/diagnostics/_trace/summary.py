@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from optax_lossscale._tree import is_inexact
 from optax_lossscale.diagnostics import _bits
 
 # Each is a float32 that is not negative, kept as its bits: larger numbers are larger
@@ -50,7 +51,9 @@ class Origins(NamedTuple):
 
 
 class Recorder:
-    """Sums arrays up, those of one size together: that compiles faster.
+    """Runs functions in one program, and sums arrays up.
+
+    Arrays of one size are summed up together: that compiles faster.
 
     Attributes:
       sites: What was summed up, in the order of the summaries.
@@ -63,32 +66,37 @@ class Recorder:
         self._groups: dict[Any, list[Any]] = {}
         self._origins: dict[int, Origins] = {}
 
+    def call(self, function: Callable[..., Any], *args: Any, key: Any = None) -> Any:
+        """Calls a function of pytrees of arrays; those of one key do the same."""
+        del key
+        return function(*args)
+
     def add(self, site: int, real: Any, wide: Any, origins: Origins | None) -> None:
         """Sums an array and its twin up.
 
         Args:
           site: The number of its site.
           real: The array.
-          wide: The array in float32.
+          wide: The array in float32; None if that is the same.
           origins: What says whether inf or nan begins here; None if it cannot.
         """
         if origins is not None:
             self._origins[site] = origins
-        limits = _bits.limits_of(jnp.finfo(real.dtype).dtype.name)
-        edge = int(np.float32(limits.flushed).view(np.int32))
-        has_twin = wide is not real
-        real = _as_real(real)
-        wide = _as_real(wide) if has_twin else real
+        self._sum_up(site, real, wide)
+
+    def _sum_up(self, site, real, wide):
+        real, wide, edge = _numbers(real, wide)
         size = real.size
         if not size or 2 * size > GROUPED or not _is_replicated(real):
-            found = _reduced(real, wide, edge, tuple(range(real.ndim)))
-            self.extend([site], found[None])
+            row = _reduced(real, wide, edge, tuple(range(real.ndim)))
+            self.extend([site], row[None])
             return
         size = ROW if size < ROW and ROW % size == 0 else size
-        group = self._groups.setdefault((edge, has_twin, size), [])
+        kind = edge, wide is not real, size
+        group = self._groups.setdefault(kind, [])
         group.append((site, real, wide))
         if (len(group) + 1) * size > GROUPED or len(group) == MEMBERS:
-            self._reduce_group((edge, has_twin, size))
+            self._reduce_group(kind)
 
     def extend(self, sites: Sequence[int], summaries: Any) -> None:
         """Adds what was summed up elsewhere."""
@@ -99,7 +107,10 @@ class Recorder:
         """Returns i32[len(sites), len(FIELDS)]."""
         for kind in list(self._groups):
             self._reduce_group(kind)
-        found = jnp.concatenate(self._parts)
+        return self.with_beginnings(jnp.concatenate(self._parts))
+
+    def with_beginnings(self, summaries: Any) -> Any:
+        """Says in the summaries of all sites where inf and nan begin."""
         rows = {site: i for i, site in enumerate(self.sites)}
         # After the rows: no operand, a mask of inf, and where nothing begins.
         none, mask, never = range(len(rows), len(rows) + 3)
@@ -112,17 +123,19 @@ class Recorder:
             index[rows[site]] = [rows[k] for k in inputs if k in rows] + masks
         width = max(map(len, index), default=0)
         index = [x + [none] * (width - len(x)) for x in index]
-        infs, nans = lax.bitcast_convert_type(found[:, BAD], jnp.float32).T
-        bad = jnp.stack([infs + nans, nans], 1)
+        xp = np if isinstance(summaries, np.ndarray) else jnp
+        infs, nans = summaries[:, BAD].view(np.float32).T
+        bad = xp.stack([infs + nans, nans], 1)
         others = np.array([[0, 0], [1, 0], [1, 1]], np.float32)
-        known = jnp.concatenate([bad, others])
+        known = xp.concatenate([bad, others])
         had = known[np.array(index, np.int32).reshape(len(rows), width)].sum(1)
         is_first = (bad[:, 0] > 0) & (had[:, 0] == 0)
         is_new = (bad[:, 1] > 0) & (had[:, 1] == 0)
         is_new |= elementwise & (bad[:, 0] > 1.001 * had[:, 0])
-        begins = jnp.where(is_first, 2, jnp.where(is_new, 1, 0)).astype(jnp.float32)
+        begins = xp.where(is_first, 2, xp.where(is_new, 1, 0)).astype(np.float32)
         # In the rows of a loop or a branch inside, it is known already.
-        return found.at[:, BEGINS].max(lax.bitcast_convert_type(begins, jnp.int32))
+        column = np.eye(len(FIELDS), dtype=np.int32)[BEGINS]
+        return xp.maximum(summaries, begins.view(np.int32)[:, None] * column)
 
     def _reduce_group(self, kind):
         edge, has_twin, size = kind
@@ -147,6 +160,23 @@ def numbers(summary: Any) -> dict[str, float]:
     bits = np.array(summary)
     bits[-1] = bits[-1] and HIGHEST - bits[-1]
     return dict(zip(FIELDS, bits.view(np.float32).tolist(), strict=True))
+
+
+def row_of(real: Any, wide: Any) -> Any:
+    """Returns i32[1, len(FIELDS)] of an array and its twin; see `Recorder.add`."""
+    real, wide, edge = _numbers(real, wide)
+    return _reduced(real, wide, edge, tuple(range(real.ndim)))[None]
+
+
+def _numbers(real, wide):
+    """Returns an array and its twin in float32, and what counts as flushed."""
+    if not is_inexact(real):  # What is decided otherwise counts as flushed.
+        real = (real == wide).astype(jnp.float32)
+        wide = jnp.ones_like(real)
+    limits = _bits.limits_of(jnp.finfo(real.dtype).dtype.name)
+    edge = int(np.float32(limits.flushed).view(np.int32))
+    real = _as_real(real)
+    return real, real if wide is None else _as_real(wide), edge
 
 
 def norms(real: Any, wide: Any) -> Any:
@@ -180,27 +210,37 @@ def _reduced(real, wide, edge, axes):
     size = max(math.prod(real.shape[i] for i in axes), 1)
     if size >= _bits.COUNTABLE:  # No int32 count overflows: the worst row counts.
         return _reduced(real, wide, edge, axes[1:]).max(0)
-    infinity = int(np.float32(np.inf).view(np.int32))
-    (bits,), (twin,), (error,) = map(_bits.magnitudes, (real, wide, real - wide))
-    is_zero = bits == 0
-    is_lost = (twin > 0) & (is_zero | (twin <= edge))
-    flags = [is_zero, bits == infinity, bits > infinity, is_lost, twin >= infinity]
-    maxima = [jnp.where(x < infinity, x, 0) for x in (bits, twin, error)]
-    maxima.append(jnp.where(~is_zero & (bits < infinity), HIGHEST - bits, 0))
+    # Functions of `lax` alone: those of `jax.numpy` take twice as long to trace.
+    arrays = real, wide, lax.sub(real, wide)
+    bits, twin, error = (lax.bitcast_convert_type(x, jnp.int32) for x in arrays)
+    bits, twin, error = (
+        lax.bitwise_and(x, lax.full_like(x, HIGHEST)) for x in (bits, twin, error)
+    )
+    numbers = 0, edge, int(np.float32(np.inf).view(np.int32)), HIGHEST
+    zero, edge, infinity, highest = (lax.full_like(bits, x) for x in numbers)
+    is_zero, is_infinite = lax.eq(bits, zero), lax.ge(twin, infinity)
+    is_flushed = lax.bitwise_or(is_zero, lax.le(twin, edge))
+    is_lost = lax.bitwise_and(lax.gt(twin, zero), is_flushed)
+    is_inf, is_nan = lax.eq(bits, infinity), lax.gt(bits, infinity)
+    flags = [is_zero, is_inf, is_nan, is_lost, is_infinite]
+    maxima = [lax.select(lax.lt(x, infinity), x, zero) for x in (bits, twin, error)]
+    is_number = lax.bitwise_and(lax.lt(bits, infinity), lax.gt(bits, zero))
+    maxima.append(lax.select(is_number, lax.sub(highest, bits), zero))
     n = len(flags)  # `combine` must not hold arrays: JAX keeps it.
 
     def combine(x, y):
         return *map(lax.add, x[:n], y[:n]), *map(lax.max, x[n:], y[n:])
 
     start = (np.int32(0),) * (n + len(maxima))
-    arrays = *(x.astype(jnp.int32) for x in flags), *maxima
+    arrays = *(lax.convert_element_type(x, jnp.int32) for x in flags), *maxima
     found = lax.reduce(arrays, start, combine, axes)
-    shares = jnp.stack(found[:n], -1).astype(jnp.float32) / size
-    seen = jnp.stack(
-        [jnp.ones_like(shares[..., 0]), jnp.zeros_like(shares[..., 0])], -1
-    )
-    floats = lax.bitcast_convert_type(jnp.concatenate([seen, shares], -1), jnp.int32)
-    return jnp.concatenate([floats, jnp.stack(found[n:], -1)], -1)
+    one = lax.full_like(found[0], size)
+    counts = [one, lax.full_like(one, 0), *found[:n]]
+    counts = [lax.convert_element_type(x, jnp.float32) for x in counts]
+    shares = [lax.div(x, counts[0]) for x in counts]
+    floats = [lax.bitcast_convert_type(x, jnp.int32) for x in shares]
+    columns = [lax.expand_dims(x, (x.ndim,)) for x in (*floats, *found[n:])]
+    return lax.concatenate(columns, one.ndim)
 
 
 def _is_replicated(x: Any) -> bool:

@@ -2,29 +2,25 @@
 
 import inspect
 import textwrap
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale import _check as check
-from optax_lossscale._autocast.cast import autocast, function_of
-from optax_lossscale._jaxprs.lines import Source, source_of
+from optax_lossscale._autocast.cast import function_of
 from optax_lossscale._jaxprs.primitives import Kind, names_of
 from optax_lossscale.diagnostics._common import check_host, scale_of
 from optax_lossscale.diagnostics._trace.program import Program, make_call
-from optax_lossscale.diagnostics._trace.run import NumericOperation, named
-from optax_lossscale.diagnostics._trace.twin import in_half
+from optax_lossscale.diagnostics._trace.run import NumericOperation
 from optax_lossscale.diagnostics._trace.verdict import Search, closeness, find_all
 from optax_lossscale.diagnostics._trace.words import NumericFinding, power
 
 PRODUCTS = names_of(Kind.PRODUCT)
 WIDTH = 79
+TRY = "trace autocast(loss_fn) to try it."
 
 
 def not_followed(sites: Iterable[Any]) -> list[str]:
@@ -90,27 +86,8 @@ class NumericsTrace(NamedTuple):
         return "\n".join(lines)
 
 
-def why_nothing(loss_fn: Any, call: Callable[..., Any], dtype: str) -> str:
-    """Returns why `autocast` casts nothing; "" if `loss_fn` is no `autocast`.
-
-    Args:
-      loss_fn: The loss function.
-      call: Takes a call of a function apart: see `make_call`.
-      dtype: The dtype.
-    """
-    loss_fn = getattr(loss_fn, "without_scale", loss_fn)
-    if (function := function_of(loss_fn)) is None:
-        return ""
-    again = autocast(function, jnp.dtype(dtype), float32=loss_fn.float32)
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        taken, arrays, *_ = call(again)  # It warns once, and has perhaps done so.
-        jax.eval_shape(taken, arrays)
-    texts = (str(x.message) for x in caught)
-    return next((x.partition(": ")[2] for x in texts if "computes nothing" in x), "")
-
-
 def summarize(program: Program, nothing: str, kept: Sequence[Any] = ()) -> str:
-    """Says how many products compute in the dtype in question, and with what.
+    """Says how many products compute in the dtype in question.
 
     Args:
       program: The program.
@@ -118,38 +95,15 @@ def summarize(program: Program, nothing: str, kept: Sequence[Any] = ()) -> str:
       kept: What `autocast` keeps in float32 by its argument.
     """
     products = [x for x in program.equations if x.primitive.name in PRODUCTS]
-    casts = [x for x in program.equations if x.primitive.name == "convert_element_type"]
-    halves = {y for x in casts if in_half(x.invars[0].aval) for y in x.outvars}
     types = [{str(x.aval.dtype) for x in y.invars[:2]} for y in products]
     count, dtype = types.count({program.dtype}), program.dtype
-    text = [f"{count} of {len(products)} matrix products compute in {dtype}."]
+    text = f"{count} of {len(products)} matrix products compute in {dtype}."
     if not program.computes_in_dtype:
-        advice = nothing or "trace autocast(loss_fn) to try it."
-        text = [f"No operation computes in {dtype}: {advice}"]
-    elif not products:
-        text = []
-    if nothing and program.computes_in_dtype:
-        text.append(f"autocast casts nothing: {nothing}")
-    if kept:
-        text.append(f"float32= keeps {', '.join(x.name for x in kept)} in float32.")
-
-    def was_half(x):
-        return in_half(x.aval) or (not hasattr(x, "val") and x in halves)
-
-    # In the backward pass JAX has widened the gradients of casts.
-    for equation in program.forward:
-        is_product = equation.primitive.name in PRODUCTS
-        if is_product and {*map(was_half, equation.invars[:2])} == {True, False}:
-            at = source_of(equation, Source(), is_backward=False)
-            place = named(at.file, at.line, at.function)
-            text.append(f"First in float32, since an operand is: {place}.")
-            break
-    variables = (x for y in program.equations for x in y.invars)
-    literals = [x.val for x in variables if hasattr(x, "val")]
-    constants = any(map(in_half, [*program.closed.consts, *literals]))
-    if constants and not program.is_autocast:
-        text.append(f"Constants count as {dtype} rounds them; `autocast` knows them.")
-    return " ".join(text)
+        text = f"No operation computes in {dtype}: {nothing or TRY}"
+    elif nothing:
+        text += f" autocast casts nothing: {nothing}"
+    names = ", ".join(x.name for x in kept)
+    return f"{text} float32= keeps {names} in float32." if kept else text
 
 
 def wrapped(text: str) -> str:
@@ -246,11 +200,10 @@ def trace_numerics(
     name = "trace_numerics"
     scale = check_scale(name, loss_fn, args, state, scale)
 
-    def call(function):
-        return make_call(name, function, params, args, kwargs, has_aux)
-
-    program = Program(call(loss_fn), dtype)
-    nothing = why_nothing(loss_fn, call, program.dtype)
+    call = make_call(name, loss_fn, params, args, kwargs, has_aux)
+    program = Program(call, dtype)
+    is_autocast = function_of(getattr(loss_fn, "without_scale", loss_fn)) is not None
+    nothing = program.reason if is_autocast else ""
     program.is_autocast &= not nothing
     search = Search(program.run, closeness(program.dtype), scale)
     run, best = search.run, search.best

@@ -1,6 +1,6 @@
 """A value and its float32 twin; an equation in float32."""
 
-import re
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,23 +9,18 @@ import jax.numpy as jnp
 
 from optax_lossscale._jaxprs.parts import bind, is_jaxpr, opened
 from optax_lossscale._jaxprs.primitives import Trait, has
+from optax_lossscale._tree import is_inexact
 
-HALF = [x for x in dir(jnp) if re.fullmatch(r"b?float16|float[48]_\w+", x)]
 
-
+@functools.cache
 def is_half(dtype: Any) -> bool:
     """Whether a dtype, or its name, is a floating-point one of at most 16 bits."""
-    return str(dtype) in HALF
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 16
 
 
 def in_half(x: Any) -> bool:
     """Whether an array, or its type, is in half precision."""
-    return is_half(getattr(x, "dtype", None))
-
-
-def is_inexact(x: Any) -> bool:
-    """Whether an array, or its type, is floating-point or complex."""
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+    return hasattr(x, "dtype") and is_half(x.dtype)
 
 
 def widen(x: Any) -> Any:

@@ -7,6 +7,7 @@ fall otherwise come last.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -71,8 +72,7 @@ class Search:
 
     Attributes:
       close: How far gradients may be from float32.
-      at: Runs the program at a scale; the second argument says whether the twin follows
-        the program's decisions.
+      at: Runs the program at a scale.
       predicted: The largest scale at which the backward pass in float32 is in range.
       run: The run at the scale in question.
       best: The run at the largest scale with which the gradients are finite, and no
@@ -116,7 +116,7 @@ class Search:
     def floor(self) -> float:
         """How far all gradients move if float32 gets rounded parameters and data."""
         before = self.run.norms
-        change = moved(before, self.at(self.run.scale, False, True).norms)
+        change = moved(before, self.at(self.run.scale, True).norms)
         return ratio(math.hypot(*change), math.hypot(*before[:, 0]))
 
     def _effect(self, run):
@@ -185,12 +185,18 @@ def _bad_argument(run):
     bad = [k for k in arguments if k in reached and run.is_bad(k)]
     if not bad or not any(map(run.is_bad, run.gradients)):
         return []
-    operations = (k for k, x in run.sites.items() if x.primitive)
-    reader = next((k for k in operations if bad[0] in run.ancestors([k])), bad[0])
+    readers = {bad[0]}
+    for key in run.sites:  # In order of execution, up to the first operation.
+        if not readers.isdisjoint(run.operands(key)):
+            readers.add(key)
+            if run.site(key).primitive:
+                break
+    else:
+        key = bad[0]
     name = run.outline.names[bad[0]]
     is_parameter = name in run.outline.parameters
     more, held = len(bad) - 1, words.kinds_of(run.range(bad[0]))
-    operation = run.operation(reader)
+    operation = run.operation(key)
     return [words.nonfinite_argument(name, more, is_parameter, held, operation)]
 
 
@@ -288,22 +294,14 @@ def _left(search, best, wrong, is_second):
         is_autocast = best.outline.is_autocast
         return [words.no_scale(*pair, best.scale, bits, is_autocast)]
     scale = best.scale if is_second else None
-    key = _beginning_of(search, best, wrong)
-    found = [_explain(search, best, key, scale)]
-    decided = [k for k in best.sites if best.is_decided_otherwise(k)]
-    followed = search.at(best.scale, True) if decided else best
-    still = search.effect(followed).wrong
-    if found[0].kind == "decision" and still:
-        # What is wrong where float32 decides as the program does comes first.
-        first = _beginning_of(search, followed, still)
-        return [_explain(search, followed, first, scale), *found]
-    if found[0].kind == "precision" and not still:
-        # Only decisions make it wrong: what they choose among may be, or is too near.
-        reached = best.ancestors(best.ran(best.outline.gradients[i] for i in wrong))
-        decided = [k for k in decided if k in reached] or decided
-        most = max(decided, key=lambda k: best.range(k).flushed)
-        return [_explain(search, best, beginning(best, most, search.close / 2), scale)]
-    return found
+    keys = (_beginning_of(search, best, [i]) for i in wrong)
+    findings = (_explain(search, best, key, scale) for key in keys)
+    first = next(findings)
+    if first.kind != "decision":
+        return [first]
+    # Of another parameter, an error that is no choice comes first.
+    others = (x for x in findings if x.kind != "decision")
+    return [*itertools.islice(others, 1), first]
 
 
 def _beginning_of(search, run, wrong):

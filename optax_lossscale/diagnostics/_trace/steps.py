@@ -1,0 +1,303 @@
+"""A program as a tape of steps, of which equal ones compile once."""
+
+import contextlib
+import functools
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import eval_jaxpr
+
+from optax_lossscale._jaxprs import parts
+from optax_lossscale._jaxprs.primitives import Kind, kind_of
+from optax_lossscale.diagnostics._trace import summary
+
+# Seconds between two lines that say how far a run is.
+PATIENCE = 5
+# Where equations repeat less often, on average, one program compiles faster.
+REPEATED = 4
+# From so many numbers on, a step is worth some optimization.
+LARGE = 2**14
+# A step of one operation compiles in half the time so. Newer versions have it no more.
+SIMPLER = ("xla_cpu_use_fusion_emitters", False)
+# How many kinds of steps are kept for other programs.
+KEPT = 2**10
+
+
+class Slot:
+    """Stands for an array of a tape.
+
+    Attributes:
+      number: Its place.
+      aval: Its type.
+      shape, dtype: Those of the type.
+    """
+
+    def __init__(self, number: int, aval: Any):
+        """Takes a place and a type."""
+        self.number, self.aval = number, aval
+        self.shape, self.dtype = aval.shape, aval.dtype
+
+
+class Tape(summary.Recorder):
+    """Records what is called, to run it step by step.
+
+    So the time to compile grows with the kinds of steps, and not with their number; and
+    an array is dropped after its last use.
+    """
+
+    def __init__(self, avals: Sequence[Any]):
+        """Begins with the types of the arguments."""
+        super().__init__()
+        self._parts: list[Any] = []
+        self._constants: dict[int, Any] = {}
+        self._steps: list[tuple[Any, list[int], list[int]]] = []
+        self._count = 0
+        self.inputs = list(map(self._slot, avals))
+
+    def _slot(self, aval):
+        self._count += 1
+        return Slot(self._count, aval)
+
+    def call(self, function: Callable[..., Any], *args: Any, key: Any = None) -> Any:
+        """Adds a step: a function of pytrees of slots and constants.
+
+        Args:
+          function: The function.
+          *args: Its arguments.
+          key: Equals that of functions that do the same; None if there are none.
+
+        Returns:
+          Slots for its results.
+        """
+        leaves, treedef = jax.tree.flatten(args)
+        slots = list(map(self._slot_of, leaves))
+        kind = _Kind(function, treedef, tuple(x.aval for x in slots), key)
+        kind = kind if key is None else _known(kind)
+        avals, treedef = kind.results
+        results = list(map(self._slot, avals))
+        numbers = [x.number for x in slots], [x.number for x in results]
+        self._steps.append((kind.run, *numbers))
+        return jax.tree.unflatten(treedef, results)
+
+    def _slot_of(self, x):
+        if isinstance(x, Slot):
+            return x
+        x = jnp.asarray(x)  # A constant.
+        slot = self._slot(jax.typeof(x))
+        self._constants[slot.number] = x
+        return slot
+
+    def _sum_up(self, site, real, wide):
+        row = self.call(summary.row_of, real, wide, key=summary.row_of)
+        self.extend([site], row)
+
+    def finish(self) -> Any:
+        """Returns the summaries: each i32[n, len(FIELDS)], of some of the sites."""
+        return self._parts
+
+    def compiled(self, results: Any) -> Callable[..., Any]:
+        """Returns a function of arguments that returns results on the host.
+
+        What does not depend on the first argument runs again for other arguments alone.
+        Inf and nan raise no errors.
+        """
+        leaves, treedef = jax.tree.flatten(results)
+        slots = list(map(self._slot_of, leaves))
+        first, *others = (x.number for x in self.inputs)
+        varying, steps = {first}, ([], [])
+        for step in self._steps:
+            is_varying = not varying.isdisjoint(step[1])
+            steps[is_varying].append(step)
+            if is_varying:
+                varying.update(step[2])
+        wanted = {x.number for x in slots}
+        after = _with_last_uses(steps[True], wanted)
+        read = {i for _, arguments, *_ in after for i in arguments}
+        before = _with_last_uses(steps[False], wanted | read)
+
+        @functools.lru_cache(1)
+        def fixed(*arrays):
+            arrays = [x.array for x in arrays]
+            values = self._constants | dict(zip(others, arrays, strict=True))
+            return _run(before, values)
+
+        def run(x, *arrays):
+            with quiet():
+                values = fixed(*map(_Identity, arrays)) | {first: x}
+                values = _run(after, values)
+                leaves = jax.device_get([values[x.number] for x in slots])
+            return jax.tree.unflatten(treedef, leaves)
+
+        return run
+
+
+class _Identity:
+    """An array that equals itself alone."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __hash__(self):
+        return id(self.array)
+
+    def __eq__(self, other):
+        return self.array is other.array
+
+
+def _with_last_uses(steps, wanted):
+    """Adds to each step what nothing after it reads, nor wants."""
+    read, found = set(wanted), []
+    for run, arguments, made in reversed(steps):
+        last = {*arguments, *made} - read
+        read |= last
+        found.append((run, arguments, made, last))
+    return found[::-1]
+
+
+def _run(steps, values):
+    """Runs steps on values by their numbers; drops those that nothing reads."""
+    for function, arguments, made, last in _counted(steps):
+        results = function(*[values[i] for i in arguments])
+        values.update(zip(made, results, strict=True))
+        for i in last:
+            values.pop(i, None)
+    return values
+
+
+class _Kind:
+    """A function of arrays of some types, which is compiled once."""
+
+    def __init__(self, function, treedef, avals, key):
+        self._function, self._treedef, self._avals = function, treedef, avals
+        self._key = key, treedef, avals
+
+    def __hash__(self):
+        return hash(self._key)
+
+    def __eq__(self, other):
+        return self._key == other._key
+
+    @functools.cached_property
+    def run(self):
+        """The compiled function, of the leaves of the arguments."""
+        size = max((math.prod(x.shape) for x in self._avals), default=0)
+        is_one = self._key[0] is not None
+        options = _options(is_one, is_one and size >= LARGE)
+        return jax.jit(self._flat, compiler_options=options)
+
+    def _flat(self, *leaves):
+        results = self._function(*jax.tree.unflatten(self._treedef, leaves))
+        leaves, self._results = jax.tree.flatten(results)
+        return leaves
+
+    @functools.cached_property
+    def results(self):
+        """The types of the results, and their tree."""
+        avals = self.run.eval_shape(*self._avals)
+        return avals, self._results
+
+
+@functools.lru_cache(KEPT)
+def _known(kind):
+    """Returns the first kind that equals this one."""
+    return kind
+
+
+def _options(is_one, is_large):
+    options: dict[str, Any] = {"xla_allow_excess_precision": False}
+    if jax.default_backend() == "cpu":
+        # It runs a few times only, and LLVM would take most of the time.
+        options["xla_backend_optimization_level"] = int(is_large)
+        options |= [SIMPLER] if is_one and _is_known(SIMPLER) else []
+    return options
+
+
+@functools.cache
+def _is_known(option):
+    """Whether this version of XLA has a compiler option."""
+    try:
+        jax.jit(lambda: 0).lower().compile(dict([option]))
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+def is_repetitive(jaxpr: Any) -> bool:
+    """Whether equal equations are so many that they compile faster one by one."""
+    keys = list(map(parts.Key, _equations(jaxpr)))
+    return len(keys) > REPEATED * len(set(keys))
+
+
+def _equations(jaxpr):
+    """Yields the equations of a jaxpr, and those of the jaxprs that they call."""
+    for equation in jaxpr.eqns:
+        if kind_of(equation.primitive.name) == Kind.CALL:
+            yield from _equations(parts.opened(parts.called_jaxpr(equation))[0])
+        else:
+            yield equation
+
+
+def _counted(steps: Sequence[Any]) -> Iterator[Any]:
+    """Yields steps, and says on stderr how far a run is."""
+    told = time.monotonic()
+    for i, step in enumerate(steps):
+        if time.monotonic() - told > PATIENCE:
+            told = time.monotonic()
+            text = f"{i} of {len(steps)} steps, each compiled once"
+            print(text, file=sys.stderr, flush=True)
+        yield step
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Runs steps though the user debugs; says what to do if there is no memory."""
+    nans, infs = jax.debug_nans(False), jax.debug_infs(False)
+    try:
+        with jax.disable_jit(False), nans, infs:
+            yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            text = "The trace needs more memory than a step. Pass a smaller batch: "
+            error.add_note(f"{text}a few examples are enough.")
+        raise
+
+
+def run(closed: Any, *args: Any) -> list[Any]:
+    """Runs a closed jaxpr; returns the results on the host."""
+    jaxpr, arrays = closed.jaxpr, [*closed.consts, *args]
+    tape = Tape(list(map(jax.typeof, arrays)))
+
+    def run_at_once(*arrays):
+        n = len(closed.consts)
+        return eval_jaxpr(jaxpr, arrays[:n], *arrays[n:])
+
+    with quiet():
+        if is_repetitive(jaxpr):
+            results = _record(tape, jaxpr, tape.inputs)
+        else:
+            results = tape.call(run_at_once, *tape.inputs)
+    return tape.compiled(results)(*arrays)
+
+
+def _record(tape, jaxpr, args):
+    """Adds the equations of a jaxpr to a tape, one by one; returns its results."""
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
+
+    def read(x):
+        return x.val if hasattr(x, "val") else values[x]
+
+    for equation in jaxpr.eqns:
+        inputs = list(map(read, equation.invars))
+        if kind_of(equation.primitive.name) == Kind.CALL:
+            inner, consts = parts.opened(parts.called_jaxpr(equation))
+            results = _record(tape, inner, [*consts, *inputs])
+        else:
+            run = functools.partial(parts.bind, equation)
+            results = tape.call(run, inputs, key=parts.Key(equation))
+        values.update(zip(equation.outvars, results, strict=True))
+    return list(map(read, jaxpr.outvars))
