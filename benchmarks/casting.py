@@ -1,8 +1,8 @@
 """Measures what `autocast` computes, and what it costs: `python -m benchmarks.casting`.
 
-Compares it with float32, with casts by hand and with other libraries: the errors of
-public models, small trainings, the products in float16 of a transformer, and the time
-to trace. Adds to `results/casting.json`. Arguments name some of these parts: `models`.
+Compares it with float32 and with casts by hand: the errors of public models, small
+trainings, and the time to trace. Adds to `results/casting.json`, which also says what
+other libraries compute in float16. Arguments name some of these parts: `models`.
 """
 
 import functools
@@ -28,7 +28,7 @@ def errors() -> dict[str, dict[str, Any]]:
     """Returns by model and way the errors of the loss and of the worst gradient."""
     from benchmarks.models import HALF, models
 
-    found = {}
+    rows = {}
     for name, model in models().items():
         plain, x = model.loss(), model.x
         naive = lambda p, x, f=plain: f(*optax.tree.cast((p, x), HALF))  # noqa: E731
@@ -36,9 +36,9 @@ def errors() -> dict[str, dict[str, Any]]:
         if model.takes_dtype:
             ways["by hand"] = model.loss(HALF)
         right = _gradients(plain, model.params, x)
-        found[name] = {k: _errors(f, model.params, x, right) for k, f in ways.items()}
-        print(name, found[name], flush=True)
-    return found
+        rows[name] = {k: _errors(f, model.params, x, right) for k, f in ways.items()}
+        print(name, rows[name], flush=True)
+    return rows
 
 
 def _gradients(loss_fn, params, x):
@@ -65,7 +65,7 @@ def _errors(loss_fn, params, x, right):
 
 def trainings() -> dict[str, dict[str, list[float]]]:
     """Returns by task and way the losses at the end of 100 steps, for three seeds."""
-    found = {}
+    rows = {}
     for make in TASKS:
         task = make(100)
 
@@ -75,58 +75,18 @@ def trainings() -> dict[str, dict[str, list[float]]]:
 
         ways = {"float32": task, "float16, dynamic": task}
         ways["autocast"] = task._replace(loss_fn=mended)
-        found[task.name] = {
+        rows[task.name] = {
             way: [
                 need.final_loss(x, "float16, dynamic" if x is not task else way, seed)
                 for seed in range(3)
             ]
             for way, x in ways.items()
         }
-    return found
+    return rows
 
 
 def _equations(f, *args):
     return list(all_equations(jax.make_jaxpr(f)(*args).jaxpr))
-
-
-def peers() -> dict[str, dict[str, Any]]:
-    """Returns what libraries compute in float16 of a transformer of Haiku."""
-    import grampax
-    import jmp
-    import mpx
-
-    from benchmarks import models
-
-    model = models.transformer()
-    plain = model.loss()
-    half = jmp.Policy(jnp.float32, jnp.float16, jnp.float32)
-    ways = {
-        "float32": plain,
-        "autocast": autocast(plain),
-        "jmp": lambda *x: half.cast_to_output(plain(*half.cast_to_compute(x))),
-        "mpx": mpx.cast_function(plain, jnp.float16, jnp.float32),
-        "Haiku's policies": model.loss(jnp.float16),
-        "grampax": grampax.autocast(plain, dtype=jnp.float16),
-    }
-    found = {}
-    for name, loss_fn in ways.items():
-        forward = _equations(loss_fn, model.params, model.x)
-        both = _equations(jax.grad(loss_fn), model.params, model.x)
-        counts = [_halves(x, ["dot_general"]) for x in (forward, both)]
-        sums = _halves(both, ["exp", "reduce_sum", "div", "rsqrt", "square"])
-        residuals = jax.eval_shape(
-            lambda p, f=loss_fn: jax.vjp(lambda p: f(p, model.x), p)[1], model.params
-        )
-        saved = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(residuals))
-        found[name] = {"forward": counts[0], "both": counts[1], "sums": sums}
-        found[name] |= {"saved_bytes": saved}
-    return found
-
-
-def _halves(equations, names):
-    """Returns how many of these operations read float16, and how many there are."""
-    found = [x.invars[0].aval.dtype for x in equations if x.primitive.name in names]
-    return [sum(x == jnp.float16 for x in found), len(found)]
 
 
 def tracing() -> list[dict[str, Any]]:
@@ -147,18 +107,18 @@ def tracing() -> list[dict[str, Any]]:
     return rows
 
 
-PARTS = {"models": errors, "training": trainings, "peers": peers, "CPU": tracing}
+PARTS = {"models": errors, "training": trainings, "CPU": tracing}
 
 
-def _percent(found):
-    if found is None or isinstance(found, str):
-        return "not finite" if found is None else "raises"
-    return f"{100 * found[1]:.2g}%"
+def _percent(pair):
+    if pair is None or isinstance(pair, str):
+        return "not finite" if pair is None else "raises"
+    return f"{100 * pair[1]:.2g}%"
 
 
-def tables(found: dict[str, Any]) -> list[str]:
+def tables(results: dict[str, Any]) -> list[str]:
     """Returns Markdown tables of the results."""
-    rows = {part: entry["rows"] for part, entry in found.items()}
+    rows = {part: entry["rows"] for part, entry in results.items()}
     made = []
     if errors_ := rows.get("models"):
         ways = "autocast", "by hand", "naive cast"
@@ -199,8 +159,8 @@ def tables(found: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Measures all parts, or those that are named, and writes the results."""
-    found = report.measure_parts("benchmarks.casting", __doc__, PARTS, RESULTS)
-    print("\n".join(tables(found)))
+    results = report.measure_parts("benchmarks.casting", __doc__, PARTS, RESULTS)
+    print("\n".join(tables(results)))
 
 
 if __name__ == "__main__":

@@ -51,8 +51,8 @@ def devices(target: str, **options: Any) -> list[jax.Device] | None:
 
 def device(target: str) -> jax.Device | None:
     """Returns one of `devices`."""
-    found = devices(target)
-    return found and found[0]
+    all_devices = devices(target)
+    return all_devices and all_devices[0]
 
 
 def shapes(workload: Workload, system: System) -> tuple:
@@ -99,9 +99,9 @@ def measure(
     rows = []
     for name, make in workload.systems().items():
         if names is None or name == PLAIN or name in names:
-            found = describe(compile_step(workload, make(), on))
-            rows.append({"workload": workload.name, "system": name, **found})
-            rows[-1]["ratio"] = found["bytes"] / rows[0]["bytes"]
+            row = describe(compile_step(workload, make(), on))
+            rows.append({"workload": workload.name, "system": name, **row})
+            rows[-1]["ratio"] = row["bytes"] / rows[0]["bytes"]
     return rows
 
 
@@ -111,8 +111,8 @@ PARTS = {target: functools.partial(measure, target, STEP) for target in (TPU, H1
 
 def main() -> None:
     """Compiles for all targets, or those that are named, and writes the results."""
-    found = report.measure_parts("benchmarks.compiled", __doc__, PARTS, RESULTS)
-    print("\n".join(report.compiled_tables(found)))
+    results = report.measure_parts("benchmarks.compiled", __doc__, PARTS, RESULTS)
+    print("\n".join(report.compiled_tables(results)))
 
 
 if __name__ == "__main__":

@@ -136,6 +136,6 @@ def parse(text: str) -> Module:
             current = head[2]
             computations[current] = []
             entry = current if head[1] else entry
-        elif current and (found := _INSTRUCTION.match(line)):
-            computations[current].append(_instruction(*found.groups()))
+        elif current and (matched := _INSTRUCTION.match(line)):
+            computations[current].append(_instruction(*matched.groups()))
     return Module(computations, entry)

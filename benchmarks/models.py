@@ -110,11 +110,6 @@ def _blocks(x):
     return x
 
 
-def transformer() -> Model:
-    """Returns two blocks of a transformer in Haiku."""
-    return _haiku(_blocks, *(4, 32, 64))
-
-
 def _network(loss, shapes=((16, 64), (64, 8))):
     """Returns a loss of perceptrons, which may cast by hand."""
     pairs = zip(jax.random.split(KEY, len(shapes)), shapes, strict=True)
@@ -162,9 +157,9 @@ def _vae(network, params, x):
     mean, log_var = jnp.split(network(params[:2], x), 2, -1)
     noise = jax.random.normal(KEY, mean.shape)
     logits = network(params[2:], mean + jnp.exp(log_var / 2) * noise)
-    found = optax.sigmoid_binary_cross_entropy(logits, x > 0).sum(-1)
+    losses = optax.sigmoid_binary_cross_entropy(logits, x > 0).sum(-1)
     divergence = 0.5 * jnp.sum(jnp.exp(log_var) + mean**2 - 1 - log_var, -1)
-    return jnp.mean(found + divergence)
+    return jnp.mean(losses + divergence)
 
 
 class _NnxBlock(nnx.Module):
@@ -248,7 +243,7 @@ def models() -> dict[str, Model]:
             lambda x: hk.nets.ResNet.BlockV1(16, 1, False, norm, False)(x, True, False),
             *sizes,
         ),
-        "Haiku: transformer": transformer(),
+        "Haiku: transformer": _haiku(_blocks, *(4, 32, 64)),
         "Optax: CTC loss": _network(_ctc),
         "Optax: focal loss": _network(_focal),
         "PPO": _network(_ppo),

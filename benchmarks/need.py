@@ -51,10 +51,10 @@ def final_loss(task: Task, way: str, seed: int) -> float:
     return float(np.mean(losses[-task.steps // 10 :]))
 
 
-def table(found: dict[str, Any]) -> str:
+def table(results: dict[str, Any]) -> str:
     """Returns a Markdown table of the mean losses over the seeds."""
     cells = []
-    for name, losses in found["tasks"].items():
+    for name, losses in results["tasks"].items():
         title = re.sub(r"\^(\d+)", r"<sup>\1</sup>", name)
         cells.append([title, *(f"{np.mean(losses[way]):#.3g}" for way in WAYS)])
     return report.table(["loss at the end", *WAYS], cells)
@@ -69,9 +69,9 @@ def main() -> None:
     cases = list(itertools.product(tasks, WAYS, range(3)))
     for task, way, seed in track(cases, "training"):
         losses[task.name][way].append(final_loss(task, way, seed))
-    found = {**report.about(), "tasks": losses}
-    print(table(found))
-    report.save(RESULTS, found)
+    results = {**report.about(), "tasks": losses}
+    print(table(results))
+    report.save(RESULTS, results)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,6 @@ from benchmarks import (
     casting,
     gpu,
     growth,
-    grpo,
-    guards,
-    language_model,
     need,
     report,
     retries,
@@ -32,25 +29,17 @@ RETRIES = ROOT / "docs/guide/no-step-lost.md"
 AUTOCAST, WHY = (ROOT / f"docs/guide/{x}.md" for x in ("autocast", "why-not-faster"))
 REPEATING = "minimize, retries=24"
 EXAMPLES = [ROOT / f"examples/{name}/README.md" for name in ("grpo", "language_model")]
-RESULTS = [
-    report.RESULTS / name
-    for name in ("casting.md", "guards.md", "retries.md", "steps.md")
-]
+RESULTS = [report.RESULTS / name for name in ("casting.md", "retries.md", "steps.md")]
 PAGES = [README, *sorted(ROOT.glob("docs/guide/*.md")), *EXAMPLES, *RESULTS]
 NUMBER = r"(?<![\w.])\d+(?:\.\d+)?(?:e-\d+)?"
 
 
 def tables() -> list[str]:
     """Returns all tables of the committed results."""
-    files = CPU, report.RESULTS / "compiled.json", report.RESULTS / "compiling.json"
-    cpu, compiled, compiling = map(report.load, files)
-    experiments = growth, need, language_model, guards, grpo
     return [
-        *report.timing_tables(cpu),
-        *report.compiled_tables(compiled),
-        report.compiling_table(compiling),
-        *(module.table(report.load(module.RESULTS)) for module in experiments),
-        language_model.flushed_table(report.load(language_model.RESULTS)),
+        *report.timing_tables(report.load(CPU)),
+        *report.compiled_tables(report.load(report.RESULTS / "compiled.json")),
+        *(module.table(report.load(module.RESULTS)) for module in (growth, need)),
         *retries.tables(report.load(retries.RESULTS)),
         *casting.tables(report.load(casting.RESULTS)),
         gpu.table(report.load(gpu.RESULTS)),
@@ -76,8 +65,9 @@ def sentences() -> dict[Path, list[str]]:
     rows = report.load(report.RESULTS / "compiled.json")[TPU]["rows"]
     names = "minimize", "update of unscaled", "with_loss_scale, update"
     more = [round(100 * row["ratio"] - 100) for row in rows if row["system"] in names]
-    found = report.load(grpo.RESULTS)
-    _, half, *others = (np.mean(grpo.differences(found, way)) for way in grpo.WAYS)
+    runs = report.load(report.RESULTS / "grpo.json")["runs"].values()
+    differences = ([x["mean_difference"] for x in seeds] for seeds in runs)
+    _, half, *others = map(np.mean, differences)
     default, as_written = (f"{other / half:.0f} times" for other in others)
     pair = f"{others[1]:.0e} against {half:.0e}".replace("e-0", "e-")
     return {

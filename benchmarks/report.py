@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from benchmarks.systems import PLAIN, PLAIN_KERAS
 from examples.common.command_line import OneLineParser
@@ -30,11 +29,11 @@ def parser(name: str, text: str | None, arguments: str = "") -> argparse.Argumen
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python and the packages."""
-    found = {"python": platform.python_version()}
+    numbers = {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
+            numbers[package] = metadata.version(package)
+    return numbers
 
 
 def machine() -> dict[str, Any]:
@@ -91,11 +90,6 @@ def measure_parts(
     return load(path)
 
 
-def read_csv(path: Path) -> np.ndarray:
-    """Reads the logs of a training; an empty field is nan."""
-    return np.genfromtxt(path, delimiter=",", names=True)
-
-
 def table(header: list[str], rows: list[list[str]]) -> str:
     """Returns a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
@@ -104,10 +98,10 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 def by_workload(results: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
     """Returns the rows of results by workload and system."""
-    found = {}
+    workloads = {}
     for row in results["rows"]:
-        found.setdefault(row["workload"], {})[row["system"]] = row
-    return found
+        workloads.setdefault(row["workload"], {})[row["system"]] = row
+    return workloads
 
 
 def _megabytes(number: float) -> str:
@@ -178,21 +172,14 @@ def timing_tables(results: dict[str, Any]) -> list[str]:
 def compiled_tables(results: dict[str, Any]) -> list[str]:
     """Returns a table of the compiled steps for each target."""
     tables = []
-    for target, found in results.items():
+    for target, part in results.items():
         rows = []
-        for row in found["rows"]:
+        for row in part["rows"]:
             sizes = [_megabytes(row[key]) for key in ("temp_bytes", "copied_bytes")]
             rows.append([row["system"], f"{row['ratio']:.3f}", *sizes])
         header = [f"compiled for {target}", "bytes / plain", "temporary MB"]
         tables.append(table([*header, "copied MB"], rows))
     return tables
-
-
-def compiling_table(results: dict[str, Any]) -> str:
-    """Returns a table of the times to compile, a column per part: the CPU is last."""
-    parts = sorted(results.items(), reverse=True)
-    columns = {part: _ratios(found["rows"]) for part, found in parts}
-    return _ratio_table("time to compile / plain", columns)
 
 
 def replace_tables(page: str, tables: list[str]) -> str:

@@ -1,31 +1,27 @@
 """Measures what it costs that an overflow repeats the pass, and its benefit.
 
-`python -m benchmarks.retries` measures time on the CPU, compiles for a TPU v5e and an
-H100 as `benchmarks.compiled` does, and trains a network at several growth intervals. It
-adds to `results/retries.json`. Arguments name some of these parts: `CPU training`.
+`python -m benchmarks.retries` measures time on the CPU, and compiles for a TPU v5e and
+an H100 as `benchmarks.compiled` does. It adds to `results/retries.json`, which also has
+trainings at several growth intervals. Arguments name some of these parts: `CPU`.
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from rich.progress import track
 
 from benchmarks import compiled, hlo, report
 from benchmarks.measure import Running, compare, cpu_seconds
-from benchmarks.rules import train
 from benchmarks.systems import OPTIMIZERS, System, minimize
-from benchmarks.tasks import perceptron
 from benchmarks.workloads import Workload, convnet, mlp, transformer
 from optax_lossscale import DynamicLossScale
 
 RESULTS = report.RESULTS / "retries.json"
 RETRIES = 24
 SECONDS = 30.0  # that each comparison runs
-STEPS, EVERY, INTERVALS = 5000, 20, (50, 2000)  # of the trainings
+STEPS, INTERVALS = 5000, (50, 2000)  # of the trainings
 # The scale doubles in every step, and falls in the next: one retry in a step.
 ALWAYS = DynamicLossScale(2.0**24, growth_interval=1)
 
@@ -83,49 +79,29 @@ def by_compiler(target: str) -> list[dict[str, Any]] | None:
             )
             seconds, program = cpu_seconds(compile_step)
             module = hlo.parse(program.as_text()).without_loop("retries")
-            found = compiled.describe(program)
-            found |= {"bytes": module.bytes_moved(), "kernels": module.kernels()}
-            pair.append(found | {"compile_seconds": seconds})
+            numbers = compiled.describe(program)
+            numbers |= {"bytes": module.bytes_moved(), "kernels": module.kernels()}
+            pair.append(numbers | {"compile_seconds": seconds})
         rows.append({"program": name, "without": pair[0], "with": pair[1]})
     return rows if device else None
-
-
-def trainings() -> list[dict[str, Any]]:
-    """Trains without and with retries at several growth intervals."""
-    task, rows = perceptron(STEPS), []
-    for interval, retries in itertools.product(INTERVALS, (0, RETRIES)):
-        rule = DynamicLossScale(2.0**24, growth_interval=interval)
-        keys = jax.random.split(jax.random.key(0), 5)
-        found = train(task, rule, keys, EVERY, retries)
-        row = {
-            "lost": found["skipped"].sum(1),
-            # Between the scale of a step and the next that overflows.
-            "bits": found["oracle"] + 1 - found["scale"][:, ::EVERY],
-            "flushed": found["underflow"],
-        }
-        means = {name: float(np.mean(values)) for name, values in row.items()}
-        means["loss"] = found["loss"][:, -STEPS // 10 :].mean(1).tolist()
-        rows.append({"interval": interval, "retries": retries, **means})
-    return rows
 
 
 PARTS: dict[str, Callable[[], list[dict[str, Any]] | None]] = {
     "CPU": on_cpu,
     compiled.TPU: functools.partial(by_compiler, compiled.TPU),
     compiled.H100: functools.partial(by_compiler, compiled.H100),
-    "training": trainings,
 }
 
 
-def tables(found: dict[str, Any]) -> list[str]:
+def tables(results: dict[str, Any]) -> list[str]:
     """Returns Markdown tables: time on the CPU, what compilers say, and trainings."""
     times, costs, trained = [], [], []
-    for row in found["CPU"]["rows"]:
+    for row in results["CPU"]["rows"]:
         spread = "{:.2f} to {:.2f}".format(*row["spread"])
         ratio, retry = f"{row['ratio']:.2f}", f"{row['retry']:.2f}"
         times.append([row["program"], ratio, spread, retry])
     for target in (compiled.TPU, compiled.H100):
-        for row in found[target]["rows"]:
+        for row in results[target]["rows"]:
             pair = row["without"], row["with"]
             memory = " to ".join(f"{x['temp_bytes'] / 1e6:,.0f}" for x in pair)
             kernels = " to ".join(f"{x['kernels']}" for x in pair)
@@ -133,7 +109,7 @@ def tables(found: dict[str, Any]) -> list[str]:
                 f"{pair[1][x] / pair[0][x]:.2f}" for x in ("bytes", "compile_seconds")
             ]
             costs.append([f"{target}: {row['program']}", memory, kernels, *ratios])
-    for row in found["training"]["rows"]:
+    for row in results["training"]["rows"]:
         label = f"{row['interval']}, {'with' if row['retries'] else 'without'} retries"
         bits, flushed = f"{row['bits']:.1f}", f"{row['flushed']:.2%}"
         loss = f"{min(row['loss']):.1e} to {max(row['loss']):.1e}"
@@ -152,8 +128,8 @@ def tables(found: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Measures all parts, or those that are named, and writes the results."""
-    found = report.measure_parts("benchmarks.retries", __doc__, PARTS, RESULTS)
-    print("\n".join(tables(found)))
+    results = report.measure_parts("benchmarks.retries", __doc__, PARTS, RESULTS)
+    print("\n".join(tables(results)))
 
 
 if __name__ == "__main__":

@@ -206,8 +206,8 @@ def _keras(name, loss_fn, *, scaled):
     def step(params, state, *batch):
         scale = 1
         if scaled:
-            found = [v is optimizer.dynamic_scale for v in optimizer.variables]
-            scale = state[found.index(True)]
+            is_scale = [v is optimizer.dynamic_scale for v in optimizer.variables]
+            scale = state[is_scale.index(True)]
         grads, loss = _scaled_grad(loss_fn, lambda x: x * scale, params, batch)
         leaves, treedef = jax.tree.flatten(params)
         grads = treedef.flatten_up_to(grads)
@@ -236,16 +236,16 @@ def make_systems(
     """
     inner = OPTIMIZERS[optimizer]
     make = functools.partial
-    found = {PLAIN: make(plain, inner, loss_fn)}
-    found["minimize"] = make(minimize, inner, loss_fn)
+    systems = {PLAIN: make(plain, inner, loss_fn)}
+    systems["minimize"] = make(minimize, inner, loss_fn)
     for call in ("apply_gradients", "update"):
         label = f"{call} of unscaled" if given else call
-        found[label] = make(in_two, inner, loss_fn, call=call, given=given)
-    found["minimize, fixed scale"] = make(minimize, inner, loss_fn, loss_scale=SCALE)
-    found["with_loss_scale, update"] = make(_in_a_trainer, inner, loss_fn)
-    found["flax DynamicScale"] = make(flax_scale, inner, loss_fn)
-    found["jmp"] = make(_jmp, inner, loss_fn)
-    found["mpx"] = make(_mpx, inner, loss_fn)
-    found[PLAIN_KERAS] = make(_keras, optimizer, loss_fn, scaled=False)
-    found["Keras 3"] = make(_keras, optimizer, loss_fn, scaled=True)
-    return found
+        systems[label] = make(in_two, inner, loss_fn, call=call, given=given)
+    systems["minimize, fixed scale"] = make(minimize, inner, loss_fn, loss_scale=SCALE)
+    systems["with_loss_scale, update"] = make(_in_a_trainer, inner, loss_fn)
+    systems["flax DynamicScale"] = make(flax_scale, inner, loss_fn)
+    systems["jmp"] = make(_jmp, inner, loss_fn)
+    systems["mpx"] = make(_mpx, inner, loss_fn)
+    systems[PLAIN_KERAS] = make(_keras, optimizer, loss_fn, scaled=False)
+    systems["Keras 3"] = make(_keras, optimizer, loss_fn, scaled=True)
+    return systems

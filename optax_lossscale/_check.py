@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
+
+from optax_lossscale._tree import is_half
 
 # Within these bounds the scale and its reciprocal are normal float32 numbers.
 # Outside, one of the two is subnormal, which most hardware flushes to zero: all
@@ -17,11 +18,10 @@ LARGEST_SCALE = 2.0**126
 
 def _number(name: str, value: Any) -> Any:
     """Returns `value`, if it is a real number of Python or NumPy, in full precision."""
-    dtype = getattr(value, "dtype", np.dtype(float))
-    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+    if hasattr(value, "dtype") and is_half(value.dtype):
         raise ValueError(
-            f"{name} must not be of half precision ({dtype}), which rounds it, got "
-            f"{value!r}. Pass a Python number."
+            f"{name} must not be of half precision ({value.dtype}), which rounds it, "
+            f"got {value!r}. Pass a Python number."
         )
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(
@@ -60,11 +60,7 @@ fixed_scale = _between(
 share = _between(0, 1, "from 0 to 1")
 bits = _between(0, 128, "from 0 to 128")
 boolean = _of(lambda x: isinstance(x, bool), "True or False")
-string = _of(lambda x: isinstance(x, str), "a string")
 function = _of(callable, "a function")
-loss_function = _of(
-    callable, "a function, the first argument of minimize and value_and_grad"
-)
 
 
 def count(name: str, value: Any, least: int = 1) -> int:
@@ -82,7 +78,7 @@ def dtype(name: str, value: Any) -> str:
         dtype = jnp.dtype(value)
     except TypeError:
         raise TypeError(f"{name} must be a dtype or its name, got {value!r}.") from None
-    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 2:
+    if not is_half(dtype):
         raise ValueError(
             f"{name} must be a floating-point dtype of at most 16 bits, got {value!r}."
         )

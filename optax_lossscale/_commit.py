@@ -85,16 +85,14 @@ def commit(
       A tree of the structure that `run` and `keep` share.
     """
     arrays, join = _tree.split_arrays((inputs, operands))
-    joins = []  # Filled when `run` is traced: how to join its results.
+    results = _tree.Template()
 
     def run_arrays(arrays):
         inputs, operands = join(arrays)
-        results, join_results = _tree.split_arrays(run(inputs, *operands))
-        joins.append(join_results)
-        return results
+        return results.take(run(inputs, *operands))
 
     def keep_arrays(like, arrays):
-        new = joins[0](like)
+        new = results.fill(like)
         old = keep(new, *join(arrays)[1])
         if place := _tree.difference(new, old):
             raise ValueError(
@@ -105,7 +103,7 @@ def commit(
 
     if should_apply is None:
         new = run_arrays(arrays)
-        return joins[0](_tree.cast_like(new, keep_arrays(new, arrays)))
+        return results.fill(_tree.cast_like(new, keep_arrays(new, arrays)))
     compute = jax.jit(run_arrays) if is_recording() else run_arrays
 
     def where(should_apply, arrays):
@@ -138,7 +136,7 @@ def commit(
         new = lax.platform_dependent(should_apply, arrays, cpu=on_cpu, default=where)
     else:
         new = where(should_apply, arrays)
-    return joins[0](new)
+    return results.fill(new)
 
 
 def _is_select_better(old: list[jax.Array], arrays: list[jax.Array]) -> bool:

@@ -12,14 +12,13 @@ from jax import lax
 from jax.core import Tracer
 
 from optax_lossscale import _check as check
-from optax_lossscale._commit import is_recording
-from optax_lossscale._modules import is_module
+from optax_lossscale._commit import barrier_on_cpu, is_recording
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._scaling import scale_down, scale_up
 from optax_lossscale._state import check_scalar, find_rule_state, warn_if_in_multi_steps
 from optax_lossscale._tree import inexact_leaves, is_inexact, types_of, unbox
-from optax_lossscale._warn import is_called_by_jit, warn
+from optax_lossscale._warn import warn
 
 # The libraries whose transforms reduce no gradients by themselves.
 AUTODIFF = ("jax", "equinox", "flax")
@@ -28,11 +27,12 @@ AUTODIFF = ("jax", "equinox", "flax")
 def scale_of_step(rule: LossScale, state: Any) -> jax.Array:
     """Returns the scale to compute with, a scalar without a derivative."""
     warn_if_in_multi_steps(state)
-    found = find_rule_state(state, rule)
-    scale = rule(found)
+    rule_state = find_rule_state(state, rule)
+    scale = rule(rule_state)
     check_scalar("loss_scale_state.loss_scale", scale)
-    is_constant = is_recording() and not isinstance(unbox(found.loss_scale), Tracer)
-    if is_constant and not isinstance(rule, FixedLossScale) and is_called_by_jit():
+    is_constant = not isinstance(unbox(rule_state.loss_scale), Tracer)
+    # JAX also keeps what jax.lax.scan compiles for the next call with this function.
+    if is_constant and is_recording() and not isinstance(rule, FixedLossScale):
         warn(
             "The loss scale is a constant in a function that JAX compiles. Make the "
             "state an argument, and call value_and_grad inside the training step."
@@ -53,8 +53,15 @@ def scale_loss(rule: LossScale, loss: Any, state: Any) -> Any:
     return scale_up(loss, scale_of_step(rule, state))
 
 
-def unscale_by(grads: Any, scale: jax.Array) -> Any:
-    """Divides gradients by a scale."""
+def unscale(grads: Any, scale: jax.Array, skips: bool = False) -> Any:
+    """Divides gradients by a scale.
+
+    Args:
+      grads: The gradients.
+      scale: The scale.
+      skips: Whether a step with these gradients may be skipped.
+    """
+    grads = barrier_on_cpu(skips, grads)
     return jax.tree.map(lambda x: scale_down(x, scale) if is_inexact(x) else x, grads)
 
 
@@ -74,7 +81,7 @@ def scaled_grad(
       transform: `jax.value_and_grad`, or a function like it.
       argnums: Which positional arguments to differentiate with respect to.
     """
-    check.loss_function("loss_fn", fun)
+    check.function("loss_fn", fun)
     # eqx.filter_value_and_grad has no argnums: it uses the first argument.
     transform = functools.partial(transform, **{"argnums": argnums} if argnums else {})
 
@@ -88,28 +95,12 @@ def scaled_grad(
 
         if kwargs:  # Flax nnx looks up their positions.
             vars(loss_times_scale)["__wrapped__"] = fun
-        try:
-            result = transform(loss_times_scale, has_aux=True)(*args, **kwargs)
-        except TypeError as error:
-            if library_of(transform) == "jax":
-                _name_transform(error, args)
-            raise
+        result = transform(loss_times_scale, has_aux=True)(*args, **kwargs)
         value, grads = _unpack(result)
         _warn_of_local_loss(loss_of(value, has_aux), grads, transform)
         return value, grads
 
     return value_and_grad
-
-
-def _name_transform(error: TypeError, args: Any) -> None:
-    """Adds to an error of `jax.value_and_grad` the transform of a model's library."""
-    if any(map(is_module, args)):
-        error.add_note("For a Flax nnx model pass transform=nnx.value_and_grad.")
-    elif any(map(callable, jax.tree.leaves(args[:1]))):
-        error.add_note(
-            "Leaves of the parameters are functions: for an Equinox model pass "
-            "transform=eqx.filter_value_and_grad."
-        )
 
 
 def check_argnums(transform: Callable[..., Any]) -> None:
@@ -144,8 +135,7 @@ def check_averaging(axes: tuple[Hashable, ...], transform: Callable[..., Any]) -
         raise ValueError(
             "minimize cannot average gradients in jax.pmap or shard_map(check_vma="
             f"False). Call value_and_grad, jax.lax.pmean(grads, {axis!r}), "
-            "apply_gradients. With retries, or if loss_fn reduces gradients, use "
-            "jax.shard_map(check_vma=True)."
+            "apply_gradients; or use jax.shard_map(check_vma=True)."
         )
 
 

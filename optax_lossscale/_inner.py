@@ -8,14 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._scaling import at_least_float32
-from optax_lossscale._tree import (
-    is_array,
-    is_float0,
-    is_inexact,
-    is_key,
-    strongly_typed,
-)
+from optax_lossscale._tree import is_array, is_half, is_key, strongly_typed
 
 
 def check_optimizer(inner: Any) -> None:
@@ -28,7 +21,7 @@ def check_optimizer(inner: Any) -> None:
         )
 
 
-def taken_by(
+def arguments_of(
     function: Callable[..., Any], extra_args: dict[str, Any]
 ) -> dict[str, Any]:
     """Returns those of the arguments that a function takes."""
@@ -38,35 +31,18 @@ def taken_by(
     return {x.name: extra_args[x.name] for x in parameters if x.name in extra_args}
 
 
-def _explained(method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Calls a method of the optimizer; adds to its errors what may have gone wrong."""
-    try:
-        return method(*args, **kwargs)
-    except (TypeError, ValueError) as error:
-        note = (
-            "inner_optimizer raised this. The state must be one that init of this "
-            "optimizer made. With scale_as_parameter, masks need an entry for the "
-            "scale, and a line search needs value, grad and value_fn."
-        )
-        if any(map(is_float0, jax.tree.leaves((args, kwargs)))):
-            note = "Integers have float0 gradients: leave them out of the parameters."
-        error.add_note(note)
-        raise
-
-
 def init(inner: Any, params: Any) -> Any:
     """Returns a state in at least float32, for what is a number in `params`.
 
     Optimizers make their state in the dtypes of the parameters. In float16, momenta
     overflow and squares of gradients underflow, even if the gradients are float32.
     """
-    return _explained(inner.init, widen(without_constants(params)))
+    return inner.init(widen(without_constants(params)))
 
 
 def is_narrow(leaf: Any) -> bool:
     """Whether `leaf` is a floating-point array, or its shape, narrower than float32."""
-    dtype = getattr(leaf, "dtype", None)
-    return is_inexact(leaf) and dtype is not None and at_least_float32(dtype) != dtype
+    return hasattr(leaf, "dtype") and is_half(leaf.dtype)
 
 
 def check_dtypes(inner: Any, state: Any, params: Any, grads: Any) -> None:
@@ -74,13 +50,10 @@ def check_dtypes(inner: Any, state: Any, params: Any, grads: Any) -> None:
     if not any(map(is_narrow, jax.tree.leaves(state))):
         return
     leaves = jax.tree.leaves_with_path(state)
-    for like in (params, grads):  # It may belong to what has a gradient.
-        made = jax.tree.leaves(jax.eval_shape(lambda like=like: init(inner, like)))
-        if len(made) == len(leaves):
-            break
-    else:
-        return  # The step says what is wrong.
-    for (path, x), wanted in zip(leaves, made, strict=True):
+    # It may belong to what has a gradient. If to neither, the step says what is wrong.
+    made = (jax.eval_shape(lambda x=x: init(inner, x)) for x in (params, grads))
+    alike = (x for x in map(jax.tree.leaves, made) if len(x) == len(leaves))
+    for (path, x), wanted in zip(leaves, next(alike, ()), strict=False):
         if is_narrow(x) and x.dtype != wanted.dtype:
             raise TypeError(
                 f"state.inner_state{jax.tree_util.keystr(path)} must be "
@@ -98,11 +71,10 @@ def update(
     Parts of the parameters may have no gradient, such as the functions in an Equinox
     model. The state may belong to all parameters, or to those with a gradient.
     """
+    extra_args = arguments_of(inner.update, extra_args)
 
     def run(updates, params, extra_args):
-        taken = taken_by(inner.update, extra_args)
-        wide = widen(updates), state, widen(params)
-        return _explained(inner.update, *wide, **taken)
+        return inner.update(widen(updates), state, widen(params), **extra_args)
 
     is_whole = jax.tree.structure(updates) == jax.tree.structure(params)
     if params is None or is_whole:
@@ -117,8 +89,7 @@ def update(
         return run(updates, chosen, extra_args)
     params = without_constants(params)
     if "grad" in extra_args:
-        grad = _zeros_for_none(extra_args["grad"], params)
-        extra_args = extra_args | {"grad": grad}
+        extra_args = extra_args | {"grad": _zeros_for_none(extra_args["grad"], params)}
     new, state = run(_zeros_for_none(updates, params), params, extra_args)
     return _none_like(updates, new), state
 
@@ -156,7 +127,7 @@ def without_constants(params: Any) -> Any:
     return jax.tree.map(chosen, params)
 
 
-def typed(params: Any, grads: Any) -> Any:
+def parameters_as_arrays(params: Any, grads: Any) -> Any:
     """Returns parameters as strongly typed arrays where they have a gradient."""
 
     def leaf(grad, param):

@@ -20,8 +20,7 @@ def flax_nnx() -> Any:
 
 def is_module(x: Any) -> bool:
     """Whether `x` is a module, or another object of nnx that holds variables."""
-    nnx = flax_nnx()
-    return nnx is not None and isinstance(x, nnx.Pytree)
+    return flax_nnx() is not None and isinstance(x, flax_nnx().Pytree)
 
 
 def is_stateful(x: Any) -> bool:
@@ -39,7 +38,7 @@ def _state_of(variables: dict[Any, Any]) -> Any:
     return flax_nnx().from_flat_state(list(variables.items()))
 
 
-def trained(tree: Any, grads: Any) -> Any:
+def parameters_of(tree: Any, grads: Any) -> Any:
     """Returns the parameters of a tree: of a module, the variables with a gradient.
 
     Args:
@@ -68,7 +67,7 @@ def with_parameters(tree: Any, params: Any, *, in_place: bool) -> Any:
 
     Args:
       tree: A pytree, perhaps with modules in it.
-      params: As `trained` returns them.
+      params: As `parameters_of` returns them.
       in_place: Whether the modules change, or else copies of them.
 
     Returns:
@@ -85,39 +84,39 @@ def with_parameters(tree: Any, params: Any, *, in_place: bool) -> Any:
     return jax.tree.map(of_module, tree, params, is_leaf=is_module)
 
 
-def snapshot(args: Any) -> Callable[[], Callable[[Any], None] | None]:
-    """Remembers the variables among arguments.
+class Changes:
+    """What a pass changes in the variables among its arguments.
 
-    Args:
-      args: Arguments of a pass that may change variables, such as batch statistics.
-
-    Returns:
-      A function to call after the pass. If that changed variables, it returns a
-      function of a flag, bool[], to call after the step. Where the flag is False, this
-      gives the variables their old values. Random counts and keys go on.
+    It may change batch statistics, for example. Random counts and keys go on, whatever
+    the step does.
     """
-    leaves = jax.tree.leaves(args, is_leaf=is_stateful)
-    modules = [x for x in leaves if is_stateful(x)]
-    before = _copies(modules) if modules else {}
 
-    def look():
-        changed = _changed(modules, before) if modules else {}
-        paths = [
+    def __init__(self, args: Any):
+        """Takes the arguments, before the pass."""
+        leaves = jax.tree.leaves(args, is_leaf=is_stateful)
+        self._modules = list(filter(is_stateful, leaves))
+        self._before = _copies(self._modules) if self._modules else {}
+        self._paths: list[Any] = []
+
+    def look(self) -> bool:
+        """Looks for changes, after the pass; tells whether there are any."""
+        changed = _changed(self._modules, self._before) if self._modules else {}
+        # What did not change may belong to an outer trace.
+        self._paths = [
             path
             for path, new in changed.items()
-            if jax.tree.structure(new) == jax.tree.structure(before.get(path))
+            if jax.tree.structure(new) == jax.tree.structure(self._before.get(path))
             and not isinstance(new, flax_nnx().RngState)
         ]
+        return bool(self._paths)
 
-        def keep_if(flag):
-            after, select = _variables(modules), functools.partial(_select, flag)
-            kept = {x: jax.tree.map(select, after[x], before[x]) for x in paths}
-            flax_nnx().update(modules, _state_of(kept))
-
-        # What did not change may belong to an outer trace.
-        return keep_if if paths else None
-
-    return look
+    def keep_if(self, flag: jax.Array) -> None:
+        """Gives what has changed its old values where the flag is False."""
+        if self._paths:
+            after, select = _variables(self._modules), functools.partial(_select, flag)
+            before = self._before
+            kept = {x: jax.tree.map(select, after[x], before[x]) for x in self._paths}
+            flax_nnx().update(self._modules, _state_of(kept))
 
 
 def _copies(modules: Any) -> dict[Any, Any]:

@@ -6,26 +6,15 @@ from typing import Any
 import jax
 import optax
 
-from optax_lossscale import (
-    _check as check,
-    _gradients,
-    _inner,
-    _modules,
-    _retries,
-    _step,
-    _tree,
-)
-from optax_lossscale._commit import barrier_on_cpu
+from optax_lossscale import _check as check, _gradients, _modules, _retries, _step
+from optax_lossscale._inner import as_parameters, check_optimizer
+from optax_lossscale._rules import identifiers
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
-from optax_lossscale._rules.identifiers import (
-    RuleName,
-    get_loss_scale,
-    keras_loss_scale,
-)
 from optax_lossscale._scaling import all_finite
 from optax_lossscale._state import LossScaleOptimizerState, find_rule_state, find_state
 from optax_lossscale._step import Options
+from optax_lossscale._tree import unbox
 
 # What a subclass must not override: `minimize` is one step, and calls no other method.
 STEP = ("init", "update", "value_and_grad", "apply_gradients", "minimize")
@@ -72,10 +61,10 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
     Raises:
       ValueError: If `loss_scale` comes with `dynamic`, `initial_scale` or
-        `dynamic_growth_steps`, or `dynamic=False` without `initial_scale` or with
-        `dynamic_growth_steps`; if an argument is out of its range.
-      TypeError: If an argument is of the wrong type, or `inner_optimizer` is a
-        `LossScaleOptimizer`.
+        `dynamic_growth_steps`, or `dynamic=False` with `dynamic_growth_steps`; if an
+        argument is out of its range.
+      TypeError: If an argument is of the wrong type, or `dynamic=False` comes without
+        `initial_scale`.
 
     Examples:
       The whole step in one call, which is also the fastest way:
@@ -115,7 +104,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     def __new__(
         cls,
         inner_optimizer: optax.GradientTransformation | Any,
-        loss_scale: LossScale | float | RuleName | None = None,
+        loss_scale: LossScale | float | identifiers.RuleName | None = None,
         *,
         dynamic: bool = True,
         initial_scale: float | None = None,
@@ -124,13 +113,11 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         check_loss: bool = False,
         retries: int | None = None,
     ):
-        if isinstance(inner_optimizer, LossScaleOptimizer):
-            raise TypeError("inner_optimizer scales losses: scaling twice is a bug.")
         keras = (dynamic, initial_scale, dynamic_growth_steps)
         if loss_scale is None:
-            chosen = keras_loss_scale(*keras)
+            chosen = identifiers.keras_loss_scale(*keras)
         elif keras == (True, None, None):
-            chosen = get_loss_scale(loss_scale)
+            chosen = identifiers.get_loss_scale(loss_scale)
         else:
             raise ValueError(
                 "Pass either loss_scale or (dynamic, initial_scale, "
@@ -144,7 +131,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             check_loss=check.boolean("check_loss", check_loss),
             retries=0 if retries is None else check.count("retries", retries, least=0),
         )
-        self._options.check()
+        check_optimizer(inner_optimizer)
         return self
 
     # Subclasses may have attributes of their own. Two optimizers are equal if all of
@@ -156,9 +143,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             if getattr(cls, name) is not getattr(LossScaleOptimizer, name):
                 raise TypeError(
                     f"{cls.__name__} must not override {name}: a step is computed as a "
-                    "whole, and would not call it. Wrap the inner optimizer to change "
-                    "updates, subclass LossScale for another rule, or write a function "
-                    "around the step. Other methods and attributes are yours."
+                    "whole, and would not call it. Wrap the inner optimizer, or "
+                    "subclass LossScale. Other methods and attributes are yours."
                 )
         jax.tree_util.register_static(cls)
 
@@ -180,16 +166,6 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     def __reduce__(self):
         # Copies of the tuple's functions would still call the original.
         return _without_attributes, (type(self),), vars(self)
-
-    def _replace(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, **functions: Any
-    ):
-        """Raises: the step would not call what replaces `init` or `update`."""
-        raise TypeError(
-            f"A LossScaleOptimizer keeps its functions, got {sorted(functions)} to "
-            "replace. Wrap the inner optimizer, or make an "
-            "optax.GradientTransformationExtraArgs(init, update) around this one."
-        )
 
     def init(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, params: optax.Params
@@ -296,38 +272,34 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> print(params, state.retries, state.skipped_steps)
           1.0 11 0
         """
-        options, look, model = self._options, None, params
-        rule = options.loss_scale
-        look_at_modules = _modules.snapshot((model, args, kwargs))
+        options, rule = self._options, self.loss_scale
         _gradients.check_argnums(transform)
         _gradients.check_averaging(options.axes, transform)
-        if options.retries:
-            value, grads, state, look = _retries.value_and_grad(
-                options, loss_fn, has_aux, transform, state, model, *args, **kwargs
-            )
-        else:
-            scaled = _gradients.scaled_grad(rule, loss_fn, has_aux, transform)
-            value, grads = self._unscaled(scaled, state, (model, *args), kwargs)
-        keep_if, params = look_at_modules(), _modules.trained(model, grads)
+        scaled = _gradients.scaled_grad(rule, loss_fn, has_aux, transform)
+        changes = _modules.Changes((params, args, kwargs))
+        value, grads, state, seen = _retries.value_and_grad(
+            options, scaled, has_aux, state, (params, *args), kwargs
+        )
+        changes.look()
+        old = _modules.parameters_of(params, grads)
 
         def value_fn(proposed):
-            proposed = _inner.as_parameters(proposed, params)
-            proposed = _modules.with_parameters(model, proposed, in_place=False)
-            out = loss_fn(proposed, *args, **kwargs)
+            proposed = as_parameters(proposed, old)
+            model = _modules.with_parameters(params, proposed, in_place=False)
+            out = loss_fn(model, *args, **kwargs)
             return out[0] if has_aux else out
 
         loss = value[0] if has_aux else value
         # A pytree, as some inner optimizers pass it through jax.jit or jax.lax.cond.
         extra = {"value": loss, "value_fn": jax.tree_util.Partial(value_fn)}
-        if skip_if is not None:
-            skip_if = skip_if(value, grads) if callable(skip_if) else skip_if
-            extra["skip_if"] = _step.flag(skip_if)
-        params, state = _step.take_step(
-            options, grads, params, state, extra, look, adds=True
+        if callable(skip_if):
+            skip_if = _step.as_veto(skip_if(value, grads))
+        new, state = _step.take_step(
+            options, grads, old, state, extra, skip_if, seen, adds=True
         )
-        model = _modules.with_parameters(model, params, in_place=True)
-        if keep_if and (options.skips or skip_if is not None):
-            keep_if(state.last_step_applied)
+        model = _modules.with_parameters(params, new, in_place=True)
+        if options.skips or skip_if is not None:
+            changes.keep_if(state.last_step_applied)
         return model, state, value
 
     def value_and_grad(
@@ -388,28 +360,22 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           1e-08
         """
         self._options.warn_of_retries("value_and_grad")
-        rule, options = self.loss_scale, self._options
+        options, rule = self._options, self.loss_scale
         scaled = _gradients.scaled_grad(rule, fun, has_aux, transform, argnums)
         self.current_loss_scale(state)  # Raises early.
 
         def value_and_grad(*args, **kwargs):
-            look_at_modules = _modules.snapshot((args, kwargs))
-            value, grads = self._unscaled(scaled, state, args, kwargs)
-            keep_if = look_at_modules()
-            if keep_if and rule.skip_nonfinite:
-                keep_if(all_finite(grads, axis_name=options.axis_name))
+            changes = _modules.Changes((args, kwargs))
+            # Read once: a state may change in place.
+            scale = _gradients.scale_of_step(rule, state)
+            value, grads = scaled(scale, *args, **kwargs)
+            grads = _gradients.unscale(grads, scale, options.skips)
+            if changes.look() and rule.skip_nonfinite:
+                changes.keep_if(all_finite(grads, axis_name=options.axis_name))
                 _gradients.warn_of_local_decision(options.axes, transform)
             return value, grads
 
         return value_and_grad
-
-    def _unscaled(self, scaled: Any, state: Any, args: Any, kwargs: Any) -> Any:
-        """Returns the value and the unscaled gradients of a function of a scale."""
-        # Read once: scaling and unscaling must agree, and a state may change in place.
-        scale = _gradients.scale_of_step(self.loss_scale, state)
-        value, grads = scaled(scale, *args, **kwargs)
-        grads = barrier_on_cpu(self._options.skips, grads)
-        return value, _gradients.unscale_by(grads, scale)
 
     def update(  # pyright: ignore[reportIncompatibleVariableOverride]
         self,
@@ -455,9 +421,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           UserWarning: With `retries`, because only `minimize` repeats a pass.
         """
         self._options.warn_of_retries("update")
-        extra_args["skip_if"] = skip_if
         return _step.take_step(
-            self._options, updates, params, state, extra_args, adds=False
+            self._options, updates, params, state, extra_args, skip_if, adds=False
         )
 
     def apply_gradients(
@@ -495,9 +460,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           UserWarning: With `retries`, because only `minimize` repeats a pass.
         """
         self._options.warn_of_retries("apply_gradients")
-        extra_args["skip_if"] = skip_if
         return _step.take_step(
-            self._options, grads, params, state, extra_args, adds=True
+            self._options, grads, params, state, extra_args, skip_if, adds=True
         )
 
     def current_loss_scale(self, state: Any) -> jax.Array:
@@ -600,7 +564,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           [Array(2., dtype=float32), None, Array(-4., dtype=float32)]
         """
         scale = _gradients.scale_of_step(self.loss_scale, state)
-        return _gradients.unscale_by(barrier_on_cpu(self._options.skips, grads), scale)
+        return _gradients.unscale(grads, scale, self._options.skips)
 
     @property
     def inner_optimizer(self) -> Any:
@@ -649,7 +613,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           0
         """
         good_steps = getattr(find_state(state).loss_scale_state, "good_steps", None)
-        return None if good_steps is None else _tree.unbox(good_steps)
+        return None if good_steps is None else unbox(good_steps)
 
 
 def _without_attributes(cls: type[LossScaleOptimizer]) -> LossScaleOptimizer:

@@ -17,110 +17,120 @@ from optax_lossscale._modules import Modules
 from optax_lossscale._scaling import all_finite
 from optax_lossscale._step import Look, Options, look
 
-HALF = jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16)
-
 
 def value_and_grad(
     options: Options,
-    loss_fn: Callable[..., Any],
+    scaled: Callable[..., tuple[Any, Any]],
     has_aux: bool,
-    transform: Callable[..., Any],
     state: _state.LossScaleOptimizerState,
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[Any, Any, _state.LossScaleOptimizerState, Look]:
+    args: Any,
+    kwargs: Any,
+) -> tuple[Any, Any, _state.LossScaleOptimizerState, Look | None]:
     """Computes gradients at the scale of the state, or at the next that is low enough.
 
     The first pass is the ordinary one. The loop after it ends at once, unless gradients
-    overflow: it repeats the whole pass.
+    overflow: it repeats the whole pass. Without retries there is no loop.
 
     Args:
       options: The arguments of the optimizer.
-      loss_fn: The loss function.
-      has_aux: Whether it returns a loss and auxiliary data.
-      transform: `jax.value_and_grad`, or a function like it.
+      scaled: What `scaled_grad` made of the loss function.
+      has_aux: Whether that returns a loss and auxiliary data.
       state: The state before the step.
-      *args: The arguments of `loss_fn`, first the parameters.
-      **kwargs: More of them.
+      args: The arguments of the loss function, first the parameters.
+      kwargs: More of them.
 
     Returns:
       The value of the first pass, the unscaled gradients, the state with the number of
-      retries, and the look at the gradients. If no retry saved the step, it is the
-      first look: the rule then goes on as without retries.
+      retries, and the look at the gradients; None without retries. If no retry saved
+      the step, it is the first look: the rule then goes on as without retries.
     """
     rule, axis_name = options.loss_scale, options.axis_name
-    _state.check_state(state, rule, options.retries)
-    scaled = _gradients.scaled_grad(rule, loss_fn, has_aux, transform)
     scale = _gradients.scale_of_step(rule, state)
-    joins = []
-
-    def is_traced(x):  # Other results are constants, and stay as they are.
-        return isinstance(x, Tracer)
-
-    def one_pass(scale):
-        (args, kwargs), changes = modules.join(modules.tree)
+    if not options.retries:
         value, grads = scaled(scale, *args, **kwargs)
-        value, join_value = _tree.split_arrays((value, changes()), is_traced)
-        grads, join_grads = _tree.split_arrays(grads)
-        joins[:] = join_value, join_grads
-        return value, grads
-
-    def run(scale, constants):
-        results = jaxpr_as_fun(ClosedJaxpr(jaxpr, constants))(scale)
-        # The check and the step read the same arrays, whatever XLA fuses.
-        grads = map(lax.optimization_barrier, _tree.strongly_typed(results[n:]))
-        return list(map(jnp.asarray, results[:n])), list(grads)  # No literals.
-
-    def unscaled(grads, scale):
-        return _gradients.unscale_by(join_grads(grads), scale)
-
-    def judge(grads, old, scale, retries):
-        looked = look(rule, unscaled(grads, scale), old, axis_name)
-        # In jax.shard_map it varies over the devices if the scale does.
-        finite = looked.finite | lax.full_like(scale, False, bool)
-        looked = looked._replace(
-            finite=finite, after=_tree.cast_like(looked.after, old)
-        )
-        again = ~finite & loss_is_finite & (rule(looked.after) < scale)
-        return looked, again & (retries < options.retries)
-
-    def attempt(last):
-        retries, looked, _, _ = last
-        scale = lax.stop_gradient(rule(looked.after))
-        _, grads = run(scale, [_pin(x, scale) for x in program.consts])
-        retries += 1
-        looked, again = judge(grads, looked.after, scale, retries)
-        return retries, looked, grads, again
-
+        return value, _gradients.unscale(grads, scale, options.skips), state, None
+    _state.check_state(state, rule, options.retries)
     with Modules((args, kwargs)) as modules:
-        # The loss is traced once: the same program runs before the loop and in it.
-        program, (value, _) = jax.make_jaxpr(one_pass, return_shape=True)(scale)
-        jaxpr, n, (join_value, join_grads) = program.jaxpr, len(value), joins
-        _check_effects(jaxpr, options)
-        born = _born(jaxpr, jaxpr.outvars[n:])
-        jaxpr = jaxpr.replace(outvars=jaxpr.outvars[:n] + born)
-        value, grads = run(scale, program.consts)
-        value, changes = join_value(value)
+        one_pass = _Pass(scaled, modules, scale)
+        _check_effects(one_pass.jaxpr, options)
+        value, grads = one_pass.run(scale, one_pass.constants)
+        value, changes = one_pass.value.fill(value)
         modules.write(changes)
     loss = _gradients.loss_of(value, has_aux)
     loss_is_finite = all_finite(loss, axis_name=axis_name)
-    like = _state.healed(rule, rule.init())
-    old = _tree.cast_like(_state.healed(rule, state.loss_scale_state), like)
+
+    def judge(grads, old, scale, retries):
+        seen = look(rule, one_pass.unscaled(grads, scale), old, axis_name)
+        # In jax.shard_map it varies over the devices if the scale does.
+        finite = seen.finite | lax.full_like(scale, False, bool)
+        seen = seen._replace(finite=finite, after=_tree.cast_like(seen.after, old))
+        again = ~finite & loss_is_finite & (rule(seen.after) < scale)
+        return seen, again & (retries < options.retries)
+
+    def attempt(last):
+        retries, seen, _, _ = last
+        scale = lax.stop_gradient(rule(seen.after))
+        _, grads = one_pass.run(scale, [_pin(x, scale) for x in one_pass.constants])
+        retries += 1
+        seen, again = judge(grads, seen.after, scale, retries)
+        return retries, seen, grads, again
+
+    like = _state.within_bounds(rule, rule.init())
+    old = _state.within_bounds(rule, state.loss_scale_state)
+    old = _tree.cast_like(old, like)
     none_yet = lax.full_like(scale, 0, jnp.int32)
     first, again = judge(grads, old, scale, none_yet)
     varying = map(_gradients.varying_axes, (first.finite, scale))
     _check_axes(frozenset.difference(*varying), options)
     with jax.named_scope("retries"):  # The loop's name in a profile.
         last = none_yet, first, grads, again
-        retries, looked, grads, _ = _repeat(attempt, last)
-    grads = unscaled(grads, lax.stop_gradient(rule(looked.before)))
+        retries, seen, grads, _ = _repeat(attempt, last)
+    grads = one_pass.unscaled(grads, lax.stop_gradient(rule(seen.before)))
     retries += jnp.asarray(state.retries, jnp.int32)
     retries = jnp.where(retries < 0, 2**31 - 1, retries)
-    looks = looked.before, looked.after
-    before, after = _tree.select(looked.finite, looks, (old, first.after))
-    looked = Look(before, after, looked.finite)
-    return value, grads, state._replace(retries=retries), looked
+    before, after = _tree.select(seen.finite, seen[:2], (old, first.after))
+    seen = Look(before, after, seen.finite)
+    return value, grads, state._replace(retries=retries), seen
+
+
+class _Pass:
+    """A pass as a program of the scale: the loss is traced once, and runs often.
+
+    Attributes:
+      value: The template of what the program returns first: the value, and the changes
+        in modules.
+      jaxpr: The program.
+      constants: The arrays that it closes over.
+    """
+
+    def __init__(self, scaled: Callable[..., Any], modules: Modules, scale: Any):
+        """Traces a function of a scale and of the arguments of the loss."""
+        # Other results are constants, and stay as they are.
+        self.value = _tree.Template(lambda x: isinstance(x, Tracer))
+        self._grads = _tree.Template()
+
+        def one_pass(scale):
+            (args, kwargs), changes = modules.join(modules.tree)
+            value, grads = scaled(scale, *args, **kwargs)
+            return self.value.take((value, changes())), self._grads.take(grads)
+
+        closed, (value, _) = jax.make_jaxpr(one_pass, return_shape=True)(scale)
+        self.constants, results = closed.consts, closed.jaxpr.outvars
+        self._n = len(value)
+        before = _before_cast(closed.jaxpr, results[self._n :])
+        self.jaxpr = closed.jaxpr.replace(outvars=results[: self._n] + before)
+
+    def run(self, scale: jax.Array, constants: Sequence[Any]) -> tuple[Any, Any]:
+        """Returns the arrays of the value, and those of the scaled gradients."""
+        results = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, constants))(scale)
+        value, grads = results[: self._n], _tree.strongly_typed(results[self._n :])
+        # The check and the step read the same arrays, whatever XLA fuses.
+        grads = list(map(lax.optimization_barrier, grads))
+        return list(map(jnp.asarray, value)), grads  # No literals.
+
+    def unscaled(self, grads: Sequence[jax.Array], scale: jax.Array) -> Any:
+        """Returns the gradients as a tree, unscaled."""
+        return _gradients.unscale(self._grads.fill(grads), scale)
 
 
 def _repeat(attempt: Callable[[Any], Any], last: Any) -> Any:
@@ -142,19 +152,19 @@ def _repeat(attempt: Callable[[Any], Any], last: Any) -> Any:
     return last
 
 
-def _born(jaxpr: Jaxpr, grads: Sequence[Any]) -> list[Any]:
-    """Returns gradients before a last cast to float32: the loop carries half as much.
+def _before_cast(jaxpr: Jaxpr, grads: Sequence[Any]) -> list[Any]:
+    """Strips a final cast to float32 of gradients: the loop carries half the bytes.
 
     The unscaling casts them.
     """
-    born: dict[Any, Any] = {}
+    narrow: dict[Any, Any] = {}
     equations: list[Any] = jaxpr.eqns
     for equation in equations:
         if equation.primitive.name == "convert_element_type":
             (old,), (new,) = equation.invars, equation.outvars
-            if old.aval.dtype in HALF and new.aval.dtype == jnp.float32:
-                born[new] = old
-    return [born.get(x, x) if isinstance(x, Var) else x for x in grads]
+            if _tree.is_half(old.aval.dtype) and new.aval.dtype == jnp.float32:
+                narrow[new] = old
+    return [narrow.get(x, x) if isinstance(x, Var) else x for x in grads]
 
 
 def _check_effects(jaxpr: Jaxpr, options: Options) -> None:
@@ -163,7 +173,7 @@ def _check_effects(jaxpr: Jaxpr, options: Options) -> None:
         raise TypeError(
             f"With retries={options.retries}, loss_fn must not write a jax.Ref of "
             "outside: each pass would write it again. Return the value as auxiliary "
-            "data, make the jax.Ref inside, or use an optimizer without retries."
+            "data, or make the jax.Ref inside."
         )
     # The index of a device has the same effect, and needs no other device.
     exchanged: set[Any] = {

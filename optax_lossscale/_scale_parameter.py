@@ -126,8 +126,8 @@ def with_loss_scale(
       become zero.
 
     Raises:
-      TypeError: If an argument is of the wrong type, or, when called, if the loss is
-        no floating-point number.
+      TypeError: If `loss_fn` is no function, or, when called, if the loss is no
+        floating-point number.
       ValueError: When called, unless the parameters hold one leaf of this name, a
         float32 scalar.
 
@@ -172,8 +172,6 @@ def with_loss_scale(
       30625.0 [0. 0.] [1.75 0.  ] 512.0
     """
     check.function("loss_fn", loss_fn)
-    check.string("name", name)
-    check.boolean("has_aux", has_aux)
     # No function of its own: cloudpickle would copy the rules of derivatives with it.
     scaled_loss = functools.partial(_scaled_loss, loss_fn, name, has_aux)
     functools.update_wrapper(scaled_loss, loss_fn)
@@ -239,7 +237,7 @@ def _enter_backward(residuals, grads):
             "Gradients of float16 parameters are zero below 2**-25 once they are "
             "unscaled. Keep parameters in float32, and cast them in loss_fn."
         )
-    grads = _tree.cast_like(_gradients.unscale_by(grads, scale), grads)
+    grads = _tree.cast_like(_gradients.unscale(grads, scale), grads)
     # Then the outer one must see the inf itself, so zero nothing here.
     finite = all_finite(grads) | (leaf <= 0)
     # Devices that share the scale share the decision: one lowers it for all of them.
@@ -292,7 +290,6 @@ def scale_as_parameter(
       one. `update` takes `skip_if`, and `value` if the loss is checked.
 
     Raises:
-      TypeError: If an argument is of the wrong type.
       ValueError: When called, unless the parameters, and their gradients, hold one
         leaf of this name, a float32 scalar.
 
@@ -312,11 +309,6 @@ def scale_as_parameter(
       >>> print(params["w"], params["loss_scale"])
       2.0 16384.0
     """
-    if not isinstance(optimizer, LossScaleOptimizer):
-        raise TypeError(
-            f"optimizer must be LossScaleOptimizer(inner_optimizer), got {optimizer!r}."
-        )
-    check.string("name", name)
     options = optimizer._options
     options.warn_of_retries("scale_as_parameter")
 
@@ -325,18 +317,20 @@ def scale_as_parameter(
             _, _, params = _take_out(name, params, "params")
         return optimizer.init(params)
 
-    def update(updates, state, params=None, **extra_args) -> tuple[Any, Any]:
+    def update(
+        updates, state, params=None, *, skip_if=None, **extra_args
+    ) -> tuple[Any, Any]:
         place, old, params = _take_out(name, params, "params")
         _, flags, grads = _take_out(name, updates, "grads")
         # One flag, or one for each example.
-        look = _look(options, grads, state, jnp.any(flags != 0))
+        seen = _look(options, grads, state, jnp.any(flags != 0))
         if "grad" in extra_args:
             _, _, extra_args["grad"] = _take_out(name, extra_args["grad"], "grads")
         if (of_all := extra_args.get("value_fn")) is not None:
             of_rest = jax.tree_util.Partial(lambda params: of_all(place(params, old)))
             extra_args["value_fn"] = of_rest
         updates, state = _step.take_step(
-            options, grads, params, state, extra_args, look, adds=False
+            options, grads, params, state, extra_args, skip_if, seen, adds=False
         )
         new_scale = options.loss_scale(state.loss_scale_state)
         # optax.apply_updates adds the difference. If the scale falls by more than
@@ -350,14 +344,14 @@ def _look(options: Options, grads: Any, state: Any, overflow: jax.Array) -> _ste
     """Shows an overflow, of which the gradient of the scale tells, to the rule."""
     rule = options.loss_scale
     _state.check_state(state, rule, options.retries)
-    seen = jax.tree.map(
+    true_grads = jax.tree.map(
         lambda x: jnp.where(overflow, jnp.nan, x) if _tree.is_inexact(x) else x, grads
     )
-    look = _step.look(rule, seen, state.loss_scale_state, options.axis_name)
+    seen = _step.look(rule, true_grads, state.loss_scale_state, options.axis_name)
     if rule.skip_nonfinite:
-        return look
+        return seen
     # The rule would apply the zeros.
-    return look._replace(finite=on_all_devices(~overflow, options.axis_name))
+    return seen._replace(finite=on_all_devices(~overflow, options.axis_name))
 
 
 def _take_out(
@@ -374,24 +368,24 @@ def _take_out(
       A function that puts an array in the place of the scale in such a tree; the scale;
       and the tree with None in its place.
     """
-    found = []
+    boxes: dict[str, Any] = {}
 
     def cut(path, box):
-        found.append((jax.tree_util.keystr(path), box))
+        boxes[jax.tree_util.keystr(path)] = box
 
     fits = _tree.is_float32_scalar if what == "params" else _tree.is_inexact
     rest = _tree.map_named(cut, name, tree)
-    arrays = jax.tree.leaves([box for _, box in found])
-    if len(found) != 1 or len(arrays) != 1 or not fits(arrays[0]):
-        got = ", ".join(f"{path}: {_tree.types_of(box)}" for path, box in found)
+    arrays = jax.tree.leaves(boxes)
+    if len(boxes) != 1 or len(arrays) != 1 or not fits(arrays[0]):
         raise ValueError(
             f"{what} must hold one float32 scalar named {name!r}, got "
-            f"{got or f'none in a {type(tree).__name__}'}. Add "
+            f"{_tree.types_of(boxes) or f'none in a {type(tree).__name__}'}. Add "
             "jnp.float32(initial_scale) to params, and differentiate all."
         )
 
     def place(tree, leaf):
-        box = jax.tree.map(lambda _: leaf, found[0][1])
+        (box,) = boxes.values()
+        box = jax.tree.map(lambda _: leaf, box)
         return _tree.map_named(lambda *_: box, name, tree)
 
     return place, arrays[0], rest

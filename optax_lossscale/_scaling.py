@@ -54,17 +54,16 @@ def _nonfinite_sums(leaves: list[jax.Array]) -> list[jax.Array]:
 
 def _count(leaves: list[jax.Array]) -> list[jax.Array]:
     # A sum, not a max: across devices, a max may drop nan.
-    return _sums(lambda x: (~lax.is_finite(x)).astype(jnp.float32), leaves)
+    return [_sum((~lax.is_finite(x)).astype(jnp.float32)) for x in leaves]
 
 
 def _differences(leaves: list[jax.Array]) -> list[jax.Array]:
     # Several times faster on CPU, where a count writes an array of booleans first.
-    return _sums(lambda x: lax.sub(x, x), leaves)
+    return [_sum(lax.sub(x, x)) for x in leaves]
 
 
-def _sums(function, leaves):
-    sums = (lax.reduce_sum(function(x), range(x.ndim)) for x in leaves)
-    return [x.astype(jnp.float32) for x in sums]
+def _sum(x: jax.Array) -> jax.Array:
+    return lax.reduce_sum(x, range(x.ndim)).astype(jnp.float32)
 
 
 def _parts(leaves: list[jax.Array]) -> list[jax.Array]:
@@ -98,13 +97,7 @@ def on_all_devices(flag: jax.Array, axis_name: Hashable | None) -> jax.Array:
 
 
 def _over_devices(reduce: Any, x: jax.Array, axis_name: Hashable | None) -> jax.Array:
-    try:
-        index = lax.axis_index(axis_name)
-    except NameError as error:
-        raise NameError(
-            f"axis_name={axis_name!r} was given to LossScaleOptimizer or all_finite, "
-            "and no pmap, shard_map or vmap binds it. Under jax.jit leave it out."
-        ) from error
+    index = lax.axis_index(axis_name)
     # Add a zero that varies along the axes: jax.shard_map refuses to reduce over axes
     # if devices are known to agree along some of them (as after a sum of gradients).
     return reduce(x + 0 * index.astype(x.dtype), axis_name)

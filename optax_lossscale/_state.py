@@ -18,6 +18,8 @@ SOURCES = (
     "minimize(loss_fn, params, state, *batch), value_and_grad(loss_fn, state), "
     "update(grads, state, params), apply_gradients(grads, params, state)."
 )
+# The counters that every state has.
+COUNTERS = "skipped_steps", "consecutive_skipped_steps", "stuck_steps"
 
 
 class LossScaleOptimizerState(NamedTuple):
@@ -104,21 +106,21 @@ def count_step(
 def nodes_of(kind: Any, tree: Any) -> list[Any]:
     """Returns the outermost nodes of a tree that are instances of `kind`."""
 
-    def found(node):
+    def is_wanted(node):
         return isinstance(node, kind)
 
-    return [node for node in jax.tree.leaves(tree, is_leaf=found) if found(node)]
+    return list(filter(is_wanted, jax.tree.leaves(tree, is_leaf=is_wanted)))
 
 
 def find_state(state: Any) -> LossScaleOptimizerState:
     """Returns the one state of a loss-scaled optimizer in a tree."""
-    found = nodes_of(LossScaleOptimizerState, state)
-    if len(found) != 1:
+    states = nodes_of(LossScaleOptimizerState, state)
+    if len(states) != 1:
         raise ValueError(
-            f"state must hold exactly one LossScaleOptimizerState, got {len(found)} in "
-            f"an object of type {type(state).__name__}. {SOURCES}"
+            f"state must hold exactly one LossScaleOptimizerState, got {len(states)} "
+            f"in an object of type {type(state).__name__}. {SOURCES}"
         )
-    return found[0]
+    return states[0]
 
 
 def check_state(state: Any, rule: LossScale, retries: int) -> None:
@@ -137,7 +139,8 @@ def check_state(state: Any, rule: LossScale, retries: int) -> None:
             "state._replace(retries=jnp.int32(0)) to go on from it."
         )
     check_scalar("loss_scale_state.loss_scale", _tree.unbox(scale_state.loss_scale))
-    for name in state._fields[2:6] + ("retries",) * (retries > 0):
+    names = "last_step_applied", *COUNTERS
+    for name in (*names, "retries") if retries else names:
         check_scalar(name, getattr(state, name))
 
 
@@ -151,28 +154,27 @@ def check_scalar(name: str, value: Any) -> None:
         )
 
 
-def healed(rule: LossScale, state: Any) -> Any:
-    """Returns a state of a rule, strongly typed, with the scale within its bounds."""
-    if hasattr(state, "_replace"):  # A state of another type heals when it is read.
+def within_bounds(rule: LossScale, state: Any) -> Any:
+    """Clips the scale of a rule's state, and makes its arrays strongly typed."""
+    if hasattr(state, "_replace"):  # The scale of others is clipped when it is read.
         state = state._replace(loss_scale=rule(state))
     return _tree.strongly_typed(state)
 
 
 def find_rule_state(state: Any, rule: LossScale) -> Any:
     """Returns the state of a rule in a tree with one `LossScaleOptimizerState`."""
-    found = find_state(state).loss_scale_state
-    if len(jax.tree.leaves(getattr(found, "loss_scale", None))) != 1:
-        raise ValueError(_other_rule(found, rule))
-    return found
+    rule_state = find_state(state).loss_scale_state
+    if len(jax.tree.leaves(getattr(rule_state, "loss_scale", None))) != 1:
+        raise ValueError(_other_rule(rule_state, rule))
+    return rule_state
 
 
 def _other_rule(state: Any, rule: LossScale) -> str:
     wanted, got = map(_tree.types_of, (jax.eval_shape(rule.init), state))
     return (
         f"state.loss_scale_state must be {wanted}, got {got}. Use the loss_scale that "
-        "the state was saved with, or the loss_scale_state of a new state. With Flax "
-        "nnx, let nnx.Optimizer.update take the step, or pass minimize a state of its "
-        "own, optimizer.init(nnx.state(model, nnx.Param))."
+        "the state was saved with, or the loss_scale_state of a new state. (The state "
+        "of an nnx.Optimizer is for its update alone.)"
     )
 
 

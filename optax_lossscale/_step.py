@@ -1,6 +1,6 @@
 """One step: look at the gradients, decide, run or keep, record."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,16 +23,6 @@ class Options(NamedTuple):
     axis_name: Hashable | None
     check_loss: bool
     retries: int
-
-    def check(self) -> None:
-        """Raises if an argument is of the wrong type or out of its range."""
-        _inner.check_optimizer(self.inner_optimizer)
-        try:
-            hash(self.axis_name)
-        except TypeError:  # A list, or a tuple that holds one.
-            raise TypeError(
-                f"axis_name must be a name or a tuple of names, got {self.axis_name!r}."
-            ) from None
 
     def warn_of_retries(self, caller: str) -> None:
         """Warns that a call other than `minimize` repeats nothing."""
@@ -69,11 +59,9 @@ def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
     rule = options.loss_scale
     return _state.LossScaleOptimizerState(
         inner_state=inner_state,
-        loss_scale_state=_state.healed(rule, rule.init()),
+        loss_scale_state=_state.within_bounds(rule, rule.init()),
         last_step_applied=jnp.ones((), bool),
-        skipped_steps=zero(),
-        consecutive_skipped_steps=zero(),
-        stuck_steps=zero(),
+        **{name: zero() for name in _state.COUNTERS},
         nonfinite_loss_steps=zero() if options.check_loss else None,
         retries=zero() if options.retries else None,
     )
@@ -85,7 +73,8 @@ def take_step(
     params: Any,
     state: Any,
     extra: dict[str, Any],
-    looked: "Look | None" = None,
+    skip_if: Any = None,
+    seen: "Look | None" = None,
     *,
     adds: bool,
 ) -> tuple[Any, _state.LossScaleOptimizerState]:
@@ -96,40 +85,34 @@ def take_step(
       grads: Unscaled gradients.
       params: The parameters; None if the inner optimizer needs none.
       state: The state.
-      extra: Extra arguments of the inner optimizer, and `skip_if`.
-      looked: What the rule saw of the gradients; None if it has not looked yet.
+      extra: Extra arguments of the inner optimizer.
+      skip_if: Whether to skip the step, or None; see `LossScaleOptimizer.update`.
+      seen: What the rule saw of the gradients; None if it has not looked yet.
       adds: Whether the result is the parameters, or else the updates: those of a
         skipped step are -0.0.
     """
     rule, axis_name = options.loss_scale, options.axis_name
-    skip_if = extra.pop("skip_if", None)
-    if isinstance(grads, Iterator):
-        raise TypeError(
-            "grads must be a pytree like the parameters, got an iterator. Write "
-            "apply_gradients(grads, params, state) for Keras's zip of the two."
-        )
 
     # Look at the gradients.
     _state.check_state(state, rule, options.retries)
     _inner.check_dtypes(options.inner_optimizer, state.inner_state, params, grads)
     _warn_of_scale_among(params)
-    skips = options.skips or skip_if is not None or looked is not None
-    if looked is None:
-        looked = look(rule, grads, state.loss_scale_state, axis_name)
-    old, new, finite = looked.before, looked.after, looked.finite
+    skips = options.skips or skip_if is not None or seen is not None
+    if seen is None:
+        seen = look(rule, grads, state.loss_scale_state, axis_name)
+    old, new, finite = seen.before, seen.after, seen.finite
     should_apply = finite
     at_minimum = rule._is_at_minimum(rule(old), rule(new))
 
     # Decide. A lower scale does not mend a loss that is not finite.
     loss_is_finite = is_vetoed = None
     if options.check_loss:
-        loss_is_finite = all_finite(_loss(extra), axis_name=axis_name)
+        loss_is_finite = all_finite(_loss_among(extra), axis_name=axis_name)
         should_apply &= loss_is_finite
-        new = _tree.select(
-            loss_is_finite, new, _tree.cast_like(_state.healed(rule, old), new)
-        )
+        kept = _tree.cast_like(_state.within_bounds(rule, old), new)
+        new = _tree.select(loss_is_finite, new, kept)
     if skip_if is not None:
-        veto = ~on_all_devices(~flag(skip_if), axis_name)
+        veto = ~on_all_devices(~as_veto(skip_if), axis_name)
         is_vetoed, should_apply = should_apply & veto, should_apply & ~veto
 
     applied = should_apply if skips else None
@@ -159,7 +142,7 @@ def take_step(
         keep,
         (grads, extra),
         _tree.strongly_typed(state.inner_state),
-        _inner.typed(params, grads),
+        _inner.parameters_as_arrays(params, grads),
     )
 
     # Record.
@@ -190,7 +173,7 @@ def look(rule: LossScale, grads: Any, old: Any, axis_name: Hashable | None) -> L
     new, finite = rule.update(grads, old, axis_name=axis_name)
     finite = jnp.asarray(finite, bool)
     # The scale has no derivative.
-    return Look(old, lax.stop_gradient(_state.healed(rule, new)), finite)
+    return Look(old, lax.stop_gradient(_state.within_bounds(rule, new)), finite)
 
 
 def _warn_of_scale_among(params: Any) -> None:
@@ -207,7 +190,7 @@ def _warn_of_scale_among(params: Any) -> None:
     _tree.map_named(look_at, "loss_scale", params)
 
 
-def _loss(extra: dict[str, Any]) -> Any:
+def _loss_among(extra: dict[str, Any]) -> Any:
     """Returns the loss among the extra arguments of a step with `check_loss`."""
     value: Any = extra.get("value")
     is_number = _tree.is_array(value) or type(value) in (int, float)
@@ -219,12 +202,12 @@ def _loss(extra: dict[str, Any]) -> Any:
     return value
 
 
-def flag(skip_if: Any) -> jax.Array:
-    """Returns the argument `skip_if` of a step as bool[]."""
-    skip = jnp.asarray(skip_if) if isinstance(skip_if, bool) else skip_if
-    if not _tree.is_array(skip) or (skip.shape, skip.dtype) != ((), jnp.bool_):
+def as_veto(skip_if: Any) -> jax.Array:
+    """Returns the argument `skip_if` of a step as bool[]; TypeError if it is none."""
+    veto = jnp.asarray(skip_if) if isinstance(skip_if, bool) else skip_if
+    if not _tree.is_array(veto) or (veto.shape, veto.dtype) != ((), jnp.bool_):
         raise TypeError(
             "skip_if must be a bool or an array bool[], True to skip this step, got "
-            f"{skip!r}. In minimize it may also be a function that returns one."
+            f"{veto!r}. In minimize it may also be a function that returns one."
         )
-    return skip
+    return veto

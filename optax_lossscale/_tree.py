@@ -60,12 +60,38 @@ def split_arrays(
     return [x for x in leaves if is_chosen(x)], join
 
 
+class Template:
+    """What is left of a tree without its arrays, for a function that JAX traces.
+
+    The function returns the arrays that `take` takes out. JAX may keep them for later;
+    `fill` puts others in their places.
+    """
+
+    def __init__(self, is_chosen: Callable[[Any], bool] = is_array):
+        """Takes which leaves are arrays."""
+        self._is_chosen = is_chosen
+
+    def take(self, tree: Any) -> list[jax.Array]:
+        """Returns the arrays of a tree, and keeps the rest."""
+        arrays, self._join = split_arrays(tree, self._is_chosen)
+        return arrays
+
+    def fill(self, arrays: Sequence[Any]) -> Any:
+        """Returns the tree that was taken last, with other arrays."""
+        return self._join(arrays)
+
+
 def is_inexact(leaf: Any) -> bool:
     """Whether `leaf` is a float or complex array or Python number."""
     dtype = getattr(leaf, "dtype", None)
     if dtype is None:
         return isinstance(leaf, float | complex)
     return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def is_half(dtype: Any) -> bool:
+    """Whether a dtype is a floating-point one of at most 16 bits."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 16
 
 
 def is_float32_scalar(leaf: Any) -> bool:
@@ -165,11 +191,6 @@ def select(pred: jax.Array, on_true: Any, on_false: Any) -> Any:
     """Selects between trees; leaves that are not arrays are constants."""
 
     def leaf(x, y):
-        if is_key(x):
-            # jax_debug_key_reuse would count the old key, of which the step used a
-            # copy, as used up.
-            clone = jax.random.clone
-            return clone(lax.select(pred, clone(x), clone(y)))
         return lax.select(pred, x, y) if is_array(x) else x
 
     return jax.tree.map(leaf, on_true, on_false)

@@ -2,7 +2,6 @@
 
 import sys
 import warnings
-from pathlib import Path
 
 LIBRARIES = ("optax_lossscale", "jax", "optax", "equinox", "flax")
 
@@ -16,15 +15,3 @@ def warn(message: str) -> None:
     while frame and frame.f_globals.get("__name__", "").split(".")[0] in LIBRARIES:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, UserWarning, stacklevel=level)
-
-
-def is_called_by_jit() -> bool:
-    """Tells whether `jax.jit` is tracing a function on this thread.
-
-    Other transformations of JAX that record operations, `jax.lax.scan` for example,
-    run what they recorded at once, so that a closed-over array is a current one.
-    """
-    frame = sys._getframe()
-    while frame is not None and Path(frame.f_code.co_filename).name != "pjit.py":
-        frame = frame.f_back
-    return frame is not None

@@ -26,9 +26,6 @@ import jax
 import optax
 import pytest
 
-# It needs PyTorch.
-collect_ignore = ["support/other_tools_torch.py"]
-
 hypothesis.settings.register_profile(
     "tests", deadline=None, derandomize=True, print_blob=True
 )

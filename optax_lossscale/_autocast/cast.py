@@ -13,10 +13,10 @@ from optax_lossscale import _check as check
 from optax_lossscale._autocast import choices as choices_lib, reasons
 from optax_lossscale._autocast.evaluate import NOTES, run_plan
 from optax_lossscale._autocast.policy import State
-from optax_lossscale._autocast.program import Step, read, steps_of
+from optax_lossscale._autocast.program import Step, read
 from optax_lossscale._autocast.states import Planner, is_float32
 from optax_lossscale._modules import Modules
-from optax_lossscale._tree import is_argument, is_inexact, split_arrays
+from optax_lossscale._tree import Template, is_argument, is_inexact, split_arrays
 from optax_lossscale._warn import warn
 
 P = ParamSpec("P")
@@ -118,35 +118,27 @@ def autocast(
         def flat(*arrays):
             (args, kwargs), changes = modules.join(join(arrays))
             out = written(*args, **kwargs)
-            results, join_results = split_arrays((out, changes()), _is_array)
-            joins[:] = [join_results]
-            return results
+            return results.take((out, changes()))
 
-        joins: list[Any] = []
+        results = Template(lambda x: isinstance(x, jax.Array))
         with Modules((args, kwargs)) as modules:
             arrays, join = split_arrays(modules.tree, _is_traced)
-            try:
-                closed = jax.make_jaxpr(flat)(*arrays)
-            except Exception as error:
-                if type(error).__name__ == "TraceContextError":  # of Flax nnx
-                    error.add_note(
-                        "autocast: the function closes over this model. Pass it as an "
-                        "argument: autocast(lambda model, x: model(x))(model, x)."
-                    )
-                raise
+            closed = jax.make_jaxpr(flat)(*arrays)
             arrays = list(map(jnp.asarray, arrays))
             named = {"args": args, "kwargs": kwargs}
-            found, reason = _evaluate(closed, arrays, name, choices, named)
+            arrays, reason = _evaluate(closed, arrays, name, choices, named)
             if (notes := NOTES.get()) is not None:
                 notes.append(f"{reason}." if reason else "")
             if reason and not told:
                 told.append(reason)
                 of = getattr(fun, "__name__", "the function")
                 warn(f"autocast computes nothing of {of} in {name}: {reason}.")
-            out, changes = joins[0](found)
+            out, changes = results.fill(arrays)
             modules.write(changes)
         return out
 
+    # A wrapper of it gets this, too, but is another function.
+    vars(cast)["autocast"] = cast
     vars(cast)["float32"] = choices
     inner = getattr(fun, "without_scale", None)  # What with_loss_scale wraps.
     if inner is not None:
@@ -159,8 +151,7 @@ def function_of(fun: Any) -> Any:
     if isinstance(fun, types.MethodType):
         written = function_of(fun.__func__)
         return written and types.MethodType(written, fun.__self__)
-    code = getattr(fun, "__code__", None)
-    is_cast = code is not None and code.co_filename == __file__
+    is_cast = getattr(fun, "autocast", object()) is fun
     return fun.__wrapped__ if is_cast else None
 
 
@@ -184,22 +175,18 @@ def _evaluate(closed, arrays, dtype, choices, called_with):
     # The caller reads the results in float32.
     program = read(closed, dtype, programs=None if choices else {})
     plan = planner.plan(program, inputs, (State.WIDE,) * len(outputs))
-    found = run_plan(planner, plan, arrays, outputs, is_saved=True)
-    found = list(map(jnp.asarray, found))  # Known numbers are none yet.
+    results = run_plan(planner, plan, arrays, outputs, is_saved=True)
+    results = list(map(jnp.asarray, results))  # Known numbers are no arrays yet.
     for choice in sorted(missing, key=lambda x: x.name):
         warn(
             f"float32 has something in which autocast casts nothing: {choice.name}. "
-            + choice.advice(list(steps_of(program)))
+            + choice.advice
         )
     if reasons.computes_in_half(plan):
-        return found, None
-    return found, reasons.reason(plan, called_with, is_chosen)
+        return results, None
+    return results, reasons.reason(plan, called_with, is_chosen)
 
 
 def _is_traced(x: Any) -> bool:
     """Whether it is an argument of the program; NumPy's integers and flags are not."""
     return is_argument(x) and (isinstance(x, jax.Array) or is_inexact(x))
-
-
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array)

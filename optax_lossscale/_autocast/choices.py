@@ -1,6 +1,5 @@
 """What the user keeps in float32, by `float32=`: which steps of a program that is."""
 
-import difflib
 import functools
 import inspect
 import re
@@ -9,11 +8,6 @@ from typing import Any
 
 from optax_lossscale._autocast.program import Step
 from optax_lossscale._jaxprs.lines import Function
-
-KINDS = (
-    'lines ("file.py:123", or what diagnostics.float32_lines returns), functions, '
-    'classes, methods, or names of scopes ("encoder/attention")'
-)
 
 
 class Choice:
@@ -40,7 +34,10 @@ class Choice:
             return
         self._functions = set(_functions(chosen))
         if not self._functions:
-            raise TypeError(f"float32 must hold {KINDS}, got {_described(chosen)}")
+            raise TypeError(
+                'float32 must hold lines ("file.py:123"), functions, classes, methods, '
+                f'or names of scopes ("encoder/attention"), got {chosen!r}.'
+            )
         self.name = getattr(chosen, "__qualname__", repr(chosen))
 
     def matches(self, step: Step) -> bool:
@@ -53,41 +50,23 @@ class Choice:
         pieces = (tuple(names[i : i + n]) for i in range(len(names)))
         return self._scope in pieces
 
-    def advice(self, steps: list[Step]) -> str:
-        """Says what of steps is nearest to it, and what to do."""
-        functions = {name for step in steps for _, name, _ in step.functions()}
-        code = functions | {name.rpartition(".")[0] for name in functions}
-        scopes, advice = set[str](), "If it casts by itself, remove its casts."
+    @property
+    def advice(self) -> str:
+        """What to do if it matches nothing."""
+        advice = "If it casts by itself, remove its casts."
         if self._line:
-            code = {place[1:] for step in steps for place in _places(step)}
-            advice = (
+            return (
                 "The innermost line of your code counts, and its number may have "
                 "changed: ask diagnostics.float32_lines again. " + advice
             )
-        elif self._scope:
-            names = (step.scope().split("/") for step in steps)
-            scopes = {"/".join(x[:i]) for x in names for i in range(1, len(x) + 1)}
-            # What is below the first scope is the same in every model of that class.
-            scopes |= {x.partition("/")[2] for x in scopes}
-        seen = {x.casefold(): x for x in sorted(code | scopes)}
-        near = difflib.get_close_matches(self.name.casefold(), seen, 1)
-        if near and self._scope and seen[near[0]] not in scopes:
-            advice = "It names no scope: pass the class or function, not its name."
-        return (
-            f"The nearest in this program: {seen[near[0]]}. {advice}"
-            if near
-            else advice
-        )
+        return "A string is a scope: pass a function itself." if self._scope else advice
 
 
 def choices_of(float32: Any) -> list[Choice]:
     """Returns what `float32=` holds: one, several, or lines of the diagnostics."""
     chosen: Any = getattr(float32, "lines", float32)
     is_one = isinstance(chosen, str), callable(chosen), hasattr(chosen, "line")
-    try:
-        several = [chosen] if any(is_one) else list(chosen)
-    except TypeError as error:
-        raise TypeError(f"float32 must hold {KINDS}, got {float32!r}.") from error
+    several = [chosen] if any(is_one) else list(chosen)
     # The gradient of the loss has no line: it is float32 already.
     several = [x for x in several if getattr(x, "line", None) != 0]
     return [x if isinstance(x, Choice) else Choice(x) for x in several]
@@ -99,9 +78,9 @@ def chooser(choices: list[Choice]) -> tuple[Callable[[Step], bool], set[Choice]]
 
     @functools.cache
     def is_chosen(step):
-        found = [x for x in choices if x.matches(step)]
-        missing.difference_update(found)
-        return bool(found)
+        matching = [x for x in choices if x.matches(step)]
+        missing.difference_update(matching)
+        return bool(matching)
 
     return is_chosen, missing
 
@@ -110,24 +89,6 @@ def _places(step: Step) -> list[str]:
     source = step.source()
     pairs = source.own[:2], (source.file, source.line)
     return [f"/{file}:{line}".replace("\\", "/") for file, line in pairs]
-
-
-def _described(chosen: Any) -> str:
-    """Describes what has no functions of its own, and says what to pass instead."""
-    is_class = inspect.isclass(chosen)
-    kinds = inspect.getmro(chosen if is_class else type(chosen))
-    owner = next((x.__name__ for x in kinds if set(_functions(x))), "")
-    if is_class:
-        inherits = f" It inherits its methods from {owner}: pass that." if owner else ""
-        return f"{chosen!r}.{inherits}"
-    if not callable(chosen):
-        return f"{chosen!r}."
-    fix = 'Put jax.named_scope("name") around its call, and pass the name.'
-    called = chosen.func if isinstance(chosen, functools.partial) else chosen
-    if hasattr(called, "__name__"):
-        return f"{called.__name__}, which has no Python code. {fix}"
-    fix += f" Or pass {owner}, which means all instances." if owner else ""
-    return f"an instance of {type(chosen).__name__}. {fix}"
 
 
 def _functions(chosen: Any) -> Iterator[Function]:

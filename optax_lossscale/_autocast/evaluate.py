@@ -50,11 +50,10 @@ def run_plan(
         function = _function(planner, plan, outputs, is_saved=False)
         options = {"prevent_cse": False, "policy": policy.is_saved}
         return jax.checkpoint(function, **options)(*map(jnp.asarray, args))
-    found = _Run(planner, plan, args, is_saved)
+    run = _Run(planner, plan, args, is_saved)
     for step in program.steps:
-        found.follow(step)
-    pairs = zip(program.jaxpr.outvars, outputs, strict=True)
-    return [found.held(x, state) for x, state in pairs]
+        run.follow(step)
+    return list(map(run.held, program.jaxpr.outvars, outputs))
 
 
 def _function(
@@ -95,9 +94,8 @@ class _Run:
         if number is not None:
             if state is None:
                 return _weak(number, atom.aval)
-            if (
-                NOTES.get() is not None and number == number
-            ):  # JAX would round it while tracing.
+            # Without the barrier JAX would round it while tracing.
+            if NOTES.get() is not None and number == number:
                 return self._cast(jax.lax.optimization_barrier(number), state)
             dtype = self.dtype_of(state)
             return _weak(number.astype(dtype), atom.aval.update(dtype=dtype))
@@ -120,8 +118,8 @@ class _Run:
         is_known = source.traceback is not nowhere()
         traceback = source.traceback if is_known else None
         with user_context(traceback, name_stack=names):
-            found = NESTED.get(step.name, _run_call) if step.bodies else _Run.bind
-            results = zip(step.equation.outvars, found(self, step), strict=True)
+            method = NESTED.get(step.name, _run_call) if step.bodies else _Run.bind
+            results = zip(step.equation.outvars, method(self, step), strict=True)
             self._values.update(results)
 
     def bind(self, step: Step) -> list[Any]:
@@ -136,13 +134,13 @@ class _Run:
         is_rounded = step in self.plan.rounded
         is_wide = State.HALF not in states or self.plan.program.layers[step].is_norm
         if is_wide or is_rounded or _spreads(step):
-            found = parts.bind(equation, [self.read(x, State.WIDE) for x in inputs])
-            found = list(map(self._cast, found, states))
+            wide = parts.bind(equation, [self.read(x, State.WIDE) for x in inputs])
+            results = list(map(self._cast, wide, states))
             is_named = self.is_saved is not None and step.kind == Kind.ARITHMETIC
             if is_named and State.HALF in states and not is_rounded:
                 # `policy.is_saved`: saved in place of the product, which is as large.
-                return [checkpoint_name(x, "autocast") for x in found]
-            return found
+                return [checkpoint_name(x, "autocast") for x in results]
+            return results
         if params.get("preferred_element_type") is not None:
             params = params | {"preferred_element_type": self.dtype_of(State.HALF)}
         held = states if step.is_parallel else [State.HALF] * len(inputs)
@@ -199,8 +197,8 @@ def _run_scan(run: _Run, step: Step) -> list[Any]:
     def iterate(carry, x):
         pairs = zip(consts, casts, strict=True)
         given = [x if cast is None else _cast_before(x, cast) for x, cast in pairs]
-        found = body(*given, *carry, *x)
-        return found[:n], found[n:]
+        results = body(*given, *carry, *x)
+        return results[:n], results[n:]
 
     carry, ys = flow.scan(step.equation, iterate, carry, xs)
     return [*carry, *ys]
@@ -266,9 +264,8 @@ def _run_call(run: _Run, step: Step) -> list[Any]:
     before, after = params["in_shardings"], params["out_shardings"]
     kinds = {type(x).__name__ for x in (*before, *after)}
     is_plain = kinds <= {"UnspecifiedValue"} and not plan.program.is_shared
-    if (
-        is_plain and NOTES.get() is None
-    ):  # A call has the line that an old jaxpr has not.
+    # For diagnostics, a call has the line that an old jaxpr has not.
+    if is_plain and NOTES.get() is None:
         return body(*args)
     return jax.jit(body, in_shardings=before, out_shardings=list(after))(*args)
 

@@ -86,8 +86,8 @@ class Layers(collections.defaultdict[Any, Layer]):
         self._read |= set() if step.bodies else read
         for body, reads in step.bodies:
             given = zip(reads, body.jaxpr.invars, strict=True)
-            found = (x for i, x in given if self._source(step.inputs[i]) in self._read)
-            body.data.update(found)
+            sources = ((self._source(step.inputs[i]), x) for i, x in given)
+            body.data.update(x for source, x in sources if source in self._read)
 
     def _layer(self, is_factor, inputs, result):
         """Returns what a sum or a product of two arrays is in a layer."""

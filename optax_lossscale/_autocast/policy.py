@@ -115,7 +115,7 @@ def is_saved(primitive: Any, *types: Any, **params: Any) -> bool:
             for x in parts.all_equations(called)
         )
     is_move = primitives.kind_of(primitive.name) == Kind.MOVE
-    # What it moves in float32 may be there in half precision.
+    # Of a move in float32, what it moves is saved already, or can be, in fewer bytes.
     is_wide = is_move and any(x.dtype == np.float32 for x in types)
     return not (is_wide or primitives.has(primitive.name, Trait.CHEAP))
 

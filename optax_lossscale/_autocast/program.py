@@ -181,36 +181,38 @@ def read(
     jaxpr, consts = parts.opened(closed)
     pairs = zip(jaxpr.invars, known, strict=False)
     program = Program(jaxpr, consts, {k: x for k, x in pairs if x is not None})
-    reshaped: dict[Any, Any] = {}  # what was reshaped, and to which shape
+    squares = _squares(jaxpr)
     for equation in jaxpr.eqns:
-        numbers = list(map(program.number, equation.invars))
-        jaxprs, carry = _bodies(equation)
+        numbers, result = list(map(program.number, equation.invars)), None
         # A loop changes its state, and a branch is not worth it.
-        kind = primitives.kind_of(equation.primitive.name)
-        passed = numbers if kind == Kind.CALL else ()
-        inner = functools.partial(read, programs=programs)
-        around = (*callers, equation)
-        bodies = [(inner(x, dtype, passed, around), reads) for x, reads in jaxprs]
-        number = _folded(equation, numbers) if equation.outvars else None
-        if number is not None:
-            program.numbers[equation.outvars[0]] = number
-            if program.scalar(equation.outvars[0]) is not None:
-                continue
-        name, is_square = equation.primitive.name, False
-        if name == "reshape":
-            # `jnp.vdot(x, x)` reshapes x twice.
-            (new,) = equation.outvars
-            reshaped[new] = _variable(equation.invars[0]), new.aval.shape
-        elif name in ("mul", "dot_general"):
-            first, second = (
-                reshaped.get(x, x) for x in map(_variable, equation.invars)
-            )
-            is_square = first is not None and first == second
-        kind = policy.kind_of(equation, dtype, numbers, is_square)
-        program.steps.append(Step(equation, kind, callers, bodies, carry))
+        is_call = primitives.kind_of(equation.primitive.name) == Kind.CALL
+        passed, around = numbers if is_call else (), (*callers, equation)
+        jaxprs, carry = _bodies(equation)
+        bodies = [(read(x, dtype, passed, around, programs), i) for x, i in jaxprs]
+        if equation.outvars:
+            result = equation.outvars[0]
+            program.numbers[result] = _folded_number(equation, numbers)
+        if result is None or program.scalar(result) is None:
+            kind = policy.kind_of(equation, dtype, numbers, result in squares)
+            program.steps.append(Step(equation, kind, callers, bodies, carry))
     if programs is not None:
         programs[key] = program
     return program
+
+
+def _squares(jaxpr: Any) -> set[Any]:
+    """Returns the products of an array with itself; `jnp.vdot(x, x)` reshapes both."""
+    sources, squares = {}, set()
+    for equation in jaxpr.eqns:
+        name, operands = equation.primitive.name, map(_variable, equation.invars)
+        if name == "reshape":
+            (new,) = equation.outvars
+            sources[new] = next(operands), new.aval.shape
+        elif name in ("mul", "dot_general"):
+            first, second = (sources.get(x, x) for x in operands)
+            if first is not None and first == second:
+                squares.update(equation.outvars)
+    return squares
 
 
 def _variable(atom: Any) -> Any:
@@ -227,8 +229,8 @@ def _bodies(
         return [(params["jaxpr"], operands)], flow.scan_parts(equation, operands)[1]
     if name == "while" and not _ends_by_floats(equation):
         asked, consts, carry = flow.while_parts(equation, operands)
-        found = [(params["cond_jaxpr"], [*asked, *carry])]
-        return [*found, (params["body_jaxpr"], [*consts, *carry])], carry
+        condition = params["cond_jaxpr"], [*asked, *carry]
+        return [condition, (params["body_jaxpr"], [*consts, *carry])], carry
     if name == "cond":
         return [(x, operands[1:]) for x in params["branches"]], ()
     is_call = primitives.kind_of(name) in (Kind.CALL, Kind.DEVICES)
@@ -245,7 +247,7 @@ def _ends_by_floats(equation: Any) -> bool:
     return any(is_inexact(x.aval) for x in condition.invars if x in asked)
 
 
-def _folded(equation: Any, numbers: Sequence[Any]) -> Any:
+def _folded_number(equation: Any, numbers: Sequence[Any]) -> Any:
     """Returns the number that the result is or is filled with, if it is known."""
     name, aval = equation.primitive.name, equation.outvars[0].aval
     if primitives.has(name, Trait.KEEPS) and len(numbers) == 1:

@@ -13,7 +13,7 @@ from jax.extend.source_info_util import current, user_context
 from optax_lossscale._autocast.program import Step, read
 from optax_lossscale._autocast.states import Plan, Planner, States
 from optax_lossscale._jaxprs import parts
-from optax_lossscale._tree import is_inexact, split_arrays
+from optax_lossscale._tree import Template, is_inexact, split_arrays
 
 
 @functools.cache
@@ -32,15 +32,14 @@ class Call:
         self._run, self._planner, self._step, self._plan = run, planner, step, plan
         self._traceback = current().traceback  # JAX calls the rules later.
         self._numbers = list(map(plan.program.number, plan.program.jaxpr.invars))
-        equation = step.equation
-        self._outputs = _floats(plan.outputs, equation.outvars)
+        self._outputs = _floats(plan.outputs, step.equation.outvars)
 
     def _primal(self, *args):
         return self._run(self._planner, self._plan, args)
 
     def _written_of(self, args, mask):
         """Returns the function as it is written, of the arguments of a mask."""
-        taken, join = _parted(args, mask)
+        taken, join = _part(args, mask)
         return lambda *taken: parts.bind(self._step.equation, join(taken)), taken
 
     def _follow(
@@ -63,14 +62,15 @@ class Call:
         Returns:
           The results, and the states of the others.
         """
-        pairs = zip(args, states, strict=True)
+        pairs = zip(map(jax.typeof, args), states, strict=True)
+        float32 = jnp.dtype(jnp.float32)
+        types = [x if state is None else x.update(dtype=float32) for x, state in pairs]
         # JAX keeps what it traces here, with its lines, also for other callers.
-        types = [_type_of(x, state) for x, state in pairs]
         with user_context(nowhere()):
             closed = jax.make_jaxpr(function)(*types)
         callers = (*self._step.callers, self._step.equation)
-        found = read(closed, self._planner.dtype, numbers, callers)
-        plan = self._planner.plan(found, states, (None,) * len(found.outputs))
+        program = read(closed, self._planner.dtype, numbers, callers)
+        plan = self._planner.plan(program, states, (None,) * len(program.outputs))
         others = plan.outputs[len(outputs) :]
         with user_context(self._traceback):
             return self._run(self._planner, plan, args, (*outputs, *others)), others
@@ -81,21 +81,19 @@ class Call:
 
         def rule(primals, tangents):
             is_moved = [not isinstance(x, SymbolicZero) for x in tangents]
-            n, m, joins = len(inputs), len(outputs), []
+            n, m, floats = len(inputs), len(outputs), Template(is_inexact)
 
             def function(*args):
                 written, taken = self._written_of(args[:n], is_moved)
                 out, tangents = jax.jvp(written, tuple(taken), args[n:])
-                floats, join_out = split_arrays(tangents, is_inexact)
-                joins.append(join_out)
-                return out, floats
+                return out, floats.take(tangents)
 
-            moved, _ = _parted(tangents, is_moved)
-            states, _ = _parted(inputs, is_moved)
+            moved, _ = _part(tangents, is_moved)
+            states, _ = _part(inputs, is_moved)
             args, states = [*primals, *moved], (*inputs, *states)
             wished = (*outputs, *self._outputs)
-            found, _ = self._follow(function, args, states, wished, self._numbers)
-            return found[:m], joins[0](found[m:])
+            results, _ = self._follow(function, args, states, wished, self._numbers)
+            return results[:m], floats.fill(results[m:])
 
         function = jax.custom_jvp(self._primal)
         function.defjvp(rule, symbolic_zeros=True)
@@ -120,37 +118,35 @@ class Call:
                 about[tuple(mask)] = [treedef]
                 return out, residuals
 
-            found, states = self._follow(function, args, inputs, outputs, self._numbers)
+            numbers, n = self._numbers, len(outputs)
+            results, states = self._follow(function, args, inputs, outputs, numbers)
             about[tuple(mask)].append(states)
             marks = tuple(() if x else None for x in mask)
-            return found[: len(outputs)], (marks, found[len(outputs) :])
+            return results[:n], (marks, results[n:])
 
         def backward(saved, cotangents):
             marks, residuals = saved
             mask = tuple(x is not None for x in marks)
             treedef, saved = about[mask]
             taken, join = split_arrays(list(map(_array, cotangents)), is_inexact)
-            n, joins = len(saved), []
+            n, floats = len(saved), Template(is_inexact)
 
             def function(*args):
-                grads = treedef.unflatten(args[:n])(join(args[n:]))
-                floats, join_grads = split_arrays(grads, is_inexact)
-                joins.append(join_grads)
-                return floats
+                return floats.take(treedef.unflatten(args[:n])(join(args[n:])))
 
             args, states = [*residuals, *taken], (*saved, *self._outputs)
-            (held, _), (given, _) = _parted(inputs, mask), _parted(variables, mask)
+            (held, _), (given, _) = _part(inputs, mask), _part(variables, mask)
             wished = _floats(held, given)
-            found, _ = self._follow(function, args, states, wished)
-            _, fill = _parted([None] * len(mask), mask)
-            return tuple(fill(joins[0](found)))
+            grads, _ = self._follow(function, args, states, wished)
+            _, fill = _part([None] * len(mask), mask)
+            return tuple(fill(floats.fill(grads)))
 
         function = jax.custom_vjp(self._primal)
         function.defvjp(forward, backward, symbolic_zeros=True)
         return function
 
 
-def _parted(
+def _part(
     values: Sequence[Any], mask: Sequence[bool]
 ) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
     """Returns the values of a mask, and what joins others with the rest."""
@@ -172,9 +168,3 @@ def _array(x: Any) -> Any:
 def _floats(states: Sequence[Any], variables: Sequence[Any]) -> States:
     pairs = zip(states, variables, strict=True)
     return tuple(state for state, x in pairs if is_inexact(x.aval))
-
-
-def _type_of(x: Any, state: Any) -> Any:
-    """Returns the type that an array has in float32."""
-    found = jax.typeof(x)
-    return found if state is None else found.update(dtype=jnp.dtype(jnp.float32))

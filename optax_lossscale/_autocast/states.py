@@ -55,7 +55,7 @@ class Plan:
 
 
 class Planner:
-    """Plans programs; remembers what it found, so that nested loops cost nothing.
+    """Plans programs; remembers the plans, so that nested loops cost nothing.
 
     Attributes:
       dtype: The dtype to compute in.
@@ -101,14 +101,14 @@ class Planner:
             wishes = [reads[x] for x in variables]
             plan.operands[step] = [self._state(plan, x) for x in atoms]
             if step.bodies:
-                found = self._nested(plan, step, plan.operands[step], wishes)
+                states = self._nested(plan, step, plan.operands[step], wishes)
             elif step.is_parallel:
                 pairs = zip(atoms, wishes, strict=True)
-                found = [self._result(plan, step, [x], wish) for x, wish in pairs]
+                states = [self._result(plan, step, [x], wish) for x, wish in pairs]
             else:
-                found = [self._result(plan, step, atoms, _agreed(wishes))]
-                found *= len(variables)
-            for variable, state in zip(variables, found, strict=True):
+                states = [self._result(plan, step, atoms, _common(wishes))]
+                states *= len(variables)
+            for variable, state in zip(variables, states, strict=True):
                 plan.states[variable] = state if is_float32(variable.aval) else None
         outputs = [self._state(plan, x) for x in jaxpr.outvars]
         pairs = zip(outputs, results, strict=True)
@@ -180,13 +180,13 @@ class Planner:
                 for x, reads in step.bodies
             )
             results = [x.outputs for x in (plans[-1:] if n else plans)]
-            found = [_met(x) for x in zip(*results, strict=True)]
+            outputs = [_widest(x) for x in zip(*results, strict=True)]
             before = [states[i] for i in step.carry]
-            carry = [_met(x) for x in zip(before, found[:n], strict=True)]
+            carry = [_widest(x) for x in zip(before, outputs[:n], strict=True)]
             wide = [State.WIDE if x == State.WIDE else None for x in carry]
             if carry == before and wide == wishes[:n]:
                 plan.bodies[step] = plans
-                return [*carry, *found[n:]]
+                return [*carry, *outputs[n:]]
             wishes[:n] = wide  # What enters a float32 state is not rounded before.
             for i, state in zip(step.carry, carry, strict=True):
                 states[i] = state
@@ -194,8 +194,8 @@ class Planner:
     def _readers(self, program, outputs):
         """Returns how each number is read: a walk backward.
 
-        WIDE: all that read it compute in float32. HALF: products alone read it, perhaps
-        through moves; since moves round nothing, it may be rounded before them. None:
+        WIDE: all that read it compute in float32. HALF: only products read it, directly
+        or through moves. Moves round nothing, so it may be rounded before them. None:
         otherwise.
 
         Args:
@@ -219,10 +219,10 @@ class Planner:
         for variable, wish in zip(program.outputs, outputs, strict=True):
             wishes[variable].append(wish)
         for step in reversed(program.steps):
-            found = [_agreed(wishes[x]) for x in step.equation.outvars]
-            found[: len(step.carry)] = [None] * len(step.carry)
+            results = [_common(wishes[x]) for x in step.equation.outvars]
+            results[: len(step.carry)] = [None] * len(step.carry)
             for body, reads in step.bodies:
-                inner = self._readers(body, tuple(found[: len(body.outputs)]))
+                inner = self._readers(body, tuple(results[: len(body.outputs)]))
                 for i, x in zip(reads, body.jaxpr.invars, strict=True):
                     wish = None if i in step.carry else inner[x]
                     wishes[step.inputs[i]].append(wish)
@@ -230,7 +230,7 @@ class Planner:
             if step.kind == Kind.ARITHMETIC:
                 is_wide |= not wide.isdisjoint(step.equation.outvars)
             for i, x in enumerate(() if step.bodies else step.inputs):
-                result = found[i] if step.is_parallel else _agreed(found)
+                result = results[i] if step.is_parallel else _common(results)
                 # An add of a residual stream, which others read, too, stays as it is.
                 is_alone = step.kind == Kind.SPREAD or count[x] == 1
                 if is_wide or step.kind == Kind.PRODUCT:
@@ -240,8 +240,8 @@ class Planner:
                 else:  # Gradients of what spreads are sums.
                     wish = result if result == State.WIDE and is_alone else None
                 wishes[x].append(wish)
-        found = {x: _agreed(wish) for x, wish in wishes.items()}
-        return self._reads.setdefault(key, collections.defaultdict(type(None), found))
+        reads = {x: _common(wish) for x, wish in wishes.items()}
+        return self._reads.setdefault(key, collections.defaultdict(type(None), reads))
 
     def _reads_wide(self, step):
         kinds = Kind.PRODUCT, *policy.FOLLOWERS
@@ -253,9 +253,9 @@ def is_float32(x: Any) -> bool:
     return str(getattr(x, "dtype", "")) == "float32"
 
 
-def _met(states):
+def _widest(states):
     return None if None in states else max(states)
 
 
-def _agreed(wishes):
+def _common(wishes):
     return wishes[0] if wishes and len(set(wishes)) == 1 else None

@@ -97,12 +97,10 @@ def functions_of(equation: Any) -> set[Function]:
 
     Those that run the jaxpr which holds it are not among them: see `source_of`.
     """
-    traceback, found = equation.source_info.traceback, set()
-    for frame in traceback.frames if traceback is not None else ():
-        if frame.function_name in BORDERS:
-            break
-        found.add((frame.file_name, frame.function_name, frame.function_start_line))
-    return found
+    traceback = equation.source_info.traceback
+    frames = traceback.frames if traceback is not None else ()
+    inside = itertools.takewhile(lambda x: x.function_name not in BORDERS, frames)
+    return {(x.file_name, x.function_name, x.function_start_line) for x in inside}
 
 
 @functools.cache

@@ -120,7 +120,7 @@ class LossScale(abc.ABC):
         low, high = self._bounds
         first = low if low == high else self._first_scale
         scale = jnp.asarray(unbox(state.loss_scale), jnp.float32)
-        return _restored(scale, low, high, min(max(first, low), high))
+        return _scale_in_range(scale, low, high, min(max(first, low), high))
 
     @property
     def _first_scale(self) -> float:
@@ -234,7 +234,7 @@ class AdaptiveLossScale(LossScale):
         return new._replace(loss_scale=lax.clamp(low, new.loss_scale, high))
 
 
-def restored_count(count: Any, greatest: int = 2**31 - 1) -> jax.Array:
+def count_in_range(count: Any, greatest: int = 2**31 - 1) -> jax.Array:
     """Returns a counter of a state, whatever was restored, as i32[] in its range."""
     count = jnp.asarray(unbox(count), jnp.int32)
     return jnp.minimum(jnp.maximum(count, 0), greatest)
@@ -242,7 +242,9 @@ def restored_count(count: Any, greatest: int = 2**31 - 1) -> jax.Array:
 
 # Compiled for the same reason.
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), inline=True)
-def _restored(scale: jax.Array, low: float, high: float, first: float) -> jax.Array:
+def _scale_in_range(
+    scale: jax.Array, low: float, high: float, first: float
+) -> jax.Array:
     if low == high:  # A fixed scale is a constant.
         return jnp.full_like(scale, low)
     within = lax.clamp(np.float32(low), scale, np.float32(high))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale import _check as check
-from optax_lossscale._rules.base import AdaptiveLossScale, restored_count
+from optax_lossscale._rules.base import AdaptiveLossScale, count_in_range
 
 
 class DynamicLossScaleState(NamedTuple):
@@ -111,7 +111,7 @@ class DynamicLossScale(AdaptiveLossScale):
         )
 
     def _advance(self, scale, state, finite, largest):
-        good_steps = restored_count(state.good_steps, self.growth_interval - 1)
+        good_steps = count_in_range(state.good_steps, self.growth_interval - 1)
         good_steps = jnp.where(finite, good_steps + 1, 0)
         grow = good_steps >= self.growth_interval
         left, back_off = self._count_down(state.hysteresis_left, finite, grow)
@@ -127,7 +127,7 @@ class DynamicLossScale(AdaptiveLossScale):
         if self.hysteresis == 1:
             return None, ~finite
         left = self.hysteresis if left is None else left
-        left = restored_count(left, self.hysteresis)
+        left = count_in_range(left, self.hysteresis)
         left = jnp.where(finite, left, jnp.maximum(left - 1, 0))
         restore = finite if self.consecutive_hysteresis else grow
         return jnp.where(restore, self.hysteresis, left), ~finite & (left == 0)

@@ -127,8 +127,8 @@ class HeadroomLossScale(AdaptiveLossScale):
 
     def _advance(self, scale, state, finite, largest):
         limit, exponent = jnp.finfo(self.dtype).maxexp, jnp.log2(scale)
-        old_margin = _restored(state.margin, self.min_margin, self.min_margin)
-        old_peak = _restored(state.peak, -256.0, limit - old_margin - exponent)
+        old_margin = _number_in_range(state.margin, self.min_margin, self.min_margin)
+        old_peak = _number_in_range(state.peak, -256.0, limit - old_margin - exponent)
         overflowed = jnp.asarray(unbox(state.overflowed), bool)
 
         seen = largest > 0
@@ -154,7 +154,7 @@ class HeadroomLossScale(AdaptiveLossScale):
         )
 
 
-def _restored(x: Any, low: float, otherwise: Any) -> jax.Array:
+def _number_in_range(x: Any, low: float, otherwise: Any) -> jax.Array:
     """Returns a number of a state, or `otherwise` if it is nan or out of range."""
     x = jnp.asarray(unbox(x), jnp.float32)
     return jnp.where((x >= low) & (x <= 256.0), x, otherwise)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale import _check as check
-from optax_lossscale._rules.base import AdaptiveLossScale, restored_count
+from optax_lossscale._rules.base import AdaptiveLossScale, count_in_range
 
 
 class TolerantLossScaleState(NamedTuple):
@@ -106,9 +106,9 @@ class TolerantLossScale(AdaptiveLossScale):
         )
 
     def _advance(self, scale, state, finite, largest):
-        good_steps = restored_count(state.good_steps, self.growth_interval - 1)
-        steps = restored_count(state.steps)
-        nonfinite_steps = restored_count(state.nonfinite_steps)
+        good_steps = count_in_range(state.good_steps, self.growth_interval - 1)
+        steps = count_in_range(state.steps)
+        nonfinite_steps = count_in_range(state.nonfinite_steps)
         # With more steps than these, growth_interval in a row would have been finite,
         # and the scale would have grown. A larger restored count could keep the scale
         # from ever backing off.

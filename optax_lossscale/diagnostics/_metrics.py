@@ -49,11 +49,11 @@ def metrics(state: Any, prefix: str = "") -> dict[str, jax.Array]:
       >>> print(record["scaling/good_steps"], record["scaling/last_step_applied"])
       0 True
     """
-    found = find_state(state)
-    scale = jnp.asarray(unbox(found.loss_scale_state.loss_scale), jnp.float32)
+    state = find_state(state)
+    scale = jnp.asarray(unbox(state.loss_scale_state.loss_scale), jnp.float32)
     named = {"loss_scale": scale, "log2_loss_scale": _log2(scale)}
-    named |= _numbers_of(found.loss_scale_state)
-    named |= _numbers_of(found._replace(inner_state=None, loss_scale_state=None))
+    named |= _numbers_of(state.loss_scale_state)
+    named |= _numbers_of(state._replace(inner_state=None, loss_scale_state=None))
     return {prefix + name: value for name, value in named.items()}
 
 
@@ -72,5 +72,5 @@ def _numbers_of(state: Any) -> dict[str, jax.Array]:
     """Returns the fields of a state that are one array, except the scale."""
     fields = getattr(state, "_asdict", lambda: vars(state))()
     leaves = ((name, jax.tree.leaves(field)) for name, field in fields.items())
-    single = ((name, found) for name, found in leaves if len(found) == 1)
+    single = ((name, arrays) for name, arrays in leaves if len(arrays) == 1)
     return {name: jnp.asarray(x) for name, (x,) in single if name != "loss_scale"}

@@ -34,8 +34,8 @@ def nonfinite_leaves(grads: optax.Updates) -> dict[str, jax.Array]:
       >>> import jax.numpy as jnp
       >>> from optax_lossscale import diagnostics
       >>> grads = {"b": jnp.ones(2), "w": jnp.array([1.0, jnp.inf])}
-      >>> found = jax.jit(diagnostics.nonfinite_leaves)(grads)
-      >>> print([name for name, is_nonfinite in found.items() if is_nonfinite])
+      >>> flags = jax.jit(diagnostics.nonfinite_leaves)(grads)
+      >>> print([name for name, is_nonfinite in flags.items() if is_nonfinite])
       ["grads['w']"]
     """
     return {name: ~all_finite(x) for name, x in named_leaves(grads, "grads").items()}
@@ -109,14 +109,14 @@ def find_nonfinite(leaves: dict[str, jax.Array]) -> list[NonfiniteGradient]:
     """Describes the leaves, by name, that are not finite."""
     # Leaf by leaf: leaves of the same shape share one compiled program.
     counts = jax.device_get({name: _count(x) for name, x in leaves.items()})
-    found = []
+    gradients = []
     for name, x in leaves.items():
         infs, nans = map(int, counts[name])
         if infs or nans:
             first = tuple(map(int, jax.device_get(_first(x))))
             gradient = NonfiniteGradient(name, x.shape, x.dtype.name, infs, nans, first)
-            found.append(gradient)
-    return found
+            gradients.append(gradient)
+    return gradients
 
 
 @jax.jit

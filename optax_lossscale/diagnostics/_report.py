@@ -98,17 +98,17 @@ class Report(NamedTuple):
         `check_loss`.
       retries: Passes that were repeated so far; None without `retries`.
       member: The index of the worst member, `(2,)` for example; `()` if the state
-        belongs to one. `jax.tree.map(lambda x: x[found.member], state)` is its state.
+        belongs to one. `jax.tree.map(lambda x: x[result.member], state)` is its state.
 
     Examples:
       >>> import jax.numpy as jnp
       >>> import optax
       >>> from optax_lossscale import LossScaleOptimizer, diagnostics
       >>> optimizer = LossScaleOptimizer(optax.adam(0.1))
-      >>> found = diagnostics.report(optimizer.init(jnp.ones(3)))
-      >>> found.healthy, found.loss_scale, found.skipped_steps
+      >>> result = diagnostics.report(optimizer.init(jnp.ones(3)))
+      >>> result.healthy, result.loss_scale, result.skipped_steps
       (True, 32768.0, 0)
-      >>> found
+      >>> result
       No step has been taken yet, or the scale has just grown.
         loss scale       32768 (2^15)
         skipped steps    0
@@ -233,9 +233,9 @@ def report(state: Any, params: optax.Params | None = None) -> Report:
       What to do: nothing, as far as the state tells. If the loss does not fall, run
       diagnostics.trace_numerics(loss_fn, params, batch, state=state).
     """
-    found = find_state(state)
-    check_host("report (or check_health)", (found, params))
-    read, members = _read_worst(found, params)
+    state = find_state(state)
+    check_host("report (or check_health)", (state, params))
+    read, members = _read_worst(state, params)
     if not _is_valid(read["loss_scale"]):
         diagnosis, *advice = DAMAGED
     elif read["consecutive_skipped_steps"]:
@@ -243,7 +243,7 @@ def report(state: Any, params: optax.Params | None = None) -> Report:
     else:
         diagnosis, *advice = _judge(read, params is not None)
     diagnosis = members + diagnosis
-    nonfinite = [] if params is None else _find_nonfinite(params, found.inner_state)
+    nonfinite = [] if params is None else _find_nonfinite(params, state.inner_state)
     # Some optimizers begin with inf; none begins with nan.
     is_broken = any(x.nans or x.name.startswith("params") for x in nonfinite)
     if nonfinite:
@@ -276,9 +276,8 @@ def check_health(state: Any, params: optax.Params | None = None) -> Report:
       A `diagnostics.Report`, which is healthy.
 
     Raises:
-      FloatingPointError: If training is not healthy: 100 steps in a row were skipped
-        although the scale could not go lower, or 1,000 for any reason but `skip_if`, or
-        the scale is damaged, or `params` are not finite. The message is the report.
+      FloatingPointError: If training is not healthy, by the limits of
+        `diagnostics.report`. The message is the report.
       TypeError: Under a transformation of JAX, such as `jax.jit`; if `params` has
         leaves, but no array among them.
       ValueError: If `state` holds none or several of these states.
@@ -293,14 +292,14 @@ def check_health(state: Any, params: optax.Params | None = None) -> Report:
       >>> state = optimizer.init(params)
       >>> for _ in range(5):
       ...     _, state = optimizer.update(params * jnp.nan, state)
-      >>> found = check_health(state)
-      >>> found.stuck_steps, found.consecutive_skipped_steps
+      >>> result = check_health(state)
+      >>> result.stuck_steps, result.consecutive_skipped_steps
       (4, 5)
     """
-    found = report(state, params)
-    if not found.healthy:
-        raise FloatingPointError(str(found))
-    return found
+    result = report(state, params)
+    if not result.healthy:
+        raise FloatingPointError(str(result))
+    return result
 
 
 def _is_valid(scale: Any) -> Any:

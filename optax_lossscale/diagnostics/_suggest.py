@@ -66,12 +66,12 @@ def suggest_loss_scale(
 @functools.partial(jax.jit, static_argnames=("dtype", "margin"))
 def _suggest(leaves: list[jax.Array], dtype: str, margin: float) -> jax.Array:
     mantissa, exponent = math.frexp(_bits.limits_of(dtype).largest * 2.0**-margin)
-    found = {}
+    maxima = {}
     for bits in (bits for x in leaves if x.size for bits in _bits.magnitudes(x)):
-        found.setdefault(bits.dtype, []).append(jnp.max(bits))
+        maxima.setdefault(bits.dtype, []).append(jnp.max(bits))
     finite, highest = jnp.asarray(True), jnp.asarray(NO_LIMIT, jnp.int32)
     # Stacked: XLA would recompute a chain of scalars wherever its result is used.
-    for largest in map(jnp.stack, found.values()):
+    for largest in map(jnp.stack, maxima.values()):
         limit = int(math.ldexp(mantissa, _bits.mantissa_bits(largest) + 1))
         above = (_bits.mantissas(largest) > limit).astype(jnp.int32)
         fits = exponent - 1 - _bits.exponents(largest) - above

@@ -1,6 +1,6 @@
 """What `autocast` promises of arguments, results, modules of libraries, and steps."""
 
-from functools import partial
+from functools import partial, wraps
 
 import equinox as eqx
 import flax.linen as nn
@@ -241,6 +241,16 @@ def test_steps(retries):
     assert (int(state.skipped_steps) > 0) == (retries == 0)
 
 
+def test_a_wrapper_of_a_cast_is_a_function_of_its_own():
+    cast = autocast(lambda w: jnp.mean((X @ w) ** 2))
+
+    @wraps(cast)
+    def twice(w):
+        return cast(w) + jnp.mean((X @ w) ** 2)
+
+    assert jnp.allclose(autocast(twice)(W), 2 * cast(W), rtol=0.01)
+
+
 def test_with_a_scale_among_the_parameters():
     params = {"w": W, "loss_scale": jnp.float32(1024)}
     f = lambda params: cross_entropy(X @ params["w"])  # noqa: E731
@@ -286,7 +296,7 @@ class Inheriting(Instance):
         ((3,), {}, TypeError, "fun must be a function, got 3"),
         ((jnp.sum, "float32"), {}, ValueError, "dtype must be .* got 'float32'"),
         ((jnp.sum, "float8_e5m2"), {}, ValueError, "float16 or bfloat16, got 'float8"),
-        ((jnp.sum,), {"float32": 3}, TypeError, "float32 must hold lines .* got 3"),
+        ((jnp.sum,), {"float32": 3}, TypeError, "not iterable"),
         ((jnp.sum,), {"float32": ["a.py:1", 3]}, TypeError, "float32 must .* got 3"),
         ((jnp.sum,), {"float32": ""}, TypeError, "float32 must .* got ''"),
         ((jnp.sum,), {"float32": W}, TypeError, r"float32 must .* got array"),
@@ -297,24 +307,12 @@ def test_errors(args, options, error, message):
         autocast(*args, **options)
 
 
-ONE_CALL = r'Put jax.named_scope\("name"\) around its call, and pass the name\.'
+NO_FUNCTIONS = [Instance(), Inheriting, jnp.float32, jnp.add, max, partial(jnp.add, 1)]
 
 
-@pytest.mark.parametrize(
-    ("chosen", "message"),
-    [
-        (Instance(), f"an instance of Instance. {ONE_CALL} Or pass Instance, which "),
-        (Inheriting(), f"an instance of Inheriting. {ONE_CALL} Or pass Instance, "),
-        (Inheriting, r"Inheriting'>. It inherits its methods from Instance: pass that"),
-        (jnp.float32, r"got <class 'jax.numpy.float32'>\.$"),
-        (jnp.add, f"got add, which has no Python code. {ONE_CALL}$"),
-        (np.add, f"got add, which has no Python code. {ONE_CALL}$"),
-        (max, f"got max, which has no Python code. {ONE_CALL}$"),
-        (partial(jnp.add, 1), f"got add, which has no Python code. {ONE_CALL}$"),
-    ],
-)
-def test_what_has_no_functions_of_its_own(chosen, message):
-    with pytest.raises(TypeError, match=message):
+@pytest.mark.parametrize("chosen", NO_FUNCTIONS, ids=str)
+def test_what_has_no_functions_of_its_own(chosen):
+    with pytest.raises(TypeError, match=r"float32 must hold lines .* names of scopes"):
         autocast(jnp.sum, float32=chosen)
 
 

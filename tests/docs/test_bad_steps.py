@@ -5,11 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_same_bits
-
-from benchmarks import guards
+from pages import page_blocks
 
 pytestmark = pytest.mark.usefixtures("standard_dtype_promotion")
-GUARD = guards.page_guard()
+BLOCKS = page_blocks("docs/guide/guard-a-run.md")
+(CODE,) = (code for code, _ in BLOCKS if "class Guard" in code)
+GUARD = {"jax": jax, "jnp": jnp}
+exec(CODE, GUARD)
 NOISE = np.random.default_rng(0).lognormal(0, 0.2, (300, 2)).astype(np.float32)
 
 
@@ -44,12 +46,3 @@ def test_what_is_vetoed():
     vetoed, guard = follow(levels)
     assert vetoed == list(range(150, 170))
     np.testing.assert_allclose(guard.mean, [0, np.log(100)], atol=0.1)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("wrap", [guards.skipping, guards.guarded])
-def test_the_table_is_right_about_us(wrap):
-    train = guards.make_training(wrap)
-    assert guards.judge(train, "inf gradients, finite loss", seed=0)["same bits"]
-    applied = guards.judge(train, "one spike of 100 times", seed=0)["applied"]
-    assert applied == (wrap is guards.skipping)

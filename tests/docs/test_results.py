@@ -4,13 +4,10 @@ import re
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
-import numpy as np
 import pytest
 
-from benchmarks import by_hand, grpo, need, pages, report
+from benchmarks import by_hand, need, pages
 from benchmarks.tasks import detector, perceptron
-from docs._mkdocs import figures
 
 
 @pytest.mark.parametrize("path", pages.PAGES, ids=lambda path: path.name)
@@ -48,18 +45,6 @@ def test_numbers_are_written_wherever_lines_end():
     assert pages.fill(page, sentence) == wanted
     with pytest.raises(ValueError, match="must say once"):
         pages.fill(page, "it took 12 times")
-
-
-def test_figure_shows_the_results(tmp_path):
-    figures.draw_grpo(tmp_path / "grpo.png")
-    panels = plt.gcf().axes
-    plt.close("all")
-    ways = report.load(grpo.RESULTS)["runs"].values()
-    for name, axes in zip(grpo.CURVES, panels, strict=True):
-        for line, runs in zip(axes.lines, ways, strict=True):
-            means = np.mean([run[name] for run in runs], axis=0)
-            np.testing.assert_array_equal(line.get_ydata(), means)
-    assert (tmp_path / "grpo.png").stat().st_size > 10_000
 
 
 @pytest.mark.exhaustive

@@ -92,16 +92,27 @@ class TestWarning:
         make(optimizer, state)(params)
         jax.vmap(make(optimizer, state))(params[None])
 
-    def test_not_of_a_loop_that_is_not_compiled(self, make, optimizer):
-        """It runs at once, with the state of now, which the body may close over."""
+    def test_not_where_a_loop_carries_it(self, make, optimizer):
         state, batch = optimizer.init(self.params), self.params[None]
 
         def carried(state, params):
             return state, make(optimizer, state)(params)
 
         lax.scan(carried, state, batch)
-        lax.map(make(optimizer, state), batch)
         jax.jit(lambda state: lax.scan(carried, state, batch)).trace(state)
+
+
+def test_a_loop_keeps_the_scale_of_its_first_call(optimizer):
+    state = optimizer.init(jnp.ones(2, jnp.float32))
+
+    def add(total, params):
+        return total + optimizer.get_scaled_loss(loss_fn, state)(params), None
+
+    start = jnp.float32(0), jnp.ones((1, 2), jnp.float32)
+    with pytest.warns(UserWarning, match="inside the training step"):
+        first, _ = lax.scan(add, *start)
+    state = optax.tree.set(state, loss_scale=jnp.float32(1))
+    assert lax.scan(add, *start)[0] == first
 
 
 def test_reading_a_scale_under_jit_is_no_reason_to_warn(optimizer):

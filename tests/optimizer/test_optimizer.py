@@ -45,19 +45,13 @@ class TestConstruction:
             ({"loss_scale": 8, "initial_scale": 8}, ValueError, "not both"),
             ({"loss_scale": 8, "dynamic": False}, ValueError, "not both"),
             ({"loss_scale": 8, "dynamic_growth_steps": 8}, ValueError, "not both"),
-            ({"dynamic": False}, ValueError, "needs initial_scale"),
-            (
-                {"dynamic": False, "initial_scale": 8, "dynamic_growth_steps": 9},
-                ValueError,
-                "takes no dynamic_growth_steps.* and 9",
-            ),
+            ({"dynamic": False}, TypeError, "initial_scale must.*None"),
+            ({"dynamic": False, "dynamic_growth_steps": 9}, ValueError, "growth.*9"),
             ({"dynamic_growth_steps": 0}, ValueError, "dynamic_growth_steps.*got 0"),
             ({"dynamic_growth_steps": "9"}, TypeError, "dynamic_growth_steps.*'9'"),
             ({"dynamic": 1}, TypeError, "dynamic must be True or False, got 1"),
             ({"loss_scale": jax.device_put(np.float32(8))}, ValueError, "static_args"),
             ({"check_loss": 1}, TypeError, "check_loss must be True or False, got 1"),
-            ({"axis_name": ["batch"]}, TypeError, "axis_name.*batch"),
-            ({"axis_name": (["batch"],)}, TypeError, "axis_name.*batch"),
         ],
     )
     def test_refuses_invalid_arguments(self, options, error, message):
@@ -75,11 +69,9 @@ class TestConstruction:
 
     def test_refuses_to_scale_twice(self):
         scaler = LossScaleOptimizer(optax.sgd(1.0))
-        with pytest.raises(TypeError, match="scaling twice"):
-            LossScaleOptimizer(scaler)
-        hidden = LossScaleOptimizer(optax.chain(optax.clip(1.0), scaler))
-        with pytest.raises(TypeError, match="scaling twice"):
-            hidden.init(jnp.ones(3))
+        for inner in (scaler, optax.chain(optax.clip(1.0), scaler)):
+            with pytest.raises(TypeError, match="scaling twice"):
+                LossScaleOptimizer(inner).init(jnp.ones(3))
 
 
 def test_is_a_gradient_transformation_by_type_and_by_unpacking():
@@ -158,15 +150,6 @@ class TestState:
         optimizer = LossScaleOptimizer(inner)
         jax.jit(optimizer.update)(self.params, optimizer.init(self.params))
         assert len(traces) == 1
-
-    def test_keys_of_the_inner_optimizer_are_used_once(self):
-        inner = relaxed(optax.noisy_sgd(0.1, key=jax.random.key(0)))
-        optimizer = LossScaleOptimizer(inner)
-        with jax.debug_key_reuse(True):
-            carry = self.params, optimizer.init(self.params)
-            step = jax.jit(optimizer.apply_gradients)
-            for _ in range(3):
-                carry = step(self.params, *carry)
 
     @pytest.mark.parametrize("start", [1.0, np.float32(1), np.ones(())])
     def test_numbers_and_numpy_as_parameters(self, start):

@@ -17,7 +17,6 @@ from optax_lossscale import (
     LossScaleOptimizer,
     TolerantLossScale,
     all_finite,
-    get_loss_scale,
     scale_as_parameter,
     select_applied,
 )
@@ -72,20 +71,6 @@ def test_a_transform_of_other_arguments(argnums, retries):
         )
 
 
-@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-@pytest.mark.parametrize("inner", [optax.sgd(0.5), optax.adam(0.5)])
-def test_gradients_of_integers(inner, wrap):
-    params = PARAMS | {"n": np.arange(2)}
-    optimizer = LossScaleOptimizer(inner)
-    transform = functools.partial(jax.value_and_grad, allow_int=True)
-    step = functools.partial(optimizer.minimize, loss_fn, transform=transform)
-    with pytest.raises(TypeError) as error:
-        wrap(step)(params, optimizer.init(params))
-    (note,) = (x for x in error.value.__notes__ if "float0" in x)
-    assert "leave them out of the parameters" in note
-    assert "init" not in note
-
-
 class Linear(nnx.Module):
     def __init__(self):
         self.kernel = nnx.Param(jnp.ones(2))
@@ -94,33 +79,12 @@ class Linear(nnx.Module):
         return x @ self.kernel[...]
 
 
-def perceptron():
-    return eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
-
-
-class Dropping(Linear):
-    def __init__(self):
-        super().__init__()
-        self.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
-
-
-@pytest.mark.parametrize(
-    ("make", "transform"),
-    [
-        (perceptron, "eqx.filter_value_and_grad"),
-        (Dropping, "nnx.value_and_grad"),
-        (Linear, "nnx.value_and_grad"),
-    ],
-    ids=["equinox", "nnx", "nnx, parameters alone"],
-)
-def test_a_model_without_the_transform_of_its_library(make, transform):
-    model = make()
-
+def test_a_model_of_nnx_without_its_transform():
     def model_loss_fn(model):
         return jnp.sum(model(jnp.ones(2)))
 
-    with pytest.raises(TypeError, match=f"pass transform={transform}"):
-        optimizer.minimize(model_loss_fn, model, state)
+    with pytest.raises(TypeError, match=r"pass transform=nnx.value_and_grad"):
+        optimizer.minimize(model_loss_fn, Linear(), state)
 
 
 def test_arguments_in_another_order():
@@ -128,7 +92,7 @@ def test_arguments_in_another_order():
         lambda: optimizer.minimize(PARAMS, loss_fn, state),
         lambda: optimizer.value_and_grad(state, loss_fn),
     ):
-        with pytest.raises(TypeError, match="loss_fn must be a function, the first"):
+        with pytest.raises(TypeError, match="loss_fn must be a function, got"):
             call()
     order = (
         r"minimize\(loss_fn, params, state, \*batch\), value_and_grad\(loss_fn, state\)"
@@ -265,19 +229,6 @@ def test_a_float16_loss_warns_when_it_is_traced(wrap):
             step(PARAMS, state)  # Traced already.
         for dtype in (jnp.float32, jnp.bfloat16):
             wrap(functools.partial(call, loss_of(dtype)))(PARAMS, state)
-
-
-def test_pairs_of_gradients_and_variables():
-    pairs = zip([GRADS["w"]], [PARAMS["w"]], strict=True)
-    with pytest.raises(TypeError, match=r"apply_gradients\(grads, params, state\)"):
-        optimizer.apply_gradients(pairs, [PARAMS["w"]], state)
-
-
-def test_keras_s_second_argument():
-    for value in (True, False):
-        for make in (get_loss_scale, lambda x: LossScaleOptimizer(optax.sgd(0.1), x)):
-            with pytest.raises(ValueError, match=f"got {value}.* dynamic={value}"):
-                make(value)
 
 
 def test_arguments_of_the_loss_may_be_named_as_ours():

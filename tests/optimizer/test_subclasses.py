@@ -60,18 +60,6 @@ def test_the_parts_of_a_step_are_not_overridden(name, is_mixin):
         type("Mine", (*bases, LossScaleOptimizer), own)
 
 
-@every_optimizer
-def test_functions_are_not_replaced(optimizer):
-    with pytest.raises(TypeError, match=r"got \['update'\].*ExtraArgs\(init, update\)"):
-        optimizer._replace(update=jax.jit(optimizer.update))
-    # The way that the message names.
-    own = optax.GradientTransformationExtraArgs(
-        optimizer.init, jax.jit(optimizer.update)
-    )
-    updates, _ = own.update(ONES, own.init(ONES), ONES)
-    assert updates.tolist() == [-0.5, -0.5]
-
-
 def test_each_has_a_compiled_function_of_its_own():
     step = jax.jit(one_step, static_argnums=0)
     for weight in (1.0, 2.0, 4.0):

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from pages import page_blocks
 from runs import finish_all, free_port, start
 
-from optax_lossscale import DynamicLossScale, LossScaleOptimizer, all_finite
+from optax_lossscale import DynamicLossScale, LossScaleOptimizer
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
 WHOLE, PARTS = P(), P("batch")
@@ -501,14 +501,6 @@ def test_devices_with_a_scale_and_a_loss_of_their_own(retries):
     if retries:
         with pytest.raises(ValueError, match="axis_name must contain 'batch', got"):
             run()
-
-
-def test_an_unknown_axis_is_named():
-    optimizer, one = LossScaleOptimizer(optax.sgd(0.1), axis_name="bacth"), np.ones(8)
-    with pytest.raises(NameError, match="axis_name='bacth' was given to LossScale"):
-        jax.eval_shape(optimizer.update, one, optimizer.init(one))
-    with pytest.raises(NameError, match="axis_name='bacth'"):
-        jax.pmap(lambda x: all_finite(x, axis_name="bacth"), "batch")(one)
 
 
 @pytest.mark.exhaustive

@@ -44,14 +44,14 @@ SCALE = DynamicLossScale(16.0, growth_interval=2, min_scale=4.0)
 
 
 def loss_fn(param, loss, grad):
-    """Has the value and the gradient that it is told to have, whatever they are."""
+    """Has the value and the gradient that the arguments say, whatever they are."""
 
     @jax.custom_vjp
-    def told(param):
+    def loss_of(param):
         return loss
 
-    told.defvjp(lambda param: (loss, None), lambda _, scale: (scale * grad,))
-    return told(param)
+    loss_of.defvjp(lambda param: (loss, None), lambda _, scale: (scale * grad,))
+    return loss_of(param)
 
 
 def by_minimize(optimizer, param, state, loss, grad):

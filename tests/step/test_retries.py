@@ -47,7 +47,7 @@ def half(x):
     return x.astype(jnp.float16)
 
 
-def told(param, x, identity=lambda x: x):
+def with_gradient(param, x, identity=lambda x: x):
     """Has the gradient `x`, which is inf if `x` times the scale is 2**16 or more."""
     return identity(half(param)).astype(jnp.float32) * x
 
@@ -66,7 +66,7 @@ def counting():
     return identity, passes
 
 
-def take(passes):
+def counts_of(passes):
     """Returns how many forward and backward passes there were, and begins anew."""
     jax.effects_barrier()
     counts = passes.count("forward"), passes.count("backward")
@@ -155,7 +155,7 @@ class TestModel:
         step, start = wrap(step), self.optimizer.init(self.params)
         params, state = step(self.params, start, *args)[:2]
         assert state.retries >= 9
-        assert take(passes) == (1 + state.retries, 1 + state.retries)
+        assert counts_of(passes) == (1 + state.retries, 1 + state.retries)
         assert len(traces) == 1
         check_step(step, self.params, start, *args)
         # And once more, with moments that are not zero.
@@ -203,7 +203,7 @@ def test_the_rule_sees_the_overflows_and_then_the_gradients(case):
     rule, retries, skipped = case
     identity, passes = counting()
     optimizer = LossScaleOptimizer(optax.sgd(2.0**-10), rule, retries=5)
-    loss_fn = functools.partial(told, identity=identity)
+    loss_fn = functools.partial(with_gradient, identity=identity)
     step = jax.jit(scaled_step(loss_fn, optimizer))
     param, state = ONE, optimizer.init(ONE)
     for x in GRADS:
@@ -212,7 +212,7 @@ def test_the_rule_sees_the_overflows_and_then_the_gradients(case):
         scale_state, taken, count, grad = by_hand(rule, before.loss_scale_state, x, 5)
         assert_same_bits(state.loss_scale_state, scale_state)
         assert state.last_step_applied == taken
-        assert take(passes) == (1 + count, 1 + count)
+        assert counts_of(passes) == (1 + count, 1 + count)
         assert state.retries == before.retries + count
         expected = expected - grad / 1024 if taken else expected
         np.testing.assert_array_equal(param, expected)
@@ -224,7 +224,7 @@ def test_members_repeat_as_often_as_each_must(wrap):
     optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9), RULE, retries=12)
     x = jnp.array([1.0, NAN, 2.0**-8, 2.0**-9, 2.0**6], jnp.float32)
     params = jnp.ones_like(x)
-    step = wrap(jax.vmap(scaled_step(told, optimizer)))
+    step = wrap(jax.vmap(scaled_step(with_gradient, optimizer)))
     params, state, _ = step(params, jax.vmap(optimizer.init)(params), x)
     assert state.retries.tolist() == [9, 0, 1, 0, 12]
     assert state.skipped_steps.tolist() == [0, 1, 0, 0, 1]
@@ -251,7 +251,7 @@ def test_what_is_checked_is_what_is_applied(wrap):
 
 def test_members_of_one_axis_repeat_together():
     optimizer = LossScaleOptimizer(optax.sgd(0.5), RULE, axis_name="i", retries=24)
-    step = jax.vmap(scaled_step(told, optimizer), (0, None, 0), axis_name="i")
+    step = jax.vmap(scaled_step(with_gradient, optimizer), (0, None, 0), axis_name="i")
     step = jax.jit(step)
     for x, retries, skipped in (([1.0, 2.0**6], 15, 0), ([1.0, NAN], 0, 1)):
         state = step(np.ones(2, np.float32), optimizer.init(ONE), np.float32(x))[1]
@@ -265,7 +265,7 @@ def test_is_compiled_once_and_takes_donated_and_restored_states():
 
     def loss_fn(*args):
         traces.append(1)
-        return told(*args)
+        return with_gradient(*args)
 
     step = jax.jit(scaled_step(loss_fn, optimizer), donate_argnums=(0, 1))
     param, state = jnp.copy(ONE), optimizer.init(ONE)
@@ -372,11 +372,11 @@ def test_equinox():
 
 
 class TestDerivatives:
-    """A step of `told` is `param - rate * x`."""
+    """A step of `with_gradient` is `param - rate * x`."""
 
     def step(self, rate, x):
         optimizer = LossScaleOptimizer(optax.sgd(rate), RULE, retries=24)
-        return optimizer.minimize(told, ONE, optimizer.init(ONE), x)
+        return optimizer.minimize(with_gradient, ONE, optimizer.init(ONE), x)
 
     @compiled
     def test_in_forward_mode(self, wrap):
@@ -413,7 +413,7 @@ def test_a_callback_runs_in_each_pass(wrap):
         return value_and_grad
 
     optimizer = LossScaleOptimizer(optax.sgd(0.5), RULE, retries=24)
-    step = functools.partial(optimizer.minimize, told, transform=transform)
+    step = functools.partial(optimizer.minimize, with_gradient, transform=transform)
     state = wrap(step)(ONE, optimizer.init(ONE), ONE)[1]
     jax.effects_barrier()
     assert state.retries == 9
@@ -425,7 +425,7 @@ def test_a_callback_runs_in_each_pass(wrap):
 @compiled
 def test_each_pass_has_the_same_random_numbers(wrap, make_key):
     def loss_fn(param, key):
-        return told(param, jax.random.uniform(key))
+        return with_gradient(param, jax.random.uniform(key))
 
     optimizer = LossScaleOptimizer(optax.sgd(1.0), RULE, retries=24)
     step, key = wrap(scaled_step(loss_fn, optimizer)), make_key(0)
@@ -445,7 +445,7 @@ def test_dropout_in_a_checkpoint_reuses_no_key():
     def loss_fn(w, x, key):
         for each in jax.random.split(key):
             x = layer(w, x, each)
-        return told(jnp.sum(x), ONE)
+        return with_gradient(jnp.sum(x), ONE)
 
     optimizer = LossScaleOptimizer(optax.sgd(0.5), RULE, retries=24)
     step = jax.jit(scaled_step(loss_fn, optimizer))
@@ -467,7 +467,7 @@ class TestRefs:
         def loss_fn(param):
             inside = jax.new_ref(jnp.float32(1))
             inside[...] *= 3
-            return told(param, inside[...] * outside[...])
+            return with_gradient(param, inside[...] * outside[...])
 
         param, state, loss = self.step(loss_fn, wrap)
         assert (param, loss, state.retries) == (-2, 6, 11)
@@ -478,7 +478,7 @@ class TestRefs:
 
         def loss_fn(param):
             outside[...] += 1
-            return told(param, outside[...])
+            return with_gradient(param, outside[...])
 
         with pytest.raises(TypeError, match=r"must not write a jax\.Ref of outside"):
             self.step(loss_fn, wrap)
@@ -512,7 +512,7 @@ def test_overflows_at_random_lose_nothing():
     def loss_fn(param, x, spike):
         # A gradient of 0 in all; its parts overflow at a scale above 2**16 / spike.
         out = jnp.sum(half(x * param).astype(jnp.float32) ** 2) / 16
-        return out + told(param[0], spike) - told(param[0], spike)
+        return out + with_gradient(param[0], spike) - with_gradient(param[0], spike)
 
     def train(optimizer):
         def step(carry, batch):
@@ -533,7 +533,7 @@ def test_overflows_at_random_lose_nothing():
     np.testing.assert_allclose(param, expected, rtol=1e-5)
 
 
-def test_the_loop_carries_gradients_in_the_dtype_of_their_birth():
+def test_the_loop_carries_gradients_before_their_last_cast():
     optimizer = LossScaleOptimizer(relaxed(optax.sgd(0.1)), RULE, retries=3)
     params = {"w": np.ones((4, 4), np.float32)}
 

@@ -141,16 +141,16 @@ def test_every_rule_learns_of_an_overflow(rule):
     params, good = with_leaf(WEIGHTS), jax.tree.map(jnp.ones_like, WEIGHTS)
     state, rule_state = optimizer.init(params), rule.init()
     # The gradient of the leaf: averaged, cast, or poisoned by what a trainer does.
-    for told in (0.0, 1.0, jnp.bfloat16(1 / 64), 0.0, -1e-30, NAN):
-        before, grads = (params, state), with_leaf(good, told)
+    for flag in (0.0, 1.0, jnp.bfloat16(1 / 64), 0.0, -1e-30, NAN):
+        before, grads = (params, state), with_leaf(good, flag)
         params, state = one_step(optimizer, grads, *before)
         # As if the gradients themselves were not finite.
-        shown = good if told == 0 else optax.tree.scale(INF, good)
+        shown = good if flag == 0 else optax.tree.scale(INF, good)
         rule_state, _ = rule.update(shown, rule_state)
         assert_same_bits(state.loss_scale_state, rule_state)
         assert params["loss_scale"] == rule(rule_state)
-        assert state.last_step_applied == (told == 0)
-        if told != 0:
+        assert state.last_step_applied == (flag == 0)
+        if flag != 0:
             assert_same_bits(without_leaf(params), without_leaf(before[0]))
             assert_same_bits(state.inner_state, before[1].inner_state)
     assert params["b"][0] == 1 - 0.5 - 0.5 * 1.9
@@ -237,9 +237,9 @@ def test_what_else_may_be_among_parameters_and_arguments():
 
 TREES = {
     r"none in a dict": {"a": np.float32(1)},
-    r"\['loss_scale'\]: float16\[\]": with_leaf({}, np.float16(1)),
-    r"\['loss_scale'\]: float32\[2\]": with_leaf({}, np.float32([1, 1])),
-    r"\['x'\].*: float32\[\], \['y'\].*": {"x": with_leaf({}), "y": with_leaf({})},
+    r"\['loss_scale'\].*float16\[\]": with_leaf({}, np.float16(1)),
+    r"\['loss_scale'\].*float32\[2\]": with_leaf({}, np.float32([1, 1])),
+    r"\['x'\].*float32\[\].*\['y'\].*": {"x": with_leaf({}), "y": with_leaf({})},
     r"Partitioned\(.*float16": {"loss_scale": linen.Partitioned(np.float16(1), ())},
     r"Param\([^$]*float16": nnx.State({"loss_scale": nnx.Param(np.float16(1))}),
 }
@@ -260,24 +260,16 @@ def test_what_is_refused():
         optimizer.update(params, state)
     with pytest.raises(ValueError, match=r"^grads must .* differentiate all"):
         optimizer.update(WEIGHTS, state, params)
-    plain = LossScaleOptimizer(optax.sgd(0.5))
-    for arguments, message in [
-        ((optax.sgd(0.5),), r"^optimizer must .*imizer\(inner"),
-        ((plain, 1), "^name must be a string"),
-    ]:
-        with pytest.raises(TypeError, match=message):
-            scale_as_parameter(*arguments)
 
 
-def test_errors_of_the_inner_optimizer_are_explained():
-    params, inner = with_leaf(WEIGHTS), relaxed(optax.adam(0.1))
-    plain, ours = LossScaleOptimizer(inner, RULE), scaler(inner)
-    with pytest.warns(UserWarning, match=r"use scale_as_parameter\(optimizer\)"):
-        other = plain.init(params)
-    with pytest.raises(ValueError, match="masks need an entry for the scale"):
-        ours.update(params, other, params)
-    with pytest.warns(UserWarning, match="and its init"), pytest.raises(TypeError):
-        plain.update(params, ours.init(params), params)
+def test_a_scale_that_is_trained_as_any_parameter_warns():
+    params, inner = with_leaf(WEIGHTS), relaxed(optax.sgd(0.1))
+    plain = LossScaleOptimizer(inner, RULE)
+    with pytest.warns(UserWarning, match=r"params\['loss_scale'\] .* scale_as_par"):
+        state = plain.init(params)
+    with pytest.warns(UserWarning, match="and its init"):
+        plain.update(params, state, params)
+    plain.init({"loss_scale": WEIGHTS["b"]})
 
 
 def test_a_line_search_of_all_parameters():
@@ -333,14 +325,14 @@ def test_the_loss_function_travels():
 def test_with_a_veto_and_a_checked_loss():
     params, zeros = with_leaf(WEIGHTS), optax.tree.zeros_like(WEIGHTS)
     # The gradient of the leaf, and the arguments; the scale and all counters.
-    for rule, told, options, scale, *counts in [
+    for rule, flag, options, scale, *counts in [
         (FixedLossScale(64.0), 0.0, {"value": 1.0, "skip_if": True}, 64, 1, 0, 0, 0),
         # An overflow is one, although this rule checks nothing.
         (FixedLossScale(64.0), 1.0, {"value": 1.0}, 64, 1, 1, 1, 0),
         (RULE, 1.0, {"value": 1.0, "skip_if": True}, 32, 1, 1, 0, 0),
         (RULE, 1.0, {"value": NAN}, 64, 1, 1, 0, 1),
     ]:
-        optimizer, grads = scaler(rule=rule, check_loss=True), with_leaf(zeros, told)
+        optimizer, grads = scaler(rule=rule, check_loss=True), with_leaf(zeros, flag)
         state = optimizer.init(params)
         new, state = one_step(optimizer, grads, params, state, **options)
         assert new["loss_scale"] == scale
@@ -379,12 +371,6 @@ def test_another_module_of_nnx():
     assert jax.tree.leaves(other.calls) == [1]
     with_loss_scale(product)(model, other)
     assert jax.tree.leaves(model.loss_scale) == [64]
-
-
-def test_a_forgotten_name_warns():
-    with pytest.warns(UserWarning, match=r"params\['loss_scale'\] .* scale_as_par"):
-        LossScaleOptimizer(optax.sgd(0.1)).init(with_leaf(WEIGHTS))
-    LossScaleOptimizer(optax.sgd(0.1)).init({"loss_scale": WEIGHTS["b"]})
 
 
 def test_the_trace_looks_into_the_loss():
