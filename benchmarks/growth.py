@@ -3,7 +3,8 @@
 With leaves, parameters and chips for the optimizer's step, with layers for
 `trace_numerics`, and with leaves for `autocast`. It needs `jax[tpu]` for its compiler,
 but no TPU, and `jax[cuda12]` for that of an H100. It takes half an hour, and writes
-`results/growth.json`.
+`results/growth.json`. A word chooses the rows with it: `python -m benchmarks.growth
+trace`.
 """
 
 import functools
@@ -13,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax.stages import Compiled
 from rich.progress import track
@@ -21,9 +21,9 @@ from rich.progress import track
 from benchmarks import by_hand, compiled, report
 from benchmarks.measure import cpu_seconds
 from benchmarks.systems import PLAIN, System, lower
-from benchmarks.workloads import Workload, mlp, optimizer_step, transformer, written
+from benchmarks.workloads import Workload, mlp, optimizer_step, written
 from examples.language_model.sharding import make_mesh, shard_batch, shard_state
-from optax_lossscale import LossScaleOptimizer, autocast
+from optax_lossscale import autocast
 from optax_lossscale.diagnostics import trace_numerics
 
 RESULTS = report.RESULTS / "growth.json"
@@ -102,20 +102,37 @@ def collectives(chips: int) -> list[int]:
     return list(map(channels, on_chips(chips)))
 
 
-def seconds_to_trace(layers: int) -> list[float]:
-    """Returns the processor time of a first training step, and of `trace_numerics`."""
-    workload = transformer(layers)
-    params, batch = workload.init(), workload.batches()[0]
-    optimizer = LossScaleOptimizer(optax.adam(1e-3))
-    step = jax.jit(functools.partial(optimizer.minimize, workload.loss_fn))
+def seconds_to_trace(name: str, size: int) -> list[float]:
+    """Returns the processor time of a step, traced, compiled and run, and of its trace.
+
+    Args:
+      name: "MLP" with so many leaves, or "GPT", unrolled, with so many layers.
+      size: That number.
+    """
+    model = by_hand.mlp(size, SIZE, SIZE)
+    if name == "GPT":
+        model = by_hand.gpt(size, 64, heads=4, batch=2, length=32, vocabulary=128)
+    params, batch, make = jax.tree.map(filled, model)
+    loss_fn = autocast(make(jnp.float32))
+    step = jax.jit(jax.value_and_grad(loss_fn))
 
     def first_step():
-        return jax.block_until_ready(step(params, optimizer.init(params), *batch))
+        return jax.block_until_ready(step(params, *batch))
 
     def trace():
-        return trace_numerics(workload.loss_fn, params, *batch, scale=2.0**10)
+        return trace_numerics(loss_fn, params, *batch, scale=2.0**10)
 
+    jax.clear_caches()
     return [cpu_seconds(first_step)[0], cpu_seconds(trace)[0]]
+
+
+def filled(x: Any) -> Any:
+    """Returns an array for a shape: random numbers of about 1 / sqrt(n)."""
+    if not isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    if x.dtype != jnp.float32:
+        return jnp.zeros(x.shape, x.dtype)
+    return jax.random.normal(jax.random.key(0), x.shape) * (2 / x.shape[0]) ** 0.5
 
 
 def seconds_to_cast(leaves: int) -> list[float]:
@@ -134,7 +151,7 @@ def seconds_to_cast(leaves: int) -> list[float]:
     return found
 
 
-LEAVES, CHIPS, LAYERS = (20, 200, 2000), (4, 64, 256), (1, 4, 8)
+LEAVES, CHIPS, LAYERS = (20, 200, 2000), (4, 64, 256), (1, 12, 48)
 TIMES = {
     target: (functools.partial(seconds_to_compile, target), LEAVES)
     for target in (compiled.CPU, compiled.TPU, compiled.H100)
@@ -145,7 +162,14 @@ ROWS: dict[str, tuple[Callable[[Any], list], tuple]] = {
     "bytes, TPU v5e: {} parameters": (bytes_of_a_step, (1e7, 1e8, 1e9)),
     "bytes that a chip moves, TPU v5e: {} chips": (bytes_of_a_chip, CHIPS),
     "collectives, TPU v5e: {} chips": (collectives, CHIPS),
-    "`trace_numerics` / first step, CPU: {} layers": (seconds_to_trace, LAYERS),
+    "`trace_numerics` / first step of a perceptron, CPU: {} leaves": (
+        functools.partial(seconds_to_trace, "MLP"),
+        (10, 300, 1500),
+    ),
+    "`trace_numerics` / first step of a GPT, CPU: {} layers": (
+        functools.partial(seconds_to_trace, "GPT"),
+        LAYERS,
+    ),
     "`autocast` / float32, time to trace, CPU: {} leaves": (
         seconds_to_cast,
         (300, 1500, 6000),
@@ -165,9 +189,12 @@ def table(found: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measures, and writes the results."""
-    report.parser("benchmarks.growth", __doc__).parse_args()
+    parser = report.parser("benchmarks.growth", __doc__)
+    parser.add_argument("word", nargs="?", default="", help="of the rows to measure")
+    word = parser.parse_args().word
     found = report.load(RESULTS) | report.about()
-    for title, (function, sizes) in track(ROWS.items(), "measuring"):
+    chosen = {title: row for title, row in ROWS.items() if word in title}
+    for title, (function, sizes) in track(chosen.items(), "measuring"):
         pairs = [function(size) for size in sizes]
         found["rows"][title] = {
             "sizes": sizes,

@@ -89,6 +89,7 @@ def is_inexact(leaf: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
+@functools.cache
 def is_half(dtype: Any) -> bool:
     """Whether a dtype is a floating-point one of at most 16 bits."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 16

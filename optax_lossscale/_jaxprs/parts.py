@@ -52,26 +52,6 @@ def scan_counts(equation: Any) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
-class Key:
-    """Equals that of all equations that do the same with arrays of the same types."""
-
-    def __init__(self, equation: Any):
-        """Takes an equation."""
-        types = [x.aval for x in (*equation.invars, *equation.outvars)]
-        params = sorted(equation.params.items())
-        self._parts = (equation.primitive, *params, *types, equation.ctx)
-        try:
-            self._hash = hash(self._parts)
-        except TypeError:  # Whatever a parameter holds.
-            self._parts, self._hash = (equation,), id(equation)
-
-    def __hash__(self):
-        return self._hash
-
-    def __eq__(self, other):
-        return isinstance(other, Key) and self._parts == other._parts
-
-
 def bind(equation: Any, args: Sequence[Any], params: Any = None) -> list[Any]:
     """Runs an equation, perhaps with other parameters."""
     params = equation.params if params is None else params

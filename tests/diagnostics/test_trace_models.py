@@ -115,7 +115,7 @@ MODELS = {
     "haiku": (run_haiku, "", "last"),
 }
 CASES = [(name, kind) for kind in OVERFLOWS for name in MODELS]
-# `other_tools.py` follows every fault. To save time, here are some.
+# To save time, these are in the default set.
 NAMED = ("logits", "residual", "sum", "data")
 KINDS = {"sum": "scale_too_high", "data": "nonfinite_argument"}
 

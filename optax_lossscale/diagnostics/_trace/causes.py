@@ -3,7 +3,7 @@
 import math
 
 from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of
-from optax_lossscale.diagnostics._trace import twin
+from optax_lossscale._tree import is_half
 from optax_lossscale.diagnostics._trace.run import INHERITED, Run
 from optax_lossscale.diagnostics._trace.words import CASTS, Fault, spacing
 
@@ -79,7 +79,7 @@ def is_underflow(run: Run, key: int) -> bool:
 
 def has_half(run: Run, key: int) -> bool:
     """Whether a result or an operand is in half precision."""
-    return any(twin.is_half(run.site(k).dtype) for k in [key, *run.operands(key)])
+    return any(is_half(run.site(k).dtype) for k in [key, *run.operands(key)])
 
 
 def magnified(run: Run, key: int, close: float) -> list[int]:

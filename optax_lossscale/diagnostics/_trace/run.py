@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from optax_lossscale._jaxprs import lines
 from optax_lossscale._jaxprs.primitives import Trait, names_of
+from optax_lossscale._tree import is_half
 from optax_lossscale.diagnostics import _bits
-from optax_lossscale.diagnostics._trace import twin
 
 # An operation makes an error of its own if its inputs have so many times smaller ones.
 INHERITED = 4
@@ -327,7 +327,7 @@ class Run:
         )
 
     def _name(self, site):
-        is_cast = site.primitive == "convert_element_type" and twin.is_half(site.dtype)
+        is_cast = site.primitive == "convert_element_type" and is_half(site.dtype)
         if is_cast and site.phase == "forward" and self.outline.is_autocast:
             return "layer's input"
         return NOUNS.get(site.primitive, site.primitive.replace("_", " "))
@@ -362,7 +362,7 @@ class Run:
     def limit(self, key: int) -> _bits.Limits | None:
         """Returns the limits of half precision that apply, if any do."""
         dtype = self.site(key).dtype
-        return _bits.limits_of(dtype) if twin.is_half(dtype) else None
+        return _bits.limits_of(dtype) if is_half(dtype) else None
 
     def exceeds(self, key: int) -> bool:
         """Whether the result in float32 is too large for the dtype."""

@@ -29,6 +29,26 @@ SIMPLER = ("xla_cpu_use_fusion_emitters", False)
 KEPT = 2**10
 
 
+class Key:
+    """Equals that of all equations that do the same with arrays of the same types."""
+
+    def __init__(self, equation: Any):
+        """Takes an equation."""
+        types = [x.aval for x in (*equation.invars, *equation.outvars)]
+        params = sorted(equation.params.items())
+        self._parts = (equation.primitive, *params, *types, equation.ctx)
+        try:
+            self._hash = hash(self._parts)
+        except TypeError:  # Whatever a parameter holds.
+            self._parts, self._hash = (equation,), id(equation)
+
+    def __hash__(self):
+        return self._hash
+
+    def __eq__(self, other):
+        return isinstance(other, Key) and self._parts == other._parts
+
+
 class Slot:
     """Stands for an array of a tape.
 
@@ -212,7 +232,7 @@ def _is_known(option):
 
 def is_repetitive(equations: Sequence[Any]) -> bool:
     """Whether equal equations are so many that they compile faster one by one."""
-    return len(equations) > REPEATED * len(set(map(parts.Key, equations)))
+    return len(equations) > REPEATED * len(set(map(Key, equations)))
 
 
 def _counted(steps: Sequence[Any]) -> Iterator[Any]:
@@ -274,6 +294,6 @@ def _record(tape, jaxpr, args):
             results = _record(tape, inner, [*consts, *inputs])
         else:
             run = functools.partial(parts.bind, equation)
-            results = tape.call(run, inputs, key=parts.Key(equation))
+            results = tape.call(run, inputs, key=Key(equation))
         values.update(zip(equation.outvars, results, strict=True))
     return list(map(read, jaxpr.outvars))

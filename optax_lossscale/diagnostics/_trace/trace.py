@@ -98,12 +98,14 @@ def summarize(program: Program, nothing: str, kept: Sequence[Any] = ()) -> str:
     types = [{str(x.aval.dtype) for x in y.invars[:2]} for y in products]
     count, dtype = types.count({program.dtype}), program.dtype
     text = f"{count} of {len(products)} matrix products compute in {dtype}."
+    text *= bool(products)
     if not program.computes_in_dtype:
         text = f"No operation computes in {dtype}: {nothing or TRY}"
     elif nothing:
         text += f" autocast casts nothing: {nothing}"
     names = ", ".join(x.name for x in kept)
-    return f"{text} float32= keeps {names} in float32." if kept else text
+    text += f" float32= keeps {names} in float32." * bool(kept)
+    return text.strip()
 
 
 def wrapped(text: str) -> str:

@@ -1,6 +1,5 @@
 """A value and its float32 twin; an equation in float32."""
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,13 +8,7 @@ import jax.numpy as jnp
 
 from optax_lossscale._jaxprs.parts import bind, is_jaxpr, opened
 from optax_lossscale._jaxprs.primitives import Trait, has
-from optax_lossscale._tree import is_inexact
-
-
-@functools.cache
-def is_half(dtype: Any) -> bool:
-    """Whether a dtype, or its name, is a floating-point one of at most 16 bits."""
-    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 16
+from optax_lossscale._tree import is_half, is_inexact
 
 
 def in_half(x: Any) -> bool:

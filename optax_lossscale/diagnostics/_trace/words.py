@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from optax_lossscale._tree import is_half
 from optax_lossscale.diagnostics import _common
 from optax_lossscale.diagnostics._bits import limits_of
 from optax_lossscale.diagnostics._trace.run import NumericOperation, NumericRange, named
-from optax_lossscale.diagnostics._trace.twin import is_half
 
 # A scale that is at most this many bits too high comes down within a few skipped steps.
 USUAL_BITS = 4
