@@ -203,4 +203,3 @@ def test_the_twin_of_autocast_is_the_function(loss_fn):
     assert np.isclose(trace.float32_loss, truth[0], rtol=1e-5)
     error = np.max(errors(by_hand(autocast(loss_fn), W, X)(1.0), truth))
     assert (trace.findings[0].kind == "fine") == (error < CLOSE), str(trace)
-    assert "Constants count" not in trace.summary

@@ -45,7 +45,7 @@ class NumericsTrace(NamedTuple):
       dtype: The dtype in question.
       computes_in_dtype: Whether the program computes in `dtype`.
       operations: All floating-point results, in order of execution.
-      summary: How many matrix products compute in `dtype`, and how constants count.
+      summary: How many matrix products compute in `dtype`.
 
     Examples:
       >>> import jax.numpy as jnp
