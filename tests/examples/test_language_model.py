@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import signal
+import sys
 from unittest import mock
 
 import jax
@@ -29,6 +30,11 @@ pytestmark = [
     pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices"),
     pytest.mark.usefixtures("standard_dtype_promotion"),
 ]
+
+
+needs_signals = pytest.mark.skipif(
+    sys.platform == "win32", reason="Windows stops a process without a signal"
+)
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +116,7 @@ class TestCommandLine:
         assert not (tmp_path / "run").exists()
 
 
+@needs_signals
 @pytest.mark.exhaustive
 def test_killed_or_stopped_it_comes_to_the_same_end(whole, tmp_path):
     stopped = tmp_path / "stopped"
@@ -122,6 +129,7 @@ def test_killed_or_stopped_it_comes_to_the_same_end(whole, tmp_path):
     assert_same_bits(last_state(stopped), last_state(whole[0]))
 
 
+@needs_signals
 @pytest.mark.exhaustive
 def test_two_processes_train_alike_and_stop_after_the_same_step(whole, tmp_path):
     common = [f"--coordinator=127.0.0.1:{free_port()}", "--processes=2"]

@@ -135,11 +135,8 @@ class Evaluator:
         name = equation.primitive.name
         if kind_of(name) == Kind.CALL:
             if name == "remat2":
-                # Otherwise the compiler would find that the forward pass has this.
                 pairs = [x.pair(x.differs) for x in inputs]
-                barrier = lax.optimization_barrier
-                pairs = place.recorder.call(barrier, pairs, key=barrier)
-                inputs = values_of(pairs, inputs)
+                inputs = values_of(place.recorder.again(pairs), inputs)
             return self.call(parts.called_jaxpr(equation), inputs, place)
         if name not in FLOW:
             return self._operation(equation, inputs, place)

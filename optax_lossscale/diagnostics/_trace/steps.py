@@ -82,7 +82,7 @@ class Tape(summary.Recorder):
 
     def _slot(self, aval):
         self._count += 1
-        return Slot(self._count, aval)
+        return Slot(self._count, _type(aval))
 
     def call(self, function: Callable[..., Any], *args: Any, key: Any = None) -> Any:
         """Adds a step: a function of pytrees of slots and constants.
@@ -104,6 +104,10 @@ class Tape(summary.Recorder):
         numbers = [x.number for x in slots], [x.number for x in results]
         self._steps.append((kind.run, *numbers))
         return jax.tree.unflatten(treedef, results)
+
+    def again(self, arrays: Any) -> Any:
+        """Returns the same, since no compiler sees two steps."""
+        return arrays
 
     def _slot_of(self, x):
         if isinstance(x, Slot):
@@ -150,6 +154,12 @@ class Tape(summary.Recorder):
             return jax.tree.unflatten(treedef, leaves)
 
         return run
+
+
+@functools.cache
+def _type(aval):
+    """Returns a type of an array, one for equal ones."""
+    return jax.eval_shape(lambda x: x, aval)
 
 
 def _with_last_uses(steps, wanted):

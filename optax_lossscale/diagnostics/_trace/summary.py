@@ -71,6 +71,10 @@ class Recorder:
         del key
         return function(*args)
 
+    def again(self, arrays: Any) -> Any:
+        """Returns arrays of which the compiler does not know that it has them."""
+        return lax.optimization_barrier(arrays)
+
     def add(self, site: int, real: Any, wide: Any, origins: Origins | None) -> None:
         """Sums an array and its twin up.
 
@@ -134,7 +138,7 @@ class Recorder:
         is_new |= elementwise & (bad[:, 0] > 1.001 * had[:, 0])
         begins = xp.where(is_first, 2, xp.where(is_new, 1, 0)).astype(np.float32)
         # In the rows of a loop or a branch inside, it is known already.
-        column = np.eye(len(FIELDS), dtype=np.int32)[BEGINS]
+        column = np.eye(len(FIELDS), dtype=np.int32)[[BEGINS]]
         return xp.maximum(summaries, begins.view(np.int32)[:, None] * column)
 
     def _reduce_group(self, kind):
@@ -195,7 +199,7 @@ def norms(real: Any, wide: Any) -> Any:
     places = 1 + jnp.arange(wide.size, dtype=jnp.float32)
     waves = jnp.stack([jnp.sin(x**0.5 * places) for x in WAVES])
     found = map(norm, (wide, narrow - wide, jnp.where(narrow == 0, wide, 0)))
-    return jnp.concatenate([jnp.stack([*found]), jnp.sum(waves * wide, 1)])
+    return jnp.concatenate([jnp.stack([*found]), jnp.sum(waves * wide[None], 1)])
 
 
 def moved(before: Any, after: Any) -> Any:

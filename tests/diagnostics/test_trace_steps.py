@@ -1,0 +1,118 @@
+"""A trace runs step by step, or as one program: both say the same, equal steps once."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from tracing import TWO, half, total
+
+from optax_lossscale import autocast
+from optax_lossscale.diagnostics import float32_lines, trace_numerics
+from optax_lossscale.diagnostics._trace import steps
+
+EYE = np.eye(2, dtype=np.float32)
+
+
+def decides(w):
+    x = half(w) * 3e4
+    return total(jnp.where(x > 5e4, jnp.sqrt(x), 2 * x) ** 2)
+
+
+def loops(w):
+    def step(x, w):
+        return jnp.tanh(x @ half(w)), x.sum()
+
+    x, sums = lax.scan(step, half(EYE), w)
+    return total(x) + total(lax.cond(sums[0] > 3, jnp.exp, jnp.cos, sums))
+
+
+def saves(w):
+    return total(jax.checkpoint(lambda w: jnp.exp(half(w) * 6) * (1 / half(w)))(w))
+
+
+def constant(w):
+    return jnp.float32(3)
+
+
+@pytest.fixture
+def apart(monkeypatch):
+    monkeypatch.setattr(steps, "REPEATED", 0)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "w"),
+    [(decides, TWO), (loops, np.stack([EYE] * 3)), (saves, TWO), (constant, TWO)],
+)
+def test_step_by_step_it_says_the_same(loss_fn, w, monkeypatch):
+    traces = []
+    for repeated in (math.inf, 0):
+        monkeypatch.setattr(steps, "REPEATED", repeated)
+        with jax.numpy_rank_promotion("raise"):
+            traces.append(trace_numerics(loss_fn, w, scale=2.0**12))
+    assert str(traces[0]) == str(traces[1])
+    # A compiler may join operations of one program, and round less often.
+    for x, y in zip(*(trace.operations for trace in traces), strict=True):
+        assert x._replace(inputs=(), output=None) == y._replace(inputs=(), output=None)
+        np.testing.assert_allclose(x.output[2:], y.output[2:], rtol=1e-3, atol=1e-3)
+
+
+def test_equal_steps_compile_once(apart):
+    def loss_fn(params):
+        x = EYE
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    made = []
+    for depth in (4, 16):
+        trace_numerics(autocast(loss_fn), [EYE] * depth)
+        made.append(steps._known.cache_info().misses)
+    assert made[0] == made[1]
+
+
+def test_what_does_not_depend_on_the_scale_runs_once(apart):
+    seen = []
+
+    def loss_fn(w):
+        y = half(w) ** 2
+        jax.debug.callback(seen.append, y[0])
+        return total(y)
+
+    trace_numerics(loss_fn, TWO)
+    jax.effects_barrier()
+    assert len(seen) == 1
+
+
+def test_lines_step_by_step(apart):
+    def loss_fn(w):
+        return jnp.sum((w * 300) @ (w * 300)) * 1e-4
+
+    found = float32_lines(autocast(loss_fn), EYE)
+    assert len(found.lines) == 1
+    assert found.verified
+
+
+@pytest.mark.filterwarnings("ignore:autocast computes nothing")
+def test_another_precision_is_another_step(apart):
+    def loss_fn(w):
+        return jnp.sum((w @ w) ** 2)
+
+    traces = []
+    for precision in ("default", "highest"):
+        with jax.default_matmul_precision(precision):
+            traces.append(trace_numerics(autocast(loss_fn), EYE))
+    # autocast leaves a product with a precision as it is.
+    assert [x.computes_in_dtype for x in traces] == [True, False]
+
+
+def test_an_error_of_the_compiler_says_what_to_do(apart, monkeypatch):
+    def fail(*_):
+        raise jax.errors.JaxRuntimeError("UNKNOWN: Unknown MLIR failure")
+
+    monkeypatch.setattr(steps, "_run", fail)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Unknown") as caught:
+        trace_numerics(lambda w: total(half(w)), TWO)
+    assert "fewer layers" in caught.value.__notes__[0]
