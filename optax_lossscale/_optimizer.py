@@ -63,8 +63,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
       ValueError: If `loss_scale` comes with `dynamic`, `initial_scale` or
         `dynamic_growth_steps`, or `dynamic=False` with `dynamic_growth_steps`; if an
         argument is out of its range.
-      TypeError: If an argument is of the wrong type, or `dynamic=False` comes without
-        `initial_scale`.
+      TypeError: If an argument is of the wrong type, `dynamic=False` comes without
+        `initial_scale`, or `inner_optimizer` is a `LossScaleOptimizer`.
 
     Examples:
       The whole step in one call, which is also the fastest way:
@@ -113,6 +113,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         check_loss: bool = False,
         retries: int | None = None,
     ):
+        if isinstance(inner_optimizer, LossScaleOptimizer):
+            raise TypeError("inner_optimizer scales losses: scaling twice is a bug.")
         keras = (dynamic, initial_scale, dynamic_growth_steps)
         if loss_scale is None:
             chosen = identifiers.keras_loss_scale(*keras)
