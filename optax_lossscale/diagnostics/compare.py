@@ -25,8 +25,8 @@ from optax_lossscale._jaxprs.primitives import Kind, kind_of
 from optax_lossscale._optimizer import LossScaleOptimizer
 
 FLOAT32, TF32 = "float32", "float32, products in TF32 (JAX's default)"
-BFLOAT16, MINIMIZE = "autocast to bfloat16", "autocast, minimize"
-RETRIES, ALONE = "autocast, minimize, retries=24", "the optimizer alone"
+BFLOAT16, MINIMIZE = "autocast to bfloat16", "autocast to float16, minimize"
+RETRIES, ALONE = "autocast to float16, minimize, retries=24", "the optimizer alone"
 TURNS, SECONDS, WARM_UP = 5, 0.3, 3  # The first steps may overflow.
 
 

@@ -226,8 +226,8 @@ class TestArguments:
         monkeypatch.setattr(steps, "REPEATED", 0)
         trace_numerics(loss_fn, TWO)
         first, *_, last = capsys.readouterr().err.splitlines()
-        assert re.match(r"0 of \d+ steps", first)
-        assert re.match(r"\d+ of \d+ steps", last)
+        assert re.match(r"0 of \d+ operations", first)
+        assert re.match(r"\d+ of \d+ operations", last)
 
     def test_under_jit(self):
         with pytest.raises(TypeError, match="trace_numerics"):

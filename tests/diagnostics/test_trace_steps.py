@@ -88,7 +88,8 @@ def test_what_does_not_depend_on_the_scale_runs_once(apart):
 
 def test_lines_step_by_step(apart):
     def loss_fn(w):
-        return jnp.sum((w * 300) @ (w * 300)) * 1e-4
+        w = w * 300 * lax.iota(jnp.int32, 2).astype(jnp.float32)
+        return jnp.sum(w @ w) * 1e-4
 
     found = float32_lines(autocast(loss_fn), EYE)
     assert len(found.lines) == 1

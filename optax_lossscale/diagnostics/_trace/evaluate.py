@@ -174,7 +174,7 @@ class Evaluator:
         name = equation.primitive.name
         run = functools.partial(_both, equation)
         pairs = [x.pair(x.differs) for x in inputs]
-        reals, wides = place.recorder.call(run, pairs, key=Key(equation))
+        reals, wides = place.recorder.call(run, pairs, key=(_both, Key(equation)))
         opaque = wides is None and not has(name, Trait.BITS)
         if not wides:
             wides = [

@@ -251,7 +251,7 @@ def _counted(steps: Sequence[Any]) -> Iterator[Any]:
     for i, step in enumerate(steps):
         if time.monotonic() - told > PATIENCE:
             told = time.monotonic()
-            text = f"{i} of {len(steps)} steps, each compiled once"
+            text = f"{i} of {len(steps)} operations; equal ones compile once"
             print(text, file=sys.stderr, flush=True)
         yield step
 
@@ -304,6 +304,7 @@ def _record(tape, jaxpr, args):
             results = _record(tape, inner, [*consts, *inputs])
         else:
             run = functools.partial(parts.bind, equation)
-            results = tape.call(run, inputs, key=Key(equation))
+            key = parts.bind, Key(equation)
+            results = tape.call(run, inputs, key=key)
         values.update(zip(equation.outvars, results, strict=True))
     return list(map(read, jaxpr.outvars))
