@@ -151,7 +151,7 @@ def seconds_to_cast(leaves: int) -> list[float]:
     return found
 
 
-LEAVES, CHIPS, LAYERS = (20, 200, 2000), (4, 64, 256), (1, 12, 48)
+LEAVES, CHIPS, LAYERS = (20, 200, 2000), (4, 64, 256), (1, 4, 12)
 TIMES = {
     target: (functools.partial(seconds_to_compile, target), LEAVES)
     for target in (compiled.CPU, compiled.TPU, compiled.H100)

@@ -1,6 +1,6 @@
 """One step: look at the gradients, decide, run or keep, record."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -97,6 +97,11 @@ def take_step(
     _state.check_state(state, rule, options.retries)
     _inner.check_dtypes(options.inner_optimizer, state.inner_state, params, grads)
     _warn_of_scale_among(params)
+    if isinstance(grads, Iterator):
+        raise TypeError(
+            "grads must be a pytree like the parameters, got an iterator. Write "
+            "apply_gradients(grads, params, state) for Keras's zip of the two."
+        )
     skips = options.skips or skip_if is not None or seen is not None
     if seen is None:
         seen = look(rule, grads, state.loss_scale_state, axis_name)

@@ -192,6 +192,11 @@ def select(pred: jax.Array, on_true: Any, on_false: Any) -> Any:
     """Selects between trees; leaves that are not arrays are constants."""
 
     def leaf(x, y):
+        if is_key(x):
+            # jax_debug_key_reuse would count the old key, of which the step used a
+            # copy, as used up.
+            clone = jax.random.clone
+            return clone(lax.select(pred, clone(x), clone(y)))
         return lax.select(pred, x, y) if is_array(x) else x
 
     return jax.tree.map(leaf, on_true, on_false)

@@ -1,5 +1,6 @@
 """Exact counts of the gradients that underflow, and of gradients by exponent."""
 
+import collections
 import functools
 import math
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from optax_lossscale.diagnostics._common import named_leaves, on_auto_axes, scal
 # How many leaves a table has.
 SHOWN = 12
 # Leaves of so many numbers are counted together: that compiles faster.
-JOINED = 2**16
+JOINED, GROUPED = 2**16, 2**20
 
 
 class Underflow(NamedTuple):
@@ -277,9 +278,12 @@ def _together(leaves, kind):
     Many small programs take long to compile. Large leaves may be spread over devices.
     """
     groups: dict[Any, list[int]] = {}
+    counts = collections.Counter()
     for i, x in enumerate(leaves):
         is_small = x.size <= JOINED and not jax.typeof(x).sharding.mesh.explicit_axes
-        groups.setdefault(kind(x) if is_small else i, []).append(i)
+        counts[kind(x)] += x.size  # A group is a copy: it is small, too.
+        group = (kind(x), counts[kind(x)] // GROUPED) if is_small else i
+        groups.setdefault(group, []).append(i)
     return list(groups.values())
 
 

@@ -1,12 +1,16 @@
 """A trace runs step by step, or as one program: both say the same, equal steps once."""
 
+import functools
+import gc
 import math
+import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from tracing import TWO, half, total
 
 from optax_lossscale import autocast
@@ -84,6 +88,43 @@ def test_what_does_not_depend_on_the_scale_runs_once(apart):
     trace_numerics(loss_fn, TWO)
     jax.effects_barrier()
     assert len(seen) == 1
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+def test_arrays_on_several_devices(apart):
+    """Steps with collectives run one after the other."""
+
+    def loss_fn(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    x = jax.device_put(np.ones((8, 2), np.float32), NamedSharding(mesh, P("data")))
+    everywhere = jax.device_put([EYE] * 24, NamedSharding(mesh, P()))
+    here = trace_numerics(autocast(loss_fn), [EYE] * 24, np.ones((8, 2), np.float32))
+    trace = trace_numerics(autocast(loss_fn), everywhere, x)
+    assert trace.findings == here.findings
+    assert trace.largest_scale == here.largest_scale
+
+
+def test_a_callback_is_not_kept(apart):
+    class Model:
+        def __call__(self, x):
+            return x
+
+    def loss_fn(w, model):
+        y = lax.stop_gradient(w)
+        y = jax.pure_callback(model, jax.ShapeDtypeStruct((2,), np.float32), y)
+        return total(half(w)) + jnp.sum(y)
+
+    model = Model()
+    reference = weakref.ref(model)
+    trace_numerics(functools.partial(loss_fn, model=model), TWO)
+    del model
+    jax.clear_caches()
+    gc.collect()
+    assert reference() is None
 
 
 def test_lines_step_by_step(apart):

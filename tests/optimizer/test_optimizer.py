@@ -153,6 +153,15 @@ class TestState:
         jax.jit(optimizer.update)(self.params, optimizer.init(self.params))
         assert len(traces) == 1
 
+    def test_keys_of_the_inner_optimizer_are_used_once(self):
+        inner = relaxed(optax.noisy_sgd(0.1, key=jax.random.key(0)))
+        optimizer = LossScaleOptimizer(inner)
+        with jax.debug_key_reuse(True):
+            carry = self.params, optimizer.init(self.params)
+            step = jax.jit(optimizer.apply_gradients)
+            for _ in range(3):
+                carry = step(self.params, *carry)
+
     @pytest.mark.parametrize("start", [1.0, np.float32(1), np.ones(())])
     def test_numbers_and_numpy_as_parameters(self, start):
         optimizer = LossScaleOptimizer(optax.sgd(0.25))

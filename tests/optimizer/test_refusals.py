@@ -287,3 +287,9 @@ def test_nothing_is_transferred_unasked(options):
         ours.current_loss_scale(after)
         all_finite({"x": x, "half": half})
     assert after.last_step_applied
+
+
+def test_pairs_of_gradients_and_variables():
+    pairs = zip([GRADS["w"]], [PARAMS["w"]], strict=True)
+    with pytest.raises(TypeError, match=r"apply_gradients\(grads, params, state\)"):
+        optimizer.apply_gradients(pairs, [PARAMS["w"]], state)

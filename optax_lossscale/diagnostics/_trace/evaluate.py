@@ -15,7 +15,7 @@ from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of
 from optax_lossscale._tree import is_inexact
 from optax_lossscale.diagnostics._trace.flow import FLOW, Place
 from optax_lossscale.diagnostics._trace.run import Site
-from optax_lossscale.diagnostics._trace.steps import Key, Slot
+from optax_lossscale.diagnostics._trace.steps import Slot, key_of
 from optax_lossscale.diagnostics._trace.summary import Origins
 from optax_lossscale.diagnostics._trace.twin import (
     Value,
@@ -173,8 +173,8 @@ class Evaluator:
     def _operation(self, equation, inputs, place):
         name = equation.primitive.name
         run = functools.partial(_both, equation)
-        pairs = [x.pair(x.differs) for x in inputs]
-        reals, wides = place.recorder.call(run, pairs, key=(_both, Key(equation)))
+        pairs, key = [x.pair(x.differs) for x in inputs], key_of(equation)
+        reals, wides = place.recorder.call(run, pairs, key=key and (_both, key))
         opaque = wides is None and not has(name, Trait.BITS)
         if not wides:
             wides = [

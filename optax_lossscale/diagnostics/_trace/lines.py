@@ -245,7 +245,8 @@ def _compared(run: Run, function: Any, call: Callable[..., Any]) -> Callable[...
             half = jnp.dtype(run.outline.dtype)
             loss, found = gradients(autocast(function, half, float32=names))
         pairs = zip(found, truth()[1], strict=True)
-        sizes = np.array([jax.jit(norms)(*pair) for pair in pairs], float)
+        with steps.quiet():
+            sizes = np.array([jax.jit(norms)(*pair) for pair in pairs], float)
         return sizes, (float(loss), float(truth()[0]))
 
     return compare

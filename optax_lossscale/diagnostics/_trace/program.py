@@ -215,7 +215,7 @@ class Program:
         avals = map(jax.typeof, [jnp.float32(1), *self._arrays, *self.closed.consts])
         tape = steps.Tape(list(avals))
         with steps.quiet():
-            if steps.is_repetitive(self.equations):
+            if steps.is_repetitive(jaxpr):
                 results = follow(tape, *tape.inputs)
             else:
                 results = tape.call(follow_at_once, *tape.inputs)

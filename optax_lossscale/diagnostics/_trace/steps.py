@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
 from optax_lossscale._jaxprs import parts
-from optax_lossscale._jaxprs.primitives import Kind, kind_of
+from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of
 from optax_lossscale.diagnostics._trace import summary
 
 # Seconds between two lines that say how far a run is.
@@ -37,16 +37,26 @@ class Key:
         types = [x.aval for x in (*equation.invars, *equation.outvars)]
         params = sorted(equation.params.items())
         self._parts = (equation.primitive, *params, *types, equation.ctx)
-        try:
-            self._hash = hash(self._parts)
-        except TypeError:  # Whatever a parameter holds.
-            self._parts, self._hash = (equation,), id(equation)
+        self._hash = hash(self._parts)
 
     def __hash__(self):
         return self._hash
 
     def __eq__(self, other):
         return isinstance(other, Key) and self._parts == other._parts
+
+
+def key_of(equation: Any) -> Key | None:
+    """Returns the key; None for a kernel or a callback, or if a parameter has no hash.
+
+    A callback holds what its function closes over.
+    """
+    if has(equation.primitive.name, Trait.OPAQUE):
+        return None
+    try:
+        return Key(equation)
+    except TypeError:
+        return None
 
 
 class Slot:
@@ -76,6 +86,7 @@ class Tape(summary.Recorder):
         super().__init__()
         self._parts: list[Any] = []
         self._constants: dict[int, Any] = {}
+        self._seen: dict[int, tuple[Slot, Any]] = {}
         self._steps: list[tuple[Any, list[int], list[int]]] = []
         self._count = 0
         self.inputs = list(map(self._slot, avals))
@@ -112,10 +123,12 @@ class Tape(summary.Recorder):
     def _slot_of(self, x):
         if isinstance(x, Slot):
             return x
-        x = jnp.asarray(x)  # A constant.
-        slot = self._slot(jax.typeof(x))
-        self._constants[slot.number] = x
-        return slot
+        if id(x) not in self._seen:
+            constant = jnp.asarray(x)
+            slot = self._slot(jax.typeof(constant))
+            self._constants[slot.number] = constant
+            self._seen[id(x)] = slot, x  # Held, so that no other gets its number.
+        return self._seen[id(x)][0]
 
     def _sum_up(self, site, real, wide):
         row = self.call(summary.row_of, real, wide, key=summary.row_of)
@@ -128,8 +141,8 @@ class Tape(summary.Recorder):
     def compiled(self, results: Any) -> Callable[..., Any]:
         """Returns a function of arguments that returns results on the host.
 
-        What does not depend on the first argument runs again for other arguments alone.
-        Inf and nan raise no errors.
+        Steps that do not depend on the first argument run once, until another argument
+        changes. Inf and nan raise no errors.
         """
         leaves, treedef = jax.tree.flatten(results)
         wanted = [self._slot_of(x).number for x in leaves]
@@ -147,6 +160,7 @@ class Tape(summary.Recorder):
         def run(x, *arrays):
             with quiet():
                 if any(a is not b for a, b in itertools.zip_longest(arrays, kept[0])):
+                    kept[:] = (), {}
                     values = self._constants | dict(zip(others, arrays, strict=True))
                     kept[:] = arrays, _run(before, values)
                 values = _run(after, kept[1] | {first: x})
@@ -174,8 +188,13 @@ def _with_last_uses(steps, wanted):
 
 def _run(steps, values):
     """Runs steps on values by their numbers; drops those that nothing reads."""
+    # On a CPU, the collectives of two steps would wait for each other's threads.
+    arrays = (x for x in values.values() if isinstance(x, jax.Array))
+    is_spread = any(len(x.devices()) > 1 for x in arrays)
     for function, arguments, made, last in _counted(steps):
         results = function(*[values[i] for i in arguments])
+        if is_spread:
+            jax.block_until_ready(results)
         values.update(zip(made, results, strict=True))
         for i in last:
             values.pop(i, None)
@@ -240,9 +259,20 @@ def _is_known(option):
     return True
 
 
-def is_repetitive(equations: Sequence[Any]) -> bool:
+def is_repetitive(jaxpr: Any) -> bool:
     """Whether equal equations are so many that they compile faster one by one."""
-    return len(equations) > REPEATED * len(set(map(Key, equations)))
+    keys = list(map(key_of, _equations(jaxpr)))
+    kinds = len(set(keys) - {None}) + keys.count(None)
+    return len(keys) > REPEATED * kinds
+
+
+def _equations(jaxpr):
+    """Yields the equations of a jaxpr, and those of the jaxprs that they call."""
+    for equation in jaxpr.eqns:
+        if kind_of(equation.primitive.name) == Kind.CALL:
+            yield from _equations(parts.opened(parts.called_jaxpr(equation))[0])
+        else:
+            yield equation
 
 
 def _counted(steps: Sequence[Any]) -> Iterator[Any]:
@@ -283,7 +313,7 @@ def run(closed: Any, *args: Any) -> list[Any]:
         return eval_jaxpr(jaxpr, arrays[:n], *arrays[n:])
 
     with quiet():
-        if is_repetitive(list(parts.all_equations(jaxpr))):
+        if is_repetitive(jaxpr):
             results = _record(tape, jaxpr, tape.inputs)
         else:
             results = tape.call(run_at_once, *tape.inputs)
@@ -304,7 +334,7 @@ def _record(tape, jaxpr, args):
             results = _record(tape, inner, [*consts, *inputs])
         else:
             run = functools.partial(parts.bind, equation)
-            key = parts.bind, Key(equation)
-            results = tape.call(run, inputs, key=key)
+            key = key_of(equation)
+            results = tape.call(run, inputs, key=key and (parts.bind, key))
         values.update(zip(equation.outvars, results, strict=True))
     return list(map(read, jaxpr.outvars))

@@ -203,9 +203,9 @@ def _bad_argument(run):
 def _wrong(search, effect):
     """Says why the loss or the gradients are not those of float32."""
     run, best = search.run, search.best
-    causes, late = run.causes(run.ran([run.outline.loss])), run.causes(run.gradients)
-    if causes := causes or (late if best is None else []):
-        return _nonfinite(search, causes)
+    in_loss, late = run.causes(run.ran([run.outline.loss])), run.causes(run.gradients)
+    if in_loss or (best is None and late):
+        return _nonfinite(search, in_loss or late)
     if best is None or not effect.wrong:
         return [_explain(search, run, _beginning_of(search, run, effect.wrong))]
     at_best = search.effect(best)
