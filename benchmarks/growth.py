@@ -151,7 +151,7 @@ def seconds_to_cast(leaves: int) -> list[float]:
     return found
 
 
-LEAVES, CHIPS, LAYERS = (20, 200, 2000), (4, 64, 256), (1, 4, 12)
+LEAVES, CHIPS, LAYERS = (20, 200, 2000), (4, 64, 256), (1, 2, 6)
 TIMES = {
     target: (functools.partial(seconds_to_compile, target), LEAVES)
     for target in (compiled.CPU, compiled.TPU, compiled.H100)
@@ -164,7 +164,7 @@ ROWS: dict[str, tuple[Callable[[Any], list], tuple]] = {
     "collectives, TPU v5e: {} chips": (collectives, CHIPS),
     "`trace_numerics` / first step of a perceptron, CPU: {} leaves": (
         functools.partial(seconds_to_trace, "MLP"),
-        (10, 300, 1500),
+        (10, 100, 300),
     ),
     "`trace_numerics` / first step of a GPT, CPU: {} layers": (
         functools.partial(seconds_to_trace, "GPT"),

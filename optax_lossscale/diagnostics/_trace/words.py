@@ -328,10 +328,9 @@ def underflow(
     what = f"{shares[0]:.0%} of the gradients are flushed to zero at the loss scale "
     what += f"{first}, and {shares[1]:.0%} at {second}"
     if not shares[0]:
-        what = (
-            f"the gradients are too small to be precise: {percent(errors[0])} off at "
-        )
-        what += f"the loss scale {first}, and {percent(errors[1])} at {second}"
+        off = list(map(percent, errors))
+        what = f"the gradients are too small to be precise: {off[0]} off at the loss "
+        what += f"scale {first}, and {off[1]} at {second}"
     text = f"{operation}: {what}"
     if is_first:
         text += ", the largest with which nothing in the backward pass overflows. Use "
