@@ -330,17 +330,17 @@ def without_wants(patch):
 
 
 def without_promotion(patch):
-    met, state_of_result = states._met, policy.state_of_result
+    widest, state_of_result = states._widest, policy.state_of_result
 
     def of_result(kind, found):
         is_half = kind in policy.FOLLOWERS and State.HALF in found
         return State.HALF if is_half else state_of_result(kind, found)
 
     def of_loop(found):
-        return State.HALF if State.HALF in found else met(found)
+        return State.HALF if State.HALF in found else widest(found)
 
     patch.setattr(policy, "state_of_result", of_result)
-    patch.setattr(states, "_met", of_loop)
+    patch.setattr(states, "_widest", of_loop)
 
 
 def without_range(patch):
