@@ -19,6 +19,7 @@ from jax.stages import Compiled
 from rich.progress import track
 
 from benchmarks import by_hand, compiled, report
+from benchmarks.gpu import arrays
 from benchmarks.measure import cpu_seconds
 from benchmarks.systems import PLAIN, System, lower
 from benchmarks.workloads import Workload, mlp, optimizer_step, written
@@ -111,8 +112,9 @@ def seconds_to_trace(name: str, size: int) -> list[float]:
     """
     model = by_hand.mlp(size, SIZE, SIZE)
     if name == "GPT":
-        model = by_hand.gpt(size, 64, heads=4, batch=2, length=32, vocabulary=128)
-    params, batch, make = jax.tree.map(filled, model)
+        model = by_hand.gpt(size, 64, heads=4, batch=2, length=32, vocabulary=1000)
+    *shapes, make = model
+    params, batch = map(arrays, shapes)
     loss_fn = autocast(make(jnp.float32))
     step = jax.jit(jax.value_and_grad(loss_fn))
 
@@ -124,15 +126,6 @@ def seconds_to_trace(name: str, size: int) -> list[float]:
 
     jax.clear_caches()
     return [cpu_seconds(first_step)[0], cpu_seconds(trace)[0]]
-
-
-def filled(x: Any) -> Any:
-    """Returns an array for a shape: random numbers of about 1 / sqrt(n)."""
-    if not isinstance(x, jax.ShapeDtypeStruct):
-        return x
-    if x.dtype != jnp.float32:
-        return jnp.zeros(x.shape, x.dtype)
-    return jax.random.normal(jax.random.key(0), x.shape) * (2 / x.shape[0]) ** 0.5
 
 
 def seconds_to_cast(leaves: int) -> list[float]:
