@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._tree import is_array, is_half, is_key, strongly_typed
+from optax_lossscale._tree import in_half, is_array, is_key, strongly_typed
 
 
 def check_optimizer(inner: Any) -> None:
@@ -40,21 +40,16 @@ def init(inner: Any, params: Any) -> Any:
     return inner.init(widen(without_constants(params)))
 
 
-def is_narrow(leaf: Any) -> bool:
-    """Whether `leaf` is a floating-point array, or its shape, narrower than float32."""
-    return hasattr(leaf, "dtype") and is_half(leaf.dtype)
-
-
 def check_dtypes(inner: Any, state: Any, params: Any, grads: Any) -> None:
     """Raises if a state is narrower than the one that `init` makes."""
-    if not any(map(is_narrow, jax.tree.leaves(state))):
+    if not any(map(in_half, jax.tree.leaves(state))):
         return
     leaves = jax.tree.leaves_with_path(state)
     # It may belong to what has a gradient. If to neither, the step says what is wrong.
     made = (jax.eval_shape(lambda x=x: init(inner, x)) for x in (params, grads))
     alike = (x for x in map(jax.tree.leaves, made) if len(x) == len(leaves))
     for (path, x), wanted in zip(leaves, next(alike, ()), strict=False):
-        if is_narrow(x) and x.dtype != wanted.dtype:
+        if in_half(x) and x.dtype != wanted.dtype:
             raise TypeError(
                 f"state.inner_state{jax.tree_util.keystr(path)} must be "
                 f"{wanted.dtype}, as init makes it, got {x.dtype}, in which small "
@@ -143,7 +138,7 @@ def widen(tree: Any) -> Any:
     """Converts numbers to arrays, and narrow floating-point arrays to float32."""
 
     def wide(leaf):
-        return leaf.astype(jnp.float32) if is_narrow(leaf) else leaf
+        return leaf.astype(jnp.float32) if in_half(leaf) else leaf
 
     return jax.tree.map(wide, strongly_typed(tree))
 
@@ -160,7 +155,7 @@ def narrow_like(updates: Any, grads: Any) -> Any:
     def narrow(update, grad):
         if is_array(grad) and not is_array(update):  # A Python number.
             return jnp.asarray(update, grad.dtype)
-        return update.astype(grad.dtype) if is_narrow(grad) else update
+        return update.astype(grad.dtype) if in_half(grad) else update
 
     return strongly_typed(jax.tree.map(narrow, updates, grads))
 

@@ -95,6 +95,11 @@ def is_half(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 16
 
 
+def in_half(x: Any) -> bool:
+    """Whether an array, or its type, is in half precision."""
+    return hasattr(x, "dtype") and is_half(x.dtype)
+
+
 def is_float32_scalar(leaf: Any) -> bool:
     """Whether `leaf` is an array f32[]."""
     return (np.shape(leaf), getattr(leaf, "dtype", None)) == ((), jnp.float32)

@@ -226,14 +226,12 @@ def _stats(
         tables.append(jnp.stack([sizes, *counts, room], 1))
         order += numbers
     table = jnp.concatenate(tables)[np.argsort(order)]
-    size, *counts = jnp.sum(table[:, :-1], axis=0)
-    shares = (x / jnp.maximum(size, 1.0) for x in counts)
-    room = jnp.min(table[:, -1], initial=jnp.inf)
-    overall = Underflow._make([size, *shares, room])
-    sizes = jnp.maximum(table[:, :1], 1.0)
-    return overall, jnp.concatenate(
-        [table[:, :1], table[:, 1:-1] / sizes, table[:, -1:]], 1
-    )
+    room = jnp.min(table[:, -1:], 0, keepdims=True, initial=jnp.inf)
+    total = jnp.concatenate([jnp.sum(table[:, :-1], 0, keepdims=True), room], 1)
+    table = jnp.concatenate([total, table])
+    shares = table[:, 1:-1] / jnp.maximum(table[:, :1], 1.0)
+    table = jnp.concatenate([table[:, :1], shares, table[:, -1:]], 1)
+    return Underflow._make(table[0]), table[1:]
 
 
 def _thresholds(scale: jax.Array, wide: bool, dtype: str) -> list[jax.Array]:
@@ -346,15 +344,15 @@ def exponent_histogram(grads: optax.Updates) -> ExponentHistogram:
       >>> print(histogram.exponents[seen], histogram.counts[seen], histogram.zeros)
       [0 1] [2. 1.] 1.0
     """
-    leaves = inexact_leaves(grads)
+    return _histogram(inexact_leaves(grads))
+
+
+@jax.jit
+def _histogram(leaves: list[jax.Array]) -> ExponentHistogram:
     first, last = (-1074, 1023) if any(map(_bits.is_wide, leaves)) else (-149, 127)
     # One array: zeros come before the smallest exponent, inf and nan after the largest.
     bins = jnp.zeros(last - first + 4, jnp.float32)
-    return _histogram(_count_exponents(bins, leaves, first), first)
 
-
-@functools.partial(jax.jit, static_argnames="first")
-def _count_exponents(bins: jax.Array, leaves: list[jax.Array], first: int) -> jax.Array:
     def count(place):
         # Faster on CPU than comparing or sorting, and needs constant memory.
         zeros = jnp.zeros(bins.size, jnp.int32)
@@ -366,7 +364,8 @@ def _count_exponents(bins: jax.Array, leaves: list[jax.Array], first: int) -> ja
         place = jnp.where(bits == _bits.infinity(bits), bins.size - 2, place)
         place = jnp.where(bits > _bits.infinity(bits), bins.size - 1, place)
         bins = bins + on_auto_axes(count, place).astype(jnp.float32)
-    return bins
+    exponents = first + jnp.arange(bins.size - 3, dtype=jnp.int32)
+    return ExponentHistogram(exponents, bins[1:-2], bins[0], bins[-2], bins[-1])
 
 
 def _joined(leaves):
@@ -376,9 +375,3 @@ def _joined(leaves):
         x[0] if len(x) == 1 else jnp.concatenate(list(map(jnp.ravel, x)))
         for x in groups
     ]
-
-
-@functools.partial(jax.jit, static_argnames="first")
-def _histogram(bins: jax.Array, first: int) -> ExponentHistogram:
-    exponents = first + jnp.arange(bins.size - 3, dtype=jnp.int32)
-    return ExponentHistogram(exponents, bins[1:-2], bins[0], bins[-2], bins[-1])

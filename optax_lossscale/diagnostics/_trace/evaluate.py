@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from optax_lossscale._jaxprs import lines, parts
 from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of
-from optax_lossscale._tree import is_inexact
+from optax_lossscale._tree import in_half, is_inexact
 from optax_lossscale.diagnostics._trace.flow import FLOW, Place
 from optax_lossscale.diagnostics._trace.run import Site
 from optax_lossscale.diagnostics._trace.steps import Slot, key_of
@@ -20,7 +20,7 @@ from optax_lossscale.diagnostics._trace.summary import Origins
 from optax_lossscale.diagnostics._trace.twin import (
     Value,
     bind_wide,
-    in_half,
+    unpaired,
     values_of,
     widen,
 )
@@ -172,9 +172,9 @@ class Evaluator:
 
     def _operation(self, equation, inputs, place):
         name = equation.primitive.name
-        run = functools.partial(_both, equation)
-        pairs, key = [x.pair(x.differs) for x in inputs], key_of(equation)
-        reals, wides = place.recorder.call(run, pairs, key=key and (_both, key))
+        run, key = functools.partial(_both, equation), key_of(_both, equation)
+        pairs = [x.pair(x.differs) for x in inputs]
+        reals, wides = place.recorder.call(run, pairs, key=key)
         opaque = wides is None and not has(name, Trait.BITS)
         if not wides:
             wides = [
@@ -211,7 +211,7 @@ def _both(equation, pairs):
       not be computed.
     """
     name = equation.primitive.name
-    inputs = [Value(real, real if wide is None else wide) for real, wide in pairs]
+    inputs = unpaired(pairs)
     args = [x.real for x in inputs]
     is_constant = not all(isinstance(x, Tracer) for x in args)
     if name == "div" and not isinstance(args[1], Tracer):

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from optax_lossscale._jaxprs import flow, lines, parts
 from optax_lossscale._tree import is_inexact
 from optax_lossscale.diagnostics._trace.summary import NOTHING, Recorder
-from optax_lossscale.diagnostics._trace.twin import Value, values_of
+from optax_lossscale.diagnostics._trace.twin import Value, unpaired, values_of
 
 
 class Place(NamedTuple):
@@ -57,9 +57,8 @@ class Result(NamedTuple):
 
 
 def _result(pairs, sources, sites, summaries, decision=None):
-    values = [Value(x, x if wide is None else wide) for x, wide in pairs]
     known = [[i for i in x if i is not None] for x in sources]
-    return Result(values, known, sites, summaries, decision)
+    return Result(unpaired(pairs), known, sites, summaries, decision)
 
 
 def _traced(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], Any]:

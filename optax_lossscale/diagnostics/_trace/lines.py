@@ -3,8 +3,6 @@
 import functools
 import linecache
 import math
-import sys
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,6 +17,7 @@ from optax_lossscale import _check as check
 from optax_lossscale._autocast.cast import autocast, function_of
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._jaxprs.lines import Source, source_of
+from optax_lossscale._tree import in_half
 from optax_lossscale.diagnostics._trace import causes, steps, trace, verdict, words
 from optax_lossscale.diagnostics._trace.program import (
     Program,
@@ -28,11 +27,8 @@ from optax_lossscale.diagnostics._trace.program import (
 )
 from optax_lossscale.diagnostics._trace.run import INHERITED, Run, named
 from optax_lossscale.diagnostics._trace.summary import norms
-from optax_lossscale.diagnostics._trace.twin import in_half
 from optax_lossscale.diagnostics._trace.verdict import Search
 
-# Seconds between two lines that say how far the search is.
-PATIENCE = 5
 Line = tuple[str, int]  # The file and the number; "" and 0 if they are not known.
 
 
@@ -261,7 +257,7 @@ def _minimal(
       lines: All lines, what helps most first.
       helps: Whether it is enough that these compute in float32.
     """
-    count, told = 0, time.monotonic()
+    count, tell = 0, steps.teller()
     while not helps(lines[:count]):
         if count == len(lines):
             return None
@@ -270,10 +266,7 @@ def _minimal(
     while kept != before:
         before = kept
         for line in reversed(before):
-            if time.monotonic() - told > PATIENCE:
-                told = time.monotonic()
-                text = f"float32_lines: {len(kept)} of {len(lines)} lines are left"
-                print(text, file=sys.stderr, flush=True)
+            tell(f"float32_lines: {len(kept)} of {len(lines)} lines are left")
             rest = [x for x in kept if x != line]
             kept = rest if helps(rest) else kept
     return kept

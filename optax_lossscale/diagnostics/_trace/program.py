@@ -15,7 +15,7 @@ from optax_lossscale._gradients import loss_of
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._jaxprs.lines import AUTOCAST
 from optax_lossscale._scaling import scale_up
-from optax_lossscale._tree import is_argument, is_inexact, types_of
+from optax_lossscale._tree import in_half, is_argument, is_inexact, types_of
 from optax_lossscale.diagnostics import _bits, _common
 from optax_lossscale.diagnostics._trace import steps, summary, twin
 from optax_lossscale.diagnostics._trace.evaluate import Evaluator
@@ -161,7 +161,7 @@ class Program:
         self.equations = list(parts.all_equations(self.closed.jaxpr))
         self.is_autocast = any(map(is_autocast, self.equations))
         results = (x.aval for equation in self.equations for x in equation.outvars)
-        halves = {x.dtype.name for x in results if twin.in_half(x)}
+        halves = {x.dtype.name for x in results if in_half(x)}
         self.computes_in_dtype = self.dtype in halves
         if halves and not self.computes_in_dtype:
             raise ValueError(
@@ -203,8 +203,8 @@ class Program:
             loss, *grads = evaluator.run(jaxpr, values, place)
             named = {x.site: name for x, name in zip(inputs, names, strict=True)}
             parameters, ends = names[: self._count], [x.site for x in grads]
-            ends = parameters, loss.site, ends, self.is_autocast
-            known[:] = recorder, Outline(self.dtype, evaluator.sites, named, *ends)
+            about = evaluator.sites, named, parameters, loss.site, ends
+            known[:] = recorder, Outline(self.dtype, *about, self.is_autocast)
             norms = functools.partial(recorder.call, summary.norms, key=summary.norms)
             return recorder.finish(), loss[:2], [norms(x.real, x.wide) for x in grads]
 

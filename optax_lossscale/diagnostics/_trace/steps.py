@@ -15,6 +15,7 @@ from jax.core import eval_jaxpr
 
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of
+from optax_lossscale._tree import Template
 from optax_lossscale.diagnostics._trace import summary
 
 # Seconds between two lines that say how far a run is.
@@ -30,13 +31,16 @@ KEPT = 2**10
 
 
 class Key:
-    """Equals that of all equations that do the same with arrays of the same types."""
+    """Equals that of all equations with which a function does the same.
 
-    def __init__(self, equation: Any):
-        """Takes an equation."""
+    They do the same with arrays of the same types.
+    """
+
+    def __init__(self, function: Callable[..., Any], equation: Any):
+        """Takes a function of an equation, and the equation."""
         types = [x.aval for x in (*equation.invars, *equation.outvars)]
         params = sorted(equation.params.items())
-        self._parts = (equation.primitive, *params, *types, equation.ctx)
+        self._parts = (function, equation.primitive, *params, *types, equation.ctx)
         self._hash = hash(self._parts)
 
     def __hash__(self):
@@ -46,7 +50,7 @@ class Key:
         return isinstance(other, Key) and self._parts == other._parts
 
 
-def key_of(equation: Any) -> Key | None:
+def key_of(function: Callable[..., Any], equation: Any) -> Key | None:
     """Returns the key; None for a kernel or a callback, or if a parameter has no hash.
 
     A callback holds what its function closes over.
@@ -54,7 +58,7 @@ def key_of(equation: Any) -> Key | None:
     if has(equation.primitive.name, Trait.OPAQUE):
         return None
     try:
-        return Key(equation)
+        return Key(function, equation)
     except TypeError:
         return None
 
@@ -85,8 +89,8 @@ class Tape(summary.Recorder):
         """Begins with the types of the arguments."""
         super().__init__()
         self._parts: list[Any] = []
-        self._constants: dict[int, Any] = {}
-        self._seen: dict[int, tuple[Slot, Any]] = {}
+        # By identity: each is held, so that no other gets its number.
+        self._constants: dict[int, tuple[Any, Slot, jax.Array]] = {}
         self._steps: list[tuple[Any, list[int], list[int]]] = []
         self._count = 0
         self.inputs = list(map(self._slot, avals))
@@ -110,11 +114,10 @@ class Tape(summary.Recorder):
         slots = list(map(self._slot_of, leaves))
         kind = _Kind(function, treedef, tuple(x.aval for x in slots), key)
         kind = kind if key is None else _known(kind)
-        avals, treedef = kind.results
-        results = list(map(self._slot, avals))
+        results = list(map(self._slot, kind.avals))
         numbers = [x.number for x in slots], [x.number for x in results]
         self._steps.append((kind.run, *numbers))
-        return jax.tree.unflatten(treedef, results)
+        return kind.results.fill(results)
 
     def again(self, arrays: Any) -> Any:
         """Returns the same, since no compiler sees two steps."""
@@ -123,12 +126,10 @@ class Tape(summary.Recorder):
     def _slot_of(self, x):
         if isinstance(x, Slot):
             return x
-        if id(x) not in self._seen:
+        if id(x) not in self._constants:
             constant = jnp.asarray(x)
-            slot = self._slot(jax.typeof(constant))
-            self._constants[slot.number] = constant
-            self._seen[id(x)] = slot, x  # Held, so that no other gets its number.
-        return self._seen[id(x)][0]
+            self._constants[id(x)] = x, self._slot(jax.typeof(constant)), constant
+        return self._constants[id(x)][1]
 
     def _sum_up(self, site, real, wide):
         row = self.call(summary.row_of, real, wide, key=summary.row_of)
@@ -146,6 +147,7 @@ class Tape(summary.Recorder):
         """
         leaves, treedef = jax.tree.flatten(results)
         wanted = [self._slot_of(x).number for x in leaves]
+        constants = self._constants.values()
         first, *others = (x.number for x in self.inputs)
         varying, before, after = {first}, [], []
         for step in self._steps:
@@ -161,7 +163,8 @@ class Tape(summary.Recorder):
             with quiet():
                 if any(a is not b for a, b in itertools.zip_longest(arrays, kept[0])):
                     kept[:] = (), {}
-                    values = self._constants | dict(zip(others, arrays, strict=True))
+                    values = {slot.number: x for _, slot, x in constants}
+                    values |= zip(others, arrays, strict=True)
                     kept[:] = arrays, _run(before, values)
                 values = _run(after, kept[1] | {first: x})
                 leaves = jax.device_get([values[i] for i in wanted])
@@ -191,7 +194,9 @@ def _run(steps, values):
     # On a CPU, the collectives of two steps would wait for each other's threads.
     arrays = (x for x in values.values() if isinstance(x, jax.Array))
     is_spread = any(len(x.devices()) > 1 for x in arrays)
-    for function, arguments, made, last in _counted(steps):
+    tell = teller()
+    for i, (function, arguments, made, last) in enumerate(steps):
+        tell(f"{i} of {len(steps)} operations; equal ones compile once")
         results = function(*[values[i] for i in arguments])
         if is_spread:
             jax.block_until_ready(results)
@@ -202,11 +207,16 @@ def _run(steps, values):
 
 
 class _Kind:
-    """A function of arrays of some types, which is compiled once."""
+    """A function of arrays of some types, which is compiled once.
+
+    Attributes:
+      results: The template of what the function returns.
+    """
 
     def __init__(self, function, treedef, avals, key):
         self._function, self._treedef, self._avals = function, treedef, avals
         self._key = key, treedef, avals
+        self.results = Template()
 
     def __hash__(self):
         return hash(self._key)
@@ -223,15 +233,13 @@ class _Kind:
         return jax.jit(self._flat, compiler_options=options)
 
     def _flat(self, *leaves):
-        results = self._function(*jax.tree.unflatten(self._treedef, leaves))
-        leaves, self._results = jax.tree.flatten(results)
-        return leaves
+        args = jax.tree.unflatten(self._treedef, leaves)
+        return self.results.take(self._function(*args))
 
     @functools.cached_property
-    def results(self):
-        """The types of the results, and their tree."""
-        avals = self.run.eval_shape(*self._avals)
-        return avals, self._results
+    def avals(self):
+        """The types of the results."""
+        return self.run.eval_shape(*self._avals)
 
 
 @functools.lru_cache(KEPT)
@@ -261,7 +269,7 @@ def _is_known(option):
 
 def is_repetitive(jaxpr: Any) -> bool:
     """Whether equal equations are so many that they compile faster one by one."""
-    keys = list(map(key_of, _equations(jaxpr)))
+    keys = [key_of(parts.bind, x) for x in _equations(jaxpr)]
     kinds = len(set(keys) - {None}) + keys.count(None)
     return len(keys) > REPEATED * kinds
 
@@ -275,15 +283,17 @@ def _equations(jaxpr):
             yield equation
 
 
-def _counted(steps: Sequence[Any]) -> Iterator[Any]:
-    """Yields steps, and says on stderr how far a run is."""
+def teller() -> Callable[[str], None]:
+    """Returns a function that writes texts on stderr, but none soon after another."""
     told = time.monotonic()
-    for i, step in enumerate(steps):
+
+    def tell(text):
+        nonlocal told
         if time.monotonic() - told > PATIENCE:
             told = time.monotonic()
-            text = f"{i} of {len(steps)} operations; equal ones compile once"
             print(text, file=sys.stderr, flush=True)
-        yield step
+
+    return tell
 
 
 @contextlib.contextmanager
@@ -334,7 +344,6 @@ def _record(tape, jaxpr, args):
             results = _record(tape, inner, [*consts, *inputs])
         else:
             run = functools.partial(parts.bind, equation)
-            key = key_of(equation)
-            results = tape.call(run, inputs, key=key and (parts.bind, key))
+            results = tape.call(run, inputs, key=key_of(parts.bind, equation))
         values.update(zip(equation.outvars, results, strict=True))
     return list(map(read, jaxpr.outvars))

@@ -8,12 +8,7 @@ import jax.numpy as jnp
 
 from optax_lossscale._jaxprs.parts import bind, is_jaxpr, opened
 from optax_lossscale._jaxprs.primitives import Trait, has
-from optax_lossscale._tree import is_half, is_inexact
-
-
-def in_half(x: Any) -> bool:
-    """Whether an array, or its type, is in half precision."""
-    return hasattr(x, "dtype") and is_half(x.dtype)
+from optax_lossscale._tree import in_half, is_half, is_inexact
 
 
 def widen(x: Any) -> Any:
@@ -53,12 +48,15 @@ class Value(NamedTuple):
         return (self.real, widen(self.wide)) if differs else (self.real, None)
 
 
+def unpaired(pairs: Iterable[Any]) -> list[Value]:
+    """Returns values from pairs of arrays."""
+    return [Value(real, real if wide is None else wide) for real, wide in pairs]
+
+
 def values_of(pairs: Iterable[Any], like: Iterable[Value]) -> list[Value]:
     """Returns values from pairs of arrays, each with the site of another value."""
-    return [
-        Value(real, real if wide is None else wide, x.site)
-        for (real, wide), x in zip(pairs, like, strict=True)
-    ]
+    values = zip(unpaired(pairs), like, strict=True)
+    return [x._replace(site=y.site) for x, y in values]
 
 
 def bind_wide(equation: Any, args: Sequence[Any]) -> list[Any] | None:
