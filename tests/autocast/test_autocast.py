@@ -310,7 +310,7 @@ def test_errors(args, options, error, message):
 NO_FUNCTIONS = [Instance(), Inheriting, jnp.float32, jnp.add, max, partial(jnp.add, 1)]
 
 
-@pytest.mark.parametrize("chosen", NO_FUNCTIONS, ids=str)
+@pytest.mark.parametrize("chosen", NO_FUNCTIONS)
 def test_what_has_no_functions_of_its_own(chosen):
     with pytest.raises(TypeError, match=r"float32 must hold lines .* names of scopes"):
         autocast(jnp.sum, float32=chosen)
