@@ -223,7 +223,6 @@ class TestArguments:
 
     def test_it_says_how_far_it_is(self, monkeypatch, capsys):
         monkeypatch.setattr(steps, "PATIENCE", 0.0)
-        monkeypatch.setattr(steps, "REPEATED", 0)
         trace_numerics(loss_fn, TWO)
         first, *_, last = capsys.readouterr().err.splitlines()
         assert re.match(r"0 of \d+ operations", first)

@@ -17,7 +17,7 @@ EXACT = (Kind.MOVE, Kind.SPREAD)
 CHOOSERS = ("select_and_scatter_add", "select_and_gather_add")
 
 
-def beginning(run: Run, key: int, small: float) -> int:
+def origin_of_error(run: Run, key: int, small: float) -> int:
     """Returns where the error of a result begins.
 
     Args:
@@ -26,23 +26,22 @@ def beginning(run: Run, key: int, small: float) -> int:
       small: An error that is not worth following.
     """
 
+    def is_wrong(k):
+        result = run.range(k)
+        return result.error >= small or result.flushed or run.is_lost(k)
+
     def wrong(k):
-        ranges = ((x, run.range(x)) for x in run.operands(k))
-        return [
-            x
-            for x, found in ranges
-            if found.error >= small or found.flushed or run.is_lost(x)
-        ]
+        return filter(is_wrong, run.operands(k))
 
     # An inf or nan may be swallowed: 1 / inf is 0.
     reached = run.ancestors([key], wrong) if run.lost_origins else ()
     if origins := [k for k in run.lost_origins if k in reached]:
         # In a loop, an inf that is made later comes in earlier.
         return min(origins, key=lambda k: bool(run.bad_operands(k)))
-    seen, found = set(), key
+    seen, begin = set(), key
     while key not in seen:
         seen.add(key)
-        found = key if run.site(key).primitive else found
+        begin = key if run.site(key).primitive else begin
         operands = [k for k in run.operands(key) if k not in seen]
         otherwise = list(filter(run.is_decided_otherwise, operands))
         numbers = [k for k in operands if not run.site(k).is_decision]
@@ -57,13 +56,14 @@ def beginning(run: Run, key: int, small: float) -> int:
             key = worst
         elif otherwise:  # The index is wrong, or the mask.
             key = otherwise[0]
-    if run.is_decided_otherwise(found) and (zeros := vanished(run, found)) is not None:
+    zeros = run.is_decided_otherwise(begin) and vanished_inputs(run, begin)
+    if zeros:
         return zeros[1][-1]
-    made = run.site(found).row  # A move has the error of what it moves.
-    return made if run.site(made).primitive else found
+    made = run.site(begin).row  # A move has the error of what it moves.
+    return made if run.site(made).primitive else begin
 
 
-def gain(run: Run, key: int) -> float:
+def newly_flushed(run: Run, key: int) -> float:
     """Returns the share of the results that is flushed here, and not before."""
     shares = (run.range(k).flushed for k in run.operands(key))
     return run.range(key).flushed - max(shares, default=0.0)
@@ -71,10 +71,10 @@ def gain(run: Run, key: int) -> float:
 
 def is_underflow(run: Run, key: int) -> bool:
     """Whether results are flushed to zero here, or too small to be precise."""
-    limits, found = run.limit(key), run.range(key)
+    limits, result = run.limit(key), run.range(key)
     if limits is None or has(run.site(key).primitive, Trait.SUM):
         return False
-    return gain(run, key) >= LOST or 0 < found.float32_largest < limits.normal
+    return newly_flushed(run, key) >= LOST or 0 < result.float32_largest < limits.normal
 
 
 def has_half(run: Run, key: int) -> bool:
@@ -82,7 +82,7 @@ def has_half(run: Run, key: int) -> bool:
     return any(is_half(run.site(k).dtype) for k in [key, *run.operands(key)])
 
 
-def magnified(run: Run, key: int, close: float) -> list[int]:
+def sources_of_error(run: Run, key: int, close: float) -> list[int]:
     """Returns the operations before that may have made the error of a result.
 
     These are those whose errors are large beside the result; if there are none, as in
@@ -103,11 +103,11 @@ def magnified(run: Run, key: int, close: float) -> list[int]:
         worst = min(own, max(errors.values(), default=0.0))
         return [x for x, e in errors.items() if 0 < worst <= INHERITED * e]
 
-    found = run.ancestors([key], parents)
-    return [k for k in run.sites if k in found and run.site(k).primitive]
+    reached = run.ancestors([key], parents)
+    return [k for k in run.sites if k in reached and run.site(k).primitive]
 
 
-def vanished(run: Run, key: int) -> tuple[str, list[int]] | None:
+def vanished_inputs(run: Run, key: int) -> tuple[str, list[int]] | None:
     """Returns what made the zeros that break an operation, if float32 has none there.
 
     Of a division that is the divisor. A sum is zero only where all of its terms are, so
@@ -153,8 +153,8 @@ def _rounded_before(run, key):
         is_move = kind_of(run.site(k).primitive) in EXACT or run.site(k).row != k
         return run.operands(k) if k == key or (is_move and not run.limit(k)) else []
 
-    found = run.ancestors([key], parents)
-    return [k for k in run.sites if k in found and run.limit(k)]
+    reached = run.ancestors([key], parents)
+    return [k for k in run.sites if k in reached and run.limit(k)]
 
 
 def fault_of(run: Run, key: int, close: float) -> Fault:
@@ -174,36 +174,36 @@ def fault_of(run: Run, key: int, close: float) -> Fault:
 
 def _cause(run: Run, key: int, close: float) -> tuple[str, str, list[int]]:
     """Returns the kind of a fault, its cause, and the sites before that made it."""
-    site, found = run.site(key), run.range(key)
+    site, result = run.site(key), run.range(key)
     kind = "backward" if site.phase == "backward" else "forward"
     if run.is_bad(key) or run.exceeds(key):
         cause, before = _cause_of_nonfinite(run, key)
         return kind, cause, before
     if is_underflow(run, key):
         limits = run.limit(key)
-        is_small = limits is not None and 0 < found.float32_largest < limits.normal
+        is_small = limits is not None and 0 < result.float32_largest < limits.normal
         return "underflow", "small" if is_small else "", []
     if site.is_decision or site.primitive in CHOOSERS:
         return "decision", "decided", _rounded_before(run, key)
     operation, cause = run.operation(key), ""
     if has(site.primitive, Trait.SUM) and (terms := spacing(operation)):
-        is_small = found.float32_largest < 2.0 ** terms[1] / 4
+        is_small = result.float32_largest < 2.0 ** terms[1] / 4
         cause = "cancel" if is_small else "terms lost"
     # A line that casts is not to be computed in float32: the next one is.
-    before = magnified(run, key, close)
+    before = sources_of_error(run, key, close)
     before = [k for k in before if run.site(k).primitive not in CASTS]
     return "precision", cause, before
 
 
 def _cause_of_nonfinite(run: Run, key: int) -> tuple[str, list[int]]:
     """Returns what made inf or nan, and the sites before that did."""
-    site, found, operands = run.site(key), run.range(key), run.operands(key)
+    site, result, operands = run.site(key), run.range(key), run.operands(key)
     before = map(run.site, run.ancestors([key], run.bad_operands))
     constants = [c for x in before for c in x.constants]
     has_inf = bool(run.bad_operands(key)) or any(map(math.isinf, constants))
     if any(map(math.isnan, site.constants)):
         return "nan", []
-    if found.float32_nonfinite:  # Float32 is no better, so it is never the advice.
+    if result.float32_nonfinite:  # Float32 is no better, so it is never the advice.
         if "exp" in site.primitive:
             return "float32 range", []
         has_zeros = any(run.range(k).zeros for k in operands)
@@ -215,7 +215,7 @@ def _cause_of_nonfinite(run: Run, key: int) -> tuple[str, list[int]]:
         return "constant" if is_constant else "pole" if is_pole else "range", []
     if has_inf:
         return "constant" if any(map(math.isinf, constants)) else "inf", []
-    if (vanishing := vanished(run, key)) is not None:
+    if (vanishing := vanished_inputs(run, key)) is not None:
         return vanishing
     if has(site.primitive, Trait.SUM) or kind_of(site.primitive) == Kind.PRODUCT:
         return "terms", []

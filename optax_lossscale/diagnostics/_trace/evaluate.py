@@ -33,8 +33,8 @@ class Evaluator:
     """Runs jaxprs. The twin decides for itself.
 
     Attributes:
-      zero: i32[]: zero. Inside of `jax.shard_map` it varies over devices, as the
-        summaries do.
+      zero: i32[]: a zero with the varying axes of the enclosing `jax.shard_map`. It is
+        added to summaries, whose axes must match.
       sites: All sites, by their numbers.
     """
 
@@ -66,8 +66,8 @@ class Evaluator:
             if any(x is self._scale for x in equation.invars):
                 here = here._replace(phase="scale")
                 place = place._replace(phase="backward")
-            found = self._follow(equation, list(map(read, equation.invars)), here)
-            values.update(zip(equation.outvars, found, strict=True))
+            results = self._follow(equation, list(map(read, equation.invars)), here)
+            values.update(zip(equation.outvars, results, strict=True))
         return list(map(read, jaxpr.outvars))
 
     def call(self, jaxpr: Any, args: Sequence[Value], place: Place) -> list[Value]:
@@ -92,7 +92,7 @@ class Evaluator:
         place: Place,
         *,
         is_elementwise: bool = False,
-        moved: int | None = None,
+        same: int | None = None,
         **about: Any,
     ) -> Value:
         """Sums a value up, if it is a number, or is decided otherwise in float32.
@@ -102,7 +102,7 @@ class Evaluator:
           x: The value.
           place: Where it is.
           is_elementwise: Whether it is computed number by number.
-          moved: The site of the same magnitudes, if it is a move.
+          same: The site of the same magnitudes, if it is a move.
           **about: More fields of its site.
         """
         if not x.may_differ:
@@ -119,11 +119,11 @@ class Evaluator:
             source=place.source,
             scope=place.scope,
             phase=phase,
-            row=number if moved is None else self.sites[moved].row,
+            row=number if same is None else self.sites[same].row,
             is_decision=not is_inexact(x.real),
             **({} if phase == "scale" else about),
         )
-        if moved is None:
+        if same is None:
             origins = None
             if site.primitive and not site.is_decision:
                 rows = [self.sites[i].row for i in site.inputs]
@@ -153,7 +153,9 @@ class Evaluator:
         def run(pairs):
             values = values_of(pairs, inputs)
             result = FLOW[equation.primitive.name](self, equation, values, place)
-            known[:] = [result]
+            # The step that holds this function outlives the arrays.
+            sites = [Value(None, None, x.site) for x in result.values]
+            known[:] = [result._replace(values=sites, summaries=None)]
             return [x.pair(x.differs) for x in result.values], result.summaries
 
         recorder, pairs = place.recorder, [x.pair(x.differs) for x in inputs]
@@ -195,12 +197,12 @@ class Evaluator:
             is_move = in_half(inputs[0].real) and reals[0].dtype == jnp.float32
         about = {"primitive": name, "inputs": sources, "opaque": opaque}
         about |= {"constants": tuple(constants)}
-        about["moved"] = inputs[0].site if is_move and len(inputs) == 1 else None
-        found = []
+        about["same"] = inputs[0].site if is_move and len(inputs) == 1 else None
+        values = []
         for i, (real, wide) in enumerate(zip(reals, wides, strict=True)):
             about["is_elementwise"] = elementwise and shapes <= {real.shape}
-            found.append(self.measure(i, Value(real, wide), place, **about))
-        return found
+            values.append(self.measure(i, Value(real, wide), place, **about))
+        return values
 
 
 def _both(equation, pairs):

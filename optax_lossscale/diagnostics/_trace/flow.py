@@ -72,7 +72,7 @@ def _traced(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any
     return run, types
 
 
-def _told(values: Sequence[Value]) -> list[tuple[int | None, bool]]:
+def _labels(values: Sequence[Value]) -> list[tuple[int | None, bool]]:
     """Returns the sites of values, and whether they may differ, without the arrays."""
     return [(x.site, x.may_differ) for x in values]
 
@@ -92,9 +92,9 @@ def run_cond(
         inner = place.inside(f"branch {k}")
         values = evaluator.enter("operand", values_of(pairs, operands), inner)
         out = evaluator.call(branches[k], values, inner)
-        ends[k], found = _told(out), evaluator.finish(inner)
+        ends[k], rows = _labels(out), evaluator.finish(inner)
         sites[k] = inner.recorder.sites
-        return list(map(Value.pair, out, differ)), found
+        return list(map(Value.pair, out, differ)), rows
 
     def trace():
         return [_traced(functools.partial(run, k), pairs)[0] for k in numbers]
@@ -107,9 +107,9 @@ def run_cond(
         traced = trace()
 
     def complete(k, pairs):
-        out, found = traced[k](pairs)
+        out, own = traced[k](pairs)
         rows = [np.repeat(NOTHING[None], len(x), 0) + evaluator.zero for x in sites]
-        return out, jnp.concatenate([*rows[:k], found, *rows[k + 1 :]])
+        return out, jnp.concatenate([*rows[:k], own, *rows[k + 1 :]])
 
     chosen = [functools.partial(complete, k) for k in numbers]
     out, rows = flow.switch(equation, index.real, chosen, pairs)
@@ -143,13 +143,13 @@ def _run_loop(
         inner = place.inside("loop")
         values = evaluator.enter("state", values_of(pairs, carry), inner)
         new, out = body(values, x, inner)
-        found = evaluator.finish(inner)
+        rows = evaluator.finish(inner)
         seen.update(
-            state=_told(values), new=_told(new), out=_told(out),
+            state=_labels(values), new=_labels(new), out=_labels(out),
             sites=inner.recorder.sites,
         )  # fmt: skip
         outs = [x.pair(x.may_differ) for x in out]
-        return list(map(Value.pair, new, differ)), outs, found
+        return list(map(Value.pair, new, differ)), outs, rows
 
     while True:
         before, start = list(differ), list(map(Value.pair, carry, differ))
@@ -236,8 +236,8 @@ def run_while(
         state, rows = lax.while_loop(goes_on, step, (start, nothing))
         return state, [], rows
 
-    found = _run_loop(evaluator, carry, [], place, body, loop_over)
-    return found._replace(decision=decisions[0])
+    result = _run_loop(evaluator, carry, [], place, body, loop_over)
+    return result._replace(decision=decisions[0])
 
 
 def run_shard_map(
@@ -255,7 +255,7 @@ def run_shard_map(
         values = evaluator.enter("operand", values_of(pairs, inputs), inner)
         out = evaluator.call(params["jaxpr"], values, inner)
         rows = evaluator.finish(inner)[None]
-        seen.update(out=_told(out), sites=inner.recorder.sites)
+        seen.update(out=_labels(out), sites=inner.recorder.sites)
         return [x.pair(x.may_differ) for x in out], rows
 
     in_specs = PartitionSpec(axes), list(params["in_specs"])

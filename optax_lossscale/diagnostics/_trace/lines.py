@@ -51,9 +51,9 @@ class Float32Line(NamedTuple):
 
     def __str__(self):
         place = named(*self[:3]) if self.line else "gradient of the loss"
-        found = trace.wrapped(f"{place}: {self.reason}")
+        head = trace.wrapped(f"{place}: {self.reason}")
         text = linecache.getline(self.file, self.line).strip()
-        return "\n".join([found, *([f"    {text}"] if text else []), f"  {self.fix}"])
+        return "\n".join([head, *([f"    {text}"] if text else []), f"  {self.fix}"])
 
 
 class Float32Lines(NamedTuple):
@@ -188,23 +188,23 @@ def float32_lines(
         largest = search.best.scale if search.best else math.inf
         search.run = search.at(max(min(largest, search.predicted), 1.0))
     suspects = _suspects(search.run)
-    lines = sorted(suspects, key=lambda x: -suspects[x][0])
+    lines = sorted(suspects, key=lambda x: suspects[x][0], reverse=True)
     compare = _compared(search.run, function, call)
     effect = functools.cache(lambda lines: search.judge(*compare(lines)))
 
     def helps(some):
-        found = effect(frozenset(some))
+        result = effect(frozenset(some))
         # A loss that differs with all lines in float32, too, is roundoff.
-        is_close = found.loss <= tolerance or effect(frozenset(lines)).loss > tolerance
-        return found.is_fine and is_close
+        is_close = result.loss <= tolerance or effect(frozenset(lines)).loss > tolerance
+        return result.is_fine and is_close
 
     kept = _minimal(lines, helps)
     after, before = (effect(frozenset(x)) for x in (kept or (), ()))
     keys = [key for line, (_, key) in suspects.items() if line in (kept or ())]
-    found = [_describe(search, key) for key in keys]
+    proposal = [_describe(search, key) for key in keys]
     text = _message(search, kept, len(lines), after, before)
     errors = after.loss, after.gradients
-    return Float32Lines(found, search.run.scale, *errors, kept is not None, text)
+    return Float32Lines(proposal, search.run.scale, *errors, kept is not None, text)
 
 
 def _refusal(call: Any) -> str:
@@ -239,8 +239,8 @@ def _compared(run: Run, function: Any, call: Callable[..., Any]) -> Callable[...
         names = [f"{file}:{number}" for file, number in lines if number]
         with warnings.catch_warnings(action="ignore"):  # A line of constants alone.
             half = jnp.dtype(run.outline.dtype)
-            loss, found = gradients(autocast(function, half, float32=names))
-        pairs = zip(found, truth()[1], strict=True)
+            loss, grads = gradients(autocast(function, half, float32=names))
+        pairs = zip(grads, truth()[1], strict=True)
         with steps.quiet():
             sizes = np.array([jax.jit(norms)(*pair) for pair in pairs], float)
         return sizes, (float(loss), float(truth()[0]))
@@ -272,31 +272,27 @@ def _minimal(
     return kept
 
 
-def _suspects(run: Run) -> dict[Line, tuple[float, int]]:
+def _suspects(run: Run) -> dict[Line, tuple[Any, int]]:
     """Returns lines in half precision, in order of execution.
 
     With each is how much speaks for float32, and the site that says so.
     """
-    found: dict[Line, tuple[float, int]] = {}
+    suspects: dict[Line, tuple[Any, int]] = {}
     for key, site in run.sites.items():
         if site.primitive and causes.has_half(run, key):
             severity, line = _severity(run, key), site.source.own[:2]
-            if line not in found or severity > found[line][0]:
-                found[line] = severity, key
-    return found
+            if line not in suspects or severity > suspects[line][0]:
+                suspects[line] = severity, key
+    return suspects
 
 
-def _severity(run: Run, key: int) -> float:
-    """Returns how much speaks for float32 at a site."""
+def _severity(run: Run, key: int) -> tuple[float, ...]:
+    """Returns what speaks for float32 at a site, the strongest first."""
     operands, error = run.operands(key), run.range(key).error
     inherited = max((run.range(k).error for k in operands), default=0.0)
-    return (
-        8 * run.exceeds(key)
-        + 4 * any(map(run.exceeds, operands))
-        + 2 * run.is_origin(key)
-        + causes.is_underflow(run, key)
-        + min(error if error > INHERITED * inherited else error / 100, 1)
-    )
+    leaves_range = run.exceeds(key), any(map(run.exceeds, operands)), run.is_origin(key)
+    is_own = error > INHERITED * inherited
+    return *leaves_range, causes.is_underflow(run, key), is_own, error
 
 
 def _message(search: Search, kept: Any, count: int, after: Any, before: Any) -> str:

@@ -171,57 +171,42 @@ class Program:
         self.run = functools.cache(self._run)
 
     def _run(self, scale, rounds=False):
-        compiled, recorder, outline = self._compiled
+        compiled, tape, outline = self._compiled
         arrays = [*self._arrays, *self.closed.consts]
         if rounds:
             arrays = [twin.rounded(x, self.dtype) for x in arrays]
         rows, losses, sizes = compiled(jnp.float32(scale), *arrays)
-        rows = recorder.with_beginnings(np.concatenate(rows))
-        pairs = zip(recorder.sites, rows, strict=True)
+        rows = tape.with_beginnings(np.concatenate(rows))
+        pairs = zip(tape.sites, rows, strict=True)
         numbers = {site: summary.numbers(row) for site, row in pairs}
         norms = np.array(sizes, float)
         return Run(outline, scale, numbers, list(map(float, losses)), norms)
 
     @functools.cached_property
     def _compiled(self):
-        """What runs, what summed up, and what is known of it."""
-        jaxpr, known = self.closed.jaxpr, []
+        """What runs, its tape, and what is known of it."""
+        jaxpr, count = self.closed.jaxpr, len(self._arrays)
         closed_over = range(len(jaxpr.constvars))
         names = [f"(array {i} that loss_fn closes over)" for i in closed_over]
         names = [*self._names, *names]
-
-        def follow(recorder, scale, *arrays):
-            place = Place((), recorder, phase="argument")
-            evaluator = Evaluator(jaxpr.invars[0])
-            inputs = [
-                evaluator.measure(name, Value(x, x), place)
-                for name, x in zip(names, arrays, strict=True)
-            ]
-            n = len(self._arrays)
-            values = [*inputs[n:], Value(scale, scale), *inputs[:n]]
-            place = place._replace(phase="forward")
-            loss, *grads = evaluator.run(jaxpr, values, place)
-            named = {x.site: name for x, name in zip(inputs, names, strict=True)}
-            parameters, ends = names[: self._count], [x.site for x in grads]
-            about = evaluator.sites, named, parameters, loss.site, ends
-            known[:] = recorder, Outline(self.dtype, *about, self.is_autocast)
-            norms = functools.partial(recorder.call, summary.norms, key=summary.norms)
-            return recorder.finish(), loss[:2], [norms(x.real, x.wide) for x in grads]
-
-        def follow_at_once(*arguments):
-            rows, *others = follow(summary.Recorder(), *arguments)
-            return [rows], *others
-
-        avals = map(jax.typeof, [jnp.float32(1), *self._arrays, *self.closed.consts])
-        tape = steps.Tape(list(avals))
+        arrays = [jnp.float32(1), *self._arrays, *self.closed.consts]
+        tape = steps.Tape(list(map(jax.typeof, arrays)))
+        place, evaluator = Place((), tape), Evaluator(jaxpr.invars[0])
         with steps.quiet():
-            if steps.is_repetitive(jaxpr):
-                results = follow(tape, *tape.inputs)
-            else:
-                results = tape.call(follow_at_once, *tape.inputs)
-        recorder, outline = known
-        _mark_backward(outline.sites)
-        return tape.compiled(results), recorder, outline
+            entrance = place._replace(phase="argument")
+            scale, *inputs = (Value(x, x) for x in tape.inputs)
+            pairs = zip(names, inputs, strict=True)
+            inputs = [evaluator.measure(name, x, entrance) for name, x in pairs]
+            values = [*inputs[count:], scale, *inputs[:count]]
+            loss, *grads = evaluator.run(jaxpr, values, place)
+            call = functools.partial(tape.call, summary.norms, key=summary.norms)
+            results = tape.finish(), loss[:2], [call(*x[:2]) for x in grads]
+        _mark_backward(evaluator.sites)
+        named = {x.site: name for x, name in zip(inputs, names, strict=True)}
+        parameters, ends = names[: self._count], [x.site for x in grads]
+        about = evaluator.sites, named, parameters, loss.site, ends
+        outline = Outline(self.dtype, *about, self.is_autocast)
+        return tape.compiled(results), tape, outline
 
 
 def _mark_backward(sites):

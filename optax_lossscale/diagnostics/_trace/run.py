@@ -234,13 +234,13 @@ def depending_on(keys: Iterable[int], inputs: Mapping[int, Iterable[int]]) -> se
       keys: The others.
       inputs: Of each site, in order of execution, those that it depends on.
     """
-    found, before = set(keys), -1
-    while len(found) != before:  # Loops alone need another turn.
-        before = len(found)
+    reached, before = set(keys), -1
+    while len(reached) != before:  # Loops alone need another turn.
+        before = len(reached)
         for key, sites in inputs.items():
-            if not found.isdisjoint(sites):
-                found.add(key)
-    return found
+            if not reached.isdisjoint(sites):
+                reached.add(key)
+    return reached
 
 
 class Outline(NamedTuple):
@@ -306,11 +306,11 @@ class Run:
     def _range(self, key):
         """Returns the numbers at a site."""
         site = self.site(key)
-        found = dict(self._numbers[site.row])
-        del found["seen"], found["begins"]
-        largest = found["float32_largest"]
-        found["error"] = ratio(found["error"], largest)
-        return NumericRange(dtype=site.dtype, shape=site.shape, **found)
+        numbers = dict(self._numbers[site.row])
+        del numbers["seen"], numbers["begins"]
+        largest = numbers["float32_largest"]
+        numbers["error"] = ratio(numbers["error"], largest)
+        return NumericRange(dtype=site.dtype, shape=site.shape, **numbers)
 
     def operation(self, key: int) -> NumericOperation:
         """Returns an operation."""
@@ -377,8 +377,8 @@ class Run:
 
     def is_lost(self, key: int) -> bool:
         """Whether there is inf or nan that is not in float32, too."""
-        found = self.range(key)
-        return self.is_bad(key) and found.infs + found.nans > found.float32_nonfinite
+        result = self.range(key)
+        return self.is_bad(key) and result.infs + result.nans > result.float32_nonfinite
 
     @functools.cached_property
     def lost_origins(self) -> list[int]:
@@ -427,10 +427,10 @@ class Run:
           keys: Where to begin.
           parents: Returns those of one site; all operands if None.
         """
-        found, ahead = set(), list(keys)
+        reached, ahead = set(), list(keys)
         while ahead:
             key = ahead.pop()
-            if key not in found:
-                found.add(key)
+            if key not in reached:
+                reached.add(key)
                 ahead += (parents or self.operands)(key)
-        return found
+        return reached

@@ -6,12 +6,11 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import eval_jaxpr
 
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of
@@ -20,8 +19,6 @@ from optax_lossscale.diagnostics._trace import summary
 
 # Seconds between two lines that say how far a run is.
 PATIENCE = 5
-# Where equations repeat less often, on average, one program compiles faster.
-REPEATED = 4
 # From so many numbers on, a step is worth some optimization.
 LARGE = 2**14
 # A step of one operation compiles in half the time so. Newer versions have it no more.
@@ -30,37 +27,20 @@ SIMPLER = ("xla_cpu_use_fusion_emitters", False)
 KEPT = 2**10
 
 
-class Key:
-    """Equals that of all equations with which a function does the same.
+def key_of(function: Callable[..., Any], equation: Any) -> Hashable:
+    """Returns what equals that of all equations with which a function does the same.
 
-    They do the same with arrays of the same types.
+    They do the same with arrays of the same types. None for a kernel or a callback,
+    which holds what its function closes over, or if a parameter has no hash.
     """
-
-    def __init__(self, function: Callable[..., Any], equation: Any):
-        """Takes a function of an equation, and the equation."""
-        types = [x.aval for x in (*equation.invars, *equation.outvars)]
-        params = sorted(equation.params.items())
-        self._parts = (function, equation.primitive, *params, *types, equation.ctx)
-        self._hash = hash(self._parts)
-
-    def __hash__(self):
-        return self._hash
-
-    def __eq__(self, other):
-        return isinstance(other, Key) and self._parts == other._parts
-
-
-def key_of(function: Callable[..., Any], equation: Any) -> Key | None:
-    """Returns the key; None for a kernel or a callback, or if a parameter has no hash.
-
-    A callback holds what its function closes over.
-    """
-    if has(equation.primitive.name, Trait.OPAQUE):
-        return None
+    types = [x.aval for x in (*equation.invars, *equation.outvars)]
+    params = sorted(equation.params.items())
+    key = (function, equation.primitive, *params, *types, equation.ctx)
     try:
-        return Key(function, equation)
+        hash(key)
     except TypeError:
         return None
+    return None if has(equation.primitive.name, Trait.OPAQUE) else key
 
 
 class Slot:
@@ -181,12 +161,12 @@ def _type(aval):
 
 def _with_last_uses(steps, wanted):
     """Adds to each step what nothing after it reads, nor wants."""
-    read, found = set(wanted), []
+    read, backwards = set(wanted), []
     for run, arguments, made in reversed(steps):
         last = {*arguments, *made} - read
         read |= last
-        found.append((run, arguments, made, last))
-    return found[::-1]
+        backwards.append((run, arguments, made, last))
+    return backwards[::-1]
 
 
 def _run(steps, values):
@@ -267,22 +247,6 @@ def _is_known(option):
     return True
 
 
-def is_repetitive(jaxpr: Any) -> bool:
-    """Whether equal equations are so many that they compile faster one by one."""
-    keys = [key_of(parts.bind, x) for x in _equations(jaxpr)]
-    kinds = len(set(keys) - {None}) + keys.count(None)
-    return len(keys) > REPEATED * kinds
-
-
-def _equations(jaxpr):
-    """Yields the equations of a jaxpr, and those of the jaxprs that they call."""
-    for equation in jaxpr.eqns:
-        if kind_of(equation.primitive.name) == Kind.CALL:
-            yield from _equations(parts.opened(parts.called_jaxpr(equation))[0])
-        else:
-            yield equation
-
-
 def teller() -> Callable[[str], None]:
     """Returns a function that writes texts on stderr, but none soon after another."""
     told = time.monotonic()
@@ -315,18 +279,10 @@ def quiet() -> Iterator[None]:
 
 def run(closed: Any, *args: Any) -> list[Any]:
     """Runs a closed jaxpr; returns the results on the host."""
-    jaxpr, arrays = closed.jaxpr, [*closed.consts, *args]
+    arrays = [*closed.consts, *args]
     tape = Tape(list(map(jax.typeof, arrays)))
-
-    def run_at_once(*arrays):
-        n = len(closed.consts)
-        return eval_jaxpr(jaxpr, arrays[:n], *arrays[n:])
-
     with quiet():
-        if is_repetitive(jaxpr):
-            results = _record(tape, jaxpr, tape.inputs)
-        else:
-            results = tape.call(run_at_once, *tape.inputs)
+        results = _record(tape, closed.jaxpr, tape.inputs)
     return tape.compiled(results)(*arrays)
 
 

@@ -186,8 +186,8 @@ def _numbers(real, wide):
 def norms(real: Any, wide: Any) -> Any:
     """Returns the norms of a gradient in float32, of its error, and of what it lost.
 
-    After these three come `WAVES` projections of the gradient in float32. From two runs
-    they say how far it has moved, without the gradient itself: see `moved`.
+    After these three come `WAVES` projections of the gradient in float32, a sketch: see
+    `sketch_distance`.
     """
     wide, narrow = (jnp.ravel(_as_real(x)) for x in (wide, real))
 
@@ -198,12 +198,22 @@ def norms(real: Any, wide: Any) -> Any:
 
     places = 1 + jnp.arange(wide.size, dtype=jnp.float32)
     waves = jnp.stack([jnp.sin(x**0.5 * places) for x in WAVES])
-    found = map(norm, (wide, narrow - wide, jnp.where(narrow == 0, wide, 0)))
-    return jnp.concatenate([jnp.stack([*found]), jnp.sum(waves * wide[None], 1)])
+    sizes = map(norm, (wide, narrow - wide, jnp.where(narrow == 0, wide, 0)))
+    return jnp.concatenate([jnp.stack([*sizes]), jnp.sum(waves * wide[None], 1)])
 
 
-def moved(before: Any, after: Any) -> Any:
-    """Estimates the norms of the differences between gradients of two runs."""
+def sketch_distance(before: Any, after: Any) -> Any:
+    """Estimates how far the gradients of two runs are from each other.
+
+    From projections on `WAVES`; of n of them the relative error is about 1/sqrt(2 n).
+
+    Args:
+      before: f64[parameters, 3 + n]: the `norms` of one run.
+      after: Those of the other.
+
+    Returns:
+      f64[parameters]: the norm of the difference of each parameter's gradients.
+    """
     change = np.sum(np.square(after[:, 3:] - before[:, 3:]), 1)
     return np.sqrt(2 * change / len(WAVES))
 
@@ -237,13 +247,13 @@ def _reduced(real, wide, edge, axes):
 
     start = (np.int32(0),) * (n + len(maxima))
     arrays = *(lax.convert_element_type(x, jnp.int32) for x in flags), *maxima
-    found = lax.reduce(arrays, start, combine, axes)
-    one = lax.full_like(found[0], size)
-    counts = [one, lax.full_like(one, 0), *found[:n]]
+    totals = lax.reduce(arrays, start, combine, axes)
+    one = lax.full_like(totals[0], size)
+    counts = [one, lax.full_like(one, 0), *totals[:n]]
     counts = [lax.convert_element_type(x, jnp.float32) for x in counts]
     shares = [lax.div(x, counts[0]) for x in counts]
     floats = [lax.bitcast_convert_type(x, jnp.int32) for x in shares]
-    columns = [lax.expand_dims(x, (x.ndim,)) for x in (*floats, *found[n:])]
+    columns = [lax.expand_dims(x, (x.ndim,)) for x in (*floats, *totals[n:])]
     return lax.concatenate(columns, one.ndim)
 
 

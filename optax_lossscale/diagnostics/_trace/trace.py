@@ -243,13 +243,13 @@ def check_scale(name: str, loss_fn: Any, args: Any, state: Any, scale: Any) -> f
         raise ValueError("Pass state or scale, not both: a state has its loss scale.")
     if state is not None:
         return check.scale("the loss scale of state", scale_of(state).item())
-    found = np.asarray(1.0 if scale is None else scale)
-    if found.shape:
+    number = np.asarray(1.0 if scale is None else scale)
+    if number.shape:
         raise ValueError(
-            f"scale must be a number, got shape {found.shape}. Trace losses that have "
+            f"scale must be a number, got shape {number.shape}. Trace losses that have "
             "scales of their own one by one."
         )
-    return check.scale("scale", found.item())
+    return check.scale("scale", number.item())
 
 
 def _free_names(loss_fn: Any, args: Any) -> list[str]:

@@ -73,11 +73,11 @@ def bind_wide(equation: Any, args: Sequence[Any]) -> list[Any] | None:
         if "precision" in params and any(in_half(x.aval) for x in equation.invars):
             # By default a GPU rounds float32 to TF32, and a TPU to bfloat16.
             params["precision"] = (jax.lax.Precision.HIGHEST,) * 2
-        found = bind(equation, list(map(widen, args)), params)
+        wide = bind(equation, list(map(widen, args)), params)
     except Exception:  # Whatever a primitive does not support.
         return None
     types = [(x.shape, _wide_dtype(x.dtype)) for x in results]
-    return found if [(x.shape, x.dtype) for x in found] == types else None
+    return wide if [(x.shape, x.dtype) for x in wide] == types else None
 
 
 def _wide_dtype(dtype: Any) -> Any:
@@ -104,10 +104,10 @@ def _widen_jaxpr(jaxpr: Any, consts: Sequence[Any]) -> Any:
             return widen(x.val) if hasattr(x, "val") else values[x]
 
         for equation in jaxpr.eqns:
-            found = bind_wide(equation, list(map(read, equation.invars)))
-            if found is None:
+            results = bind_wide(equation, list(map(read, equation.invars)))
+            if results is None:
                 raise TypeError(f"{equation.primitive} cannot run in float32.")
-            values.update(zip(equation.outvars, found, strict=True))
+            values.update(zip(equation.outvars, results, strict=True))
         return list(map(read, jaxpr.outvars))
 
     avals = (x.aval for x in jaxpr.invars)

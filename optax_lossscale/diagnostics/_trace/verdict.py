@@ -16,14 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale.diagnostics._trace import causes, words
-from optax_lossscale.diagnostics._trace.causes import LOST, beginning, gain
+from optax_lossscale.diagnostics._trace.causes import (
+    LOST,
+    newly_flushed,
+    origin_of_error,
+)
 from optax_lossscale.diagnostics._trace.run import (
     INHERITED,
     Run,
     depending_on,
     ratio,
 )
-from optax_lossscale.diagnostics._trace.summary import moved
+from optax_lossscale.diagnostics._trace.summary import sketch_distance
 from optax_lossscale.diagnostics._trace.words import NumericFinding
 
 # Results agree with float32 if they differ by less: 20 times the precision of float16.
@@ -85,14 +89,14 @@ class Search:
     """
 
     def __init__(self, at: Callable[..., Run], close: float, scale: float):
-        """Runs the program until the largest scale is found."""
+        """Runs the program until the largest scale is known."""
         self.close, self.at, self.run = close, functools.cache(at), at(scale)
         self.effect = functools.cache(self._effect)
         # Gradients that are zero in theory, as that of a bias before a normalization,
         # are roundoff: a scale that is no power of two rounds them differently.
         factor, before = 1.375, self.run.norms
         with np.errstate(invalid="ignore"):
-            change = moved(before, at(scale * factor).norms / factor)
+            change = sketch_distance(before, at(scale * factor).norms / factor)
             self._noise = change > CLOSE * before[:, 0]
         rooms = [headroom(self.run, key) for key in self.run.backward]
         predicted = math.log2(scale) + min([2.0 * HIGHEST, *rooms]) - 2**-20
@@ -121,7 +125,7 @@ class Search:
     def floor(self) -> float:
         """How far all gradients move if float32 gets rounded parameters and data."""
         before = self.run.norms
-        change = moved(before, self.at(self.run.scale, True).norms)
+        change = sketch_distance(before, self.at(self.run.scale, True).norms)
         return ratio(math.hypot(*change), math.hypot(*before[:, 0]))
 
     def _effect(self, run):
@@ -166,16 +170,16 @@ def headroom(run: Run, key: int) -> float:
 
 
 def find_all(search: Search) -> list[NumericFinding]:
-    """Returns what was found, what to fix first."""
+    """Returns the findings, what to fix first."""
     run, best = search.run, search.best
     effect = search.effect(run)
     if effect.floor and best is not None:  # What a scale mends is no roundoff.
         raw = search.judge(run.norms, run.losses)
         effect = raw if _underflow(search, best, raw) else effect
     if best is None or not effect.is_fine:
-        found = _bad_argument(run) or _wrong(search, effect)
-        if found:
-            return found
+        findings = _bad_argument(run) or _wrong(search, effect)
+        if findings:
+            return findings
     swallowed = [run.operation(key) for key in run.nonfinite_origins()[:1]]
     largest = best and best.scale
     first = swallowed[0] if swallowed else None
@@ -207,15 +211,15 @@ def _wrong(search, effect):
     if in_loss or (best is None and late):
         return _nonfinite(search, in_loss or late)
     if best is None or not effect.wrong:
-        return [_explain(search, run, _beginning_of(search, run, effect.wrong))]
+        return [_explain(search, run, _origin_of(search, run, effect.wrong))]
     at_best = search.effect(best)
     if run.scale > best.scale and (begin := late or run.origins("backward")):
         first, scales = run.operation(begin[0]), (run.scale, best.scale)
-        found = [words.too_high(first, *scales, at_best.is_fine)]
+        findings = [words.too_high(first, *scales, at_best.is_fine)]
     else:
-        found = _underflow(search, best, effect)
-    return found + (
-        _left(search, best, at_best.wrong, bool(found)) if at_best.wrong else []
+        findings = _underflow(search, best, effect)
+    return findings + (
+        _left(search, best, at_best.wrong, bool(findings)) if at_best.wrong else []
     )
 
 
@@ -227,7 +231,7 @@ def _nonfinite(search, keys):
     first = {k for k in keys if not run.bad_operands(k)}
     later = depending_on(first, {k: run.bad_operands(k) for k in run.sites}) - first
     keys = [k for k in keys if k not in later]
-    begin = (beginning(run, k, SWALLOWED) for k in keys)  # As in log(1 / inf).
+    begin = (origin_of_error(run, k, SWALLOWED) for k in keys)  # As in log(1 / inf).
     keys = (x if run.is_lost(x) else k for k, x in zip(keys, begin, strict=True))
     keys = itertools.islice(_distinct_lines(run, keys), SHOWN)
     return [_explain(search, run, key) for key in keys]
@@ -247,9 +251,11 @@ def _distinct_lines(run, keys):
 def _losers(run, wrong):
     """Returns where gradients of these parameters are flushed, the most first."""
     reached = run.ancestors(run.ran(run.outline.gradients[i] for i in wrong))
-    gains = {k: gain(run, k) for k in run.backward if k in reached and run.limit(k)}
-    found = sorted(gains, key=lambda key: -gains[key])
-    return list(_distinct_lines(run, [k for k in found if gains[k] >= LOST]))
+    gains = {
+        k: newly_flushed(run, k) for k in run.backward if k in reached and run.limit(k)
+    }
+    losers = sorted(gains, key=lambda key: -gains[key])
+    return list(_distinct_lines(run, [k for k in losers if gains[k] >= LOST]))
 
 
 def _underflow(search, best, effect):
@@ -261,7 +267,7 @@ def _underflow(search, best, effect):
         return []
     keys = _losers(run, helped)
     keys = [k for k in keys if best.range(k).flushed < run.range(k).flushed]
-    keys = keys[:SHOWN] or [_beginning_of(search, run, helped)]
+    keys = keys[:SHOWN] or [_origin_of(search, run, helped)]
     scales = run.scale, best.scale
     return [
         words.underflow(
@@ -297,7 +303,7 @@ def _left(search, best, wrong, is_second):
         is_autocast = best.outline.is_autocast
         return [words.no_scale(*pair, best.scale, bits, is_autocast)]
     scale = best.scale if is_second else None
-    keys = (_beginning_of(search, best, [i]) for i in wrong)
+    keys = (_origin_of(search, best, [i]) for i in wrong)
     findings = (_explain(search, best, key, scale) for key in keys)
     first = next(findings)
     if first.kind != "decision":
@@ -307,11 +313,11 @@ def _left(search, best, wrong, is_second):
     return [*itertools.islice(others, 1), first]
 
 
-def _beginning_of(search, run, wrong):
+def _origin_of(search, run, wrong):
     """Returns where the error of the worst gradient begins, or else of the loss."""
     worst = run.ran(run.outline.gradients[i] for i in wrong[:1])
     (*_, key) = worst or run.ran([run.outline.loss])
-    return beginning(run, key, search.close / 2)
+    return origin_of_error(run, key, search.close / 2)
 
 
 def _explain(search, run, key, scale=None):
@@ -319,10 +325,12 @@ def _explain(search, run, key, scale=None):
     is_known = run.is_bad(key) and (
         run.range(key).float32_nonfinite
         or run.bad_operands(key)
-        or causes.vanished(run, key)
+        or causes.vanished_inputs(run, key)
     )
     if not run.limit(key) and not is_known and not run.site(key).is_decision:
         # A line in float32 magnifies an error of half precision.
-        halves = [k for k in causes.magnified(run, key, search.close) if run.limit(k)]
+        halves = [
+            k for k in causes.sources_of_error(run, key, search.close) if run.limit(k)
+        ]
         key = halves[-1] if halves else key
     return words.explain(causes.fault_of(run, key, search.close), scale)

@@ -20,7 +20,7 @@ ROUNDED = "A constant like 1e-8 is 0 in float16, and one like -1e9 is -inf."
 
 
 class NumericFinding(NamedTuple):
-    """Something that `trace_numerics` found.
+    """What is wrong with a step, and what to do; or that all is fine.
 
     Attributes:
       kind: "nonfinite_argument": a parameter or the data held inf or nan.
@@ -126,9 +126,9 @@ def power(scale: float) -> str:
     return "1" if scale == 1 else _common.power(scale)
 
 
-def kinds_of(found: NumericRange) -> str:
+def kinds_of(numbers: NumericRange) -> str:
     """Returns "inf", "nan" or both; "overflow" in a run in which there is neither."""
-    kinds = ["inf"] * (found.infs > 0) + ["nan"] * (found.nans > 0)
+    kinds = ["inf"] * (numbers.infs > 0) + ["nan"] * (numbers.nans > 0)
     return " and ".join(kinds) or "overflow"
 
 
@@ -164,32 +164,32 @@ def lines_to_pass(operations: Iterable[NumericOperation], is_autocast: bool) -> 
 
 
 def what_of(fault: Fault) -> str:
-    """Says what happens at an operation."""
-    found, is_backward = fault.operation.output, fault.operation.phase == "backward"
+    """Returns what happens there: "3% of the gradients are flushed to zero"."""
+    result, is_backward = fault.operation.output, fault.operation.phase == "backward"
     noun = "gradients" if is_backward else "results"
     if fault.kind in ("forward", "backward"):
-        is_too = found.float32_nonfinite > 0 and fault.cause != "float32 range"
+        is_too = result.float32_nonfinite > 0 and fault.cause != "float32 range"
         return f"{begins(fault.operation)} here" + ", in float32 too" * is_too
     if fault.kind == "underflow":
-        return f"{found.flushed:.0%} of the {noun} are flushed to zero"
+        return f"{result.flushed:.0%} of the {noun} are flushed to zero"
     if fault.kind == "decision":
-        share = f" for {percent(found.flushed)} of the numbers"
-        return f"this falls otherwise in float32{share * bool(found.flushed)}"
-    text = f"the {noun} differ from float32 by {found.error:.2g} of the largest"
-    return text + ", and other lines magnify that" * (found.error < SMALL)
+        share = f" for {percent(result.flushed)} of the numbers"
+        return f"this falls otherwise in float32{share * bool(result.flushed)}"
+    text = f"the {noun} differ from float32 by {result.error:.2g} of the largest"
+    return text + ", and other lines magnify that" * (result.error < SMALL)
 
 
 def why_of(fault: Fault) -> str:
-    """Says why, in a sentence, or ""."""
-    operation, found = fault.operation, fault.operation.output
+    """Returns why: "The largest result would be 2^17.3; float16 ends at 2^16."."""
+    operation, result = fault.operation, fault.operation.output
     step, top = spacing(operation) or (0, 0)
-    ends = is_half(found.dtype) and math.log2(limits_of(found.dtype).overflow)
-    halves = (x.dtype for x in (found, *operation.inputs) if is_half(x.dtype))
+    ends = is_half(result.dtype) and math.log2(limits_of(result.dtype).overflow)
+    halves = (x.dtype for x in (result, *operation.inputs) if is_half(x.dtype))
     places = [x.place for x in fault.sources] or ["this line"]
     why = CAUSES[fault.cause].format(
         noun="gradient" if operation.phase == "backward" else "result",
-        size=math.log2(found.float32_largest or 1),
-        **{"dtype": found.dtype, "end": ends, "at": places[0]},
+        size=math.log2(result.float32_largest or 1),
+        **{"dtype": result.dtype, "end": ends, "at": places[0]},
         **{"half": next(halves, fault.dtype), "step": power(2.0**step), "top": top},
     )
     # By hand, the twin has the rounded constants, too.
@@ -198,7 +198,7 @@ def why_of(fault: Fault) -> str:
 
 
 def advice_of(fault: Fault) -> str:
-    """Says what to do."""
+    """Returns what to do: "compute this line in float32 (float32="model.py:3")"."""
     if fault.cause in GUARDS:
         return GUARDS[fault.cause]
     operation, sources = fault.operation, fault.sources
@@ -354,12 +354,12 @@ def no_scale(
       bits: How many bits a scale would have to be larger.
       is_autocast: Whether `autocast` made the program.
     """
-    found, lines = vanishes.output, lines_to_pass([overflows], is_autocast)
+    result, lines = vanishes.output, lines_to_pass([overflows], is_autocast)
     passed = f"the first ({lines})" if lines else "one of the two lines"
     text = (
         f"No loss scale fits both: above {power(largest)}, {overflows} overflows; at "
-        f"that scale {found.flushed:.0%} of the results of {vanishes} are flushed to "
-        f"zero, and the largest is 2^{math.log2(found.float32_largest):.1f}. They are "
+        f"that scale {result.flushed:.0%} of the results of {vanishes} are flushed to "
+        f"zero, and the largest is 2^{math.log2(result.float32_largest):.1f}. They are "
         f"{bits} bits apart. Keep {passed} in float32, with those that feed it "
         "(diagnostics.float32_lines finds them), or give the loss that feeds the "
         "second a scale of its own."
