@@ -1,11 +1,10 @@
 """Measures what `autocast` computes, and what it costs: `python -m benchmarks.casting`.
 
-Compares it with float32 and with casts by hand: the errors of public models, small
-trainings, and the time to trace. Adds to `results/casting.json`, which also says what
+Compares it with float32 and with casts by hand: the errors of public models, and the
+time to trace. Adds to `results/casting.json`, which also has small trainings, and what
 other libraries compute in float16. Arguments name some of these parts: `models`.
 """
 
-import functools
 import time
 from typing import Any
 
@@ -14,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks import by_hand, need, report
-from benchmarks.tasks import TASKS
+from benchmarks import by_hand, report
 from optax_lossscale import autocast
 from optax_lossscale._jaxprs.parts import all_equations
 
@@ -63,28 +61,6 @@ def _errors(loss_fn, params, x, right):
     return both if np.all(np.isfinite(both)) else None
 
 
-def trainings() -> dict[str, dict[str, list[float]]]:
-    """Returns by task and way the losses at the end of 100 steps, for three seeds."""
-    rows = {}
-    for make in TASKS:
-        task = make(100)
-
-        def mended(*args, dtype, loss_fn=task.loss_fn):
-            del dtype
-            return autocast(functools.partial(loss_fn, dtype=jnp.float32))(*args)
-
-        ways = {"float32": task, "float16, dynamic": task}
-        ways["autocast"] = task._replace(loss_fn=mended)
-        rows[task.name] = {
-            way: [
-                need.final_loss(x, "float16, dynamic" if x is not task else way, seed)
-                for seed in range(3)
-            ]
-            for way, x in ways.items()
-        }
-    return rows
-
-
 def _equations(f, *args):
     return list(all_equations(jax.make_jaxpr(f)(*args).jaxpr))
 
@@ -107,7 +83,7 @@ def tracing() -> list[dict[str, Any]]:
     return rows
 
 
-PARTS = {"models": errors, "training": trainings, "CPU": tracing}
+PARTS = {"models": errors, "CPU": tracing}
 
 
 def _percent(pair):
