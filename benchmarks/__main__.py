@@ -1,7 +1,7 @@
 """Measures what loss scaling costs on the available device.
 
 Each system runs in turns with a plain Optax step. The result is the median of the
-ratios of their times. Writes JSON, and a Markdown table per workload.
+ratios of their times. Writes JSON.
 """
 
 from pathlib import Path
@@ -41,9 +41,8 @@ def main() -> None:
         rows = measure(workload, seconds, options.system)
         results["rows"] += track(rows, workload.name, len(workload.systems()))
         report.save(path, results)
-    path.with_suffix(".md").write_text(report.full_report(results))
     print("\n".join(report.timing_tables(results)))
-    print(f"Wrote {path} and .md")
+    print(f"Wrote {path}")
 
 
 if __name__ == "__main__":

@@ -229,7 +229,6 @@ def updated(path: Path) -> str:
 def main() -> None:
     """Writes all of them."""
     report.parser("benchmarks.pages", __doc__).parse_args()
-    CPU.with_suffix(".md").write_text(report.full_report(report.load(CPU)))
     for path in PAGES:
         path.write_text(updated(path))
 

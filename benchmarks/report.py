@@ -108,33 +108,6 @@ def _megabytes(number: float) -> str:
     return f"{number / 1e6:,.1f}"
 
 
-def full_report(results: dict[str, Any]) -> str:
-    """Returns a Markdown page with all results, a table per workload."""
-    machine = results["machine"]
-    packages = ", ".join(f"{k} {v}" for k, v in results["versions"].items())
-    text = f"# Benchmarks on {machine['device']} ({machine['system']})\n\n"
-    text += "Steps of plain Optax, of this package and of its peers, timed in turns.\n"
-    text += f"\n{packages}\n"
-    header = ["system", "time / plain", "10% to 90%", "rounds", "temporary MB"]
-    header += ["kernels"]
-    for workload, systems in by_workload(results).items():
-        plain = systems[PLAIN]["plain_s"]
-        text += f"\n## {workload}\n\nPlain: {1e3 * plain:.3g} ms a step.\n\n"
-        rows = [
-            [
-                name,
-                f"{row['ratio']:.2f}",
-                "{:.2f} to {:.2f}".format(*row["spread"]),
-                str(row["rounds"]),
-                _megabytes(row["temp_bytes"]),
-                str(row["kernels"]),
-            ]
-            for name, row in systems.items()
-        ]
-        text += table(header, rows)
-    return text
-
-
 def _ratios(systems: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Returns the ratios of a workload by system."""
     return {

@@ -22,7 +22,6 @@ FILES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
-    "benchmarks/results/cpu.md": "benchmarks/cpu.md",
     "benchmarks/results/casting.md": "benchmarks/casting.md",
     "benchmarks/results/by_hand.md": "benchmarks/by_hand.md",
     "benchmarks/results/guards.md": "benchmarks/guards.md",
