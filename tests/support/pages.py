@@ -10,6 +10,8 @@ import jax
 from helpers import ROOT
 
 BLOCK = re.compile(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", re.DOTALL)
+# What a page asserts of itself. Readers do not see it.
+CHECK = re.compile(r"^<!-- check\n(.*?)^-->$", re.DOTALL | re.MULTILINE)
 FRAGMENT = re.compile(r"```py\n(.*?)```", re.DOTALL)
 CHECKER = doctest.OutputChecker()
 
@@ -59,3 +61,15 @@ def run_page(path, filename="train.py"):
     """Runs a page, and returns its variables."""
     (*_, (_, _, scope)) = run_blocks(path, filename)
     return scope
+
+
+def run_checks(path, scope, filename):
+    """Runs what a page asserts of its variables, after its blocks."""
+    text = (ROOT / path).read_text()
+    lines = text.splitlines(keepends=True)
+    linecache.cache[filename] = len(lines), None, lines, filename
+    checks = list(CHECK.finditer(text))
+    assert checks, f"{path} needs a comment '<!-- check' with its asserts"
+    for match in checks:
+        above = "\n" * text.count("\n", 0, match.start(1))
+        exec(compile(above + match[1], filename, "exec"), scope)
