@@ -12,7 +12,8 @@ from helpers import ROOT, assert_same_bits, exhaustive_but
 from pages import page_blocks, page_fragments, run_blocks
 
 DEVICES = "docs/guide/many-devices.md"
-BY_DEFAULT = ["README.md", "docs/guide/use.md"]
+BY_DEFAULT = ["README.md", "docs/guide/use.md", "docs/guide/guard-a-run.md"]
+BY_DEFAULT += ["docs/guide/in-60-lines-of-optax.md"]
 GUIDE = {f"docs/guide/{path.name}" for path in ROOT.glob("docs/guide/*.md")}
 GUIDE |= {"docs/api/optimizer.md"}
 PAGES = ["README.md", *sorted(path for path in GUIDE - {DEVICES} if page_blocks(path))]

@@ -5,6 +5,7 @@ import doctest
 import io
 import linecache
 import re
+from pathlib import Path
 
 import jax
 from helpers import ROOT
@@ -26,11 +27,17 @@ def page_fragments(path):
     return FRAGMENT.findall((ROOT / path).read_text())
 
 
+def has_check(path):
+    """Whether a page asserts something of itself."""
+    return bool(CHECK.search((ROOT / path).read_text()))
+
+
 def run_blocks(path, filename="train.py"):
     """Runs a page as one script, and yields each block, and the variables after it.
 
     What a block prints is compared with the block below it, in which `...` stands for
-    anything. (A block of "text" below it is not compared: numbers of one machine.)
+    anything. (A block of "text" below it is not compared: numbers of one machine.) At
+    last runs what the page asserts of itself.
 
     Args:
       path: The page, from the root of the repository.
@@ -42,34 +49,27 @@ def run_blocks(path, filename="train.py"):
     for match in BLOCK.finditer(text):
         code, shown = match.groups()
         before = script if filename == "train.py" else text[: match.start(1)]
-        source = (before + code).splitlines(keepends=True)
-        linecache.cache[filename] = len(source), None, source, filename
         printed = io.StringIO()
-        with (
-            jax.numpy_dtype_promotion("standard"),
-            contextlib.redirect_stdout(printed),
-        ):
-            exec(compile("\n" * before.count("\n") + code, filename, "exec"), scope)
+        with contextlib.redirect_stdout(printed):
+            run(before, code, filename, scope)
         printed = printed.getvalue()
         if shown is not None:
             assert CHECKER.check_output(shown, printed, doctest.ELLIPSIS), printed
         yield code, printed if shown is None else "", scope
         script += code + "\n"
+    for match in CHECK.finditer(text):
+        run(text[: match.start(1)], match[1], Path(path).name, scope)
+
+
+def run(before, code, filename, scope):
+    """Runs code below other lines of a file, which is shown where an error is."""
+    source = (before + code).splitlines(keepends=True)
+    linecache.cache[filename] = len(source), None, source, filename
+    with jax.numpy_dtype_promotion("standard"):
+        exec(compile("\n" * before.count("\n") + code, filename, "exec"), scope)
 
 
 def run_page(path, filename="train.py"):
     """Runs a page, and returns its variables."""
     (*_, (_, _, scope)) = run_blocks(path, filename)
     return scope
-
-
-def run_checks(path, scope, filename):
-    """Runs what a page asserts of its variables, after its blocks."""
-    text = (ROOT / path).read_text()
-    lines = text.splitlines(keepends=True)
-    linecache.cache[filename] = len(lines), None, lines, filename
-    checks = list(CHECK.finditer(text))
-    assert checks, f"{path} needs a comment '<!-- check' with its asserts"
-    for match in checks:
-        above = "\n" * text.count("\n", 0, match.start(1))
-        exec(compile(above + match[1], filename, "exec"), scope)
