@@ -13,13 +13,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from meshes import PARTS, WHOLE, mesh_of, over_devices
 
 from optax_lossscale import autocast
 from optax_lossscale._jaxprs.parts import all_equations
 
 X, TARGET = normal(32, 8), normal(32, 4)
 P = {"w": normal(8, 8, scale=0.4), "b": normal(8), "out": normal(8, 4)}
-SPLIT = PartitionSpec("data")
 
 
 def mean_square(p, h):
@@ -105,24 +105,21 @@ def convolved(p, x):
     return mean_square(p, h.mean((1, 2)))
 
 
-def mesh():
-    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-
-
 def on_devices(p, x, **options):
+    @over_devices((WHOLE, PARTS, PARTS), WHOLE, **options)
     def local(p, x, target):
         h = lax.scan(lambda h, _: (dense(p, h), None), x, length=2)[0]
         h = jnp.where(h > -0.9, h, 0.0)
-        return lax.pmean(jnp.mean((h @ p["out"] - target) ** 2), "data")
+        return lax.pmean(jnp.mean((h @ p["out"] - target) ** 2), "batch")
 
-    specs = {"in_specs": (PartitionSpec(), SPLIT, SPLIT), "out_specs": PartitionSpec()}
-    return jax.shard_map(local, mesh=mesh(), **specs, **options)(p, x, TARGET)
+    return local(p, x, TARGET)
 
 
 def sharded(p, x):
-    split = NamedSharding(mesh(), SPLIT)
+    mesh = mesh_of(batch=8)
+    split, whole = (NamedSharding(mesh, spec) for spec in (PARTS, WHOLE))
     f = jax.jit(dense, in_shardings=(None, split), out_shardings=split)
-    h = lax.with_sharding_constraint(f(p, x), NamedSharding(mesh(), PartitionSpec()))
+    h = lax.with_sharding_constraint(f(p, x), whole)
     return mean_square(p, h)
 
 
@@ -290,13 +287,13 @@ def test_transforms_of_the_result(transform):
 
 def test_inside_of_jit_shard_map_and_scan():
     def local(p, x):
-        return lax.pmean(mean_square(p, dense(p, x)), "data")
+        return lax.pmean(mean_square(p, dense(p, x)), "batch")
 
-    specs = {"in_specs": (PartitionSpec(), SPLIT), "out_specs": PartitionSpec()}
-    step = jax.value_and_grad(autocast(local))
-    found = jax.jit(jax.shard_map(step, mesh=mesh(), **specs))(P, X)
-    wanted = jax.jit(jax.shard_map(jax.value_and_grad(local), mesh=mesh(), **specs))
-    assert errors(found, wanted(P, X)) < 0.01
+    found, wanted = (
+        over_devices((WHOLE, PARTS), WHOLE)(jax.value_and_grad(f))(P, X)
+        for f in (autocast(local), local)
+    )
+    assert errors(found, wanted) < 0.01
 
     def loop(p, x):
         f = autocast(lambda x: dense(p, x))
@@ -423,12 +420,11 @@ def test_products_of_one_term():
 
 
 def test_products_of_one_term_with_a_sharding():
-    mesh = jax.make_mesh((4, 2), ("d", "m"), axis_types=(AxisType.Explicit,) * 2)
-
     def f(w, x, b):
         spec = PartitionSpec("d", None, "m")
         return jnp.mean(jnp.einsum("bi,j->bij", x @ w, b, out_sharding=spec) ** 2)
 
+    mesh = mesh_of(AxisType.Explicit, d=4, m=2)
     with jax.set_mesh(mesh):
         x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("d")))
         b = jax.device_put(P["b"], NamedSharding(mesh, PartitionSpec("m")))

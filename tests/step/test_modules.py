@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_same_bits, relaxed, to_numpy
-from jax.sharding import PartitionSpec as P
+from meshes import PARTS, WHOLE, mesh_of, over_devices
 
 from optax_lossscale import DynamicLossScale, LossScaleOptimizer, autocast
 
@@ -272,23 +272,20 @@ class TestASkippedStepChangesNothing:
 
     @pytest.mark.parametrize("make", [in_one_call, in_two_calls])
     def test_on_all_devices(self, make):
-        optimizer, model, state = start(Statistics(), axis_name="i")
-        mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+        optimizer, model, state = start(Statistics(), axis_name="batch")
         graph, arrays = nnx.split(model)
 
+        @over_devices((WHOLE, WHOLE, PARTS), PARTS, mesh_of(batch=2))
         def step(arrays, state, x):
             arrays, state = jax.tree.map(
-                lambda x: jax.lax.pcast(x, "i", to="varying"), (arrays, state)
+                lambda x: jax.lax.pcast(x, "batch", to="varying"), (arrays, state)
             )
             model = nnx.merge(graph, arrays)
             model, state, _ = make(optimizer)(model, state, x)
             return jax.tree.map(lambda x: x[None], (nnx.state(model), state))
 
-        step = jax.shard_map(
-            step, mesh=mesh, in_specs=(P(), P(), P("i")), out_specs=P("i")
-        )
         xs = jnp.concatenate([GOOD, BAD])
-        arrays, state = jax.jit(step)(arrays, state, xs)
+        arrays, state = step(arrays, state, xs)
         assert state.skipped_steps.tolist() == [1, 1]
         nnx.update(model, arrays)
         untouched = statistics(Statistics())

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import INF, NAN, WRAPS, assert_same_bits, relaxed
-from jax.sharding import AxisType, PartitionSpec as P
+from meshes import PARTS, WHOLE, over_devices
 
 from optax_lossscale import DynamicLossScale, LossScaleOptimizer
 
@@ -113,13 +113,9 @@ def test_is_asked_once_after_the_retries(wrap):
 
 
 def test_one_device_of_eight():
-    optimizer = LossScaleOptimizer(optax.sgd(0.5), 8, axis_name="i")
-    mesh = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))
+    optimizer = LossScaleOptimizer(optax.sgd(0.5), 8, axis_name="batch")
 
-    @jax.jit
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=P("i"), out_specs=(P("i"), P())
-    )
+    @over_devices(PARTS, (PARTS, WHOLE))
     def step(param, flag):
         state = optimizer.init(param)
         param, state = optimizer.apply_gradients(param, param, state, skip_if=flag[0])
