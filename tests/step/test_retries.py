@@ -489,36 +489,6 @@ def test_a_step_without_an_overflow_has_the_bits_of_one_without_retries():
         assert_same_bits(*results)
 
 
-@pytest.mark.optimized
-def test_overflows_at_random_lose_nothing():
-    """500 steps end where a scale ends that always fits."""
-
-    def loss_fn(param, x, spike):
-        # A gradient of 0 in all; its parts overflow at a scale above 2**16 / spike.
-        out = jnp.sum(half(x * param).astype(jnp.float32) ** 2) / 16
-        return out + with_gradient(param[0], spike) - with_gradient(param[0], spike)
-
-    def train(rule, retries):
-        start, inner = jnp.ones(4), optax.sgd(0.01, 0.9)
-        step, state = begin(loss_fn, start, inner, rule, retries)
-
-        @jax.jit
-        def run(*carry):
-            steps = lambda carry, batch: (step(*carry, *batch)[:2], None)  # noqa: E731
-            return lax.scan(steps, carry, (xs, spikes))[0]
-
-        return run(start, state)
-
-    keys = jax.random.split(jax.random.key(0))
-    xs = jax.random.normal(keys[0], (500, 4))
-    spikes = 2.0 ** jax.random.randint(keys[1], (500,), -8, 12).astype(float)
-    param, state = train(DynamicLossScale(2.0**12, growth_interval=2), 24)
-    assert state.skipped_steps == 0
-    assert state.retries > 50
-    expected, _ = train(2.0**4, 0)
-    np.testing.assert_allclose(param, expected, rtol=1e-5)
-
-
 def test_the_loop_carries_gradients_before_their_last_cast():
     params = {"w": np.ones((4, 4), np.float32)}
 
