@@ -1,10 +1,12 @@
 """The pages under docs/recipes are scripts: each runs, and a skip changes nothing."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import INF, RECIPES, assert_same_bits, exhaustive_but, scaled_step
+from helpers import INF, RECIPES, assert_same_bits, exhaustive_but
 from pages import has_check, run_page
 
 from optax_lossscale import LossScaleOptimizer
@@ -44,7 +46,8 @@ def test_parameters_in_the_boxes_of_flax(box):
     params = model.init(jax.random.key(0), x)
     assert isinstance(params["params"]["kernel"], nn.meta.AxisMetadata)
     optimizer = LossScaleOptimizer(optax.adamw(0.1), initial_scale=2.0**8)
-    step, state = jax.jit(scaled_step(loss_fn, optimizer)), optimizer.init(params)
+    step = jax.jit(functools.partial(optimizer.minimize, loss_fn))
+    state = optimizer.init(params)
     moved, state, _ = step(params, state, x)
     assert jax.tree.structure(moved) == jax.tree.structure(params)
     kept, after, _ = step(moved, state, x * INF)

@@ -18,11 +18,7 @@ from peers import LogMax
 from rules import RULES
 
 from benchmarks import hlo
-from optax_lossscale import (
-    DynamicLossScale,
-    HeadroomLossScale,
-    LossScale,
-)
+from optax_lossscale import DynamicLossScale, HeadroomLossScale, LossScale
 
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 GRADS = np.array([1.0, 3.0, np.inf, np.nan, 0.0, 1e-30, 1e30, 0.01], np.float32)
@@ -145,12 +141,7 @@ def test_a_tree_without_numbers_is_finite_and_tells_nothing(rule, tree):
 
 
 @pytest.mark.parametrize(
-    "rule",
-    [
-        *RULES.values(),
-        HeadroomLossScale(release_steps=1),
-    ],
-    ids=repr,
+    "rule", [*RULES.values(), HeadroomLossScale(release_steps=1)], ids=repr
 )
 def test_extreme_gradients_stay_within_bounds(rule):
     largest = np.finfo(np.float32).max

@@ -20,7 +20,6 @@ from helpers import (
     assert_same_bits,
     exhaustive_but,
     relaxed,
-    scaled_step,
     signature,
     to_numpy,
 )
@@ -230,7 +229,7 @@ def test_members_repeat_as_often_as_each_must(wrap):
     optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9), RULE, retries=12)
     x = jnp.array([1.0, NAN, 2.0**-8, 2.0**-9, 2.0**6], jnp.float32)
     params = jnp.ones_like(x)
-    step = wrap(jax.vmap(scaled_step(with_gradient, optimizer)))
+    step = wrap(jax.vmap(functools.partial(optimizer.minimize, with_gradient)))
     params, state, _ = step(params, jax.vmap(optimizer.init)(params), x)
     assert state.retries.tolist() == [9, 0, 1, 0, 12]
     assert state.skipped_steps.tolist() == [0, 1, 0, 0, 1]
@@ -254,8 +253,8 @@ def test_what_is_checked_is_what_is_applied(wrap):
 
 def test_members_of_one_axis_repeat_together():
     optimizer = LossScaleOptimizer(optax.sgd(0.5), RULE, axis_name="i", retries=24)
-    step = jax.vmap(scaled_step(with_gradient, optimizer), (0, None, 0), axis_name="i")
-    step = jax.jit(step)
+    step = functools.partial(optimizer.minimize, with_gradient)
+    step = jax.jit(jax.vmap(step, (0, None, 0), axis_name="i"))
     for x, retries, skipped in (([1.0, 2.0**6], 15, 0), ([1.0, NAN], 0, 1)):
         state = step(np.ones(2, np.float32), optimizer.init(ONE), np.float32(x))[1]
         assert state.retries.tolist() == [retries] * 2
