@@ -7,7 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from casting import check, error, errors, normal, products, value_and_grad
+from casting import (
+    check,
+    dtypes,
+    equations,
+    error,
+    errors,
+    normal,
+    products,
+    saved,
+    value_and_grad,
+)
 from helpers import exhaustive_but
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -134,12 +144,6 @@ PROGRAMS = {
 }  # fmt: skip
 
 
-def saved(f, p):
-    """Returns how many bytes the backward pass reads."""
-    backward = jax.eval_shape(lambda p: jax.vjp(f, p)[1], p)
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(backward))
-
-
 def test_a_checkpoint_saves_what_its_policy_says():
     names = jax.checkpoint_policies
     two = names.save_any_names_but_these("hidden"), names.save_only_these_names("other")
@@ -165,12 +169,6 @@ def test_bfloat16():
     check(jitted, P, X, dtype=jnp.bfloat16, tolerance=0.05, scales=(1.0,))
 
 
-def dtypes_of_products(f, *args):
-    equations = all_equations(jax.make_jaxpr(f)(*args).jaxpr)
-    dots = [x for x in equations if x.primitive.name == "dot_general"]
-    return [x.outvars[0].aval.dtype for x in dots]
-
-
 @pytest.mark.filterwarnings("ignore:autocast computes nothing")
 def test_a_loop_that_counts_is_half_and_one_that_compares_float32():
     def counts(x):
@@ -181,10 +179,10 @@ def test_a_loop_that_counts_is_half_and_one_that_compares_float32():
     def compares(x):
         return lax.while_loop(lambda x: jnp.max(x) < 9, lambda x: x @ P["w"] + x, x)
 
-    assert dtypes_of_products(autocast(counts), X) == [jnp.float16]
+    assert dtypes(autocast(counts), X) == [jnp.float16]
     difference = autocast(counts)(X) - counts(X)
     assert 0 < float(jnp.max(jnp.abs(difference))) < 0.01
-    assert dtypes_of_products(autocast(compares), jnp.abs(X)) == [jnp.float32]
+    assert dtypes(autocast(compares), jnp.abs(X)) == [jnp.float32]
 
 
 def test_each_example_stops_by_itself():
@@ -256,8 +254,7 @@ def test_writing_a_text_until_it_ends():
         goes_on = lambda state: (state[1] != 5) & (state[2] < 9)  # noqa: E731
         return lax.while_loop(goes_on, step, (x, jnp.argmax(x), 0))[0]
 
-    dtypes = dtypes_of_products(autocast(f), X)
-    assert dtypes == [jnp.float16]
+    assert dtypes(autocast(f), X) == [jnp.float16]
 
 
 @pytest.mark.exhaustive
@@ -339,8 +336,7 @@ def test_a_function_that_is_called_often_is_traced_once(again):
         return jnp.mean(x**2)
 
     check(f, normal(8, 8, scale=0.1), X)
-    equations = all_equations(jax.make_jaxpr(autocast(f))(normal(8, 8), X).jaxpr)
-    found = [id(x) for x in equations if x.primitive.name == "dot_general"]
+    found = [id(x) for x in equations(autocast(f), normal(8, 8), X)]
     assert len(found) == 8
     # The first reads an argument, and a square reads the last.
     assert len(set(found)) == 2
@@ -405,9 +401,8 @@ def scanned_stream(p, x):
 
 @pytest.mark.parametrize(("f", "count"), [(unrolled_stream, 3), (scanned_stream, 1)])
 def test_streams_stay_in_half_precision(f, count):
-    equations = all_equations(jax.make_jaxpr(autocast(f))(P, X).jaxpr)
-    types = [x.outvars[0].aval.dtype for x in equations if x.primitive.name == "add"]
-    assert types.count(jnp.float16) == count
+    sums = dtypes(autocast(f), P, X, names=["add"])
+    assert sums.count(jnp.float16) == count
 
 
 def test_products_of_one_term():
