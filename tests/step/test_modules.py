@@ -337,15 +337,13 @@ def shift(model, x):
     model.first.set_value(jnp.max(x))
 
 
-def swap(model, x):
-    del x
+def swap(model, _):
     first = model.first.get_value()
     model.first.set_value(model.second.get_value())
     model.second.set_value(first)
 
 
-def copy_parameters(model, x):
-    del x
+def copy_parameters(model, _):
     model.teacher.set_value(model.linear.kernel.get_value())
 
 
@@ -354,14 +352,12 @@ def widen(model, x):
     model.half.set_value(jnp.maximum(old, jnp.max(x)))
 
 
-def count(model, x):
-    del x
+def count(model, _):
     model.rate.set_value(model.rate.get_value() / 2)
     model.array.set_value(0.5)
 
 
-def fold_key(model, x):
-    del x
+def fold_key(model, _):
     model.key.set_value(jax.random.fold_in(model.key.get_value(), 1))
 
 
@@ -370,13 +366,11 @@ def replace(model, x):
     model.raw = x[0]
 
 
-def share(model, x):
-    del x
+def share(model, _):
     model.second = model.first
 
 
-def swap_variables(model, x):
-    del x
+def swap_variables(model, _):
     model.first, model.second = model.second, model.first
 
 
@@ -385,25 +379,15 @@ def make_modules(model, x):
     model.sizes = nnx.List([nnx.Variable(jnp.min(x))])
 
 
-def halve_parameters(model, x):
+def halve(model, x):
     model.linear.kernel[...] = model.linear.kernel[...] / 2 + 0 * jnp.max(x)
 
 
 # What a pass may do to variables, which a skipped step takes back.
-CHANGES = [
-    halve_parameters,
-    shift,
-    swap,
-    copy_parameters,
-    widen,
-    count,
-    fold_key,
-    replace,
-]
+CHANGES = [halve, shift, swap, copy_parameters, widen, count, fold_key, replace]
 
 
-def plain_attributes(model, x):
-    del x
+def plain_attributes(model, _):
     model.calls += 1
     model.kind = "last"
     model.linear.note = "new"
