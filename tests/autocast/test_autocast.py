@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from casting import errors, normal, products
+from casting import errors, normal, products, saved
 from flax import nnx
 
 from optax_lossscale import LossScaleOptimizer, autocast, with_loss_scale
@@ -271,14 +271,10 @@ def test_less_is_saved():
             h = jax.nn.gelu(h @ w)
         return jnp.mean(jax.nn.softmax(h) ** 2)
 
-    def size(f):
-        backward = jax.eval_shape(lambda w: jax.vjp(f, w)[1], W)
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(backward))
-
     def by_hand(w):
         return f(w.astype(jnp.float16))
 
-    assert size(autocast(f)) < min(0.5 * size(f), size(by_hand))
+    assert saved(autocast(f), W) < min(0.5 * saved(f, W), saved(by_hand, W))
 
 
 class Instance:

@@ -5,12 +5,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from casting import errors, normal, products
+from casting import dtypes, errors, normal, products
 from helpers import exhaustive_but
 from jax import lax
 
 from optax_lossscale import autocast
-from optax_lossscale._jaxprs.parts import all_equations
 
 X, W = normal(16, 8), normal(8, 8, scale=0.4)
 
@@ -29,13 +28,8 @@ class Block:
 
 def widths(f, *args):
     """Returns how many products compute in float32 and in float16, forward."""
-    equations = all_equations(jax.make_jaxpr(f)(*args).jaxpr)
-    names = [x.outvars[0].aval.dtype.name for x in equations if is_product(x)]
-    return names.count("float32"), names.count("float16")
-
-
-def is_product(equation):
-    return equation.primitive.name in ("dot_general", "conv_general_dilated")
+    found = dtypes(f, *args)
+    return found.count(jnp.float32), found.count(jnp.float16)
 
 
 WAYS = {

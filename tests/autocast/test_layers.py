@@ -3,18 +3,15 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from casting import normal
+from casting import dtypes, equations, normal
 from jax import lax
 
 from optax_lossscale import autocast
-from optax_lossscale._jaxprs.parts import all_equations
 
 
 def dtype_of(f, *args):
     """Returns the dtype that the result of a function is held in, before a product."""
-    cast = autocast(lambda w, x: (f(w, x) * 0.5) @ w)
-    equations = all_equations(jax.make_jaxpr(cast)(*args).jaxpr)
-    return [x.outvars[0].aval.dtype for x in equations if x.primitive.name == "mul"][-1]
+    return dtypes(autocast(lambda w, x: (f(w, x) * 0.5) @ w), *args, names=["mul"])[-1]
 
 
 B, SQUARE = normal(8), normal(8, 8)
@@ -112,7 +109,7 @@ def test_what_wins_and_what_gives_way(f, dtype):
 
 def test_a_norm_is_rounded_once():
     cast = autocast(lambda w, x: instance(x @ w) @ w)
-    equations = all_equations(jax.make_jaxpr(cast)(normal(8, 8), normal(16, 8)).jaxpr)
-    casts = [x for x in equations if x.primitive.name == "convert_element_type"]
+    args = normal(8, 8), normal(16, 8)
+    casts = equations(cast, *args, names=["convert_element_type"])
     types = [(x.outvars[0].aval.dtype, x.outvars[0].aval.shape) for x in casts]
     assert types.count((jnp.float16, (16, 8))) == 2  # x, and the result of the norm

@@ -323,12 +323,6 @@ def without_squares(patch):
     patch.setattr(policy, "kind_of", lambda *about: original(*about[:3], False))
 
 
-def without_wants(patch):
-    patch.setattr(
-        Planner, "_readers", lambda *about: collections.defaultdict(type(None))
-    )
-
-
 def without_promotion(patch):
     widest, state_of_result = states._widest, policy.state_of_result
 
@@ -343,25 +337,22 @@ def without_promotion(patch):
     patch.setattr(states, "_widest", of_loop)
 
 
-def without_range(patch):
-    patch.setattr(policy, "state_of_number", lambda *about: State.SOFT)
+def instead(owner, name, value):
+    """Returns a change of the package: another value of a name."""
+    return lambda patch: patch.setattr(owner, name, value)
 
 
-def without_factors(patch):
-    patch.setattr(policy, "_is_moderate", lambda factor: True)
-
-
-def without_terms(patch):
-    patch.setattr(policy, "_terms", lambda equation: 2)
+NOBODY = collections.defaultdict(type(None))
+without_wants = instead(Planner, "_readers", lambda *about: NOBODY.copy())
+without_range = instead(policy, "state_of_number", lambda *about: State.SOFT)
+without_factors = instead(policy, "_is_moderate", lambda factor: True)
+without_terms = instead(policy, "_terms", lambda equation: 2)
+cast_in_calls = instead(states.Plan, "read_wide", frozenset())
 
 
 def cast_inside(patch):
     patch.setattr(states, "CAST_BEFORE", [])
-    patch.setattr(states.Plan, "read_wide", frozenset())
-
-
-def cast_in_calls(patch):
-    patch.setattr(states.Plan, "read_wide", frozenset())
+    cast_in_calls(patch)
 
 
 MUTATIONS = {

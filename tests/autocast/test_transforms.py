@@ -7,19 +7,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from casting import check, error, errors, normal, products, value_and_grad
+from casting import (
+    check,
+    dtypes,
+    equations,
+    error,
+    errors,
+    normal,
+    products,
+    saved,
+    value_and_grad,
+)
 from helpers import exhaustive_but
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from meshes import PARTS, WHOLE, mesh_of, over_devices
 
 from optax_lossscale import autocast
 from optax_lossscale._jaxprs.parts import all_equations
 
 X, TARGET = normal(32, 8), normal(32, 4)
 P = {"w": normal(8, 8, scale=0.4), "b": normal(8), "out": normal(8, 4)}
-SPLIT = PartitionSpec("data")
 
 
 def mean_square(p, h):
@@ -105,24 +115,21 @@ def convolved(p, x):
     return mean_square(p, h.mean((1, 2)))
 
 
-def mesh():
-    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-
-
 def on_devices(p, x, **options):
+    @over_devices((WHOLE, PARTS, PARTS), WHOLE, **options)
     def local(p, x, target):
         h = lax.scan(lambda h, _: (dense(p, h), None), x, length=2)[0]
         h = jnp.where(h > -0.9, h, 0.0)
-        return lax.pmean(jnp.mean((h @ p["out"] - target) ** 2), "data")
+        return lax.pmean(jnp.mean((h @ p["out"] - target) ** 2), "batch")
 
-    specs = {"in_specs": (PartitionSpec(), SPLIT, SPLIT), "out_specs": PartitionSpec()}
-    return jax.shard_map(local, mesh=mesh(), **specs, **options)(p, x, TARGET)
+    return local(p, x, TARGET)
 
 
 def sharded(p, x):
-    split = NamedSharding(mesh(), SPLIT)
+    mesh = mesh_of(batch=8)
+    split, whole = (NamedSharding(mesh, spec) for spec in (PARTS, WHOLE))
     f = jax.jit(dense, in_shardings=(None, split), out_shardings=split)
-    h = lax.with_sharding_constraint(f(p, x), NamedSharding(mesh(), PartitionSpec()))
+    h = lax.with_sharding_constraint(f(p, x), whole)
     return mean_square(p, h)
 
 
@@ -135,12 +142,6 @@ PROGRAMS = {
     "shard_map unchecked": functools.partial(on_devices, check_vma=False),
     "sharded": sharded,
 }  # fmt: skip
-
-
-def saved(f, p):
-    """Returns how many bytes the backward pass reads."""
-    backward = jax.eval_shape(lambda p: jax.vjp(f, p)[1], p)
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(backward))
 
 
 def test_a_checkpoint_saves_what_its_policy_says():
@@ -168,12 +169,6 @@ def test_bfloat16():
     check(jitted, P, X, dtype=jnp.bfloat16, tolerance=0.05, scales=(1.0,))
 
 
-def dtypes_of_products(f, *args):
-    equations = all_equations(jax.make_jaxpr(f)(*args).jaxpr)
-    dots = [x for x in equations if x.primitive.name == "dot_general"]
-    return [x.outvars[0].aval.dtype for x in dots]
-
-
 @pytest.mark.filterwarnings("ignore:autocast computes nothing")
 def test_a_loop_that_counts_is_half_and_one_that_compares_float32():
     def counts(x):
@@ -184,10 +179,10 @@ def test_a_loop_that_counts_is_half_and_one_that_compares_float32():
     def compares(x):
         return lax.while_loop(lambda x: jnp.max(x) < 9, lambda x: x @ P["w"] + x, x)
 
-    assert dtypes_of_products(autocast(counts), X) == [jnp.float16]
+    assert dtypes(autocast(counts), X) == [jnp.float16]
     difference = autocast(counts)(X) - counts(X)
     assert 0 < float(jnp.max(jnp.abs(difference))) < 0.01
-    assert dtypes_of_products(autocast(compares), jnp.abs(X)) == [jnp.float32]
+    assert dtypes(autocast(compares), jnp.abs(X)) == [jnp.float32]
 
 
 def test_each_example_stops_by_itself():
@@ -259,8 +254,7 @@ def test_writing_a_text_until_it_ends():
         goes_on = lambda state: (state[1] != 5) & (state[2] < 9)  # noqa: E731
         return lax.while_loop(goes_on, step, (x, jnp.argmax(x), 0))[0]
 
-    dtypes = dtypes_of_products(autocast(f), X)
-    assert dtypes == [jnp.float16]
+    assert dtypes(autocast(f), X) == [jnp.float16]
 
 
 @pytest.mark.exhaustive
@@ -290,13 +284,13 @@ def test_transforms_of_the_result(transform):
 
 def test_inside_of_jit_shard_map_and_scan():
     def local(p, x):
-        return lax.pmean(mean_square(p, dense(p, x)), "data")
+        return lax.pmean(mean_square(p, dense(p, x)), "batch")
 
-    specs = {"in_specs": (PartitionSpec(), SPLIT), "out_specs": PartitionSpec()}
-    step = jax.value_and_grad(autocast(local))
-    found = jax.jit(jax.shard_map(step, mesh=mesh(), **specs))(P, X)
-    wanted = jax.jit(jax.shard_map(jax.value_and_grad(local), mesh=mesh(), **specs))
-    assert errors(found, wanted(P, X)) < 0.01
+    found, wanted = (
+        over_devices((WHOLE, PARTS), WHOLE)(jax.value_and_grad(f))(P, X)
+        for f in (autocast(local), local)
+    )
+    assert errors(found, wanted) < 0.01
 
     def loop(p, x):
         f = autocast(lambda x: dense(p, x))
@@ -342,8 +336,7 @@ def test_a_function_that_is_called_often_is_traced_once(again):
         return jnp.mean(x**2)
 
     check(f, normal(8, 8, scale=0.1), X)
-    equations = all_equations(jax.make_jaxpr(autocast(f))(normal(8, 8), X).jaxpr)
-    found = [id(x) for x in equations if x.primitive.name == "dot_general"]
+    found = [id(x) for x in equations(autocast(f), normal(8, 8), X)]
     assert len(found) == 8
     # The first reads an argument, and a square reads the last.
     assert len(set(found)) == 2
@@ -408,9 +401,8 @@ def scanned_stream(p, x):
 
 @pytest.mark.parametrize(("f", "count"), [(unrolled_stream, 3), (scanned_stream, 1)])
 def test_streams_stay_in_half_precision(f, count):
-    equations = all_equations(jax.make_jaxpr(autocast(f))(P, X).jaxpr)
-    types = [x.outvars[0].aval.dtype for x in equations if x.primitive.name == "add"]
-    assert types.count(jnp.float16) == count
+    sums = dtypes(autocast(f), P, X, names=["add"])
+    assert sums.count(jnp.float16) == count
 
 
 def test_products_of_one_term():
@@ -423,12 +415,11 @@ def test_products_of_one_term():
 
 
 def test_products_of_one_term_with_a_sharding():
-    mesh = jax.make_mesh((4, 2), ("d", "m"), axis_types=(AxisType.Explicit,) * 2)
-
     def f(w, x, b):
         spec = PartitionSpec("d", None, "m")
         return jnp.mean(jnp.einsum("bi,j->bij", x @ w, b, out_sharding=spec) ** 2)
 
+    mesh = mesh_of(AxisType.Explicit, d=4, m=2)
     with jax.set_mesh(mesh):
         x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("d")))
         b = jax.device_put(P["b"], NamedSharding(mesh, PartitionSpec("m")))

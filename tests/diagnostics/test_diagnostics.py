@@ -9,12 +9,7 @@ import optax
 import pytest
 from helpers import INF, NAN, WRAPS
 
-from optax_lossscale import (
-    DynamicLossScale,
-    LossScale,
-    LossScaleOptimizer,
-    all_finite,
-)
+from optax_lossscale import DynamicLossScale, LossScale, LossScaleOptimizer, all_finite
 from optax_lossscale.diagnostics import (
     NonfiniteGradient,
     check_health,
@@ -31,12 +26,8 @@ def ones(shape):
 
 PARAMS = {"block": {"ln": {"scale": ones(3)}, "w": ones((2, 2))}}
 GOOD = PARAMS
-BAD = {
-    "block": {
-        "ln": {"scale": jax.device_put(np.float32([1, INF, 1]))},
-        "w": ones((2, 2)),
-    }
-}
+SCALE = jax.device_put(np.float32([1, INF, 1]))
+BAD = {"block": PARAMS["block"] | {"ln": {"scale": SCALE}}}
 COUNTERS = {
     "last_step_applied",
     "skipped_steps",
@@ -55,16 +46,6 @@ def run(*grads, loss_scale=None, **options):
     return state
 
 
-def with_scale(state, scale):
-    """Puts a loss scale, or that of each member, into a state."""
-    scale = jnp.asarray(scale, jnp.float32)
-    rule = state.loss_scale_state._replace(loss_scale=scale)
-    counters = {
-        name: jnp.broadcast_to(getattr(state, name), scale.shape) for name in COUNTERS
-    }
-    return state._replace(loss_scale_state=rule, **counters)
-
-
 class TestMetrics:
     @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
     def test_values_and_dtypes(self, wrap):
@@ -81,25 +62,20 @@ class TestMetrics:
         }
 
     @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-    def test_logarithms_of_powers_of_two_are_exact(self, wrap):
-        read = wrap(metrics)
-        state = LossScaleOptimizer(optax.sgd(0.5), 1.0).init(PARAMS)
-        for exponent in range(-149, 128):
-            number = np.ldexp(np.float32(1), exponent, dtype=np.float32)
-            scale = state.loss_scale_state._replace(loss_scale=jnp.asarray(number))
-            found = read(state._replace(loss_scale_state=scale))
-            assert found["log2_loss_scale"] == exponent
-        scale = state.loss_scale_state._replace(loss_scale=jnp.float32(1000))
-        found = read(state._replace(loss_scale_state=scale))
-        np.testing.assert_allclose(found["log2_loss_scale"], np.log2(1000), rtol=1e-6)
+    def test_logarithms(self, wrap):
+        read, state = wrap(metrics), run()
 
-    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-    def test_logarithms_of_damaged_scales(self, wrap):
-        scales = [0.0, -0.0, INF, NAN, -INF, -1.0, -1e-40, 3e-40, 3e38]
-        state = with_scale(run(), scales)
-        found = wrap(metrics)(state)["log2_loss_scale"]
-        logs = [-INF, -INF, INF, NAN, NAN, NAN, NAN, np.log2(3e-40), np.log2(3e38)]
-        np.testing.assert_allclose(found, logs, rtol=1e-6)
+        def log2(scale):
+            scale = jnp.asarray(scale, jnp.float32)
+            rule = state.loss_scale_state._replace(loss_scale=scale)
+            return read(state._replace(loss_scale_state=rule))["log2_loss_scale"]
+
+        for exponent in range(-149, 128):
+            assert log2(np.ldexp(np.float32(1), exponent, dtype=np.float32)) == exponent
+        # Of many members, some damaged.
+        scales = [1000.0, 3e-40, 3e38, 0.0, -0.0, INF, NAN, -INF, -1.0, -1e-40]
+        logs = [*np.log2(scales[:3]), -INF, -INF, INF, NAN, NAN, NAN, NAN]
+        np.testing.assert_allclose(log2(scales), logs, rtol=1e-6)
 
     def test_losses_that_were_not_finite(self):
         optimizer = LossScaleOptimizer(optax.sgd(0.5), check_loss=True)
@@ -146,10 +122,8 @@ class TestNonfiniteLeaves:
             assert all((x.shape, x.dtype) == ((), bool) for x in found.values())
             names = [name for name, is_nonfinite in found.items() if is_nonfinite]
             assert names == [gradient.name for gradient in describe_nonfinite(grads)]
-        assert nonfinite_leaves(BAD).keys() == {
-            "grads['block']['ln']['scale']",
-            "grads['block']['w']",
-        }
+        names = {"grads['block']['ln']['scale']", "grads['block']['w']"}
+        assert nonfinite_leaves(BAD).keys() == names
 
     def test_of_each_member(self):
         grads = {"w": jnp.array([[1, 2], [INF, 1], [1, NAN]])}
@@ -174,25 +148,18 @@ class TestDescribeNonfinite:
         ]
 
     def test_leaves_of_every_kind(self):
-        grads = [
-            jnp.array([1, complex(INF, 0), complex(0, NAN)], jnp.complex64),
-            jnp.array([NAN, 1], jnp.float8_e4m3fn),
-            np.float64(INF),
-            NAN,
-            None,
-            jnp.arange(3),
-            np.zeros(2, jax.dtypes.float0),
-            jax.random.key(0),
-            jnp.zeros((0, 3)),
-            7,
+        bad = [
+            (jnp.array([1, complex(INF, 0), complex(0, NAN)], jnp.complex64), 1, 1, 1),
+            (jnp.array([NAN, 1], jnp.float8_e4m3fn), 0, 1, 0),
+            (np.float64(INF), 1, 0),
+            (NAN, 0, 1),
         ]
-        found = describe_nonfinite(grads)
-        assert [x[0] for x in found] == ["grads[0]", "grads[1]", "grads[2]", "grads[3]"]
-        assert [x[3:] for x in found] == [
-            (1, 1, (1,)),
-            (0, 1, (0,)),
-            (1, 0, ()),
-            (0, 1, ()),
+        others = [None, jnp.arange(3), np.zeros(2, jax.dtypes.float0), 7]
+        others += [jax.random.key(0), jnp.zeros((0, 3))]
+        found = describe_nonfinite([x for x, *_ in bad] + others)
+        assert [(x.name, *x[3:]) for x in found] == [
+            (f"grads[{i}]", infs, nans, tuple(place))
+            for i, (_, infs, nans, *place) in enumerate(bad)
         ]
         assert str(found[3]).endswith("[]: 0 inf, 1 nan of 1")
 

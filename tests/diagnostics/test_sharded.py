@@ -9,6 +9,7 @@ import optax
 import pytest
 from helpers import exhaustive_but
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from meshes import mesh_of
 
 from optax_lossscale import LossScaleOptimizer, all_finite, diagnostics
 
@@ -75,7 +76,7 @@ class TestSharded:
     """The same results as of arrays on one device."""
 
     def check(self, function, wanted, kind, spec):
-        mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
+        mesh = mesh_of(kind, a=4, b=2)
         for context in (contextlib.nullcontext(), jax.set_mesh(mesh)):
             with context:
                 grads = jax.device_put(make_grads(), NamedSharding(mesh, spec))
@@ -94,7 +95,7 @@ class TestSharded:
 
 
 def test_an_eager_call_and_a_failing_report():
-    mesh = jax.make_mesh((8,), "a", axis_types=(AxisType.Explicit,))
+    mesh = mesh_of(AxisType.Explicit, a=8)
     wanted = {name: on_one_device(function) for name, function in ANYWHERE.items()}
     with jax.set_mesh(mesh):
         grads = jax.device_put(make_grads(), NamedSharding(mesh, P(None, "a")))
@@ -108,7 +109,7 @@ def test_an_eager_call_and_a_failing_report():
 
 def test_in_shard_map():
     # One axis is manual there, and the other one explicit.
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = mesh_of(AxisType.Explicit, a=4, b=2)
     w = np.exp2(np.arange(-32, 32, dtype=np.float32)).reshape(8, 8)
 
     def statistics(w):

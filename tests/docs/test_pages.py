@@ -2,7 +2,7 @@
 
 import re
 import sys
-import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,34 +12,19 @@ from helpers import ROOT, assert_same_bits, exhaustive_but
 from pages import page_blocks, page_fragments, run_blocks
 
 DEVICES = "docs/guide/many-devices.md"
-BY_DEFAULT = ["README.md", "docs/guide/use.md"]
+BY_DEFAULT = ["README.md", "docs/guide/use.md", "docs/guide/guard-a-run.md"]
+BY_DEFAULT += ["docs/guide/in-60-lines-of-optax.md"]
 GUIDE = {f"docs/guide/{path.name}" for path in ROOT.glob("docs/guide/*.md")}
 GUIDE |= {"docs/api/optimizer.md"}
 PAGES = ["README.md", *sorted(path for path in GUIDE - {DEVICES} if page_blocks(path))]
 
 
-class Logger(types.ModuleType):
-    """Stands for tensorboardX, and for its writer."""
-
-    def __init__(self):
-        super().__init__("logger")
-        self.steps = []
-
-    def SummaryWriter(self, *args):
-        return self
-
-    def add_scalar(self, name, value, step):
-        assert isinstance(value, float)
-        self.steps.append(step)
-
-    def close(self):
-        pass
-
-
 @pytest.fixture
-def logger(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", Logger())
-    return sys.modules["tensorboardX"]
+def add_scalar(monkeypatch):
+    """Returns what stands for the method of a writer of tensorboardX."""
+    module = mock.Mock()
+    monkeypatch.setitem(sys.modules, "tensorboardX", module)
+    return module.SummaryWriter.return_value.add_scalar
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +37,7 @@ def reader(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", exhaustive_but(PAGES, BY_DEFAULT))
-def test_page(path, logger):
+def test_page(path, add_scalar):
     blocks = list(run_blocks(path))
     assert not any(printed for _, printed, _ in blocks)
     if path.endswith("troubleshooting.md"):
@@ -61,7 +46,9 @@ def test_page(path, logger):
         # Not pasted with the rest, because not everybody has this package.
         for code in filter(re.compile("train_and_log").search, page_fragments(path)):
             exec(code, blocks[-1][2])
-        assert list(dict.fromkeys(logger.steps)) == [100, 200, 300, 400]
+        _, values, steps = zip(*(x.args for x in add_scalar.mock_calls), strict=True)
+        assert list(dict.fromkeys(steps)) == [100, 200, 300, 400]
+        assert {type(x) for x in values} == {float}
 
 
 def test_the_diff_of_the_readme_ends_in_its_script():

@@ -46,6 +46,9 @@ def whole(tmp_path_factory):
         return out, finish(start("--out", out)).splitlines()
 
 
+TWO_PROCESSES = "--coordinator=127.0.0.1:1", "--processes=2"
+
+
 class TestCommandLine:
     @pytest.mark.exhaustive
     def test_a_run_leaves_settings_metrics_and_goes_on(self, whole, tmp_path, capsys):
@@ -82,37 +85,23 @@ class TestCommandLine:
         assert (out / "metrics.csv").read_text() == before
         with pytest.raises(SystemExit, match="2"):
             main("--out", str(out), "--dtype=bfloat16", "--seed=1")
-        assert capsys.readouterr().err == (
-            "python -m examples.language_model: error: argument --out: must be a new "
-            "folder, or have the settings of its run: dtype 'float16', not 'bfloat16'; "
-            f"loss_scale 'dynamic', not 'none'; seed 0, not 1, got '{out}'\n"
-        )
+        settings = "dtype 'float16', not 'bfloat16'; loss_scale 'dynamic', not 'none'; "
+        assert settings + "seed 0, not 1, got" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (
-                ["--accumulate=4"],
-                "--batch-size: must be a multiple of accumulate x devices, 4 x 8, "
-                "got 16",
-            ),
+            (["--accumulate=4"], "--batch-size: must be a multiple of acc.*, got 16"),
             (["--mesh=data=3"], "--mesh: must have all 8 devices, got 'data=3'"),
-            (
-                ["--retries=3", "--accumulate=2"],
-                "--retries: must be 0 without a loss scale, and with several "
-                "micro-batches in a step, got 3",
-            ),
-            (
-                ["--coordinator=127.0.0.1:1", "--processes=2", "--process=2"],
-                "--process: must be from 0 to 1, got 2",
-            ),
+            (["--retries=3", "--accumulate=2"], "--retries: must be 0 .*, got 3"),
+            ([*TWO_PROCESSES, "--process=2"], "--process: must be from 0 to 1, got 2"),
         ],
     )
     def test_a_bad_argument_gets_one_line(self, arguments, message, tmp_path, capsys):
         with pytest.raises(SystemExit, match="2"):
             main(*arguments, "--out", str(tmp_path / "run"))
         error = f"python -m examples.language_model: error: argument {message}\n"
-        assert capsys.readouterr().err == error
+        assert re.fullmatch(error, capsys.readouterr().err)
         assert not (tmp_path / "run").exists()
 
 
@@ -219,8 +208,7 @@ class TestData:
 
 
 @pytest.mark.parametrize(
-    ("text", "shape"),
-    [("fsdp", (1, 8)), ("data=8", (8, 1)), ("fsdp,data=2", (2, 4))],
+    ("text", "shape"), [("fsdp", (1, 8)), ("data=8", (8, 1)), ("fsdp,data=2", (2, 4))]
 )
 def test_meshes(text, shape):
     assert make_mesh(text, jax.devices()).devices.shape == shape

@@ -7,11 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from optax_lossscale import (
-    LossScaleOptimizer,
-    diagnostics,
-    with_loss_scale,
-)
+from optax_lossscale import LossScaleOptimizer, diagnostics, with_loss_scale
 
 
 def square(x):

@@ -5,15 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    INF,
-    NAN,
-    OUT_OF_BOUNDS,
-    WRAPS,
-    assert_close,
-    relaxed,
-    signature,
-)
+from helpers import INF, NAN, OUT_OF_BOUNDS, WRAPS, assert_close, relaxed, signature
 
 from optax_lossscale import (
     DynamicLossScale,
@@ -239,7 +231,7 @@ class TestState:
         params = {"w": jnp.ones(2, jnp.float32), "n": jnp.arange(2), "none": None}
         float0 = np.zeros(2, jax.dtypes.float0)
         optimizer = LossScaleOptimizer(
-            optax.masked(optax.scale(-0.5), {"w": True, "n": False, "none": False}),
+            optax.masked(optax.scale(-0.5), {"w": True, "n": False, "none": False})
         )
         for wrap in WRAPS.values():
             state = optimizer.init(params)

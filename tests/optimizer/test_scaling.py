@@ -107,8 +107,7 @@ class TestValueAndGrad:
 
     # Of a cube, XLA fuses the two programs in two ways.
     @pytest.mark.parametrize(
-        ("wrap", "power"),
-        [(WRAPS["eager"], 2), (WRAPS["eager"], 3), (WRAPS["jit"], 2)],
+        ("wrap", "power"), [(WRAPS["eager"], 2), (WRAPS["eager"], 3), (WRAPS["jit"], 2)]
     )
     @pytest.mark.parametrize("exponent", [0, 15, 40])
     def test_is_that_of_jax_to_the_bit(self, wrap, power, exponent):

@@ -14,25 +14,21 @@ import optax
 import pytest
 from distributed import mean_over_devices
 from flax import nnx
-from helpers import exhaustive_but, plain_step, scaled_step
+from helpers import exhaustive_but, plain_step
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from meshes import PARTS, WHOLE, mesh_of, over_devices
 from pages import page_blocks
 from runs import finish_all, free_port, start
 
 from optax_lossscale import DynamicLossScale, LossScaleOptimizer
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
-WHOLE, PARTS = P(), P("batch")
 # Of the ways to train, with and without a scale among the parameters.
 CASES = list(itertools.product(distributed.WAYS, [None, "loss_scale"]))
 BY_DEFAULT = [("pmap", None), ("shard_map", None), ("sharded jit", None)]
 BY_DEFAULT += [("shard_map", "loss_scale")]
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-
-
-def make_mesh(name="batch"):
-    return jax.make_mesh((8,), (name,), axis_types=(AxisType.Auto,))
 
 
 def averaging(average):
@@ -84,32 +80,31 @@ class TestRetries:
         optimizer = LossScaleOptimizer(
             optax.sgd(0.5, momentum=0.9), self.RULE, axis_name=axis_name, retries=24
         )
-        mesh = make_mesh("i")
+        mesh = mesh_of(batch=8)
 
         def loss_fn(param, x):
             products = param.astype(jnp.float16) * x.astype(jnp.float16)
             loss = jnp.mean(products.astype(jnp.float32))
-            return loss if way == "sharded jit" else jax.lax.pmean(loss, "i")
+            return loss if way == "sharded jit" else mean_over_devices(loss)
 
         def minimize(param, state, x):
             return optimizer.minimize(loss_fn, param, state, x)
 
         if way == "shard_map":
-            specs = {"in_specs": (P(), P(), P("i")), "out_specs": P()}
-            minimize = jax.shard_map(minimize, mesh=mesh, **specs)
+            minimize = over_devices((WHOLE, WHOLE, PARTS), WHOLE)(minimize)
         minimize = jax.jit(minimize, donate_argnums=(0, 1))
 
         def step(bad):
             start = np.float32(1), optimizer.init(np.float32(1))
             x = np.full(8, 0.125, np.float32)
             x[3] = bad
-            whole, parts = (NamedSharding(mesh, spec) for spec in (P(), P("i")))
+            whole, parts = (NamedSharding(mesh, spec) for spec in (WHOLE, PARTS))
             args = *jax.device_put(start, whole), jax.device_put(x, parts)
             return jax.device_get(minimize(*args))
 
         return step
 
-    @pytest.mark.parametrize("way", [("sharded jit",), ("shard_map", "i")])
+    @pytest.mark.parametrize("way", [("sharded jit",), ("shard_map", "batch")])
     def test_all_take_the_step(self, way):
         step = self.make_step(*way)
         param, state, loss = step(bad=64.0)
@@ -126,43 +121,44 @@ class TestRetries:
         optimizer = LossScaleOptimizer(
             optax.sgd(0.5), self.RULE, axis_name="p", retries=24
         )
-        mesh = jax.make_mesh((4, 2), ("p", "d"), axis_types=(AxisType.Auto,) * 2)
         params = np.arange(8, dtype=np.float32).reshape(4, 2)
 
         def loss_fn(params):
             half = params.astype(jnp.float16).astype(jnp.float32)
             return jnp.sum(half**2)
 
+        specs, mesh = (P("p"), P()), mesh_of(p=4, d=2)
+
+        @over_devices(specs, specs, mesh, axis_names={"p"})
         def step(params, state):
             return optimizer.minimize(loss_fn, params, state)[:2]
 
-        specs = {"in_specs": (P("p"), P()), "out_specs": (P("p"), P())}
-        step = jax.shard_map(step, mesh=mesh, axis_names={"p"}, **specs)
-        params, state = jax.jit(step)(params, optimizer.init(params))
+        params, state = step(params, optimizer.init(params))
         # The largest gradient is 14.
         assert (state.retries, state.skipped_steps) == (8, 0)
         np.testing.assert_array_equal(params, 0)
 
     def test_devices_that_would_repeat_apart_are_refused(self):
-        message = r"retries=24, axis_name must contain 'i', got None"
+        message = r"retries=24, axis_name must contain 'batch', got None"
         with pytest.raises(ValueError, match=message):
             self.make_step("shard_map")(bad=64.0)
 
         x = np.ones(8, np.float32)
         optimizer = LossScaleOptimizer(optax.sgd(0.5), 2.0**20, retries=24)
         state = optimizer.init(np.float32(1))
-        mean = averaging(functools.partial(jax.lax.pmean, axis_name="i"))
+        mean = averaging(mean_over_devices)
         with pytest.raises(ValueError, match=message):
             jax.pmap(
-                lambda x: optimizer.minimize(jnp.square, x, state, transform=mean), "i"
+                lambda x: optimizer.minimize(jnp.square, x, state, transform=mean),
+                "batch",
             )(x)
         # Also where they communicate in the forward pass alone.
         with pytest.raises(ValueError, match=message):
             jax.vmap(
                 lambda x: optimizer.minimize(
-                    lambda w, x: (w * jax.lax.pmax(x, "i")) ** 2, x, state, x
+                    lambda w, x: (w * jax.lax.pmax(x, "batch")) ** 2, x, state, x
                 ),
-                axis_name="i",
+                axis_name="batch",
             )(x)
 
     def test_a_device_that_asks_for_its_index_may_repeat_alone(self):
@@ -186,18 +182,11 @@ def test_an_inf_in_one_slice_of_the_parameters_skips_all(check_vma):
     optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9), axis_name=("data", "model"))
     start = params = np.arange(8 * 6, dtype=np.float32).reshape(8, 6) / 10
     state = optimizer.init(params)
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    specs = jax.tree.map(lambda x: P("model") if x.ndim else P(), state)
-    slices = P("model")
+    slices, mesh = P("model"), mesh_of(data=4, model=2)
+    specs = jax.tree.map(lambda x: slices if x.ndim else P(), state)
+    specs = slices, specs, slices
 
-    @jax.jit
-    @functools.partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=(slices, specs, slices),
-        out_specs=(slices, specs, slices),
-        check_vma=check_vma,
-    )
+    @over_devices(specs, specs, mesh, check_vma=check_vma)
     def step(params, state, grads):
         updates, _ = optimizer.update(grads, state, params)
         return *optimizer.apply_gradients(grads, params, state), updates
@@ -222,11 +211,10 @@ def test_shard_map_refuses_devices_that_decide_apart():
     state = optimizer.init(params)
     specs = jax.tree.map(lambda x: PARTS if x.ndim else WHOLE, (params, state))
 
+    @over_devices((*specs, specs[0]), specs[0])
     def step(params, state, grads):
         return optimizer.apply_gradients(grads, params, state)[0]
 
-    specs = {"in_specs": (*specs, specs[0]), "out_specs": specs[0]}
-    step = jax.shard_map(step, mesh=make_mesh(), **specs)
     with pytest.raises(ValueError, match="out_specs"):
         jax.eval_shape(step, params, state, params)
 
@@ -235,8 +223,7 @@ def test_updates_of_sharded_parameters_from_a_state_of_zeros():
     # The new momentum varies over the devices; the zeros that it begins with do not.
     optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9), axis_name="batch")
 
-    @jax.jit
-    @functools.partial(jax.shard_map, mesh=make_mesh(), in_specs=PARTS, out_specs=WHOLE)
+    @over_devices(PARTS, WHOLE)
     def any_update(grads):
         updates, state = optimizer.update(grads, optimizer.init(jnp.zeros(1)))
         return jax.lax.psum((updates, state.inner_state), "batch")
@@ -261,7 +248,7 @@ def collectives(step, *shapes):
 
 @pytest.mark.parametrize("kind", exhaustive_but(KINDS, KINDS[:1]), ids=str)
 def test_sharded_jit_adds_one_scalar_reduction(kind):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    mesh = mesh_of(kind, data=4, model=2)
     ones = {"w1": np.ones((64, 64), np.float32), "w2": np.ones((64, 64), np.float32)}
     specs = {"w1": P(None, "model"), "w2": P("model", None)}, P("data", None)
     places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
@@ -274,7 +261,8 @@ def test_sharded_jit_adds_one_scalar_reduction(kind):
 
     inner = optax.sgd(0.1, 0.9)
     optimizer = LossScaleOptimizer(inner)
-    plain, scaled = plain_step(loss_fn, inner), scaled_step(loss_fn, optimizer)
+    plain = plain_step(loss_fn, inner)
+    scaled = functools.partial(optimizer.minimize, loss_fn)
     with jax.set_mesh(mesh):
         theirs = collectives(plain, params, jax.jit(inner.init)(params), x)
         ours = collectives(scaled, params, jax.jit(optimizer.init)(params), x)
@@ -292,7 +280,7 @@ PLACES = list(itertools.product(KINDS, [False, True]))
 @pytest.mark.parametrize("place", exhaustive_but(PLACES, PLACES[::3]), ids=str)
 def test_init_places_the_moments_with_the_parameters(place):
     kind, in_mesh = place
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    mesh = mesh_of(kind, data=4, model=2)
     shardings = {"w": NamedSharding(mesh, P(None, "model"))}
     shardings["b"] = NamedSharding(mesh, P())
     params = {"w": np.ones((8, 16), np.float16), "b": np.ones(16, np.float32)}
@@ -312,12 +300,12 @@ def test_init_places_the_moments_with_the_parameters(place):
 
 
 def unchecked_shard_map(f):
+    @over_devices(PARTS, PARTS, check_vma=False)
     def one_device(*args):
         results = f(*jax.tree.map(lambda x: x[0], args))
         return jax.tree.map(lambda x: x[None], results)
 
-    specs = {"in_specs": PARTS, "out_specs": PARTS}
-    return jax.shard_map(one_device, mesh=make_mesh(), check_vma=False, **specs)
+    return one_device
 
 
 @pytest.mark.parametrize(
@@ -386,12 +374,11 @@ class TestLocalLoss:
         """
         optimizer = LossScaleOptimizer(optax.sgd(1.0), **options)
 
+        @over_devices((spec, PARTS), spec)
         def step(params, x):
             minimize = functools.partial(optimizer.minimize, transform=transform)
             return minimize(loss_fn, params, optimizer.init(params), x)[0]
 
-        specs = {"in_specs": (spec, PARTS), "out_specs": spec}
-        step = jax.jit(jax.shard_map(step, mesh=make_mesh(), **specs))
         return step, jax.tree.map(lambda _: np.ones(8, np.float32), spec), self.x
 
     @pytest.mark.parametrize("options", [{}, {"axis_name": "batch", "retries": 2}])
@@ -477,7 +464,7 @@ class TestBatchStatistics:
 
 @pytest.mark.parametrize("retries", [0, 4])
 def test_devices_with_a_scale_and_a_loss_of_their_own(retries):
-    mesh, x = make_mesh(), np.arange(8, dtype=np.float32)
+    x = np.arange(8, dtype=np.float32)
     optimizer = LossScaleOptimizer(optax.sgd(0.5), retries=retries)
 
     def step(params, state, x, convert=lambda x: x):
@@ -488,13 +475,10 @@ def test_devices_with_a_scale_and_a_loss_of_their_own(retries):
         return params, jax.tree.map(lambda x: x[None], state)
 
     def run(**options):
-        function = jax.shard_map(
-            functools.partial(step, **options),
-            mesh=mesh,
-            in_specs=(PARTS, WHOLE, PARTS),
-            out_specs=PARTS,
+        function = over_devices((PARTS, WHOLE, PARTS), PARTS)(
+            functools.partial(step, **options)
         )
-        return jax.jit(function)(np.ones(8, np.float32), optimizer.init(x), x)[0]
+        return function(np.ones(8, np.float32), optimizer.init(x), x)[0]
 
     vary = functools.partial(jax.lax.pcast, axis_name="batch", to="varying")
     np.testing.assert_array_equal(run(convert=vary), 1 - 0.5 * x)

@@ -13,16 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import ROOT, assert_same_bits, exhaustive_but, scan_updates, signature
-from jax.sharding import AxisType, PartitionSpec as P
+from meshes import PARTS, WHOLE, mesh_of, over_devices
 from peers import LogMax
 from rules import RULES
 
 from benchmarks import hlo
-from optax_lossscale import (
-    DynamicLossScale,
-    HeadroomLossScale,
-    LossScale,
-)
+from optax_lossscale import DynamicLossScale, HeadroomLossScale, LossScale
 
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 GRADS = np.array([1.0, 3.0, np.inf, np.nan, 0.0, 1e-30, 1e30, 0.01], np.float32)
@@ -145,12 +141,7 @@ def test_a_tree_without_numbers_is_finite_and_tells_nothing(rule, tree):
 
 
 @pytest.mark.parametrize(
-    "rule",
-    [
-        *RULES.values(),
-        HeadroomLossScale(release_steps=1),
-    ],
-    ids=repr,
+    "rule", [*RULES.values(), HeadroomLossScale(release_steps=1)], ids=repr
 )
 def test_extreme_gradients_stay_within_bounds(rule):
     largest = np.finfo(np.float32).max
@@ -161,7 +152,7 @@ def test_extreme_gradients_stay_within_bounds(rule):
         assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(states))
 
 
-def over_devices(rule, way):
+def states_of_devices(rule, way):
     """Runs a rule on eight devices that see different gradients; returns all states."""
 
     def update(grad):
@@ -175,12 +166,8 @@ def over_devices(rule, way):
     if way == "vmap":
         states = jax.jit(jax.vmap(update, axis_name="batch"))(grads)
     else:
-        mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
         # That it may be called replicated is checked: by check_vma.
-        mapped = jax.shard_map(
-            lambda g: update(g[0]), mesh=mesh, in_specs=P("batch"), out_specs=P()
-        )
-        states = jax.jit(mapped)(grads)
+        states = over_devices(PARTS, WHOLE)(lambda g: update(g[0]))(grads)
         states = jax.tree.map(lambda x: np.stack([x] * 8), states)
     return grads, states
 
@@ -188,7 +175,7 @@ def over_devices(rule, way):
 @pytest.mark.parametrize("rule", [*RULES.values(), LogMax(2.0**15)], ids=repr)
 @pytest.mark.parametrize("way", ["vmap", "shard_map"])
 def test_devices_decide_as_one_that_sees_all_gradients(rule, way):
-    grads, (states, applied) = over_devices(rule, way)
+    grads, (states, applied) = states_of_devices(rule, way)
     alone, expected = scan_updates(rule, grads.T)
     for device in range(8):
         assert applied[device].tolist() == expected.tolist()
@@ -197,12 +184,8 @@ def test_devices_decide_as_one_that_sees_all_gradients(rule, way):
 
 @every_rule
 def test_states_that_differ_between_devices_may_be_scanned_over(rule):
-    mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Auto,))
-    batch = P("batch")
 
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(batch, batch), out_specs=batch
-    )
+    @over_devices(PARTS, PARTS, mesh_of(batch=2))
     def scales_of(states, grads):
         def step(state, grad):
             return rule.update(grad, state)[0], rule(state)
@@ -212,7 +195,7 @@ def test_states_that_differ_between_devices_may_be_scanned_over(rule):
 
     states = jax.tree.map(lambda x: np.stack([x, x]), rule.init())
     grads = np.float32([1, np.nan, 1, 2, np.inf, np.inf])
-    scales = np.split(np.asarray(jax.jit(scales_of)(states, grads)), 2)
+    scales = np.split(np.asarray(scales_of(states, grads)), 2)
     for got, own in zip(scales, np.split(grads, 2), strict=True):
         expected = scan_updates(rule, own)[0].loss_scale[:-1]
         assert got.tolist() == [2.0**15, *expected.tolist()]

@@ -7,15 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    INF,
-    NAN,
-    WRAPS,
-    BackoffOnly,
-    assert_same_bits,
-    signature,
-)
+from helpers import INF, NAN, WRAPS, BackoffOnly, assert_same_bits, signature
 from jax import lax
+from ways import as_given, by_apply_gradients, by_minimize, by_update, every_way
 
 from optax_lossscale import (
     DynamicLossScale,
@@ -43,33 +37,6 @@ STEPS = [
 SCALE = DynamicLossScale(16.0, growth_interval=2, min_scale=4.0)
 
 
-def loss_fn(param, loss, grad):
-    """Has the value and the gradient that the arguments say, whatever they are."""
-
-    @jax.custom_vjp
-    def loss_of(param):
-        return loss
-
-    loss_of.defvjp(lambda param: (loss, None), lambda _, scale: (scale * grad,))
-    return loss_of(param)
-
-
-def by_minimize(optimizer, param, state, loss, grad):
-    return optimizer.minimize(loss_fn, param, state, loss, grad)[:2]
-
-
-def by_update(optimizer, param, state, loss, grad):
-    updates, state = optimizer.update(grad, state, param, value=loss)
-    return optax.apply_updates(param, updates), state
-
-
-def by_apply_gradients(optimizer, param, state, loss, grad):
-    return optimizer.apply_gradients(grad, param, state, value=loss)
-
-
-WAYS = [by_minimize, by_update, by_apply_gradients]
-
-
 def counts(state):
     loss = state.nonfinite_loss_steps
     return (
@@ -81,7 +48,7 @@ def counts(state):
 
 
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-@pytest.mark.parametrize("way", WAYS)
+@every_way
 def test_step_by_step(way, wrap):
     optimizer = LossScaleOptimizer(optax.sgd(0.5, momentum=0.5), SCALE, check_loss=True)
     step = wrap(functools.partial(way, optimizer))
@@ -105,7 +72,7 @@ def test_the_default_backs_off_and_counts_no_losses():
     optimizer = LossScaleOptimizer(optax.sgd(0.5), SCALE)
     param, state = jnp.float32(1), optimizer.init(jnp.float32(1))
     nan = jnp.float32(NAN)
-    param, state, loss = optimizer.minimize(loss_fn, param, state, nan, nan)
+    param, state, loss = optimizer.minimize(as_given, param, state, nan, nan)
     assert (param, str(loss)) == (1, "nan")
     assert optimizer.current_loss_scale(state) == 8
     assert counts(state) == (1, 1, 0, 0)
@@ -167,7 +134,7 @@ class TestValue:
 
     def test_with_auxiliary_data(self):
         def fun(param, loss):
-            return loss_fn(param, loss, self.one), {"nan": NAN}
+            return as_given(param, loss, self.one), {"nan": NAN}
 
         for loss, skipped in ((self.one, 0), (self.one * NAN, 1)):
             _, state, _ = self.optimizer.minimize(

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import exhaustive_but
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
+from meshes import mesh_of, over_devices
 
 from benchmarks import hlo
 from optax_lossscale import all_finite
@@ -83,17 +84,15 @@ class TestLeavesThatVaryOverDifferentAxes:
     """Inside `jax.shard_map`, which keeps book of what varies over which axis."""
 
     def over_a_mesh(self, function, *, reduced):
-        mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
         specs = [P("a"), P("b"), P(("a", "b")), P()]
+        out = P() if reduced else P(("a", "b"))
 
+        @over_devices((specs,), out, mesh_of(a=4, b=2))
         def mapped(leaves):
             result = function(leaves, axis_name=("a", "b") if reduced else None)
             return result if reduced else result.reshape(1)
 
-        out = P() if reduced else P(("a", "b"))
-        return jax.jit(
-            jax.shard_map(mapped, mesh=mesh, in_specs=(specs,), out_specs=out)
-        )
+        return mapped
 
     @pytest.mark.parametrize("reduced", [False, True])
     def test_values(self, reduced):

@@ -20,7 +20,6 @@ from helpers import (
     assert_same_bits,
     exhaustive_but,
     relaxed,
-    scaled_step,
     signature,
     to_numpy,
 )
@@ -50,6 +49,16 @@ def half(x):
 def with_gradient(param, x, identity=lambda x: x):
     """Has the gradient `x`, which is inf if `x` times the scale is 2**16 or more."""
     return identity(half(param)).astype(jnp.float32) * x
+
+
+SGD = optax.sgd(0.5)
+
+
+def begin(loss_fn, params=ONE, inner=SGD, rule=RULE, retries=24, **options):
+    """Returns a step, which is `minimize` with these options, and its first state."""
+    optimizer = LossScaleOptimizer(relaxed(inner), rule, retries=retries)
+    step = functools.partial(optimizer.minimize, loss_fn, **options)
+    return step, optimizer.init(params)
 
 
 def counting():
@@ -125,8 +134,7 @@ class TestModel:
 
     x = normal(16, 8)
     params = {"w1": normal(8, 16) / 3, "w2": normal(16, 4) / 4}
-    inner = relaxed(optax.adamw(optax.linear_schedule(0.1, 0.0, 50)))
-    optimizer = LossScaleOptimizer(inner, RULE, retries=24)
+    inner = optax.adamw(optax.linear_schedule(0.1, 0.0, 50))
 
     @staticmethod
     def loss_fn(params, stats, key, x, identity=lambda x: x):
@@ -148,11 +156,9 @@ class TestModel:
             traces.append(1)
             return self.loss_fn(*args, identity)
 
-        def step(params, state, *args):
-            return self.optimizer.minimize(loss_fn, params, state, *args, has_aux=True)
-
         args = jnp.zeros((2, 16)), jax.random.key(4), self.x
-        step, start = wrap(step), self.optimizer.init(self.params)
+        step, start = begin(loss_fn, self.params, self.inner, has_aux=True)
+        step = wrap(step)
         params, state = step(self.params, start, *args)[:2]
         assert state.retries >= 9
         assert counts_of(passes) == (1 + state.retries, 1 + state.retries)
@@ -202,10 +208,9 @@ def by_hand(rule, state, x, retries):
 def test_the_rule_sees_the_overflows_and_then_the_gradients(case):
     rule, retries, skipped = case
     identity, passes = counting()
-    optimizer = LossScaleOptimizer(optax.sgd(2.0**-10), rule, retries=5)
     loss_fn = functools.partial(with_gradient, identity=identity)
-    step = jax.jit(scaled_step(loss_fn, optimizer))
-    param, state = ONE, optimizer.init(ONE)
+    step, state = begin(loss_fn, inner=optax.sgd(2.0**-10), rule=rule, retries=5)
+    step, param = jax.jit(step), ONE
     for x in GRADS:
         before, expected = state, param
         param, state, _ = step(param, state, jnp.float32(x))
@@ -224,7 +229,7 @@ def test_members_repeat_as_often_as_each_must(wrap):
     optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9), RULE, retries=12)
     x = jnp.array([1.0, NAN, 2.0**-8, 2.0**-9, 2.0**6], jnp.float32)
     params = jnp.ones_like(x)
-    step = wrap(jax.vmap(scaled_step(with_gradient, optimizer)))
+    step = wrap(jax.vmap(functools.partial(optimizer.minimize, with_gradient)))
     params, state, _ = step(params, jax.vmap(optimizer.init)(params), x)
     assert state.retries.tolist() == [9, 0, 1, 0, 12]
     assert state.skipped_steps.tolist() == [0, 1, 0, 0, 1]
@@ -238,12 +243,9 @@ def test_members_repeat_as_often_as_each_must(wrap):
 @every_wrap
 def test_what_is_checked_is_what_is_applied(wrap):
     """XLA makes one product of the last multiplication and the unscaling."""
-    optimizer = LossScaleOptimizer(
-        optax.sgd(0.125), DynamicLossScale(2.0**126), retries=4
-    )
-    params = jnp.ones(4, jnp.float32)
-    step = wrap(scaled_step(lambda w: jnp.sum((2 * w) ** 2), optimizer))
-    params, state, _ = step(params, optimizer.init(params))
+    params, rule = jnp.ones(4, jnp.float32), DynamicLossScale(2.0**126)
+    step, state = begin(lambda w: jnp.sum((2 * w) ** 2), params, optax.sgd(0.125), rule)
+    params, state, _ = wrap(step)(params, state)
     # The gradient is 8. Scaled, it is inf at 2**126 and at 2**125.
     assert (state.retries, state.skipped_steps) == (2, 0)
     np.testing.assert_array_equal(params, 0)
@@ -251,8 +253,8 @@ def test_what_is_checked_is_what_is_applied(wrap):
 
 def test_members_of_one_axis_repeat_together():
     optimizer = LossScaleOptimizer(optax.sgd(0.5), RULE, axis_name="i", retries=24)
-    step = jax.vmap(scaled_step(with_gradient, optimizer), (0, None, 0), axis_name="i")
-    step = jax.jit(step)
+    step = functools.partial(optimizer.minimize, with_gradient)
+    step = jax.jit(jax.vmap(step, (0, None, 0), axis_name="i"))
     for x, retries, skipped in (([1.0, 2.0**6], 15, 0), ([1.0, NAN], 0, 1)):
         state = step(np.ones(2, np.float32), optimizer.init(ONE), np.float32(x))[1]
         assert state.retries.tolist() == [retries] * 2
@@ -260,15 +262,14 @@ def test_members_of_one_axis_repeat_together():
 
 
 def test_is_compiled_once_and_takes_donated_and_restored_states():
-    optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9), RULE, retries=24)
     traces = []
 
     def loss_fn(*args):
         traces.append(1)
         return with_gradient(*args)
 
-    step = jax.jit(scaled_step(loss_fn, optimizer), donate_argnums=(0, 1))
-    param, state = jnp.copy(ONE), optimizer.init(ONE)
+    step, state = begin(loss_fn, inner=optax.sgd(0.5, 0.9))
+    step, param = jax.jit(step, donate_argnums=(0, 1)), jnp.copy(ONE)
     types, retries = signature(state), []
     for x in (1.0, 1.0, 2.0**3, NAN, 2.0**-5):
         param, state, _ = step(param, state, jnp.float32(x))
@@ -318,15 +319,11 @@ def test_every_model_and_optimizer(loss_fn, params, inner):
     transform = functools.partial(jax.value_and_grad, allow_int=True)
     x = jax.random.normal(jax.random.key(1), (4, 4))
 
-    def make(rule, **options):
-        optimizer = LossScaleOptimizer(relaxed(inner), rule, **options)
-        step = functools.partial(optimizer.minimize, loss_fn, transform=transform)
-        return jax.jit(step), optimizer.init(params)
-
-    step, state = make(RULE, retries=24)
-    new, after = check_step(step, params, state, x)
-    step, state = make(float(after.loss_scale_state.loss_scale))
-    assert_close(new, step(params, state, x)[0])
+    make = functools.partial(begin, loss_fn, params, inner, transform=transform)
+    step, state = make()
+    new, after = check_step(jax.jit(step), params, state, x)
+    step, state = make(float(after.loss_scale_state.loss_scale), retries=0)
+    assert_close(new, jax.jit(step)(params, state, x)[0])
 
 
 @every_wrap
@@ -339,11 +336,10 @@ def test_auxiliary_data_is_that_of_a_step_without_retries(wrap):
         return param**2, made | {"key": key, "weak": jnp.asarray(1.5)} | given
 
     def auxiliary_data(retries):
-        optimizer = LossScaleOptimizer(optax.sgd(0.5), retries=retries)
-        step = functools.partial(optimizer.minimize, loss_fn, has_aux=True)
+        step, state = begin(loss_fn, retries=retries, has_aux=True)
         if wrap is jax.jit:
             given.pop("int", None)  # No result of a compiled function.
-        return wrap(step)(ONE, optimizer.init(ONE), ONE)[2][1]
+        return wrap(step)(ONE, state, ONE)[2][1]
 
     plain, repeated = auxiliary_data(0), auxiliary_data(5)
     assert [(type(x), signature(x)) for x in jax.tree.leaves(repeated)] == [
@@ -354,19 +350,16 @@ def test_auxiliary_data_is_that_of_a_step_without_retries(wrap):
 
 
 def test_equinox():
-    optimizer = LossScaleOptimizer(relaxed(optax.adam(0.1)), RULE, retries=24)
     model = eqx.nn.MLP(4, 2, 8, 1, dtype=jnp.float16, key=jax.random.key(0))
 
     def loss_fn(model, x):
         out = jax.vmap(model)(half(x)).astype(jnp.float32)
         return jnp.sum(out**2), {"name": "text", "out": out}
 
-    transform = eqx.filter_value_and_grad
-    step = functools.partial(
-        optimizer.minimize, loss_fn, has_aux=True, transform=transform
-    )
+    options = {"has_aux": True, "transform": eqx.filter_value_and_grad}
+    step, state = begin(loss_fn, model, optax.adam(0.1), **options)
     x = jax.random.normal(jax.random.key(1), (3, 4))
-    new, _ = check_step(eqx.filter_jit(step), model, optimizer.init(model), x)
+    new, _ = check_step(eqx.filter_jit(step), model, state, x)
     assert new.activation is model.activation
     assert (new.layers[0].weight != model.layers[0].weight).any()
 
@@ -375,8 +368,8 @@ class TestDerivatives:
     """A step of `with_gradient` is `param - rate * x`."""
 
     def step(self, rate, x):
-        optimizer = LossScaleOptimizer(optax.sgd(rate), RULE, retries=24)
-        return optimizer.minimize(with_gradient, ONE, optimizer.init(ONE), x)
+        step, state = begin(with_gradient, inner=optax.sgd(rate))
+        return step(ONE, state, x)
 
     @compiled
     def test_in_forward_mode(self, wrap):
@@ -412,9 +405,8 @@ def test_a_callback_runs_in_each_pass(wrap):
 
         return value_and_grad
 
-    optimizer = LossScaleOptimizer(optax.sgd(0.5), RULE, retries=24)
-    step = functools.partial(optimizer.minimize, with_gradient, transform=transform)
-    state = wrap(step)(ONE, optimizer.init(ONE), ONE)[1]
+    step, state = begin(with_gradient, transform=transform)
+    state = wrap(step)(ONE, state, ONE)[1]
     jax.effects_barrier()
     assert state.retries == 9
     # The gradients are scaled still; those of the last pass are applied.
@@ -427,10 +419,9 @@ def test_each_pass_has_the_same_random_numbers(wrap, make_key):
     def loss_fn(param, key):
         return with_gradient(param, jax.random.uniform(key))
 
-    optimizer = LossScaleOptimizer(optax.sgd(1.0), RULE, retries=24)
-    step, key = wrap(scaled_step(loss_fn, optimizer)), make_key(0)
+    step, state = begin(loss_fn, inner=optax.sgd(1.0))
     with jax.debug_key_reuse(True):
-        param, state, loss = step(ONE, optimizer.init(ONE), key)
+        param, state, loss = wrap(step)(ONE, state, make_key(0))
     assert state.retries > 0
     np.testing.assert_allclose(1 - param, loss, rtol=1e-3)
 
@@ -447,19 +438,12 @@ def test_dropout_in_a_checkpoint_reuses_no_key():
             x = layer(w, x, each)
         return with_gradient(jnp.sum(x), ONE)
 
-    optimizer = LossScaleOptimizer(optax.sgd(0.5), RULE, retries=24)
-    step = jax.jit(scaled_step(loss_fn, optimizer))
+    step, state = begin(loss_fn)
     with jax.debug_key_reuse(True):
-        step(ONE, optimizer.init(ONE), jnp.ones(8), jax.random.key(0))
+        jax.jit(step)(ONE, state, jnp.ones(8), jax.random.key(0))
 
 
 class TestRefs:
-    optimizer = LossScaleOptimizer(optax.sgd(0.5), RULE, retries=24)
-
-    def step(self, loss_fn, wrap):
-        step = wrap(scaled_step(loss_fn, self.optimizer))
-        return step(ONE, self.optimizer.init(ONE))
-
     @compiled
     def test_inside_and_one_that_is_only_read(self, wrap):
         outside = jax.new_ref(jnp.float32(2))
@@ -469,7 +453,8 @@ class TestRefs:
             inside[...] *= 3
             return with_gradient(param, inside[...] * outside[...])
 
-        param, state, loss = self.step(loss_fn, wrap)
+        step, state = begin(loss_fn)
+        param, state, loss = wrap(step)(ONE, state)
         assert (param, loss, state.retries) == (-2, 6, 11)
 
     @every_wrap
@@ -480,8 +465,9 @@ class TestRefs:
             outside[...] += 1
             return with_gradient(param, outside[...])
 
+        step, state = begin(loss_fn)
         with pytest.raises(TypeError, match=r"must not write a jax\.Ref of outside"):
-            self.step(loss_fn, wrap)
+            wrap(step)(ONE, state)
         assert outside[...] == 2
 
 
@@ -495,53 +481,21 @@ def test_a_step_without_an_overflow_has_the_bits_of_one_without_retries():
     for change in (jax.value_and_grad, transform):
         results = []
         for retries in (0, 24):
-            inner = relaxed(optax.adam(0.1))
-            optimizer = LossScaleOptimizer(inner, 2.0**4, retries=retries)
-            step = functools.partial(
-                optimizer.minimize, rematerialized, transform=change
-            )
-            new, state, loss = jax.jit(step)(W, optimizer.init(W), x)
+            options = {"retries": retries, "transform": change}
+            step, state = begin(rematerialized, W, optax.adam(0.1), 2.0**4, **options)
+            new, state, loss = jax.jit(step)(W, state, x)
             results.append((new, state._replace(retries=None), loss))
         assert_same_bits(*results)
 
 
-@pytest.mark.optimized
-def test_overflows_at_random_lose_nothing():
-    """500 steps end where a scale ends that always fits."""
-
-    def loss_fn(param, x, spike):
-        # A gradient of 0 in all; its parts overflow at a scale above 2**16 / spike.
-        out = jnp.sum(half(x * param).astype(jnp.float32) ** 2) / 16
-        return out + with_gradient(param[0], spike) - with_gradient(param[0], spike)
-
-    def train(optimizer):
-        def step(carry, batch):
-            return optimizer.minimize(loss_fn, *carry, *batch)[:2], None
-
-        start = jnp.ones(4), optimizer.init(jnp.ones(4))
-        return lax.scan(step, start, (xs, spikes))[0]
-
-    keys = jax.random.split(jax.random.key(0))
-    xs = jax.random.normal(keys[0], (500, 4))
-    spikes = 2.0 ** jax.random.randint(keys[1], (500,), -8, 12).astype(float)
-    inner = optax.sgd(0.01, 0.9)
-    rule = DynamicLossScale(2.0**12, growth_interval=2)
-    param, state = jax.jit(train)(LossScaleOptimizer(inner, rule, retries=24))
-    assert state.skipped_steps == 0
-    assert state.retries > 50
-    expected, _ = jax.jit(train)(LossScaleOptimizer(inner, 2.0**4))
-    np.testing.assert_allclose(param, expected, rtol=1e-5)
-
-
 def test_the_loop_carries_gradients_before_their_last_cast():
-    optimizer = LossScaleOptimizer(relaxed(optax.sgd(0.1)), RULE, retries=3)
     params = {"w": np.ones((4, 4), np.float32)}
 
     def loss_fn(params):
         return jnp.sum((half(W[0]) @ half(params["w"])).astype(jnp.float32))
 
-    step = functools.partial(optimizer.minimize, loss_fn)
-    jaxpr = jax.make_jaxpr(step)(params, optimizer.init(params)).jaxpr
+    step, state = begin(loss_fn, params)
+    jaxpr = jax.make_jaxpr(step)(params, state).jaxpr
     (loop,) = (x for x in all_equations(jaxpr) if x.primitive.name == "while")
     carried = {str(x.aval.dtype) for x in loop.outvars if x.aval.shape == (4, 4)}
     assert carried == {"float16"}

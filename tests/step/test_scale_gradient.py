@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import INF, NAN, WRAPS, assert_same_bits
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec as P
+from meshes import PARTS, WHOLE, over_devices
 
 from optax_lossscale import scale_gradient
 
@@ -114,11 +114,7 @@ def test_acts_on_the_first_derivative_alone(transform):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map(check_vma):
-    mesh = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))
-    specs = {"in_specs": (P("i"), P()), "out_specs": P("i")}
-
-    @jax.jit
-    @functools.partial(jax.shard_map, mesh=mesh, **specs, check_vma=check_vma)
+    @over_devices((PARTS, WHOLE), PARTS, check_vma=check_vma)
     def gradients(each, same):
         def gradient(x, scale):
             return jax.grad(lambda x: jnp.sum(scale_gradient(x, scale) * each))(x)

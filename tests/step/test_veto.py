@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 from helpers import INF, NAN, WRAPS, assert_same_bits, relaxed
-from jax.sharding import AxisType, PartitionSpec as P
+from meshes import PARTS, WHOLE, over_devices
+from ways import by_minimize, every_way
 
 from optax_lossscale import DynamicLossScale, LossScaleOptimizer
 
@@ -17,36 +18,21 @@ PARAMS = {"w": np.array([0.5, -0.0], np.float32), "b": np.float32(-3)}
 ONE = jax.device_put(np.float32(1))
 
 
-def loss_fn(params, factor):
-    params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-    return factor * (jnp.sum(params["w"]) + params["b"])
+def step_of(way, optimizer):
+    """Returns a step whose gradients are all the same number."""
 
+    def step(params, state, factor, flag):
+        grads = jax.tree.map(lambda x: jnp.full_like(x, factor), params)
+        return way(optimizer, params, state, ONE, grads, skip_if=flag)
 
-def by_update(optimizer, params, state, factor, skip_if):
-    grads = jax.tree.map(lambda x: jnp.full_like(x, factor), params)
-    updates, state = optimizer.update(grads, state, params, skip_if=skip_if)
-    return optax.apply_updates(params, updates), state
-
-
-def by_apply_gradients(optimizer, params, state, factor, skip_if):
-    grads = jax.tree.map(lambda x: jnp.full_like(x, factor), params)
-    return optimizer.apply_gradients(grads, params, state, skip_if=skip_if)
-
-
-def by_minimize(optimizer, params, state, factor, skip_if):
-    flag = None if skip_if is None else lambda value, grads: skip_if
-    return optimizer.minimize(loss_fn, params, state, factor, skip_if=flag)[:2]
-
-
-WAYS = [by_update, by_apply_gradients, by_minimize]
-every_way = pytest.mark.parametrize("way", WAYS)
+    return step
 
 
 @every_way
 def test_a_veto_keeps_all_but_the_scale(way):
     rule = DynamicLossScale(16.0, growth_interval=3, min_scale=8.0)
     optimizer = LossScaleOptimizer(relaxed(optax.adam(0.1)), rule)
-    step = jax.jit(functools.partial(way, optimizer))
+    step = jax.jit(step_of(way, optimizer))
     params, state = PARAMS, optimizer.init(PARAMS)
     # Of each step: the gradient, the flag, and the scale and the counters after it.
     for factor, flag, scale, *expected in [
@@ -78,14 +64,15 @@ def test_a_veto_keeps_all_but_the_scale(way):
 @every_way
 def test_without_jit_in_any_dtype_with_a_scale_that_checks_nothing(way, dtype):
     optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9), 8)
+    step = step_of(way, optimizer)
     params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
     state = optimizer.init(params)
     for flag in (True, np.True_, jnp.array(True)):
-        kept, after = way(optimizer, params, state, ONE, flag)
+        kept, after = step(params, state, ONE, flag)
         assert_same_bits((kept, after.inner_state), (params, state.inner_state))
         assert after[2:6] == (False, 1, 0, 0)
     for flag in (False, np.False_, jnp.array(False)):
-        taken, after = way(optimizer, params, state, ONE, flag)
+        taken, after = step(params, state, ONE, flag)
         assert taken["w"].tolist() == [0.0, -0.5]
         assert after[2:6] == (True, 0, 0, 0)
 
@@ -113,13 +100,9 @@ def test_is_asked_once_after_the_retries(wrap):
 
 
 def test_one_device_of_eight():
-    optimizer = LossScaleOptimizer(optax.sgd(0.5), 8, axis_name="i")
-    mesh = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))
+    optimizer = LossScaleOptimizer(optax.sgd(0.5), 8, axis_name="batch")
 
-    @jax.jit
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=P("i"), out_specs=(P("i"), P())
-    )
+    @over_devices(PARTS, (PARTS, WHOLE))
     def step(param, flag):
         state = optimizer.init(param)
         param, state = optimizer.apply_gradients(param, param, state, skip_if=flag[0])
@@ -134,8 +117,7 @@ def test_one_device_of_eight():
 def test_each_member_has_a_veto_of_its_own():
     optimizer = LossScaleOptimizer(optax.sgd(0.5), DynamicLossScale(8.0))
     flags = jnp.array([True, False])
-    step = functools.partial(by_minimize, optimizer)
-    step = jax.jit(jax.vmap(step, (None, None, 0, 0)))
+    step = jax.jit(jax.vmap(step_of(by_minimize, optimizer), (None, None, 0, 0)))
     params, state = step(PARAMS, optimizer.init(PARAMS), jnp.ones(2), flags)
     assert params["b"].tolist() == [-3, -3.5]
     assert state.skipped_steps.tolist() == [1, 0]

@@ -60,10 +60,26 @@ def error(f, params, *args, scale=2.0**12, dtype=jnp.float16):
     return max(errors(step(x), wanted) for x in np.atleast_1d(scale))
 
 
+def equations(f, *args, names=PRODUCTS):
+    """Returns the equations of a function that have one of these names."""
+    jaxpr = jax.make_jaxpr(f)(*args).jaxpr
+    return [x for x in all_equations(jaxpr) if x.primitive.name in names]
+
+
+def dtypes(f, *args, names=PRODUCTS):
+    """Returns the dtypes of the results of such equations."""
+    return [x.outvars[0].aval.dtype for x in equations(f, *args, names=names)]
+
+
+def saved(f, params):
+    """Returns how many bytes the backward pass reads."""
+    backward = jax.eval_shape(lambda params: jax.vjp(f, params)[1], params)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(backward))
+
+
 def products(f, *args):
     """Returns the dtypes that the products compute in, in both passes."""
-    closed = jax.make_jaxpr(jax.value_and_grad(f, allow_int=True))(*args)
-    found = [x for x in all_equations(closed.jaxpr) if x.primitive.name in PRODUCTS]
+    found = equations(jax.value_and_grad(f, allow_int=True), *args)
     return [{v.aval.dtype.name for v in (*x.invars, *x.outvars)} for x in found]
 
 

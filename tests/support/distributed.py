@@ -8,6 +8,7 @@ import numpy as np
 import optax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from meshes import mesh_of, over_devices
 
 from optax_lossscale import (
     DynamicLossScale,
@@ -110,7 +111,6 @@ def pmap(leaf):
 
 def shard_map(leaf, *, check_vma=True):
     optimizer, *start = make(leaf, axis_name="batch", check_loss=check_vma)
-    mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
 
     def global_loss_fn(*args):
         return mean_over_devices(loss_fn(*args))
@@ -120,14 +120,14 @@ def shard_map(leaf, *, check_vma=True):
         run = functools.partial(train, optimizer, global_loss_fn)
     else:
         run = functools.partial(train, optimizer, loss_fn, average=mean_over_devices)
-    specs = {"in_specs": (P(), P(), P(None, "batch")), "out_specs": P()}
-    run = jax.shard_map(run, mesh=mesh, check_vma=check_vma, **specs)
-    return jax.device_get(jax.jit(run)(*start, make_batches()))
+    specs = (P(), P(), P(None, "batch")), P()
+    run = over_devices(*specs, check_vma=check_vma)(run)
+    return jax.device_get(run(*start, make_batches()))
 
 
 def sharded_jit(leaf, *, kind=AxisType.Auto):
     optimizer, *start = make(leaf, check_loss=True)
-    mesh = jax.make_mesh((8,), ("batch",), axis_types=(kind,))
+    mesh = mesh_of(kind, batch=8)
     with jax.set_mesh(mesh):
         start = jax.device_put(start, NamedSharding(mesh, P()))
         batches = jax.device_put(make_batches(), NamedSharding(mesh, P(None, "batch")))

@@ -77,15 +77,6 @@ def plain_step(loss_fn, inner):
     return step
 
 
-def scaled_step(loss_fn, optimizer):
-    """Makes a step of `minimize`."""
-
-    def step(params, state, *args):
-        return optimizer.minimize(loss_fn, params, state, *args)
-
-    return step
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def scan_updates(scale, grads):
     """Runs a scale over gradients, and returns the states and the decisions."""
