@@ -12,8 +12,8 @@ from tracing import Traced, line_of, total
 
 from optax_lossscale.diagnostics import trace_numerics
 
-# The kind of each fault, and what makes it: numbers that `loss_fn` reads. The most urgent
-# comes first.
+# The kind of each fault, and what makes it: numbers that `loss_fn` reads. The most
+# urgent comes first.
 FAULTS = {
     "parameter": ("nonfinite_argument", {"params": NAN}),
     "data": ("nonfinite_argument", {"x": INF}),

@@ -170,6 +170,9 @@ def assert_named(fault):
     assert set(first) & set(fault.lines), got
     assert set(fault.sources) <= set(places), got
     assert finding.operation.phase == fault.phase, got
+    is_finite = fault.kind not in ("forward", "backward", "scale_too_high")
+    if fault.kind != "nonfinite_argument":
+        assert finding.operation.output.is_finite == is_finite, got
     assert re.search(fault.says, finding.message), got
     # What `autocast` is to keep in float32, if so.
     advised = {int(x) for x in re.findall(r':(\d+)"', finding.message)}

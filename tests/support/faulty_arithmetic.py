@@ -148,7 +148,7 @@ FLUSHED = np.array([5e-4, *np.linspace(0.7, 2, 7)], np.float32)
 def divided_by_flushed(cast, w):
     h = cast(cast(w) * float(np.float16(3e-5)), True)
     s = jnp.sum(h * h)  # before divided_by_flushed
-    return total(h / s) * 2.0**-10  # divided_by_flushed
+    return total(h / s) * 2.0**-14  # divided_by_flushed
 
 
 @fault(np.array([0.0, 12.0], np.float32), mended=True, default=True)
