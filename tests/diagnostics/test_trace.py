@@ -8,9 +8,10 @@ from faults import FAULTS, Fault, W, X, assert_named, needs_devices
 from helpers import INF, exhaustive_but
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from tracing import TWO, half, line_of, mean, sites_of, total
+from tracing import TWO, half, line_of, mean, program_of, sites_of, total
 
 from optax_lossscale.diagnostics import trace_numerics
+from optax_lossscale.diagnostics._trace.trace import summarize
 
 
 def test_functions_of_jax_traced_before():
@@ -98,6 +99,37 @@ def test_a_program_in_another_dtype(own):
     (other,) = {"float16", "bfloat16"} - {own}
     with pytest.raises(ValueError, match=f"dtype='{own}'"):
         trace_numerics(lambda w: total(w.astype(own)), TWO, dtype=other)
+
+
+def summary(loss_fn, *args):
+    """Returns what is said of the program, before it is compiled."""
+    return summarize(program_of(loss_fn, *args), "")
+
+
+@pytest.mark.parametrize(("own", "count"), [("float32", 0), ("float16", 2)])
+def test_how_much_computes_in_the_dtype(own, count):
+    def loss_fn(params, x):
+        with jax.numpy_dtype_promotion("standard"):
+            return total(x.astype(jnp.float16) @ params["w"].astype(own))
+
+    text = summary(loss_fn, {"w": jnp.eye(2)}, jnp.eye(2))
+    assert text.startswith(f"{count} of 2 matrix products")
+
+
+def test_ragged_products_compute_in_the_dtype():
+    def loss_fn(w):
+        sizes = jnp.array([1, 1], jnp.int32)
+        return total(lax.ragged_dot(half(w), half(w)[None].repeat(2, 0), sizes))
+
+    assert summary(loss_fn, jnp.eye(2)).startswith("3 of 3 ")
+
+
+def test_a_result_that_is_cast_on_purpose():
+    def loss_fn(w):
+        return total(half(w @ w) @ half(w))
+
+    # Its gradient comes from a cast, but nothing was promoted.
+    assert "float32" not in summary(loss_fn, jnp.eye(2))
 
 
 @needs_devices

@@ -3,12 +3,13 @@
 import threading
 from functools import partial
 
+import faulty_arithmetic as faulty
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from faults import BROKEN, EXACT, W, X, normal
-from faulty_arithmetic import ATTENTION, ONE_EMPTY, attention, distance, on_devices
+from faulty_arithmetic import distance
 from helpers import exhaustive_but
 from jax import lax
 from tracing import TWO, by_hand, errors, half, line_of, mean, total
@@ -68,7 +69,7 @@ def devices(cast, w, x):
         w, x = cast((w, x))
         return distance(jnp.sin(x @ w), 0.5)
 
-    return on_devices(local)(w, x)
+    return faulty.on_devices(local)(w, x)
 
 
 def surrogate(cast, w, x):
@@ -81,17 +82,18 @@ def surrogate(cast, w, x):
 
 AFFINE = {"w": W, "b": normal(6)}
 HEALTHY = {
-    attention: (ATTENTION, X),
-    dropped_nan: (W, ONE_EMPTY),
+    faulty.attention: (faulty.ATTENTION, X),
+    dropped_nan: (W, faulty.ONE_EMPTY),
     bias_before_normalization: (AFFINE, X),
     recomputed: (AFFINE, X),
     signs: (normal(40, 40), normal(300, 40)),
     ties: (normal(1000, 256), X),
     padded: (normal(40, 40), normal(300, 40)),
     devices: (W, X),
+    faulty.small_weight: (normal(2, 8, 8, std=2.0), normal(6, 8)),
     surrogate: (W, X),
 }
-DEFAULT = [attention, dropped_nan]
+DEFAULT = [faulty.attention, dropped_nan]
 
 
 @pytest.mark.parametrize("loss_fn", exhaustive_but(HEALTHY, DEFAULT))

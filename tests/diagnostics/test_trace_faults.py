@@ -32,7 +32,9 @@ def test_mended(fault):
         assert ("in float32 too" in str(trace)) == (not is_finite)
     if not is_finite:
         right = fault.by_hand(fault.right)(1.0)
-    broken = errors(fault.by_hand(fault.program)(fault.scale), right)
+    result = fault.by_hand(fault.program)(fault.scale)
+    broken = errors(result, right)
+    assert np.isclose(trace.loss, result[0], rtol=1e-3, equal_nan=True)
     mended = errors(fault.by_hand(fault.mended)(fault.scale), right)
     assert not np.max(broken) < 5 * CLOSE
     assert np.max(mended) < CLOSE

@@ -1,7 +1,6 @@
 """Sums that lose terms, squares that overflow, logarithms of zero, lost gradients."""
 
 import itertools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -106,9 +105,10 @@ def one_device(cast, w, x):
 ATTENTION = {"q": W, "k": W.T, "bias": normal(6), "v": normal(6, 2)}
 
 
-@fault(
-    ATTENTION, X, kind="scale_too_high", phase="backward", scale=2.0**30, default=True
-)
+high = {"kind": "scale_too_high", "phase": "backward", "scale": 2.0**30}
+
+
+@fault(ATTENTION, X, **high, default=True)
 def attention(cast, params, x, mask=-1e30):
     p, x = cast((params, x))
     scores = (x @ p["q"]) @ (x @ p["k"] + p["bias"]).T
@@ -157,13 +157,10 @@ def logarithm_of_cancelled(cast, w):
     return -total(jnp.log(1 - q))  # logarithm_of_cancelled
 
 
-@fault(
-    TWO * 1e-5,
-    kind="underflow",
-    says="% of the results are flushed",
-    mended=True,
-    default=True,
-)
+small = {"kind": "underflow", "says": "% of the results are flushed"}
+
+
+@fault(TWO * 1e-5, **small, mended=True, default=True)
 def safe_norm(cast, w):
     return optax.safe_norm(cast(w, True), 1e-6).astype(jnp.float32)  # safe_norm
 
@@ -232,16 +229,10 @@ def cancels(cast, w):
 
 
 AROUND_ONE = np.full(3000, 1.01, np.float32)
-spacing = "spacing of 2^1 at 2^11"
+second = {"kind": "precision", "before": ("scale_too_high",)}
 
 
-@fault(
-    AROUND_ONE,
-    kind="precision",
-    before=("scale_too_high",),
-    says=re.escape(spacing),
-    default=True,
-)
+@fault(AROUND_ONE, **second, says=r"spacing of 2\^1 at 2\^11", default=True)
 def running_sum(cast, w):
     sums = jnp.cumsum(cast(w)) - jnp.arange(3000, dtype=jnp.float16)  # running_sum
     return total(jnp.square(sums.astype(jnp.float32)))
@@ -257,10 +248,11 @@ def zero_in_float32(cast, w, x):
 
 # A loss scale mends these, or none fits.
 
-lost = {"kind": "underflow", "phase": "backward"}
+backward = {"kind": "underflow", "phase": "backward"}
+lost = backward | {"says": "of the gradients are flushed"}
 
 
-@fault(TWO, **lost, says="100% of the gradients are flushed", default=True)
+@fault(TWO, **lost, default=True)
 def flushed(cast, w):
     return total(jnp.sin(cast(w))) * 2.0**-26  # flushed
 
@@ -269,9 +261,15 @@ SINES = np.linspace(0.1, 1.4, 50, dtype=np.float32)
 imprecise = "too small to be precise: 7.5% off at the loss scale 1"
 
 
-@fault(SINES, **lost, says=imprecise, default=True)
+@fault(SINES, **backward, says=imprecise, default=True)
 def subnormal(cast, w):
     return total(jnp.sin(cast(w))) * 3e-7  # subnormal
+
+
+@fault(normal(2, 8, 8, std=0.3), normal(6, 8), **lost, default=True)
+def small_weight(cast, params, x):
+    x = jnp.tanh(cast(x) @ cast(params[0]))  # small_weight
+    return 2.0**-24 * total(jnp.square(x @ cast(params[1])))
 
 
 @fault(W, X, **lost, default=True, marks=[needs_devices])
@@ -309,12 +307,10 @@ def perceptron(params, x, y, activation, size):
 
 def layers(depth=2, activation="relu", size=1e-9, batch=32, width=16):
     """Returns the arguments of a perceptron."""
-    sizes = [8, *[width] * depth, 1]
-    shapes = itertools.pairwise(sizes)
-    params = [
-        (normal(*s, std=s[0] ** -0.5), np.zeros(s[1], np.float32)) for s in shapes
-    ]
-    x = normal(batch, 8)
+    params, x = [], normal(batch, 8)
+    for inner, outer in itertools.pairwise([8, *[width] * depth, 1]):
+        w = normal(inner, outer, std=inner**-0.5)
+        params.append((w, np.zeros(outer, np.float32)))
     return params, x, np.sin(2 * x[:, :1]), activation, size
 
 
@@ -330,13 +326,10 @@ for changes in CHANGES:
     fault(*layers(**changes), by="autocast", **about)(perceptron)
 
 
-@fault(
-    *layers(),
-    by="autocast",
-    kind="precision",
-    before=("underflow",) * 3,
-    says="^At the loss scale",
-)
+last = {"kind": "precision", "before": ("underflow",) * 3, "says": "^At the loss scale"}
+
+
+@fault(*layers(), by="autocast", **last)
 def beside_an_underflow(params, *args):
     """Its other faults are those of the perceptron."""
     ((w, b), *others), x = params, args[0]

@@ -229,12 +229,11 @@ def beside_a_mask(cast, w):
 # Only the second device overflows, and it is the worst device that counts.
 numbers = np.array([1.0, 2.0, 3.0, 6e4], np.float32)
 half_of_it = product | {"shape": (2,), "infs": 0.5}
+one_of_two = {"operation": half_of_it, "marks": [needs_devices]}
 
 
-@fault(
-    TWO, numbers, False, operation=half_of_it, marks=[needs_devices], name="-unchecked"
-)
-@fault(TWO, numbers, True, operation=half_of_it, marks=[needs_devices], default=True)
+@fault(TWO, numbers, False, name="-unchecked", **one_of_two)
+@fault(TWO, numbers, True, default=True, **one_of_two)
 def shard_map(cast, w, x, check_vma):
     def local(w, x):
         y = cast(w) * cast(x)  # shard_map
