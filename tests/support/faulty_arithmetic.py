@@ -268,8 +268,8 @@ def subnormal(cast, w):
 
 @fault(normal(2, 8, 8, std=0.3), normal(6, 8), **lost, default=True)
 def small_weight(cast, params, x):
-    x = jnp.tanh(cast(x) @ cast(params[0]))  # small_weight
-    return 2.0**-24 * total(jnp.square(x @ cast(params[1])))
+    x = jnp.tanh(cast(x) @ cast(params[0]))
+    return 2.0**-24 * total(jnp.square(x @ cast(params[1])))  # small_weight
 
 
 @fault(W, X, **lost, default=True, marks=[needs_devices])
