@@ -31,6 +31,7 @@ def test_mended(fault):
         assert np.isclose(trace.float32_loss, loss, rtol=1e-4)
         assert ("in float32 too" in str(trace)) == (not is_finite)
     if not is_finite:
+        assert "this line in float32" not in trace.findings[0].message
         right = fault.by_hand(fault.right)(1.0)
     result = fault.by_hand(fault.program)(fault.scale)
     broken = errors(result, right)

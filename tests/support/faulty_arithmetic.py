@@ -144,14 +144,17 @@ def power_iteration(cast, w, x):
 FLUSHED = np.array([5e-4, *np.linspace(0.7, 2, 7)], np.float32)
 
 
-@fault(FLUSHED, mended=True, default=True)
+two_lines = "float32 would not have.*compute .*, and this line in float32"
+
+
+@fault(FLUSHED, says=two_lines, mended=True, default=True)
 def divided_by_flushed(cast, w):
     h = cast(cast(w) * float(np.float16(3e-5)), True)
     s = jnp.sum(h * h)  # before divided_by_flushed
     return total(h / s) * 2.0**-14  # divided_by_flushed
 
 
-@fault(np.array([0.0, 12.0], np.float32), mended=True, default=True)
+@fault(np.float32([0, 12]), says=two_lines, mended=True, default=True)
 def logarithm_of_cancelled(cast, w):
     q = jax.nn.sigmoid(cast(w, True))  # before logarithm_of_cancelled
     return -total(jnp.log(1 - q))  # logarithm_of_cancelled
