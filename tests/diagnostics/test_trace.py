@@ -3,6 +3,7 @@
 import faulty_constructs  # noqa: F401 # It fills the table.
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from faults import FAULTS, Fault, W, X, assert_named, needs_devices
 from helpers import INF, exhaustive_but
@@ -12,6 +13,8 @@ from tracing import TWO, half, line_of, mean, program_of, sites_of, total
 
 from optax_lossscale.diagnostics import trace_numerics
 from optax_lossscale.diagnostics._trace.trace import summarize
+
+EYE = np.eye(2, dtype=np.float32)
 
 
 def test_functions_of_jax_traced_before():
@@ -112,7 +115,7 @@ def test_how_much_computes_in_the_dtype(own, count):
         with jax.numpy_dtype_promotion("standard"):
             return total(x.astype(jnp.float16) @ params["w"].astype(own))
 
-    text = summary(loss_fn, {"w": jnp.eye(2)}, jnp.eye(2))
+    text = summary(loss_fn, {"w": EYE}, EYE)
     assert text.startswith(f"{count} of 2 matrix products")
 
 
@@ -121,7 +124,7 @@ def test_ragged_products_compute_in_the_dtype():
         sizes = jnp.array([1, 1], jnp.int32)
         return total(lax.ragged_dot(half(w), half(w)[None].repeat(2, 0), sizes))
 
-    assert summary(loss_fn, jnp.eye(2)).startswith("3 of 3 ")
+    assert summary(loss_fn, EYE).startswith("3 of 3 ")
 
 
 def test_a_result_that_is_cast_on_purpose():
@@ -129,7 +132,7 @@ def test_a_result_that_is_cast_on_purpose():
         return total(half(w @ w) @ half(w))
 
     # Its gradient comes from a cast, but nothing was promoted.
-    assert "float32" not in summary(loss_fn, jnp.eye(2))
+    assert "float32" not in summary(loss_fn, EYE)
 
 
 @needs_devices

@@ -337,7 +337,7 @@ def beside_an_underflow(params, *args):
     """Its other faults are those of the perceptron."""
     ((w, b), *others), x = params, args[0]
     h = jax.nn.relu(x @ w + b)  # before beside_an_underflow
-    h = (h + 3000) @ jnp.eye(len(b)) - 3000  # beside_an_underflow
+    h = (h + 3000) @ jnp.eye(len(b), dtype=b.dtype) - 3000  # beside_an_underflow
     return perceptron(others, h, *args[1:])
 
 
