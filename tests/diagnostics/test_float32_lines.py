@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from faults import W, X
 from helpers import exhaustive_but
 from tracing import TWO, by_hand, errors, half, line_of, total
 
@@ -16,12 +17,10 @@ CLOSE = 0.01
 HERE = Path(__file__).name
 
 
-def normal(*shape, std=1.0):
-    rng = np.random.default_rng(sum(shape))
-    return (std * rng.standard_normal(shape)).astype(np.float32)
-
-
-X, W = normal(8, 6), normal(6, 6, std=0.4)
+def error_with(lines, loss_fn, *args, scale):
+    """Returns the larger error with lines in float32: of loss and gradients."""
+    run = by_hand(autocast(loss_fn, float32=lines), *args)
+    return np.max(errors(run(scale), by_hand(loss_fn, *args)(1.0)))
 
 
 def two_products(w, x):
@@ -41,14 +40,13 @@ def test_lines_are_verified_by_autocast(given):
     assert [x.line for x in found.lines] == marks, str(found)
     assert found.verified
     assert all(x.function == "two_products" for x in found.lines)
-    truth = by_hand(two_products, w, x)(1.0)
     for lines in (names, names[:1], names[1:]):
-        run = by_hand(autocast(two_products, float32=lines), w, x)
-        found_errors = errors(run(found.scale), truth)
-        assert (np.max(found_errors) < CLOSE) == (lines == names), lines
-        if lines == names:
-            expected = found.loss_error, found.gradient_error
-            assert np.allclose(found_errors, expected, rtol=0.1, atol=1e-5)
+        error = error_with(lines, two_products, w, x, scale=found.scale)
+        assert (error < CLOSE) == (lines == names), lines
+    mended = by_hand(autocast(two_products, float32=names), w, x)
+    expected = errors(mended(found.scale), by_hand(two_products, w, x)(1.0))
+    reported = found.loss_error, found.gradient_error
+    assert np.allclose(expected, reported, rtol=0.1, atol=1e-5)
     text = str(found)
     assert "h = (h * 300) @ (h * 300).T  # two_products 2" in text
     assert "it reads numbers up to" in text or "float16 ends at 2^16" in text
@@ -70,9 +68,7 @@ def test_a_line_in_a_loop_and_a_checkpoint():
     found = float32_lines(autocast(in_a_loop), W, 3 * X, scale=2.0**4)
     assert [x.line for x in found.lines] == [line_of("in_a_loop", __file__)]
     assert found.verified
-    truth = by_hand(in_a_loop, W, 3 * X)(1.0)
-    mended = by_hand(autocast(in_a_loop, float32=found), W, 3 * X)(2.0**4)
-    assert np.max(errors(mended, truth)) < CLOSE
+    assert error_with(found, in_a_loop, W, 3 * X, scale=2.0**4) < CLOSE
 
 
 @pytest.mark.exhaustive
@@ -86,9 +82,7 @@ def test_a_scale_that_float32_can_bear():
     args = W, X, jnp.float32(1e-8)
     found = float32_lines(autocast(loss_fn), *args)
     assert found.verified, str(found)
-    mended = by_hand(autocast(loss_fn, float32=found), *args)
-    truth = by_hand(loss_fn, *args)(1.0)
-    assert np.max(errors(mended(found.scale), truth)) < CLOSE
+    assert error_with(found, loss_fn, *args, scale=found.scale) < CLOSE
 
 
 @pytest.mark.parametrize("scale", exhaustive_but([1.0, None], [None]))
@@ -101,8 +95,7 @@ def test_a_healthy_program_needs_no_line(scale):
     assert (found.lines, found.verified) == ([], True)
     assert "No line needs float32" in str(found)
     assert found.scale == (scale or trace_numerics(autocast(loss_fn), W).largest_scale)
-    truth = by_hand(loss_fn, W)(1.0)
-    assert max(errors(by_hand(autocast(loss_fn), W)(found.scale), truth)) < CLOSE
+    assert error_with([], loss_fn, W, scale=found.scale) < CLOSE
 
 
 def test_it_says_why_no_line_helps():

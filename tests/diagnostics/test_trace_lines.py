@@ -151,15 +151,6 @@ def test_callers_while_another_thread_trains():
         training.result()
 
 
-def test_a_loop_in_a_checkpoint():
-    def run(x):
-        return lax.scan(lambda x, _: (jnp.exp(x), None), x, length=2)[0]  # exp
-
-    trace = trace_numerics(lambda w: total(jax.checkpoint(run)(half(w))), TWO * 10)
-    found = trace.first_nonfinite
-    assert (found.line, found.primitive) == (*lines("exp"), "exp")
-
-
 def test_a_fault_in_a_library(tmp_path):
     file = tmp_path / "site-packages" / "layers" / "norm.py"
     file.parent.mkdir(parents=True)

@@ -9,65 +9,18 @@ import numpy as np
 import optax
 import pytest
 from helpers import exhaustive_but
-from tracing import TWO, half, run_eagerly, total
+from tracing import TWO, half, total
 
 from optax_lossscale import DynamicLossScale, LossScaleOptimizer, autocast
 from optax_lossscale.diagnostics import trace_numerics
 
-
-def perceptron(std):
-    """Two layers, with a loss of a small weight."""
-
-    def loss_fn(params):
-        x = jnp.linspace(-1, 1, 48, dtype=jnp.float16).reshape(6, 8)
-        x = jnp.tanh(x @ half(params[0]))
-        return 2.0**-20 * total(jnp.square(x @ half(params[1])))
-
-    weights = std * np.random.default_rng(0).standard_normal((2, 8, 8))
-    return loss_fn, jnp.asarray(weights, jnp.float32)
-
-
-def overflows(closed, scale, args):
-    """Whether any result of the backward pass is not finite, operation by operation."""
-    (variable, *_) = closed.jaxpr.invars
-
-    def results(scale, *args):
-        kept, is_backward = [], False
-        for equation, found in run_eagerly(closed.jaxpr, closed.consts, [scale, *args]):
-            kept += [x for x in found if is_backward]
-            is_backward |= any(x is variable for x in equation.invars)
-        return [x for x in kept if jnp.issubdtype(x.dtype, jnp.floating)]
-
-    options = {"xla_allow_excess_precision": False}
-    found = jax.jit(results, compiler_options=options)(scale, *args)
-    return not all(np.isfinite(x).all() for x in found)
-
-
-@pytest.mark.parametrize("std", exhaustive_but([0.3, 2.0], [0.3]))
-def test_the_largest_scale_is_the_last_that_fits(std):
-    loss_fn, params = perceptron(std)
-
-    def scaled(scale, params):
-        return jax.grad(lambda p: loss_fn(p) * scale)(params)
-
-    jaxpr = jax.make_jaxpr(scaled)(jnp.float32(1), params)
-    largest = trace_numerics(loss_fn, params).largest_scale
-    for scale, is_too_large in ((largest, False), (2 * largest, True)):
-        found = overflows(jaxpr, jnp.float32(scale), jax.tree.leaves(params))
-        assert found == is_too_large
-
-
 CASES = list(itertools.product([-20, 0, 20], [1.0, 1.5, 65504 / 2**15]))
 
 
-@pytest.mark.parametrize(
-    ("power", "factor"),
-    [
-        pytest.param(*x, marks=() if x in CASES[::4] else pytest.mark.exhaustive)
-        for x in CASES
-    ],
-)
-def test_the_largest_scale_of_a_product(power, factor):
+@pytest.mark.parametrize("case", exhaustive_but(CASES, CASES[::4]), ids=str)
+def test_the_largest_scale_of_a_product(case):
+    power, factor = case
+
     def loss_fn(w):
         return total(half(w) * (half(w) * 0 + factor)) * 2.0**power
 
@@ -77,16 +30,6 @@ def test_the_largest_scale_of_a_product(power, factor):
     for scale in (largest, 2 * largest):
         grads = jax.grad(lambda w, s=scale: loss_fn(w) * s)(jnp.ones(2))
         assert np.isfinite(grads).all() == (scale == largest)
-
-
-def test_no_scale():
-    largest = jnp.float16(65504)
-    f = jax.custom_vjp(lambda x: x)
-    f.defvjp(lambda x: (x, x), lambda x, g: (g + largest + x * largest,))
-    trace = trace_numerics(lambda w: total(f(half(w))), jnp.ones(2))
-    assert trace.largest_scale is None
-    assert trace.findings[0].kind == "backward"
-    assert trace.findings[0].operation.in_rule
 
 
 def test_the_advice_of_a_scale_below_1():
@@ -115,21 +58,6 @@ def test_nothing_overflows_at_any_scale():
     assert trace.largest_scale == 2.0**126
 
 
-def test_no_scale_fits_two_branches():
-    def loss_fn(params):
-        w, v = map(half, params)
-        tiny = jnp.float16(2.0**-14)
-        return total(w) * 64.0 + total(v * tiny * tiny * tiny)
-
-    trace = trace_numerics(loss_fn, (jnp.ones(2), jnp.ones(2)))
-    (found,) = (x for x in trace.findings if x.kind == "no_scale")
-    assert trace.largest_scale == 2.0**9
-    # At that scale, the third product is 2**(9 - 42); normal numbers begin at 2**-14.
-    assert "19 bits apart" in found.message
-    assert "a scale of its own" in found.message
-    assert found.other.output.dtype == "float16"
-
-
 def test_no_scale_fits_two_lines_of_autocast():
     def loss_fn(w, v):
         large = jnp.sum(jnp.ones((16, 2)) @ w) * 3e3
@@ -154,18 +82,3 @@ def test_a_loss_in_half_precision_overflows_by_itself():
     (finding,) = trace.findings
     assert (finding.kind, trace.largest_scale) == ("scale_too_high", 2.0**15)
     assert "gradient of the loss itself: return the loss in float32" in finding.message
-
-
-def test_gradients_that_are_not_zero_but_too_small_to_be_precise():
-    w = jnp.linspace(0.1, 1.4, 50)
-    trace = trace_numerics(lambda w: total(jnp.sin(half(w))) * 3e-7, w)
-    (finding,) = trace.findings
-    assert finding.kind == "underflow"
-    assert "too small to be precise: 7.5% off at the loss scale 1" in finding.message
-
-
-def test_a_constant_of_nan():
-    trace = trace_numerics(lambda w: total(half(w) * jnp.float16(np.nan)), TWO)
-    (finding,) = trace.findings
-    assert finding.kind == "forward"
-    assert "A constant is nan" in finding.message

@@ -4,19 +4,19 @@ Each fault is one computation in float16, or one wrong input, that breaks a step
 line to change ends in `# fault: NAME`. If another line breaks first, it ends in
 `# breaks: NAME`.
 
-    faulty = faulty_transformer.plant("gelu")
-    jax.value_and_grad(faulty.loss_fn)(faulty.params, *faulty.args)
-    faulty.lines  # where it breaks: files and line numbers
+    fault = faulty_transformer.plant("gelu")
+    jax.value_and_grad(fault.program)(*fault.args)
+    fault.lines  # where it breaks
 """
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from faults import Fault
 
 LAYERS, WIDTH, HEADS = 4, 32, 2
 BATCH, CONTEXT, VOCABULARY = 2, 16, 64
@@ -30,41 +30,25 @@ FAULTS = (
 )  # fmt: skip
 
 
-class Faulty(NamedTuple):
-    """A loss with a planted fault, and the arguments with which it breaks.
-
-    Attributes:
-      loss_fn: The loss of `params` and `*args`, f32[].
-      params: float32 parameters.
-      args: The batch: `loss_fn(params, *args)`.
-      scale: The loss scale to use.
-      lines: The file and the number of each line that may break first. For "data",
-        the line that reads the argument with the nan.
-    """
-
-    loss_fn: Callable[..., jax.Array]
-    params: Any
-    args: tuple[Any, ...]
-    scale: float
-    lines: set[tuple[str, int]]
+KINDS = {
+    "sum": {"kind": "scale_too_high", "phase": "backward"},
+    "data": {"kind": "nonfinite_argument"},
+}
 
 
-def plant(name: str | None, *, layers: int = LAYERS) -> Faulty:
+def plant(name: str | None, *, layers: int = LAYERS) -> Fault:
     """Returns the transformer with one fault, or without any.
 
     Args:
       name: The name of one of `FAULTS`, or None for the sound model.
       layers: The number of layers. A residual stream needs four to overflow.
     """
-    params, batch = inputs(name, layers)
     scale = 2.0**15 if name == "sum" else 2.0**10
-    source = Path(__file__).read_text(encoding="utf-8").splitlines()
-
-    def marked(text):
-        return {(__file__, i) for i, line in enumerate(source, 1) if text in line}
-
-    lines = marked(f"  # breaks: {name}") or marked(f"  # fault: {name}")
-    return Faulty(partial(loss, fault=name), params, (batch,), scale, lines)
+    breaks = f"  # breaks: {name}" in Path(__file__).read_text(encoding="utf-8")
+    mark = f"{'breaks' if breaks else 'fault'}: {name}"
+    args = inputs(name, layers)
+    about = {"scale": scale} | KINDS.get(name, {})
+    return Fault(partial(loss, fault=name), args, __file__, mark, **about)
 
 
 def inputs(name: str | None, layers: int) -> tuple[Any, dict[str, Any]]:

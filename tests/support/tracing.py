@@ -16,30 +16,28 @@ from optax_lossscale.diagnostics._trace.verdict import Search, closeness, find_a
 TWO = np.array([1.0, 2.0], np.float32)
 
 
+def line_numbers(mark, file):
+    """Returns the numbers of the lines of a file that end with a comment."""
+    lines = Path(file).read_text().splitlines()
+    return [i for i, text in enumerate(lines, 1) if text.endswith(f"# {mark}")]
+
+
 def line_of(mark, file):
     """Returns the number of the line of a file that ends with a comment."""
-    lines = Path(file).read_text().splitlines()
-    (found,) = (i for i, text in enumerate(lines, 1) if text.endswith(f"# {mark}"))
-    return found
+    (number,) = line_numbers(mark, file)
+    return number
 
 
 def total(x):
     return jnp.sum(x.astype(jnp.float32))
 
 
+def mean(x):
+    return jnp.mean(x.astype(jnp.float32))
+
+
 def half(x):
     return x.astype(jnp.float16)
-
-
-class Casts:
-    """Casts arrays to a dtype, but to float32 in the lines that are repaired."""
-
-    def __init__(self, dtype=jnp.float16, repaired=()):
-        self._dtype, self._repaired = dtype, repaired
-
-    def __call__(self, tree, line=None):
-        dtype = jnp.float32 if line in self._repaired else self._dtype
-        return jax.tree.map(lambda x: x.astype(dtype), tree)
 
 
 def by_hand(loss_fn, params, *args):
@@ -103,18 +101,6 @@ def sites_of(loss_fn, *args):
     """Returns the operations that a trace follows, without compiling it."""
     *_, outline = program_of(loss_fn, *args)._compiled
     return [x for x in outline.sites.values() if x.primitive and not x.is_decision]
-
-
-def assert_found(trace, mark, phase="forward", **expected):
-    """Asserts that the first inf or nan begins in the line with a comment."""
-    found = trace.first_nonfinite
-    assert Path(found.file).name.startswith("test_trace")
-    line = line_of(mark, found.file)
-    assert (found.line, found.phase) == (line, phase), str(found)
-    assert {k: getattr(found, k) for k in expected} == expected
-    assert not found.output.is_finite
-    assert trace.findings[0].kind != "fine"
-    assert trace.findings[0].operation.line == line
 
 
 def run_eagerly(jaxpr, consts, args):
