@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import eval_jaxpr
 
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of
@@ -210,16 +211,23 @@ class _Kind:
         size = max((math.prod(x.shape) for x in self._avals), default=0)
         is_one = self._key[0] is not None
         options = _options(is_one, is_one and size >= LARGE)
-        return jax.jit(self._flat, compiler_options=options)
-
-    def _flat(self, *leaves):
-        args = jax.tree.unflatten(self._treedef, leaves)
-        return self.results.take(self._function(*args))
+        run = functools.partial(eval_jaxpr, self._closed.jaxpr, self._closed.consts)
+        return jax.jit(run, compiler_options=options)
 
     @functools.cached_property
+    def _closed(self):
+        """The function as a jaxpr: it is traced once, whatever it is called with."""
+
+        def flat(*leaves):
+            args = jax.tree.unflatten(self._treedef, leaves)
+            return self.results.take(self._function(*args))
+
+        return jax.make_jaxpr(flat)(*self._avals)
+
+    @property
     def avals(self):
         """The types of the results."""
-        return self.run.eval_shape(*self._avals)
+        return self._closed.out_avals
 
 
 @functools.lru_cache(KEPT)
