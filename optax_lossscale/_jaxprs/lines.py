@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import sysconfig
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -57,8 +58,7 @@ class Source:
     @property
     def own(self) -> Line:
         """The innermost line that the user can change."""
-        lines = [(self.file, self.line, self.function), *self.callers]
-        return next((x for x in lines if not is_installed(x[0])), lines[0])
+        return own_of([(self.file, self.line, self.function), *self.callers])
 
 
 def source_of(equation: Any, caller: Source, *, is_backward: bool) -> Source:
@@ -120,6 +120,11 @@ def _is_users(file: str) -> bool:
 def is_installed(file: str) -> bool:
     """Whether a file is that of an installed library."""
     return "-packages" + os.sep in file
+
+
+def own_of(lines: Sequence[Line]) -> Line:
+    """Returns the first line that is not in a library; the first one if all are."""
+    return next((x for x in lines if not is_installed(x[0])), lines[0])
 
 
 def scope_of(equation: Any, outer: str) -> str:

@@ -1,4 +1,4 @@
-"""A trace runs step by step, or as one program: both say the same, equal steps once."""
+"""A trace runs step by step: equal steps compile once, and leave nothing behind."""
 
 import functools
 import gc
@@ -93,6 +93,55 @@ def test_arrays_on_several_devices():
     trace = trace_numerics(autocast(loss_fn), everywhere, x)
     assert trace.findings == here.findings
     assert trace.largest_scale == here.largest_scale
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+def test_steps_wait_where_the_program_itself_spreads_arrays(monkeypatch):
+    """Otherwise collectives of two steps may wait for each other's threads."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P())
+    def mean(x):
+        return lax.pmean(jnp.mean(half(x)), "data")
+
+    waited = []
+    monkeypatch.setattr(jax, "block_until_ready", waited.append)
+    trace_numerics(lambda w: total(mean(w)), np.ones(8, np.float32))
+    assert waited
+
+
+def test_no_arrays_are_left():
+    def loss_fn(w):
+        x = jnp.exp(-(jnp.sin(half(w)) ** 2))
+        return total(lax.cond(x[0] > 0, jnp.cos, jnp.sin, x))
+
+    trace_numerics(loss_fn, TWO)
+    gc.collect()
+    before = len(jax.live_arrays())
+    gc.disable()
+    try:
+        trace = trace_numerics(loss_fn, TWO)
+        assert len(jax.live_arrays()) == before, str(trace)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("fill", [0.0, -0.0])
+def test_steps_with_zeros_of_another_sign_differ(fill):
+    whole = lax.GatherDimensionNumbers((0,), (), (0,))
+
+    def loss_fn(w):
+        outside = {"mode": "fill", "fill_value": fill}
+        taken = lax.gather(half(w), np.array([7]), whole, (1,), **outside)
+        return total(1 / taken)
+
+    assert trace_numerics(loss_fn, TWO).loss == np.copysign(np.inf, fill)
+
+
+@pytest.mark.parametrize("loss", [np.inf, np.nan])
+def test_a_loss_that_depends_on_nothing(loss):
+    (finding,) = trace_numerics(lambda w: jnp.float16(loss), TWO).findings
+    assert finding.message.startswith(f"The loss is {loss:g}, a constant")
 
 
 def test_a_callback_is_not_kept():

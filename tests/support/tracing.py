@@ -84,7 +84,7 @@ class Traced:
         self._program._compiled  # noqa: B018 # All copies share it.
         found = copy.copy(self._program)
         _, found._arrays, *_ = self._call(lambda: None, args)
-        run = functools.cache(found._run)
+        run = functools.cache(found.run)
         return Search(run, closeness(found.dtype), scale)
 
     def __call__(self, *args, scale=1.0):

@@ -30,11 +30,11 @@ def origin_of_error(run: Run, key: int, small: float) -> int:
         result = run.range(k)
         return result.error >= small or result.flushed or run.is_lost(k)
 
-    def wrong(k):
+    def wrong_operands(k):
         return filter(is_wrong, run.operands(k))
 
     # An inf or nan may be swallowed: 1 / inf is 0.
-    reached = run.ancestors([key], wrong) if run.lost_origins else ()
+    reached = run.ancestors([key], wrong_operands) if run.lost_origins else ()
     if origins := [k for k in run.lost_origins if k in reached]:
         # In a loop, an inf that is made later comes in earlier.
         return min(origins, key=lambda k: bool(run.bad_operands(k)))
@@ -56,9 +56,10 @@ def origin_of_error(run: Run, key: int, small: float) -> int:
             key = worst
         elif otherwise:  # The index is wrong, or the mask.
             key = otherwise[0]
-    zeros = run.is_decided_otherwise(begin) and vanished_inputs(run, begin)
-    if zeros:
-        return zeros[1][-1]
+    if run.is_decided_otherwise(begin):
+        zeros = vanished_inputs(run, begin)
+        if zeros is not None:
+            return zeros[1][-1]
     made = run.site(begin).row  # A move has the error of what it moves.
     return made if run.site(made).primitive else begin
 

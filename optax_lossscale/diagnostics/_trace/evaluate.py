@@ -153,23 +153,22 @@ class Evaluator:
         def run(pairs):
             values = values_of(pairs, inputs)
             result = FLOW[equation.primitive.name](self, equation, values, place)
-            # The step that holds this function outlives the arrays.
-            sites = [Value(None, None, x.site) for x in result.values]
-            known[:] = [result._replace(values=sites, summaries=None)]
+            # No arrays: the step that holds this function outlives them.
+            known[:] = result.sources, result.sites, result.decision
             return [x.pair(x.differs) for x in result.values], result.summaries
 
         recorder, pairs = place.recorder, [x.pair(x.differs) for x in inputs]
         pairs, summaries = recorder.call(run, pairs)
-        (result,) = known
-        recorder.extend(result.sites, summaries)
-        values, sources = values_of(pairs, result.values), result.sources
-        if values and result.decision is not None:
+        sources, sites, decision = known
+        recorder.extend(sites, summaries)
+        values = unpaired(pairs)
+        if values and decision is not None:
             # The twin goes its own way: another branch, or as often as it decides.
             bind = functools.partial(bind_wide, equation)
             own = recorder.call(bind, [x.wide for x in inputs])
             pairs = zip(values, own or [x.wide for x in values], strict=True)
             values = [Value(x.real, wide) for x, wide in pairs]
-            sources = [[*x, result.decision] for x in sources]
+            sources = [[*x, decision] for x in sources]
         return values, sources
 
     def _operation(self, equation, inputs, place):
@@ -216,8 +215,9 @@ def _both(equation, pairs):
     inputs = unpaired(pairs)
     args = [x.real for x in inputs]
     is_constant = not all(isinstance(x, Tracer) for x in args)
-    if name == "div" and not isinstance(args[1], Tracer):
-        # The compiler would multiply by the reciprocal of a constant.
+    if name == "div":
+        # The compiler would multiply by the reciprocal of a constant, and in a step of
+        # its own by that of any number, unless the twin divides by it, too.
         args[1] = lax.optimization_barrier(jnp.asarray(args[1]))
     reals = parts.bind(equation, args)
     # The compiler would fold constants and join operations, and hide an overflow.

@@ -272,12 +272,12 @@ def _minimal(
     return kept
 
 
-def _suspects(run: Run) -> dict[Line, tuple[Any, int]]:
+def _suspects(run: Run) -> dict[Line, tuple[tuple[float, ...], int]]:
     """Returns lines in half precision, in order of execution.
 
     With each is how much speaks for float32, and the site that says so.
     """
-    suspects: dict[Line, tuple[Any, int]] = {}
+    suspects: dict[Line, tuple[tuple[float, ...], int]] = {}
     for key, site in run.sites.items():
         if site.primitive and causes.has_half(run, key):
             severity, line = _severity(run, key), site.source.own[:2]

@@ -142,8 +142,6 @@ class Program:
       is_autocast: Whether `autocast` casts anything in it.
       reason: Why the outermost `autocast` casts nothing; "" if it does.
       computes_in_dtype: Whether anything computes in the dtype in question.
-      run: Runs it at a loss scale. One more argument says whether to round the
-        parameters and the data first.
     """
 
     def __init__(self, call: Any, dtype: Any):
@@ -168,9 +166,14 @@ class Program:
                 f"Nothing computes in {self.dtype}, but the program computes in "
                 f"{min(halves)}. Pass dtype={min(halves)!r}."
             )
-        self.run = functools.cache(self._run)
 
-    def _run(self, scale, rounds=False):
+    def run(self, scale: float, rounds: bool = False) -> Run:
+        """Runs it.
+
+        Args:
+          scale: The loss scale.
+          rounds: Whether to round the parameters and the data first.
+        """
         compiled, tape, outline = self._compiled
         arrays = [*self._arrays, *self.closed.consts]
         if rounds:
@@ -200,7 +203,7 @@ class Program:
             values = [*inputs[count:], scale, *inputs[:count]]
             loss, *grads = evaluator.run(jaxpr, values, place)
             call = functools.partial(tape.call, summary.norms, key=summary.norms)
-            results = tape.finish(), loss[:2], [call(*x[:2]) for x in grads]
+            results = tape.rows, loss[:2], [call(*x[:2]) for x in grads]
         _mark_backward(evaluator.sites)
         named = {x.site: name for x, name in zip(inputs, names, strict=True)}
         parameters, ends = names[: self._count], [x.site for x in grads]

@@ -179,8 +179,7 @@ class NumericOperation(NamedTuple):
     @property
     def own(self) -> tuple[str, int, str]:
         """File, line and function of the innermost line that the user can change."""
-        places = (self.file, self.line, self.function), *self.callers
-        return next((x for x in places if not lines.is_installed(x[0])), places[0])
+        return lines.own_of([(self.file, self.line, self.function), *self.callers])
 
     @property
     def place(self) -> str:

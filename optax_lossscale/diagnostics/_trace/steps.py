@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import eval_jaxpr
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of
@@ -35,7 +36,11 @@ def key_of(function: Callable[..., Any], equation: Any) -> Hashable:
     which holds what its function closes over, or if a parameter has no hash.
     """
     types = [x.aval for x in (*equation.invars, *equation.outvars)]
-    params = sorted(equation.params.items())
+    # 0.0 equals -0.0, and True equals 1.
+    params = [
+        (name, type(x), repr(x) if isinstance(x, float | np.floating) else x)
+        for name, x in sorted(equation.params.items())
+    ]
     key = (function, equation.primitive, *params, *types, equation.ctx)
     try:
         hash(key)
@@ -116,8 +121,9 @@ class Tape(summary.Recorder):
         row = self.call(summary.row_of, real, wide, key=summary.row_of)
         self.extend([site], row)
 
-    def finish(self) -> Any:
-        """Returns the summaries: each i32[n, len(FIELDS)], of some of the sites."""
+    @property
+    def rows(self) -> list[Any]:
+        """The summaries: each i32[n, len(FIELDS)], of some of the sites."""
         return self._parts
 
     def compiled(self, results: Any) -> Callable[..., Any]:
@@ -172,14 +178,12 @@ def _with_last_uses(steps, wanted):
 
 def _run(steps, values):
     """Runs steps on values by their numbers; drops those that nothing reads."""
-    # On a CPU, the collectives of two steps would wait for each other's threads.
-    arrays = (x for x in values.values() if isinstance(x, jax.Array))
-    is_spread = any(len(x.devices()) > 1 for x in arrays)
     tell = teller()
     for i, (function, arguments, made, last) in enumerate(steps):
         tell(f"{i} of {len(steps)} operations; equal ones compile once")
         results = function(*[values[i] for i in arguments])
-        if is_spread:
+        # On a CPU, the collectives of two steps would wait for each other's threads.
+        if any(len(x.devices()) > 1 for x in results):
             jax.block_until_ready(results)
         values.update(zip(made, results, strict=True))
         for i in last:
@@ -211,23 +215,19 @@ class _Kind:
         size = max((math.prod(x.shape) for x in self._avals), default=0)
         is_one = self._key[0] is not None
         options = _options(is_one, is_one and size >= LARGE)
-        run = functools.partial(eval_jaxpr, self._closed.jaxpr, self._closed.consts)
-        return jax.jit(run, compiler_options=options)
+        function = self._flat
+        if not is_one:  # It makes sites, and would make them anew if traced again.
+            function = jaxpr_as_fun(jax.make_jaxpr(self._flat)(*self._avals))
+        return jax.jit(function, compiler_options=options)
+
+    def _flat(self, *leaves):
+        args = jax.tree.unflatten(self._treedef, leaves)
+        return self.results.take(self._function(*args))
 
     @functools.cached_property
-    def _closed(self):
-        """The function as a jaxpr: it is traced once, whatever it is called with."""
-
-        def flat(*leaves):
-            args = jax.tree.unflatten(self._treedef, leaves)
-            return self.results.take(self._function(*args))
-
-        return jax.make_jaxpr(flat)(*self._avals)
-
-    @property
     def avals(self):
         """The types of the results."""
-        return self._closed.out_avals
+        return self.run.eval_shape(*self._avals)
 
 
 @functools.lru_cache(KEPT)

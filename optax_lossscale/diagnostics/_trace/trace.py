@@ -40,7 +40,7 @@ class NumericsTrace(NamedTuple):
       largest_scale: The largest power of two with which nothing in the backward pass
         overflows, from 2**-126 to 2**126; None if there is none.
       scale: The loss scale of this trace.
-      loss: The loss.
+      loss: The loss. A compiled step may round it otherwise.
       float32_loss: The loss if every operation in half precision were in float32.
       dtype: The dtype in question.
       computes_in_dtype: Whether the program computes in `dtype`.
@@ -150,9 +150,9 @@ def trace_numerics(
 
     Call it on the host with the arguments of a step that went wrong. It keeps a few
     numbers for each operation, so it needs little memory; arrays may be sharded over
-    the devices of one process. It runs the program a few times, with callbacks in it.
-    It takes as long as a few first steps, most of it to compile; equal operations
-    compile once. Under `jax.jit`, use `suggest_loss_scale`.
+    the devices of one process. It runs the program a few times, and callbacks in it
+    once or more. It takes as long as a few first steps, most of it to compile; equal
+    operations compile once. Under `jax.jit`, use `suggest_loss_scale`.
 
     Args:
       loss_fn: Called as `loss_fn(params, *args, **kwargs)`; returns a real scalar loss,

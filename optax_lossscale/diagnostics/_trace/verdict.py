@@ -90,13 +90,13 @@ class Search:
 
     def __init__(self, at: Callable[..., Run], close: float, scale: float):
         """Runs the program until the largest scale is known."""
-        self.close, self.at, self.run = close, functools.cache(at), at(scale)
-        self.effect = functools.cache(self._effect)
+        self.close, self.at = close, functools.cache(at)
+        self.run = self.at(scale)
         # Gradients that are zero in theory, as that of a bias before a normalization,
         # are roundoff: a scale that is no power of two rounds them differently.
         factor, before = 1.375, self.run.norms
         with np.errstate(invalid="ignore"):
-            change = sketch_distance(before, at(scale * factor).norms / factor)
+            change = sketch_distance(before, self.at(scale * factor).norms / factor)
             self._noise = change > CLOSE * before[:, 0]
         rooms = [headroom(self.run, key) for key in self.run.backward]
         predicted = math.log2(scale) + min([2.0 * HIGHEST, *rooms]) - 2**-20
@@ -128,7 +128,8 @@ class Search:
         change = sketch_distance(before, self.at(self.run.scale, True).norms)
         return ratio(math.hypot(*change), math.hypot(*before[:, 0]))
 
-    def _effect(self, run):
+    def effect(self, run: Run) -> Effect:
+        """Returns how far a run is from float32."""
         effect = self.judge(run.norms, run.losses)
         if effect.wrong and not effect.parts and self.close < effect.gradients:
             # Half precision can be no better than its inputs, above all near a minimum.
@@ -173,6 +174,8 @@ def find_all(search: Search) -> list[NumericFinding]:
     """Returns the findings, what to fix first."""
     run, best = search.run, search.best
     effect = search.effect(run)
+    if run.outline.loss is None and not math.isfinite(run.losses[0]):
+        return [words.constant_loss(run.losses[0])]
     if effect.floor and best is not None:  # What a scale mends is no roundoff.
         raw = search.judge(run.norms, run.losses)
         effect = raw if _underflow(search, best, raw) else effect

@@ -263,6 +263,12 @@ def nonfinite_argument(
     return NumericFinding("nonfinite_argument", text, operation)
 
 
+def constant_loss(loss: float) -> NumericFinding:
+    """Says that the loss is inf or nan, and depends on nothing."""
+    text = f"The loss is {loss:g}, a constant: nothing in it depends on an argument."
+    return NumericFinding("forward", text)
+
+
 def too_high(
     operation: NumericOperation, scale: float, largest: float, is_alone: bool
 ) -> NumericFinding:
