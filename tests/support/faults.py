@@ -60,7 +60,7 @@ class Fault:
       file, mark: Where it breaks: a line of the file that ends in this comment.
       kind: The kind of the finding that names them.
       before: The kinds of the findings that come before.
-      phase: The pass in which it breaks.
+      phase: The pass in which it breaks; "" if that depends on the version of JAX.
       says: A pattern of what the finding says.
       operation: What is known of the first operation that makes inf or nan, and of its
         result.
@@ -111,7 +111,7 @@ class Fault:
 
     def __str__(self):
         places = [f"{Path(self.file).name}:{line}" for line in self.lines]
-        return f"{self.kind} at {' or '.join(places)}, {self.phase} pass"
+        return f"{self.kind} at {' or '.join(places)}, {self.phase or 'any'} pass"
 
 
 def fault(*args, name="", by="hand", mended=None, default=False, marks=(), **about):
@@ -169,7 +169,7 @@ def assert_named(fault):
     first = places if fault.kind == "decision" else places[:1]
     assert set(first) & set(fault.lines), got
     assert set(fault.sources) <= set(places), got
-    assert finding.operation.phase == fault.phase, got
+    assert finding.operation.phase == fault.phase or not fault.phase, got
     is_finite = fault.kind not in ("forward", "backward", "scale_too_high")
     if fault.kind != "nonfinite_argument":
         assert finding.operation.output.is_finite == is_finite, got
