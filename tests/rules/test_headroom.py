@@ -82,3 +82,12 @@ def test_the_longest_intervals_release_margin_and_peak_in_every_step(interval):
             # 1e-8 less is the same in float32.
             assert before.margin - 2e-6 < after.margin < before.margin
             assert before.peak - 2e-6 < after.peak < before.peak
+
+
+@pytest.mark.parametrize("exponent", [4, 15, 20])
+def test_a_damaged_peak_keeps_the_scale(exponent):
+    scale = HeadroomLossScale()
+    state = scale.init()._replace(loss_scale=jnp.float32(2.0**exponent))
+    for peak in (np.nan, np.inf, -1e9):
+        after, _ = scale.update(0.0, state._replace(peak=jnp.float32(peak)))
+        assert after.loss_scale == state.loss_scale
