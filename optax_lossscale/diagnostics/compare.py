@@ -172,8 +172,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def limits(rows: list[dict[str, Any]], platform: str) -> str:
     """Says what may limit the step, each with its number."""
-    found = {row["way"]: row for row in rows}
-    half, optimizer = found[MINIMIZE], found[ALONE]
+    by_way = {row["way"]: row for row in rows}
+    half, optimizer = by_way[MINIMIZE], by_way[ALONE]
     lines = [
         f"{half['products']} matrix products compute in float16. They alone are faster "
         "there: it takes many large ones, and a large batch.",
@@ -182,7 +182,7 @@ def limits(rows: list[dict[str, Any]], platform: str) -> str:
         f"The host takes {half['call_ms']:.3g} ms to start a step. If your loop takes "
         "longer than this table, the host is the limit: data, logs, small steps.",
     ]
-    if TF32 in found:
+    if TF32 in by_way:
         lines.append(
             "JAX multiplies float32 arrays in TF32 here: they are fast already."
         )

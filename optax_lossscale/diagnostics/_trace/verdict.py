@@ -16,11 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale.diagnostics._trace import causes, words
-from optax_lossscale.diagnostics._trace.causes import (
-    LOST,
-    newly_flushed,
-    origin_of_error,
-)
 from optax_lossscale.diagnostics._trace.run import (
     INHERITED,
     Run,
@@ -146,7 +141,7 @@ class Search:
         gradients = ratio(difference, total)
         allowed = self.close * np.maximum(LEAF * sizes, PART * total)
         is_wrong = ~np.isfinite(differences) | (differences > allowed)
-        is_wrong |= lost > LOST * sizes
+        is_wrong |= lost > causes.LOST * sizes
         parts = np.flatnonzero(is_wrong & ~self._noise).tolist()
         wrong = sorted(parts, key=lambda i: -ratio(differences[i], 1))
         if gradients > self.close and not wrong:
@@ -234,7 +229,8 @@ def _nonfinite(search, keys):
     first = {k for k in keys if not run.bad_operands(k)}
     later = depending_on(first, {k: run.bad_operands(k) for k in run.sites}) - first
     keys = [k for k in keys if k not in later]
-    begin = (origin_of_error(run, k, SWALLOWED) for k in keys)  # As in log(1 / inf).
+    # It may begin in an inf that is swallowed, as in log(1 / inf).
+    begin = (causes.origin_of_error(run, k, SWALLOWED) for k in keys)
     keys = (x if run.is_lost(x) else k for k, x in zip(keys, begin, strict=True))
     keys = itertools.islice(_distinct_lines(run, keys), SHOWN)
     return [_explain(search, run, key) for key in keys]
@@ -254,11 +250,10 @@ def _distinct_lines(run, keys):
 def _losers(run, wrong):
     """Returns where gradients of these parameters are flushed, the most first."""
     reached = run.ancestors(run.ran(run.outline.gradients[i] for i in wrong))
-    gains = {
-        k: newly_flushed(run, k) for k in run.backward if k in reached and run.limit(k)
-    }
+    sites = [k for k in run.backward if k in reached and run.limit(k)]
+    gains = {k: causes.newly_flushed(run, k) for k in sites}
     losers = sorted(gains, key=lambda key: -gains[key])
-    return list(_distinct_lines(run, [k for k in losers if gains[k] >= LOST]))
+    return list(_distinct_lines(run, [k for k in losers if gains[k] >= causes.LOST]))
 
 
 def _underflow(search, best, effect):
@@ -320,7 +315,7 @@ def _origin_of(search, run, wrong):
     """Returns where the error of the worst gradient begins, or else of the loss."""
     worst = run.ran(run.outline.gradients[i] for i in wrong[:1])
     (*_, key) = worst or run.ran([run.outline.loss])
-    return origin_of_error(run, key, search.close / 2)
+    return causes.origin_of_error(run, key, search.close / 2)
 
 
 def _explain(search, run, key, scale=None):
