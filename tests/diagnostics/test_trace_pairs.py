@@ -5,10 +5,11 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import INF, NAN, exhaustive_but
 from jax import lax
-from tracing import Traced, line_of, total
+from tracing import TWO, Traced, half, line_of, total
 
 from optax_lossscale.diagnostics import trace_numerics
 
@@ -106,3 +107,15 @@ def test_the_more_urgent_comes_first(faults):
         assert findings[-1].kind == last, messages
         assert place(findings[-1]) == expected(faults[-1]), messages
         assert "No loss scale" not in " ".join(messages)
+
+
+def test_an_argument_that_reaches_the_loss_alone():
+    bad = np.float32([np.nan, 1])
+
+    def loss_fn(w, x):
+        return total(half(w)) + total(half(x))
+
+    (finding,) = trace_numerics(loss_fn, TWO, bad).findings
+    assert finding.message.startswith("The argument args[0] held nan")
+    (finding,) = trace_numerics(loss_fn, bad, TWO).findings
+    assert finding.message.startswith("The parameter params held nan")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from meshes import mesh_of
 from tracing import TWO, half, total
 
 from optax_lossscale import autocast
@@ -108,6 +109,38 @@ def test_steps_wait_where_the_program_itself_spreads_arrays(monkeypatch):
     monkeypatch.setattr(jax, "block_until_ready", waited.append)
     trace_numerics(lambda w: total(mean(w)), np.ones(8, np.float32))
     assert waited
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, autocast])
+def test_in_shard_map(wrap, kind):
+    """The mean over devices is inside what casts, or computes again."""
+
+    def mean(w, x):
+        if wrap is not autocast:
+            w, x = half(w), half(x)
+        return lax.pmean(jnp.mean(jnp.tanh(x @ w).astype(jnp.float32)), "x")
+
+    mesh = mesh_of(kind, x=4)
+    f = jax.shard_map(wrap(mean), mesh=mesh, in_specs=(P(), P("x")), out_specs=P())
+    x = np.linspace(-2, 2, 16, dtype=np.float32).reshape(8, 2)
+    w = jax.device_put(EYE, NamedSharding(mesh, P()))
+    trace = trace_numerics(f, w, jax.device_put(x, NamedSharding(mesh, P("x"))))
+    assert trace.findings[0].kind == "fine"
+    assert np.isclose(trace.loss, np.mean(np.tanh(x)), atol=1e-3)
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+def test_explicit_axes_without_a_mesh_that_is_set():
+    mesh = mesh_of(AxisType.Explicit, x=4)
+    x = jax.device_put(np.ones((8, 2), np.float32), NamedSharding(mesh, P("x")))
+    w = jax.device_put(EYE, NamedSharding(mesh, P()))
+    loss_fn = autocast(lambda w, x: jnp.mean((jnp.tanh(x @ w) @ w + 1) ** 2))
+    trace = trace_numerics(loss_fn, w, x)
+    here = trace_numerics(loss_fn, EYE, np.ones((8, 2), np.float32))
+    assert trace.findings[0].kind == "fine"
+    assert trace.largest_scale == here.largest_scale
 
 
 def test_no_arrays_are_left():

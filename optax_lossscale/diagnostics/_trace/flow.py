@@ -6,7 +6,6 @@ inside leaves the body as one array, with one row for each site.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -245,12 +244,13 @@ def run_shard_map(
 ) -> Result:
     """Runs a `shard_map`. Summaries are those of the worst device."""
     params, axes = equation.params, parts.manual_axes(equation)
-    devices = math.prod(params["mesh"].shape[x] for x in axes)
     seen: dict[str, Any] = {}
     outside = evaluator.zero
 
-    def body(zero, pairs):
-        evaluator.zero = zero[0]
+    def body(pairs):
+        # It varies over all axes of devices, as the summaries do.
+        every = jax.sharding.get_abstract_mesh().manual_axes
+        evaluator.zero = 0 * lax.axis_index(tuple(every))
         inner = place.inside("device")
         values = evaluator.enter("operand", values_of(pairs, inputs), inner)
         out = evaluator.call(params["jaxpr"], values, inner)
@@ -258,11 +258,10 @@ def run_shard_map(
         seen.update(out=_labels(out), sites=inner.recorder.sites)
         return [x.pair(x.may_differ) for x in out], rows
 
-    in_specs = PartitionSpec(axes), list(params["in_specs"])
+    in_specs = (list(params["in_specs"]),)
     out_specs = list(params["out_specs"]), PartitionSpec(axes)
     run = flow.shard_map(equation, body, in_specs, out_specs)
-    zero = jnp.broadcast_to(outside, devices)
-    out, rows = run(zero, [x.pair(x.differs) for x in inputs])
+    out, rows = run([x.pair(x.differs) for x in inputs])
     evaluator.zero = outside
     return _result(out, [[i] for i, _ in seen["out"]], seen["sites"], rows.max(0))
 

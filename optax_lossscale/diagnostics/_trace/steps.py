@@ -147,7 +147,7 @@ class Tape(summary.Recorder):
         kept: list[Any] = [(), {}]
 
         def run(x, *arrays):
-            with quiet():
+            with quiet(), _explicit_mesh(arrays):
                 if any(a is not b for a, b in itertools.zip_longest(arrays, kept[0])):
                     kept[:] = (), {}
                     values = {slot.number: x for _, slot, x in constants}
@@ -164,6 +164,14 @@ class Tape(summary.Recorder):
 def _type(aval):
     """Returns a type of an array, one for equal ones."""
     return jax.eval_shape(lambda x: x, aval)
+
+
+def _explicit_mesh(arrays):
+    """Enters the mesh whose axes are in types: steps of constants do not have it."""
+    for x in arrays:
+        if jax.typeof(x).sharding.mesh.explicit_axes:
+            return jax.set_mesh(x.sharding.mesh)
+    return contextlib.nullcontext()
 
 
 def _with_last_uses(steps, wanted):

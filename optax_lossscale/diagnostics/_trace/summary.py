@@ -73,7 +73,8 @@ class Recorder:
 
     def again(self, arrays: Any) -> Any:
         """Returns arrays of which the compiler does not know that it has them."""
-        return lax.optimization_barrier(arrays)
+        # Apart: one barrier would give all of them the varying axes of each.
+        return jax.tree.map(lax.optimization_barrier, arrays)
 
     def add(self, site: int, real: Any, wide: Any, origins: Origins | None) -> None:
         """Sums an array and its twin up.

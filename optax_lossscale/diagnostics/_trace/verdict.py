@@ -185,12 +185,12 @@ def find_all(search: Search) -> list[NumericFinding]:
 
 
 def _bad_argument(run):
-    """Finds inf or nan in the arguments, if a gradient is not finite either."""
+    """Finds inf or nan in the arguments from which the loss or a gradient has it."""
     results = [*run.ran([run.outline.loss]), *run.gradients]
     reached = run.ancestors(filter(run.is_bad, results), run.bad_operands)
     arguments = [k for k, x in run.sites.items() if x.phase == "argument"]
     bad = [k for k in arguments if k in reached and run.is_bad(k)]
-    if not bad or not any(map(run.is_bad, run.gradients)):
+    if not bad:
         return []
     readers = depending_on(bad[:1], {k: run.operands(k) for k in run.sites})
     operations = (k for k in run.sites if k in readers and run.site(k).primitive)
