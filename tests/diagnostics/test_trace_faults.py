@@ -1,13 +1,15 @@
 """`trace_numerics` names planted faults, and advises what mends them."""
 
 import bisect
+import re
+from pathlib import Path
 
 import faulty_arithmetic  # noqa: F401 # They fill the table.
 import faulty_constructs  # noqa: F401
 import faulty_decisions  # noqa: F401
 import numpy as np
 import pytest
-from faults import assert_named, cases
+from faults import FAULTS, assert_named, cases
 from tracing import errors
 
 from optax_lossscale.diagnostics import trace_numerics
@@ -20,6 +22,13 @@ CLOSE = 0.01
 @pytest.mark.parametrize("fault", cases())
 def test_named(fault):
     assert_named(fault)
+
+
+def test_every_mark_names_a_fault():
+    files = {fault.file for fault in FAULTS.values()}
+    text = "".join(Path(file).read_text() for file in files)
+    marks = set(re.findall(r"# before (\w+)$", text, re.M))
+    assert marks <= {fault.mark for fault in FAULTS.values()}
 
 
 @pytest.mark.parametrize("fault", cases(lambda fault: fault.mended))

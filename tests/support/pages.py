@@ -54,7 +54,8 @@ def run_blocks(path, filename="train.py"):
             run(before, code, filename, scope)
         printed = printed.getvalue()
         if shown is not None:
-            assert CHECKER.check_output(shown, printed, doctest.ELLIPSIS), printed
+            is_shown = CHECKER.check_output(shown, printed, doctest.ELLIPSIS)
+            assert is_shown, f"{path} shows:\n{shown}\nprinted:\n{printed}"
         yield code, printed if shown is None else "", scope
         script += code + "\n"
     for match in CHECK.finditer(text):
