@@ -111,8 +111,13 @@ def products_of(jaxpr: Any) -> str:
 
 def run(
     way: Way, program: Callable[..., Any], params: Any, batch: tuple, seconds: float
-) -> tuple[float, float]:
-    """Runs a way from its start; returns the ms of a step, and until a call returns."""
+) -> tuple[float, float, bool]:
+    """Runs a way from its start.
+
+    Returns:
+      The ms of a step; the ms until a call returns; and whether the last step was
+      applied.
+    """
     carry = jax.device_put(params), jax.jit(way.init)(params)
 
     def steps(count):
@@ -127,7 +132,8 @@ def run(
     steps(WARM_UP)
     once, called = steps(1)
     count = max(1, round(1e3 * seconds / once))
-    return steps(count)[0] / count, called
+    each = steps(count)[0] / count
+    return each, called, bool(getattr(carry[1], "last_step_applied", True))
 
 
 def measure(
@@ -136,8 +142,8 @@ def measure(
     """Runs all ways in turns, each for about `seconds` in a turn; returns a row each.
 
     A row has the median of the turns in ms a step, the lowest and the highest, the ms
-    until a call returns, the temporary memory in bytes, and the matrix products. Only
-    one way at a time is on the device.
+    until a call returns, the temporary memory in bytes, the matrix products, and
+    whether the last step was applied. Only one way at a time is on the device.
     """
     params, batch = jax.device_get(params), jax.device_put(batch)
     rows, programs, times = [], {}, {name: [] for name in chosen}
@@ -155,9 +161,9 @@ def measure(
         for name, way in chosen.items():
             times[name].append(run(way, programs[name], params, batch, seconds))
     for row in rows:
-        ms, call_ms = zip(*times[row["way"]], strict=True)
+        ms, call_ms, applied = zip(*times[row["way"]], strict=True)
         row |= {"ms": statistics.median(ms), "low": min(ms), "high": max(ms)}
-        row["call_ms"] = statistics.median(call_ms)
+        row |= {"call_ms": statistics.median(call_ms), "applied": applied[-1]}
     return rows
 
 
@@ -182,6 +188,11 @@ def limits(rows: list[dict[str, Any]], platform: str) -> str:
         f"The host takes {half['call_ms']:.3g} ms to start a step. If your loop takes "
         "longer than this table, the host is the limit: data, logs, small steps.",
     ]
+    if not half["applied"]:
+        lines.append(
+            "The last step in float16 was skipped: its gradients are not finite. Ask "
+            "trace_numerics why."
+        )
     if TF32 in by_way:
         lines.append(
             "JAX multiplies float32 arrays in TF32 here: they are fast already."

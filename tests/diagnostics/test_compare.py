@@ -111,7 +111,7 @@ def test_the_page_shows_a_file_that_works(file):
 
 def test_what_limits_a_step_is_said_with_numbers():
     rows = [
-        {"way": way, "ms": ms, "call_ms": 0.25, "products": "6 of 8"}
+        {"way": way, "ms": ms, "call_ms": 0.25, "products": "6 of 8", "applied": True}
         for way, ms in {
             compare.TF32: 4,
             compare.MINIMIZE: 2,
@@ -122,6 +122,9 @@ def test_what_limits_a_step_is_said_with_numbers():
     for part in ("6 of 8", "1.5 of 2 ms", "0.25 ms to start", "TF32"):
         assert part in text
     assert "CPU" not in text
+    assert "skipped" not in text
+    skipped = [row | {"applied": False} for row in rows]
+    assert "float16 was skipped" in compare.limits(skipped, "gpu")
     assert "CPU" in compare.limits(rows[1:], "cpu")
 
 
