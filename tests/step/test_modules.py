@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_same_bits, relaxed, to_numpy
-from meshes import PARTS, WHOLE, mesh_of, over_devices
+from meshes import PARTS, WHOLE, mesh_of, over_devices, varying
 
 from optax_lossscale import DynamicLossScale, LossScaleOptimizer, autocast
 
@@ -18,6 +18,18 @@ nnx = pytest.importorskip("flax.nnx")
 X = np.sin(np.arange(64.0, dtype=np.float32)).reshape(8, 8)
 # Each operation of a pass compiles a program of its own without `jit`.
 EAGER = pytest.param(lambda f: f, id="eager", marks=pytest.mark.exhaustive)
+
+
+def value_of(variable):
+    is_new = hasattr(nnx.Variable, "get_value")
+    return variable.get_value() if is_new else variable.value  # Before Flax 0.12.1.
+
+
+def assign(variable, value):
+    if hasattr(nnx.Variable, "set_value"):
+        variable.set_value(value)
+    else:
+        variable.value = value
 
 
 class Model(nnx.Module):
@@ -277,9 +289,7 @@ class TestASkippedStepChangesNothing:
 
         @over_devices((WHOLE, WHOLE, PARTS), PARTS, mesh_of(batch=2))
         def step(arrays, state, x):
-            arrays, state = jax.tree.map(
-                lambda x: jax.lax.pcast(x, "batch", to="varying"), (arrays, state)
-            )
+            arrays, state = jax.tree.map(varying, (arrays, state))
             model = nnx.merge(graph, arrays)
             model, state, _ = make(optimizer)(model, state, x)
             return jax.tree.map(lambda x: x[None], (nnx.state(model), state))
@@ -333,32 +343,32 @@ class Layer(nnx.Module):
 
 
 def shift(model, x):
-    model.second.set_value(model.first.get_value())
-    model.first.set_value(jnp.max(x))
+    assign(model.second, value_of(model.first))
+    assign(model.first, jnp.max(x))
 
 
 def swap(model, _):
-    first = model.first.get_value()
-    model.first.set_value(model.second.get_value())
-    model.second.set_value(first)
+    first = value_of(model.first)
+    assign(model.first, value_of(model.second))
+    assign(model.second, first)
 
 
 def copy_parameters(model, _):
-    model.teacher.set_value(model.linear.kernel.get_value())
+    assign(model.teacher, value_of(model.linear.kernel))
 
 
 def widen(model, x):
-    old = jnp.float32(model.half.get_value())
-    model.half.set_value(jnp.maximum(old, jnp.max(x)))
+    old = jnp.float32(value_of(model.half))
+    assign(model.half, jnp.maximum(old, jnp.max(x)))
 
 
 def count(model, _):
-    model.rate.set_value(model.rate.get_value() / 2)
-    model.array.set_value(0.5)
+    assign(model.rate, value_of(model.rate) / 2)
+    assign(model.array, 0.5)
 
 
 def fold_key(model, _):
-    model.key.set_value(jax.random.fold_in(model.key.get_value(), 1))
+    assign(model.key, jax.random.fold_in(value_of(model.key), 1))
 
 
 def replace(model, x):
@@ -468,7 +478,7 @@ class TestWhatAPassChanges:
 
     def test_in_a_variable_beside_the_model(self, retries, wrap):
         def loss_fn(model, x, seen):
-            seen["largest"].set_value(jnp.max(x))
+            assign(seen["largest"], jnp.max(x))
             return square(model, x)
 
         optimizer, model, state = start(Layer(), retries=retries)
@@ -497,7 +507,7 @@ def test_arguments_by_keyword(retries, convert):
 @pytest.mark.parametrize("retries", [0, 5])
 def test_a_variable_of_another_shape_has_no_old_value(retries):
     def lengthen(model, x):
-        model.first.set_value(jnp.zeros(3))
+        assign(model.first, jnp.zeros(3))
 
     optimizer, model, state = start(layer(), retries=retries)
     nnx.jit(layer_step(lengthen, optimizer))(model, state, BAD)

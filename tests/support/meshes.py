@@ -17,3 +17,10 @@ def over_devices(in_specs, out_specs, mesh=None, **options):
     specs = {"in_specs": in_specs, "out_specs": out_specs, **options}
     mesh = mesh or mesh_of(batch=8)
     return lambda f: jax.jit(jax.shard_map(f, mesh=mesh, **specs))
+
+
+def varying(x, axis="batch"):
+    """Returns an array that may differ along an axis, whatever JAX calls the cast."""
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(x, axis, to="varying")
+    return jax.lax.pvary(x, axis)  # Before JAX 0.8.2.
