@@ -1,7 +1,6 @@
 """What the tests of `trace_numerics` share."""
 
 import copy
-import functools
 from pathlib import Path
 
 import jax
@@ -75,26 +74,26 @@ class Traced:
     """What `trace_numerics` finds for several arguments, by one compiled program."""
 
     def __init__(self, loss_fn, *args):
-        self._program = Program(self._call(loss_fn, args), "float16")
-
-    def _call(self, loss_fn, args):
-        return make_call("trace_numerics", loss_fn, args[0], args[1:], {}, False)
+        self._program = program_of(loss_fn, *args)
 
     def search(self, *args, scale=1.0):
         self._program._compiled  # noqa: B018 # All copies share it.
         found = copy.copy(self._program)
-        _, found._arrays, *_ = self._call(lambda: None, args)
-        run = functools.cache(found.run)
-        return Search(run, closeness(found.dtype), scale)
+        _, found._arrays, *_ = call_of(lambda: None, *args)
+        return Search(found.run, closeness(found.dtype), scale)
 
     def __call__(self, *args, scale=1.0):
         return find_all(self.search(*args, scale=scale))
 
 
-def program_of(loss_fn, params, *args):
+def call_of(loss_fn, params, *args):
+    """Returns a call of `trace_numerics`, taken apart."""
+    return make_call("trace_numerics", loss_fn, params, args, {}, False)
+
+
+def program_of(loss_fn, *args):
     """Returns the program of a trace, which is not compiled yet."""
-    call = make_call("trace_numerics", loss_fn, params, args, {}, False)
-    return Program(call, "float16")
+    return Program(call_of(loss_fn, *args), "float16")
 
 
 def sites_of(loss_fn, *args):

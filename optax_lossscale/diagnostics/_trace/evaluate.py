@@ -155,7 +155,7 @@ class Evaluator:
             result = FLOW[equation.primitive.name](self, equation, values, place)
             # No arrays: the step that holds this function outlives them.
             known[:] = result.sources, result.sites, result.decision
-            return [x.pair(x.differs) for x in result.values], result.summaries
+            return result.pairs, result.summaries
 
         recorder, pairs = place.recorder, [x.pair(x.differs) for x in inputs]
         pairs, summaries = recorder.call(run, pairs)

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from optax_lossscale._jaxprs import flow, lines, parts
 from optax_lossscale._tree import is_inexact
 from optax_lossscale.diagnostics._trace.summary import NOTHING, Recorder
-from optax_lossscale.diagnostics._trace.twin import Value, unpaired, values_of
+from optax_lossscale.diagnostics._trace.twin import Value, values_of
 
 
 class Place(NamedTuple):
@@ -40,7 +40,7 @@ class Result(NamedTuple):
     """What a loop, a branch or devices return.
 
     Attributes:
-      values: The results.
+      pairs: The results, each an array and its twin, or None.
       sources: For each, the sites that it may come from.
       sites: What was summed up inside.
       summaries: i32[len(sites), n].
@@ -48,7 +48,7 @@ class Result(NamedTuple):
         that may be another one in float32.
     """
 
-    values: list[Value]
+    pairs: list[Any]
     sources: list[list[int]]
     sites: list[int]
     summaries: Any
@@ -57,7 +57,7 @@ class Result(NamedTuple):
 
 def _result(pairs, sources, sites, summaries, decision=None):
     known = [[i for i in x if i is not None] for x in sources]
-    return Result(unpaired(pairs), known, sites, summaries, decision)
+    return Result(pairs, known, sites, summaries, decision)
 
 
 def _traced(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], Any]:

@@ -35,6 +35,8 @@ def key_of(function: Callable[..., Any], equation: Any) -> Hashable:
     They do the same with arrays of the same types. None for a kernel or a callback,
     which holds what its function closes over, or if a parameter has no hash.
     """
+    if has(equation.primitive.name, Trait.OPAQUE):
+        return None
     types = [x.aval for x in (*equation.invars, *equation.outvars)]
     # 0.0 equals -0.0, and True equals 1.
     params = [
@@ -46,7 +48,7 @@ def key_of(function: Callable[..., Any], equation: Any) -> Hashable:
         hash(key)
     except TypeError:
         return None
-    return None if has(equation.primitive.name, Trait.OPAQUE) else key
+    return key
 
 
 class Slot:

@@ -168,9 +168,9 @@ def headroom(run: Run, key: int) -> float:
 def find_all(search: Search) -> list[NumericFinding]:
     """Returns the findings, what to fix first."""
     run, best = search.run, search.best
-    effect = search.effect(run)
     if run.outline.loss is None and not math.isfinite(run.losses[0]):
         return [words.constant_loss(run.losses[0])]
+    effect = search.effect(run)
     if effect.floor and best is not None:  # What a scale mends is no roundoff.
         raw = search.judge(run.norms, run.losses)
         effect = raw if _underflow(search, best, raw) else effect
