@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from optax_lossscale import _tree
+from optax_lossscale import _hints, _tree
 
 # Replaces inf and nan in a skipped step. Not 0, where a norm has no derivative. Small,
 # because an inner optimizer may add up gradients over devices: those that do not skip
@@ -96,8 +96,7 @@ def commit(
         old = keep(new, *join(arrays)[1])
         if place := _tree.difference(new, old):
             raise ValueError(
-                "Pass grads of the structure and shapes of params, and the state that "
-                f"init made for these params. In (result, state) of a step, {place}"
+                f"{_hints.PARAMETERS} In (result, state) of a step, {place}"
             )
         return _tree.split_arrays(old)[0]
 

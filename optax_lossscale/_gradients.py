@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import itertools
 import math
+import reprlib
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -13,6 +15,12 @@ from jax.core import Tracer
 
 from optax_lossscale import _check as check
 from optax_lossscale._commit import barrier_on_cpu, is_recording
+from optax_lossscale._hints import MODULES, hint, is_of_module
+from optax_lossscale._modules import (
+    differentiated,
+    has_modules,
+    value_and_grad_of_nnx,
+)
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._scaling import scale_down, scale_up
@@ -21,7 +29,7 @@ from optax_lossscale._tree import inexact_leaves, is_inexact, types_of, unbox
 from optax_lossscale._warn import warn
 
 # The libraries whose transforms reduce no gradients by themselves.
-AUTODIFF = ("jax", "equinox", "flax")
+AUTODIFF = ("optax_lossscale", "jax", "equinox", "flax")
 
 
 def scale_of_step(rule: LossScale, state: Any) -> jax.Array:
@@ -65,11 +73,52 @@ def unscale(grads: Any, scale: jax.Array, skips: bool = False) -> Any:
     return jax.tree.map(lambda x: scale_down(x, scale) if is_inexact(x) else x, grads)
 
 
+def differentiate(
+    fun: Callable[..., Any], argnums: Any = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Makes a function like that of `jax.value_and_grad`, for models of any library.
+
+    The arguments decide: Flax differentiates its nnx modules, and JAX everything else.
+    What has no gradient, such as a function or an integer, has None in its place.
+    """
+
+    def value_and_grad(*args, **kwargs):
+        def of_parts(*parts, **kwargs):
+            parts = list(parts)
+            for i, join in joins.items():
+                parts[i] = join(parts[i])
+            return fun(*parts, **kwargs)
+
+        if kwargs:  # Flax nnx looks up their positions.
+            vars(of_parts)["__wrapped__"] = fun
+        given, joins = list(args), {}
+        for x in jax.tree.leaves(argnums):
+            i = getattr(x, "argnum", x)  # nnx.DiffState chooses variables.
+            if -len(args) <= i < len(args):  # Otherwise JAX says so.
+                given[i], joins[i] = differentiated(args[i])
+                if not given[i] and jax.tree.leaves(args[i]):
+                    raise TypeError(
+                        f"Argument {i} of loss_fn must hold a floating-point array, "
+                        f"got {reprlib.repr(types_of(args[i]))}."
+                    )
+        is_nnx = has_modules([given[i] for i in joins])
+        transform = value_and_grad_of_nnx if is_nnx else jax.value_and_grad
+        transform = transform(of_parts, argnums=argnums, has_aux=has_aux)
+        value, grads = transform(*given, **kwargs)
+        is_one = not isinstance(argnums, tuple | list)
+        grads = [grads] if is_one else grads
+        pairs = zip(joins.values(), grads, strict=True)
+        grads = tuple(join(x, itertools.repeat(None)) for join, x in pairs)
+        return value, grads[0] if is_one else grads
+
+    return value_and_grad
+
+
 def scaled_grad(
     rule: LossScale,
     fun: Any,
     has_aux: bool,
-    transform: Callable[..., Any],
+    transform: Callable[..., Any] | None,
     argnums: int | tuple[int, ...] = 0,
 ) -> Callable[..., tuple[Any, Any]]:
     """Makes a function of a scale that returns the value and scaled gradients of `fun`.
@@ -78,12 +127,13 @@ def scaled_grad(
       rule: The rule.
       fun: The loss function.
       has_aux: Whether `fun` returns auxiliary data as well.
-      transform: `jax.value_and_grad`, or a function like it.
+      transform: A function like `jax.value_and_grad`; None lets the arguments decide.
       argnums: Which positional arguments to differentiate with respect to.
     """
     check.function("loss_fn", fun)
     # eqx.filter_value_and_grad has no argnums: it uses the first argument.
-    transform = functools.partial(transform, **{"argnums": argnums} if argnums else {})
+    chosen = {"argnums": argnums} if argnums else {}
+    transform = functools.partial(transform or differentiate, **chosen)
 
     def value_and_grad(scale, /, *args, **kwargs):
         def loss_times_scale(*args, **kwargs):
@@ -95,7 +145,8 @@ def scaled_grad(
 
         if kwargs:  # Flax nnx looks up their positions.
             vars(loss_times_scale)["__wrapped__"] = fun
-        result = transform(loss_times_scale, has_aux=True)(*args, **kwargs)
+        with hint(MODULES, is_of_module):
+            result = transform(loss_times_scale, has_aux=True)(*args, **kwargs)
         value, grads = _unpack(result)
         _warn_of_local_loss(loss_of(value, has_aux), grads, transform)
         return value, grads
@@ -103,7 +154,7 @@ def scaled_grad(
     return value_and_grad
 
 
-def check_argnums(transform: Callable[..., Any]) -> None:
+def check_argnums(transform: Callable[..., Any] | None) -> None:
     """Raises if a transform differentiates anything but the first argument."""
     argnums = getattr(transform, "keywords", {}).get("argnums", 0)
     if getattr(argnums, "argnum", argnums) != 0:  # nnx.DiffState chooses variables.
@@ -114,7 +165,7 @@ def check_argnums(transform: Callable[..., Any]) -> None:
 
 
 def _unreduced_axes(
-    transform: Callable[..., Any], is_asked: Callable[[Any], bool]
+    transform: Callable[..., Any] | None, is_asked: Callable[[Any], bool]
 ) -> tuple[Any, ...]:
     """Returns those of the axes of devices along which nobody reduces gradients.
 
@@ -129,7 +180,9 @@ def _unreduced_axes(
     return tuple(x for x in axes if not varying_axes(lax.axis_index(x)))
 
 
-def check_averaging(axes: tuple[Hashable, ...], transform: Callable[..., Any]) -> None:
+def check_averaging(
+    axes: tuple[Hashable, ...], transform: Callable[..., Any] | None
+) -> None:
     """Raises if devices would update their parameters by gradients of their own."""
     for axis in _unreduced_axes(transform, lambda x: x in axes):
         raise ValueError(
@@ -140,7 +193,7 @@ def check_averaging(axes: tuple[Hashable, ...], transform: Callable[..., Any]) -
 
 
 def warn_of_local_decision(
-    axes: tuple[Hashable, ...], transform: Callable[..., Any]
+    axes: tuple[Hashable, ...], transform: Callable[..., Any] | None
 ) -> None:
     """Warns if each device decides by itself whether a model keeps its changes."""
 
@@ -172,10 +225,11 @@ def _warn_of_local_loss(loss: Any, grads: Any, transform: Callable[..., Any]) ->
         )
 
 
-def library_of(transform: Callable[..., Any]) -> str:
+def library_of(transform: Callable[..., Any] | None) -> str:
     """Returns the name of the package that defines a transform."""
     while isinstance(transform, functools.partial):
         transform = transform.func
+    transform = transform or differentiate
     return str(getattr(transform, "__module__", "")).partition(".")[0]
 
 

@@ -8,7 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._tree import in_half, is_array, is_key, strongly_typed
+from optax_lossscale._tree import (
+    difference,
+    in_half,
+    is_array,
+    is_key,
+    strongly_typed,
+)
 
 
 def check_optimizer(inner: Any) -> None:
@@ -56,6 +62,16 @@ def check_dtypes(inner: Any, state: Any, params: Any, grads: Any) -> None:
                 "numbers are zero: a cast back does not mend them. Restore one in "
                 f"{wanted.dtype}, or begin a new state. (mu_dtype chooses a dtype.)"
             )
+
+
+def fit(inner: Any, grads: Any, state: Any, params: Any) -> bool:
+    """Whether gradients and a state are those of parameters, all or some of them."""
+    try:
+        chosen = grads if params is None else _none_like(grads, params)
+    except ValueError:
+        return False
+    made = (jax.eval_shape(lambda x=x: init(inner, x)) for x in (chosen, params))
+    return not difference(grads, chosen) and any(not difference(state, x) for x in made)
 
 
 def update(

@@ -1,7 +1,9 @@
-"""Flax nnx modules among arguments: their arrays, and what changes in place."""
+"""Models of libraries among arguments: their parameters, and changes in place."""
 
 import contextlib
 import functools
+import inspect
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from optax_lossscale._tree import cast_like, is_array, strongly_typed
+from optax_lossscale._tree import (
+    cast_like,
+    is_array,
+    is_inexact,
+    nodes_of,
+    strongly_typed,
+)
 
 
 def flax_nnx() -> Any:
@@ -29,6 +37,55 @@ def is_stateful(x: Any) -> bool:
     return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
 
 
+def has_modules(tree: Any) -> bool:
+    """Whether a tree holds modules."""
+    return flax_nnx() is not None and bool(nodes_of(flax_nnx().Pytree, tree))
+
+
+def trainable(tree: Any) -> Any:
+    """Returns a tree with a `State` of its parameters in place of each module."""
+
+    def of_module(x):
+        return flax_nnx().state(x, flax_nnx().Param) if is_module(x) else x
+
+    return jax.tree.map(of_module, tree, is_leaf=is_module)
+
+
+def differentiated(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
+    """Takes the parts with a gradient out of a tree, as `split_arrays` takes arrays.
+
+    These are floating-point numbers, and modules, of which Flax differentiates the
+    parameters. Python numbers in an Equinox module are settings, as for Equinox.
+
+    Returns:
+      The parts, and a function that joins other parts with the rest of the tree, or
+      gradients with None in the place of the rest.
+    """
+    equinox = sys.modules.get("equinox")
+    has_settings = equinox is not None and bool(nodes_of(equinox.Module, tree))
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_module)
+    numbers = [is_inexact(x) and (is_array(x) or not has_settings) for x in leaves]
+    chosen = [is_module(x) or y for x, y in zip(leaves, numbers, strict=True)]
+
+    def join(parts, rest=leaves):
+        parts, pairs = iter(parts), zip(chosen, rest, strict=False)
+        return treedef.unflatten(
+            [next(parts) if is_part else x for is_part, x in pairs]
+        )
+
+    return list(itertools.compress(leaves, chosen)), join
+
+
+def value_and_grad_of_nnx(
+    fun: Callable[..., Any], **options: Any
+) -> Callable[..., Any]:
+    """Calls `nnx.value_and_grad`, for gradients that are a `State` in each mode."""
+    takes = inspect.signature(flax_nnx().value_and_grad).parameters
+    # Older versions have no other mode.
+    graph = {x: True for x in ("graph", "graph_updates") if x in takes}
+    return flax_nnx().value_and_grad(fun, **options, **graph)
+
+
 def _variables(modules: Any) -> dict[Any, Any]:
     """Returns the variables of modules, by path: those of the modules, no copies."""
     return dict(flax_nnx().to_flat_state(flax_nnx().state(modules)))
@@ -45,6 +102,8 @@ def parameters_of(tree: Any, grads: Any) -> Any:
       tree: A pytree, perhaps with modules in it.
       grads: Gradients: a `State` in place of each module.
     """
+    if not has_modules(tree):  # Then the structures may differ.
+        return tree
 
     def of_module(module, grads):
         if not is_module(module):
@@ -52,9 +111,8 @@ def parameters_of(tree: Any, grads: Any) -> Any:
         if not isinstance(grads, flax_nnx().State):
             raise TypeError(
                 f"{type(module).__name__} is a Flax nnx model, whose gradients must be "
-                f"an nnx.State, got {type(grads).__name__}. In the tree mode of Flax "
-                "pass transform=functools.partial(nnx.value_and_grad, graph=True, "
-                "graph_updates=True), else pass transform=nnx.value_and_grad."
+                f"an nnx.State, got {type(grads).__name__}. Use the gradients of "
+                "optimizer.value_and_grad, without transform=."
             )
         variables = _variables(module)
         return _state_of({x: variables[x] for x, _ in flax_nnx().to_flat_state(grads)})
@@ -73,6 +131,8 @@ def with_parameters(tree: Any, params: Any, *, in_place: bool) -> Any:
     Returns:
       The modules, and `params` elsewhere.
     """
+    if not has_modules(tree):
+        return params
 
     def of_module(module, params):
         if not is_module(module):

@@ -61,10 +61,10 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
     Raises:
       ValueError: If `loss_scale` comes with `dynamic`, `initial_scale` or
-        `dynamic_growth_steps`, or `dynamic=False` with `dynamic_growth_steps`; if an
-        argument is out of its range.
-      TypeError: If an argument is of the wrong type, `dynamic=False` comes without
-        `initial_scale`, or `inner_optimizer` is a `LossScaleOptimizer`.
+        `dynamic_growth_steps`, or `dynamic=False` with `dynamic_growth_steps` or
+        without `initial_scale`; if an argument is out of its range.
+      TypeError: If an argument is of the wrong type, or `inner_optimizer` is a
+        `LossScaleOptimizer`.
 
     Examples:
       The whole step in one call, which is also the fastest way:
@@ -199,7 +199,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         /,
         *args: Any,
         has_aux: bool = False,
-        transform: Callable[..., Any] = jax.value_and_grad,
+        transform: Callable[..., Any] | None = None,
         skip_if: Callable[[Any, Any], Any] | jax.Array | bool | None = None,
         **kwargs: Any,
     ) -> tuple[optax.Params, LossScaleOptimizerState, Any]:
@@ -311,7 +311,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         argnums: int | tuple[int, ...] = 0,
         has_aux: bool = False,
         *,
-        transform: Callable[..., Any] = jax.value_and_grad,
+        transform: Callable[..., Any] | None = None,
     ) -> Callable[..., Any]:
         """Makes a function that returns the value and unscaled gradients of `fun`.
 
@@ -423,6 +423,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           UserWarning: With `retries`, because only `minimize` repeats a pass.
         """
         self._options.warn_of_retries("update")
+        params = _modules.parameters_of(params, updates)
         return _step.take_step(
             self._options, updates, params, state, extra_args, skip_if, adds=False
         )
@@ -462,9 +463,11 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           UserWarning: With `retries`, because only `minimize` repeats a pass.
         """
         self._options.warn_of_retries("apply_gradients")
-        return _step.take_step(
-            self._options, grads, params, state, extra_args, skip_if, adds=True
+        old = _modules.parameters_of(params, grads)
+        new, state = _step.take_step(
+            self._options, grads, old, state, extra_args, skip_if, adds=True
         )
+        return _modules.with_parameters(params, new, in_place=True), state
 
     def current_loss_scale(self, state: Any) -> jax.Array:
         """Returns the current loss scale.

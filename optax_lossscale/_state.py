@@ -9,6 +9,7 @@ import optax
 from jax import lax
 
 from optax_lossscale import _tree
+from optax_lossscale._modules import is_stateful
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._warn import warn
 
@@ -17,6 +18,10 @@ SOURCES = (
     "Pass what init or a step returned; restore into the state of init. The order is "
     "minimize(loss_fn, params, state, *batch), value_and_grad(loss_fn, state), "
     "update(grads, state, params), apply_gradients(grads, params, state)."
+)
+OUTERMOST = (
+    "Put the rest of the chain inside, and make a new state: "
+    "LossScaleOptimizer(optax.chain(optax.clip(1.0), inner))."
 )
 # The counters that every state has.
 COUNTERS = "skipped_steps", "consecutive_skipped_steps", "stuck_steps"
@@ -103,18 +108,9 @@ def count_step(
     )
 
 
-def nodes_of(kind: Any, tree: Any) -> list[Any]:
-    """Returns the outermost nodes of a tree that are instances of `kind`."""
-
-    def is_wanted(node):
-        return isinstance(node, kind)
-
-    return list(filter(is_wanted, jax.tree.leaves(tree, is_leaf=is_wanted)))
-
-
 def find_state(state: Any) -> LossScaleOptimizerState:
     """Returns the one state of a loss-scaled optimizer in a tree."""
-    states = nodes_of(LossScaleOptimizerState, state)
+    states = _tree.nodes_of(LossScaleOptimizerState, state)
     if len(states) != 1:
         raise ValueError(
             f"state must hold exactly one LossScaleOptimizerState, got {len(states)} "
@@ -125,12 +121,18 @@ def find_state(state: Any) -> LossScaleOptimizerState:
 
 def check_state(state: Any, rule: LossScale, retries: int) -> None:
     """Raises if `state` is none, or belongs to other options or has other shapes."""
+    scale_state = getattr(state, "loss_scale_state", state)
+    if any(map(is_stateful, jax.tree.leaves(scale_state, is_leaf=is_stateful))):
+        raise ValueError(
+            "state must be what optimizer.init(model) returns, got that of an "
+            "nnx.Optimizer, which only its own update takes."
+        )
     if not isinstance(state, LossScaleOptimizerState):
+        is_inside = _tree.nodes_of(LossScaleOptimizerState, state)
         raise ValueError(
             "state must be the LossScaleOptimizerState of this optimizer, got "
-            f"{type(state).__name__}. {SOURCES}"
+            f"{type(state).__name__}. {OUTERMOST if is_inside else SOURCES}"
         )
-    scale_state = state.loss_scale_state
     if jax.tree.structure(scale_state) != jax.tree.structure(jax.eval_shape(rule.init)):
         raise ValueError(_other_rule(scale_state, rule))
     if retries and state.retries is None:
@@ -164,7 +166,8 @@ def within_bounds(rule: LossScale, state: Any) -> Any:
 def find_rule_state(state: Any, rule: LossScale) -> Any:
     """Returns the state of a rule in a tree with one `LossScaleOptimizerState`."""
     rule_state = find_state(state).loss_scale_state
-    if len(jax.tree.leaves(getattr(rule_state, "loss_scale", None))) != 1:
+    # The leaves may be boxes, such as variables of Flax nnx.
+    if type(rule_state) is not type(jax.eval_shape(rule.init)):
         raise ValueError(_other_rule(rule_state, rule))
     return rule_state
 
@@ -173,14 +176,15 @@ def _other_rule(state: Any, rule: LossScale) -> str:
     wanted, got = map(_tree.types_of, (jax.eval_shape(rule.init), state))
     return (
         f"state.loss_scale_state must be {wanted}, got {got}. Use the loss_scale that "
-        "the state was saved with, or the loss_scale_state of a new state. (The state "
-        "of an nnx.Optimizer is for its update alone.)"
+        "the state was saved with, or the loss_scale_state of a new state."
     )
 
 
 def warn_if_in_multi_steps(state: Any) -> None:
     """Warns of a loss-scaled optimizer inside `optax.MultiSteps`."""
-    if nodes_of(LossScaleOptimizerState, nodes_of(optax.MultiStepsState, state)):
+    if _tree.nodes_of(
+        LossScaleOptimizerState, _tree.nodes_of(optax.MultiStepsState, state)
+    ):
         warn(
             "A LossScaleOptimizer is inside optax.MultiSteps, which keeps non-finite "
             "gradients forever. Use LossScaleOptimizer(optax.MultiSteps(inner, k))."

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_lossscale import _inner, _state, _tree
+from optax_lossscale import _hints, _inner, _modules, _state, _tree
 from optax_lossscale._commit import commit
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._scaling import all_finite, on_all_devices
@@ -47,8 +47,9 @@ class Options(NamedTuple):
 def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
     """Returns the state before the first step."""
     _warn_of_scale_among(params)
+    params = _modules.trainable(params)
     inner_state = _tree.strongly_typed(_inner.init(options.inner_optimizer, params))
-    if _state.nodes_of(_state.LossScaleOptimizerState, inner_state):
+    if _tree.nodes_of(_state.LossScaleOptimizerState, inner_state):
         raise TypeError(
             "inner_optimizer must hold no LossScaleOptimizer: scaling twice is a bug."
         )
@@ -92,10 +93,11 @@ def take_step(
         skipped step are -0.0.
     """
     rule, axis_name = options.loss_scale, options.axis_name
+    inner = options.inner_optimizer
 
     # Look at the gradients.
     _state.check_state(state, rule, options.retries)
-    _inner.check_dtypes(options.inner_optimizer, state.inner_state, params, grads)
+    _inner.check_dtypes(inner, state.inner_state, params, grads)
     _warn_of_scale_among(params)
     if isinstance(grads, Iterator):
         raise TypeError(
@@ -131,9 +133,11 @@ def take_step(
         grads, extra = inputs
         if "value_fn" in extra:  # For a line search, which wants the gradients, too.
             extra = {"grad": grads} | extra
-        updates, inner_state = _inner.update(
-            options.inner_optimizer, grads, inner_state, params, extra
-        )
+        arguments = grads, inner_state, params
+        with _hints.hint(
+            _hints.PARAMETERS, lambda _: not _inner.fit(inner, *arguments)
+        ):
+            updates, inner_state = _inner.update(inner, *arguments, extra)
         if adds:
             # Python integers among the parameters stay Python integers.
             result = _inner.apply_updates(params, updates)
@@ -175,7 +179,8 @@ class Look(NamedTuple):
 
 def look(rule: LossScale, grads: Any, old: Any, axis_name: Hashable | None) -> Look:
     """Shows the gradients to the rule."""
-    new, finite = rule.update(grads, old, axis_name=axis_name)
+    with _hints.hint(_hints.DEVICES, _hints.is_of_axis):
+        new, finite = rule.update(grads, old, axis_name=axis_name)
     finite = jnp.asarray(finite, bool)
     # The scale has no derivative.
     return Look(old, lax.stop_gradient(_state.within_bounds(rule, new)), finite)

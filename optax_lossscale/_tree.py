@@ -126,6 +126,15 @@ def map_named(function: Callable[[Any, Any], Any], name: str, tree: Any) -> Any:
     )
 
 
+def nodes_of(kind: Any, tree: Any) -> list[Any]:
+    """Returns the outermost nodes of a tree that are instances of `kind`."""
+
+    def is_wanted(node):
+        return isinstance(node, kind)
+
+    return list(filter(is_wanted, jax.tree.leaves(tree, is_leaf=is_wanted)))
+
+
 def inexact_leaves(tree: Any) -> list[jax.Array]:
     """Returns the floating-point and complex leaves of a tree, as arrays."""
     return [jnp.asarray(x) for x in jax.tree.leaves(tree) if is_inexact(x)]

@@ -3,7 +3,7 @@
 import functools
 import types
 from collections.abc import Callable
-from typing import Any, Literal, ParamSpec, Protocol, TypeVar
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from optax_lossscale._autocast.evaluate import NOTES, run_plan
 from optax_lossscale._autocast.policy import State
 from optax_lossscale._autocast.program import Step, read
 from optax_lossscale._autocast.states import Planner, is_float32
+from optax_lossscale._hints import MODULES, hint, is_of_module
 from optax_lossscale._modules import Modules
 from optax_lossscale._tree import Template, is_argument, is_inexact, split_arrays
 from optax_lossscale._warn import warn
@@ -33,9 +34,20 @@ class _Scalar(Protocol):
 Dtype = Literal["float16", "bfloat16"] | np.dtype[Any] | type[Any] | _Scalar
 
 
+@overload
 def autocast(
     fun: Callable[P, R], dtype: Dtype = jnp.float16, *, float32: Any = ()
-) -> Callable[P, R]:
+) -> Callable[P, R]: ...
+@overload
+def autocast(
+    fun: None = None, dtype: Dtype = jnp.float16, *, float32: Any = ()
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def autocast(
+    fun: Callable[..., Any] | None = None,
+    dtype: Dtype = jnp.float16,
+    *,
+    float32: Any = (),
+) -> Callable[..., Any]:
     """Makes a float32 function compute in half precision where that is fast and safe.
 
     Matrix products and convolutions compute in `dtype`, in the backward pass, too, and
@@ -60,9 +72,9 @@ def autocast(
         leaves are static. Flax nnx modules may be arguments, and changes of their
         variables come back. It may close over arrays, but not over a module that it
         changes. If it is an `autocast` already, its `dtype` changes, and `float32` is
-        added to it.
-      dtype: The dtype to compute in: float16 or bfloat16. As a decorator:
-        `@functools.partial(autocast, dtype=jnp.bfloat16)`.
+        added to it. Without `fun` the result is a decorator:
+        `@autocast(dtype=jnp.bfloat16)`.
+      dtype: The dtype to compute in: float16 or bfloat16.
       float32: What to keep in float32, with its derivative; one or several. A function,
         a class or a method: all that runs inside of it, also in a library. The name of
         a `jax.named_scope`, or of a module that names its scope, as Flax and Haiku do:
@@ -99,6 +111,8 @@ def autocast(
       >>> "f16[8,2] = dot_general" in program, "f32[] = reduce_sum" in program
       (True, True)
     """
+    if fun is None:
+        return _Decorator(autocast, dtype=dtype, float32=float32)
     check.function("fun", fun)
     name = check.dtype("dtype", dtype)
     if name not in ("float16", "bfloat16"):
@@ -114,7 +128,7 @@ def autocast(
     told: list[str] = []  # It warns once.
 
     @functools.wraps(fun, updated=())
-    def cast(*args: P.args, **kwargs: P.kwargs) -> R:
+    def cast(*args, **kwargs):
         def flat(*arrays):
             (args, kwargs), changes = modules.join(join(arrays))
             out = written(*args, **kwargs)
@@ -123,7 +137,8 @@ def autocast(
         results = Template(lambda x: isinstance(x, jax.Array))
         with Modules((args, kwargs)) as modules:
             arrays, join = split_arrays(modules.tree, _is_traced)
-            closed = jax.make_jaxpr(flat)(*arrays)
+            with hint(MODULES, is_of_module):
+                closed = jax.make_jaxpr(flat)(*arrays)
             arrays = list(map(jnp.asarray, arrays))
             named = {"args": args, "kwargs": kwargs}
             arrays, reason = _evaluate(closed, arrays, name, choices, named)
@@ -144,6 +159,18 @@ def autocast(
     if inner is not None:
         vars(cast)["without_scale"] = autocast(inner, dtype, float32=choices)
     return cast
+
+
+class _Decorator(functools.partial):
+    """`autocast` without a function."""
+
+    def __enter__(self):
+        raise TypeError(
+            "autocast is no context manager: it traces a function. Write loss_fn = "
+            "autocast(loss_fn), or @autocast above the function."
+        )
+
+    __exit__ = __enter__
 
 
 def function_of(fun: Any) -> Any:

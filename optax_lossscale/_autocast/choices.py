@@ -59,14 +59,20 @@ class Choice:
                 "The innermost line of your code counts, and its number may have "
                 "changed: ask diagnostics.float32_lines again. " + advice
             )
-        return "A string is a scope: pass a function itself." if self._scope else advice
+        if self._scope:
+            return (
+                "A string is the name of a scope, which Flax nnx and Equinox do not "
+                "have: pass the class or the function itself."
+            )
+        return advice
 
 
 def choices_of(float32: Any) -> list[Choice]:
     """Returns what `float32=` holds: one, several, or lines of the diagnostics."""
     chosen: Any = getattr(float32, "lines", float32)
     is_one = isinstance(chosen, str), callable(chosen), hasattr(chosen, "line")
-    several = [chosen] if any(is_one) else list(chosen)
+    is_several = isinstance(chosen, tuple | list | set | frozenset)
+    several = list(chosen) if is_several and not any(is_one) else [chosen]
     # The gradient of the loss has no line: it is float32 already.
     several = [x for x in several if getattr(x, "line", None) != 0]
     return [x if isinstance(x, Choice) else Choice(x) for x in several]

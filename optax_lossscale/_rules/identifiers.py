@@ -53,6 +53,8 @@ def keras_loss_scale(
     if not check.boolean("dynamic", dynamic):
         if steps is not None:
             raise ValueError(f"dynamic_growth_steps needs dynamic=True, got {steps!r}.")
+        if initial is None:
+            raise ValueError("dynamic=False needs initial_scale, the fixed scale.")
         return FixedLossScale(check.fixed_scale("initial_scale", initial))
     initial = DynamicLossScale.initial_scale if initial is None else initial
     steps = DynamicLossScale.growth_interval if steps is None else steps

@@ -292,7 +292,7 @@ class Inheriting(Instance):
         ((3,), {}, TypeError, "fun must be a function, got 3"),
         ((jnp.sum, "float32"), {}, ValueError, "dtype must be .* got 'float32'"),
         ((jnp.sum, "float8_e5m2"), {}, ValueError, "float16 or bfloat16, got 'float8"),
-        ((jnp.sum,), {"float32": 3}, TypeError, "not iterable"),
+        ((jnp.sum,), {"float32": 3}, TypeError, "float32 must .* got 3"),
         ((jnp.sum,), {"float32": ["a.py:1", 3]}, TypeError, "float32 must .* got 3"),
         ((jnp.sum,), {"float32": ""}, TypeError, "float32 must .* got ''"),
         ((jnp.sum,), {"float32": W}, TypeError, r"float32 must .* got array"),

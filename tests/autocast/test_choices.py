@@ -176,7 +176,7 @@ def test_in_libraries(case):
 
 UNMATCHED = {
     "Block.__call__. If it casts by itself": Block.__call__,
-    "kept. A string is a scope": "kept",
+    "kept. A string is the name of a scope": "kept",
     "test_choices.py:1. .* its number may have changed: ask": "test_choices.py:1",
 }
 

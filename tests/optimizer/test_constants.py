@@ -92,7 +92,6 @@ class TestEquinox:
                 model,
                 state,
                 x,
-                transform=eqx.filter_value_and_grad,
                 has_aux=True,
             )
 
@@ -137,7 +136,6 @@ def moved_by(inner):
         lambda model: jnp.sum(model.w**2) / model.heads,
         model,
         optimizer.init(model),
-        transform=eqx.filter_value_and_grad,
     )
     return moved
 

@@ -37,9 +37,7 @@ def test_a_state_that_changes_in_place_is_read_at_each_call(optimizer):
     """The scale doubles at each step: a stale one would show in the gradients."""
     model = Model()
     trainer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
-    grad_fn = optimizer.value_and_grad(
-        model_loss, trainer.opt_state, transform=nnx.value_and_grad
-    )
+    grad_fn = optimizer.value_and_grad(model_loss, trainer.opt_state)
     scaled_loss = optimizer.get_scaled_loss(loss_fn, trainer.opt_state)
     for step in range(4):
         scale = optimizer.current_loss_scale(trainer.opt_state)

@@ -37,7 +37,7 @@ class TestConstruction:
             ({"loss_scale": 8, "initial_scale": 8}, ValueError, "not both"),
             ({"loss_scale": 8, "dynamic": False}, ValueError, "not both"),
             ({"loss_scale": 8, "dynamic_growth_steps": 8}, ValueError, "not both"),
-            ({"dynamic": False}, TypeError, "initial_scale must.*None"),
+            ({"dynamic": False}, ValueError, "dynamic=False needs initial_scale"),
             ({"dynamic": False, "dynamic_growth_steps": 9}, ValueError, "growth.*9"),
             ({"dynamic_growth_steps": 0}, ValueError, "dynamic_growth_steps.*got 0"),
             ({"dynamic_growth_steps": "9"}, TypeError, "dynamic_growth_steps.*'9'"),

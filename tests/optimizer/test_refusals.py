@@ -79,12 +79,18 @@ class Linear(nnx.Module):
         return x @ self.kernel[...]
 
 
-def test_a_model_of_nnx_without_its_transform():
+def test_a_model_of_nnx_with_the_transform_of_jax():
     def model_loss_fn(model):
         return jnp.sum(model(jnp.ones(2)))
 
-    with pytest.raises(TypeError, match=r"pass transform=nnx.value_and_grad"):
-        optimizer.minimize(model_loss_fn, Linear(), state)
+    with pytest.raises(TypeError, match=r"an nnx.State, got Linear.*without transform"):
+        optimizer.minimize(model_loss_fn, Linear(), state, transform=jax.value_and_grad)
+
+
+def test_arguments_without_a_floating_point_array():
+    params = {"order": np.arange(3), "f": jnp.tanh}
+    with pytest.raises(TypeError, match=r"^Argument 0 of loss_fn .* got {'f': 'Pjit"):
+        optimizer.minimize(lambda params: jnp.ones(()), params, state)
 
 
 def test_arguments_in_another_order():

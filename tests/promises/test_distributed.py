@@ -433,8 +433,7 @@ class TestBatchStatistics:
 
         def step(params, rest, state, x, factor):
             model = nnx.merge(graph, params, rest)
-            transform = nnx.value_and_grad
-            grad_fn = optimizer.value_and_grad(loss_fn, state, transform=transform)
+            grad_fn = optimizer.value_and_grad(loss_fn, state)
             _, grads = grad_fn(model, x, factor)
             if name:
                 grads = mean_over_devices(grads)

@@ -356,8 +356,7 @@ def test_equinox():
         out = jax.vmap(model)(half(x)).astype(jnp.float32)
         return jnp.sum(out**2), {"name": "text", "out": out}
 
-    options = {"has_aux": True, "transform": eqx.filter_value_and_grad}
-    step, state = begin(loss_fn, model, optax.adam(0.1), **options)
+    step, state = begin(loss_fn, model, optax.adam(0.1), has_aux=True)
     x = jax.random.normal(jax.random.key(1), (3, 4))
     new, _ = check_step(eqx.filter_jit(step), model, state, x)
     assert new.activation is model.activation

@@ -1,0 +1,41 @@
+"""Hints: what to write, where the words of JAX, Optax and Flax do not say it."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
+PARAMETERS = (
+    "Pass grads of the structure and shapes of params, and the state that init made "
+    "for these params."
+)
+DEVICES = (
+    "axis_name of LossScaleOptimizer must be an axis of jax.pmap, jax.shard_map or "
+    "jax.vmap around this step. Under jax.jit alone leave it out: arrays may be sharded."
+)
+MODULES = (
+    "The function changes a Flax nnx module that it closes over, or that is not its "
+    "first argument. Pass the module as an argument. If the first one is no module, "
+    "minimize and value_and_grad need transform=nnx.value_and_grad."
+)
+
+
+@contextlib.contextmanager
+def hint(text: str, applies: Callable[[Exception], bool]) -> Iterator[None]:
+    """Adds a note to an error, which stays as it is otherwise, if the hint applies."""
+    try:
+        yield
+    except Exception as error:
+        if text not in getattr(error, "__notes__", ()) and applies(error):
+            error.add_note(text)
+        raise
+
+
+def is_of_axis(error: Exception) -> bool:
+    """Whether a name of devices is not bound."""
+    return isinstance(error, NameError) and "axis name" in str(error)
+
+
+def is_of_module(error: Exception) -> bool:
+    """Whether a module of Flax nnx belongs to another trace."""
+    errors = sys.modules.get("flax.errors")
+    return errors is not None and isinstance(error, errors.TraceContextError)
