@@ -179,7 +179,7 @@ class TestRetries:
         expected = jax.jit(step)(*args)
         with jax.set_mesh(mesh):
             args = jax.device_put(args, NamedSharding(mesh, PARTS))
-            found = over_devices(PARTS, PARTS, mesh)(step)(*args)
+            found = jax.device_get(over_devices(PARTS, PARTS, mesh)(step)(*args))
         assert_close(found, expected)
         assert found[1].retries.tolist() == expected[1].retries.tolist()
         # The largest scaled gradients are 6 and 96 times the scale.
