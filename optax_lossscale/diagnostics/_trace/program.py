@@ -52,7 +52,8 @@ def make_call(
     Raises:
       TypeError: If `loss_fn` is no function, `has_aux` no boolean, an argument belongs
         to a transformation of JAX, or `params` has no floating-point array.
-      ValueError: If an array was deleted, or is spread over several processes.
+      ValueError: If an array was deleted, or is spread over several processes; if two
+        are on different devices.
     """
     # What with_loss_scale wraps: the scale comes from the state here.
     loss_fn = check.function("loss_fn", getattr(loss_fn, "without_scale", loss_fn))
@@ -68,9 +69,18 @@ def make_call(
         for path, _ in jax.tree.leaves_with_path(x)
     ]
     _common.check_host(caller, [x for x in leaves if isinstance(x, jax.Array)])
+    places: dict[Any, str] = {}
     for name, x in zip(names, leaves, strict=True):
         if isinstance(x, jax.Array):
             _check_array(name, x)
+            if x.committed:
+                places.setdefault(frozenset(x.devices()), name)
+    if len(places) > 1:
+        (here, one), (there, other), *_ = places.items()
+        raise ValueError(
+            f"{one} is on {sorted(map(str, here))}, and {other} on "
+            f"{sorted(map(str, there))}. Pass all arrays on the same devices."
+        )
     first = leaves[: len(jax.tree.leaves(params))]
     floats = [i for i, x in enumerate(first) if is_inexact(x) and not callable(x)]
     # Beside arrays, Python numbers are settings, as in the models of Equinox.
@@ -96,6 +106,8 @@ def make_call(
             text = ", ".join(f"{k}={types_of(x)}" for k, x in shown.items())
             text = textwrap.shorten(text, SHOWN)
             error.add_note(f"{caller} called loss_fn({text}), traced as by jax.jit.")
+            if "transform" in kwargs:
+                error.add_note(f"{caller} needs no transform: leave it out.")
             raise
         if jnp.shape(loss):
             raise TypeError(f"loss_fn must return a scalar loss, got {types_of(loss)}.")

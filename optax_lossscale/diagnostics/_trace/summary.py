@@ -190,17 +190,21 @@ def norms(real: Any, wide: Any) -> Any:
     After these three come `WAVES` projections of the gradient in float32, a sketch: see
     `sketch_distance`.
     """
-    wide, narrow = (jnp.ravel(_as_real(x)) for x in (wide, real))
+    wide, narrow = _as_real(wide), _as_real(real)
 
     def norm(x):
         largest = jnp.max(jnp.abs(x), initial=0)
         unit = jnp.where(largest == 0, 1, largest)  # Squares could overflow.
         return unit * jnp.sqrt(jnp.sum(jnp.square(x / unit)))
 
-    places = 1 + jnp.arange(wide.size, dtype=jnp.float32)
-    waves = jnp.stack([jnp.sin(x**0.5 * places) for x in WAVES])
+    # Each number by its place, without a reshape: devices may have parts of each row.
+    places = jnp.ones(wide.shape, jnp.float32)
+    for axis in range(wide.ndim):
+        stride = math.prod(wide.shape[axis + 1 :])
+        places += stride * lax.broadcasted_iota(jnp.float32, wide.shape, axis)
     sizes = map(norm, (wide, narrow - wide, jnp.where(narrow == 0, wide, 0)))
-    return jnp.concatenate([jnp.stack([*sizes]), jnp.sum(waves * wide[None], 1)])
+    waves = (jnp.sum(jnp.sin(x**0.5 * places) * wide) for x in WAVES)
+    return jnp.stack([*sizes, *waves])
 
 
 def sketch_distance(before: Any, after: Any) -> Any:
