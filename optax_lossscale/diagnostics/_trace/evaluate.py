@@ -19,9 +19,12 @@ from optax_lossscale.diagnostics._trace.steps import Slot, key_of
 from optax_lossscale.diagnostics._trace.summary import Origins
 from optax_lossscale.diagnostics._trace.twin import (
     Value,
+    bind_on_refs,
     bind_wide,
+    refs_among,
     unpaired,
     values_of,
+    walk,
     widen,
 )
 
@@ -51,12 +54,9 @@ class Evaluator:
 
     def run(self, jaxpr: Any, args: Sequence[Value], place: Place) -> list[Value]:
         """Evaluates a jaxpr, of its constants and its arguments."""
-        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
 
-        def read(x):
-            return Value(x.val, x.val) if hasattr(x, "val") else values[x]
-
-        for index, equation in enumerate(jaxpr.eqns):
+        def follow(index, equation, inputs):
+            nonlocal place
             is_backward = place.phase == "backward"
             here = place._replace(
                 path=(*place.path, index),
@@ -66,9 +66,9 @@ class Evaluator:
             if any(x is self._scale for x in equation.invars):
                 here = here._replace(phase="scale")
                 place = place._replace(phase="backward")
-            results = self._follow(equation, list(map(read, equation.invars)), here)
-            values.update(zip(equation.outvars, results, strict=True))
-        return list(map(read, jaxpr.outvars))
+            return self._follow(equation, inputs, here)
+
+        return walk(jaxpr, args, follow, lambda x: Value(x, x))
 
     def call(self, jaxpr: Any, args: Sequence[Value], place: Place) -> list[Value]:
         """Evaluates a jaxpr in an equation."""
@@ -138,7 +138,7 @@ class Evaluator:
                 pairs = [x.pair(x.differs) for x in inputs]
                 inputs = values_of(place.recorder.again(pairs), inputs)
             return self.call(parts.called_jaxpr(equation), inputs, place)
-        if name not in FLOW:
+        if name not in FLOW or refs_among(equation.invars):
             return self._operation(equation, inputs, place)
         values, sources = self._flow(equation, inputs, place)
         return [
@@ -219,11 +219,11 @@ def _both(equation, pairs):
         # The compiler would multiply by the reciprocal of a constant, and in a step of
         # its own by that of any number, unless the twin divides by it, too.
         args[1] = lax.optimization_barrier(jnp.asarray(args[1]))
-    reals = parts.bind(equation, args)
+    reals = bind_on_refs(equation, args)
     # The compiler would fold constants and join operations, and hide an overflow.
     if has(name, Trait.REWRITTEN) or is_constant:
         reals = lax.optimization_barrier(reals)
-    has_half = any(in_half(x.aval) for x in equation.outvars)
+    has_half = any(map(in_half, reals))
     differs = has_half or any(x.differs for x in inputs)
     if not differs and not has(name, Trait.OPAQUE):
         return reals, []

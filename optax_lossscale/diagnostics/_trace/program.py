@@ -167,6 +167,7 @@ class Program:
             self.closed = jax.make_jaxpr(gradients_of(call))(scale, self._arrays)
         finally:
             NOTES.reset(token)
+        self._constants = twin.constants_of(self.closed)
         self.reason = reasons[-1] if reasons else ""
         self.equations = list(parts.all_equations(self.closed.jaxpr))
         self.is_autocast = any(map(is_autocast, self.equations))
@@ -187,7 +188,7 @@ class Program:
           rounds: Whether to round the parameters and the data first.
         """
         compiled, tape, outline = self._compiled
-        arrays = [*self._arrays, *self.closed.consts]
+        arrays = [*self._arrays, *self._constants]
         if rounds:
             arrays = [twin.rounded(x, self.dtype) for x in arrays]
         rows, losses, sizes = compiled(jnp.float32(scale), *arrays)
@@ -204,7 +205,7 @@ class Program:
         closed_over = range(len(jaxpr.constvars))
         names = [f"(array {i} that loss_fn closes over)" for i in closed_over]
         names = [*self._names, *names]
-        arrays = [jnp.float32(1), *self._arrays, *self.closed.consts]
+        arrays = [jnp.float32(1), *self._arrays, *self._constants]
         tape = steps.Tape(list(map(jax.typeof, arrays)))
         place, evaluator = Place((), tape), Evaluator(jaxpr.invars[0])
         with steps.quiet():

@@ -18,6 +18,7 @@ from optax_lossscale._jaxprs import parts
 from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of
 from optax_lossscale._tree import Template
 from optax_lossscale.diagnostics._trace import summary
+from optax_lossscale.diagnostics._trace.twin import bind_on_refs, constants_of, walk
 
 # Seconds between two lines that say how far a run is.
 PATIENCE = 5
@@ -297,7 +298,7 @@ def quiet() -> Iterator[None]:
 
 def run(closed: Any, *args: Any) -> list[Any]:
     """Runs a closed jaxpr; returns the results on the host."""
-    arrays = [*closed.consts, *args]
+    arrays = [*constants_of(closed), *args]
     tape = Tape(list(map(jax.typeof, arrays)))
     with quiet():
         results = _record(tape, closed.jaxpr, tape.inputs)
@@ -306,18 +307,12 @@ def run(closed: Any, *args: Any) -> list[Any]:
 
 def _record(tape, jaxpr, args):
     """Adds the equations of a jaxpr to a tape, one by one; returns its results."""
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
 
-    def read(x):
-        return x.val if hasattr(x, "val") else values[x]
-
-    for equation in jaxpr.eqns:
-        inputs = list(map(read, equation.invars))
+    def follow(_, equation, inputs):
         if kind_of(equation.primitive.name) == Kind.CALL:
             inner, consts = parts.opened(parts.called_jaxpr(equation))
-            results = _record(tape, inner, [*consts, *inputs])
-        else:
-            run = functools.partial(parts.bind, equation)
-            results = tape.call(run, inputs, key=key_of(parts.bind, equation))
-        values.update(zip(equation.outvars, results, strict=True))
-    return list(map(read, jaxpr.outvars))
+            return _record(tape, inner, [*consts, *inputs])
+        run = functools.partial(bind_on_refs, equation)
+        return tape.call(run, inputs, key=key_of(bind_on_refs, equation))
+
+    return walk(jaxpr, args, follow)
