@@ -187,27 +187,28 @@ class Program:
           scale: The loss scale.
           rounds: Whether to round the parameters and the data first.
         """
-        compiled, tape, outline = self._compiled
+        compiled, recorder, outline = self._compiled
         arrays = [*self._arrays, *self._constants]
         if rounds:
             arrays = [twin.rounded(x, self.dtype) for x in arrays]
         rows, losses, sizes = compiled(jnp.float32(scale), *arrays)
-        rows = tape.with_beginnings(np.concatenate(rows))
-        pairs = zip(tape.sites, rows, strict=True)
+        rows = recorder.with_beginnings(np.concatenate(rows))
+        pairs = zip(recorder.sites, rows, strict=True)
         numbers = {site: summary.numbers(row) for site, row in pairs}
         norms = np.array(sizes, float)
         return Run(outline, scale, numbers, list(map(float, losses)), norms)
 
     @functools.cached_property
     def _compiled(self):
-        """What runs, its tape, and what is known of it."""
+        """What runs, what sums it up, and what is known of it."""
         jaxpr, count = self.closed.jaxpr, len(self._arrays)
         closed_over = range(len(jaxpr.constvars))
         names = [f"(array {i} that loss_fn closes over)" for i in closed_over]
         names = [*self._names, *names]
         arrays = [jnp.float32(1), *self._arrays, *self._constants]
         tape = steps.Tape(list(map(jax.typeof, arrays)))
-        place, evaluator = Place((), tape), Evaluator(jaxpr.invars[0])
+        recorder, evaluator = summary.Recorder(tape.call), Evaluator(jaxpr.invars[0])
+        place = Place((), evaluator, recorder)
         with steps.quiet():
             entrance = place._replace(phase="argument")
             scale, *inputs = (Value(x, x) for x in tape.inputs)
@@ -216,13 +217,13 @@ class Program:
             values = [*inputs[count:], scale, *inputs[:count]]
             loss, *grads = evaluator.run(jaxpr, values, place)
             call = functools.partial(tape.call, summary.norms, key=summary.norms)
-            results = tape.rows, loss[:2], [call(*x[:2]) for x in grads]
+            results = recorder.rows, loss[:2], [call(*x[:2]) for x in grads]
         _mark_backward(evaluator.sites)
         named = {x.site: name for x, name in zip(inputs, names, strict=True)}
         parameters, ends = names[: self._count], [x.site for x in grads]
         about = evaluator.sites, named, parameters, loss.site, ends
         outline = Outline(self.dtype, *about, self.is_autocast)
-        return tape.compiled(results), tape, outline
+        return tape.compiled(results), recorder, outline
 
 
 def _mark_backward(sites):

@@ -17,7 +17,6 @@ from jax.extend.core import jaxpr_as_fun
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of
 from optax_lossscale._tree import Template
-from optax_lossscale.diagnostics._trace import summary
 from optax_lossscale.diagnostics._trace.twin import bind_on_refs, constants_of, walk
 
 # Seconds between two lines that say how far a run is.
@@ -67,7 +66,7 @@ class Slot:
         self.shape, self.dtype = aval.shape, aval.dtype
 
 
-class Tape(summary.Recorder):
+class Tape:
     """Records what is called, to run it step by step.
 
     So the time to compile grows with the kinds of steps, and not with their number; and
@@ -76,8 +75,6 @@ class Tape(summary.Recorder):
 
     def __init__(self, avals: Sequence[Any]):
         """Begins with the types of the arguments."""
-        super().__init__()
-        self._parts: list[Any] = []
         # By identity: each is held, so that no other gets its number.
         self._constants: dict[int, tuple[Any, Slot, jax.Array]] = {}
         self._steps: list[tuple[Any, list[int], list[int]]] = []
@@ -108,10 +105,6 @@ class Tape(summary.Recorder):
         self._steps.append((kind.run, *numbers))
         return kind.results.fill(results)
 
-    def again(self, arrays: Any) -> Any:
-        """Returns the same, since no compiler sees two steps."""
-        return arrays
-
     def _slot_of(self, x):
         if isinstance(x, Slot):
             return x
@@ -119,15 +112,6 @@ class Tape(summary.Recorder):
             constant = jnp.asarray(x)
             self._constants[id(x)] = x, self._slot(jax.typeof(constant)), constant
         return self._constants[id(x)][1]
-
-    def _sum_up(self, site, real, wide):
-        row = self.call(summary.row_of, real, wide, key=summary.row_of)
-        self.extend([site], row)
-
-    @property
-    def rows(self) -> list[Any]:
-        """The summaries: each i32[n, len(FIELDS)], of some of the sites."""
-        return self._parts
 
     def compiled(self, results: Any) -> Callable[..., Any]:
         """Returns a function of arguments that returns results on the host.
