@@ -254,9 +254,9 @@ def report(state: Any, params: optax.Params | None = None) -> Report:
         diagnosis = f"Not finite: {names}{more}. {diagnosis}"
         advice = RESTORE if is_broken else [BEGUN, *advice]
         # A lost scale keeps all else as it was.
-        params = [x for x in nonfinite if x.name.startswith("params")]
-        if [(x.shape, x.dtype) for x in params] == [((), "float32")]:
-            advice = [SCALE.format(params[0].name), *advice]
+        broken = [x for x in nonfinite if x.name.startswith("params")]
+        if [(x.shape, x.dtype) for x in broken] == [((), "float32")]:
+            advice = [SCALE.format(broken[0].name), *advice]
     is_healthy = read["measure"] < 1 and not is_broken
     numbers = map(read.get, Report._fields[3:])
     return Report._make([is_healthy, diagnosis, tuple(advice), *numbers])

@@ -76,6 +76,7 @@ def by_update(optimizer, note):
         value, grads = scaler.value_and_grad(value_fn, state)(trained(params))
         every = {"value": value, "grad": grads, "value_fn": value_fn}
         every["grad_fn"] = lambda params, _: jax.grad(value_fn)(params)
+        every["obj_fn"] = value_fn
         extra = {name: x for name, x in every.items() if f"`{name}`" in note}
         updates, state = optimizer.update(grads, state, params, **extra)
         return optax.apply_updates(params, updates), state
