@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from optax_lossscale import _check as check
 from optax_lossscale._rules.fixed import FixedLossScaleState
@@ -148,7 +147,7 @@ class Report(NamedTuple):
         return "\n".join(lines)
 
 
-def report(state: Any, params: optax.Params | None = None) -> Report:
+def report(state: Any, params: Any = None) -> Report:
     """Says how loss scaling is doing, and what to do next.
 
     Training is not healthy if 100 steps in a row were skipped although the scale was at
@@ -262,7 +261,7 @@ def report(state: Any, params: optax.Params | None = None) -> Report:
     return Report._make([is_healthy, diagnosis, tuple(advice), *numbers])
 
 
-def check_health(state: Any, params: optax.Params | None = None) -> Report:
+def check_health(state: Any, params: Any = None) -> Report:
     """Raises an error if training makes no progress, and says what to do.
 
     A compiled step cannot raise an error, so training may skip every step unnoticed.
