@@ -1,6 +1,7 @@
 """`autocast`: a float32 function computes in half precision."""
 
 import functools
+import operator
 import types
 from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar
@@ -12,10 +13,11 @@ import numpy as np
 from optax_lossscale import _check as check
 from optax_lossscale._autocast import choices as choices_lib, reasons
 from optax_lossscale._autocast.evaluate import NOTES, run_plan
-from optax_lossscale._autocast.policy import State
+from optax_lossscale._autocast.policy import State, is_float32
 from optax_lossscale._autocast.program import Step, read
-from optax_lossscale._autocast.states import Planner, is_float32
-from optax_lossscale._modules import Modules
+from optax_lossscale._autocast.roles import Role, mark
+from optax_lossscale._autocast.states import Planner
+from optax_lossscale._modules import Modules, flax_nnx, is_stateful
 from optax_lossscale._tree import Template, is_argument, is_inexact, split_arrays
 from optax_lossscale._warn import warn
 
@@ -109,7 +111,7 @@ def autocast(
     choices = choices_lib.choices_of(float32)
     if (inner := function_of(fun)) is not None:
         fun, choices = inner, [*vars(fun)["float32"], *choices]
-    written: Any = fun
+    written, held = _opened(fun)
 
     told: list[str] = []  # It warns once.
 
@@ -121,12 +123,14 @@ def autocast(
             return results.take((out, changes()))
 
         results = Template(lambda x: isinstance(x, jax.Array))
-        with Modules((args, kwargs)) as modules:
+        with Modules(((*held, *args), kwargs)) as modules:
             arrays, join = split_arrays(modules.tree, _is_traced)
             closed = jax.make_jaxpr(flat)(*arrays)
             arrays = list(map(jnp.asarray, arrays))
             named = {"args": args, "kwargs": kwargs}
-            arrays, reason = _evaluate(closed, arrays, name, choices, named)
+            roles = _roles((*held, *args), kwargs)
+            roles += (Role.PARAMETER,) * (len(arrays) - len(roles))  # of modules
+            arrays, reason = _evaluate(closed, arrays, name, choices, named, roles)
             if (notes := NOTES.get()) is not None:
                 notes.append(f"{reason}." if reason else "")
             if reason and not told:
@@ -155,7 +159,33 @@ def function_of(fun: Any) -> Any:
     return fun.__wrapped__ if is_cast else None
 
 
-def _evaluate(closed, arrays, dtype, choices, called_with):
+def _opened(fun: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Returns a function, and its first arguments: those that `fun` holds."""
+    if isinstance(fun, functools.partial):
+        function, held = _opened(fun.func)
+        return functools.partial(function, **fun.keywords), (*held, *fun.args)
+    if isinstance(fun, types.MethodType):
+        return fun.__func__, (fun.__self__,)
+    is_model = is_stateful(fun) or not jax.tree_util.all_leaves([fun])
+    return (operator.call, (fun,)) if is_model else (fun, ())
+
+
+def _roles(args, kwargs):
+    """Returns the roles of the arrays of arguments, but for those of modules."""
+    every = [*args, *(kwargs[x] for x in sorted(kwargs))]
+    leaves = [jax.tree.leaves(x, is_leaf=is_stateful) for x in every]
+    module = flax_nnx() and flax_nnx().Module or ()
+    is_model = [any(isinstance(x, module) for x in y) for y in leaves]
+    holds = [any(_is_traced(x) or is_stateful(x) for x in y) for y in leaves[: len(args)]]
+    first = next(iter(np.flatnonzero(is_model if any(is_model) else holds)), None)
+    roles = (
+        (Role.PARAMETER if i == first else Role.DATA,) * sum(map(_is_traced, x))
+        for i, x in enumerate(leaves)
+    )
+    return sum(roles, ())
+
+
+def _evaluate(closed, arrays, dtype, choices, called_with, roles):
     """Runs a jaxpr with the policy; returns results, and why it casts no product."""
     matches, missing = choices_lib.chooser(choices)
 
@@ -174,6 +204,7 @@ def _evaluate(closed, arrays, dtype, choices, called_with):
     outputs = states(closed.jaxpr.outvars, State.WIDE)
     # The caller reads the results in float32.
     program = read(closed, dtype, programs=None if choices else {})
+    program = mark(program, roles, {})
     plan = planner.plan(program, inputs, (State.WIDE,) * len(outputs))
     results = run_plan(planner, plan, arrays, outputs, is_saved=True)
     results = list(map(jnp.asarray, results))  # Known numbers are no arrays yet.
