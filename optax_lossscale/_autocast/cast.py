@@ -14,9 +14,10 @@ from optax_lossscale import _check as check
 from optax_lossscale._autocast import choices as choices_lib, reasons
 from optax_lossscale._autocast.evaluate import NOTES, run_plan
 from optax_lossscale._autocast.policy import State, is_float32
-from optax_lossscale._autocast.program import Step, read
+from optax_lossscale._autocast.program import Step, read, steps_of
 from optax_lossscale._autocast.roles import Role, mark
 from optax_lossscale._autocast.states import Planner
+from optax_lossscale._jaxprs import parts
 from optax_lossscale._modules import Modules, flax_nnx, is_stateful
 from optax_lossscale._tree import Template, is_argument, is_inexact, split_arrays
 from optax_lossscale._warn import warn
@@ -208,6 +209,11 @@ def _evaluate(closed, arrays, dtype, choices, called_with, roles):
     plan = planner.plan(program, inputs, (State.WIDE,) * len(outputs))
     results = run_plan(planner, plan, arrays, outputs, is_saved=True)
     results = list(map(jnp.asarray, results))  # Known numbers are no arrays yet.
+    # A solver is float32 as a whole; what you name in it is no mistake.
+    for step in steps_of(program) if missing else ():
+        callers = *step.callers, step.equation
+        for x in () if step.bodies else parts.equations_in(step.equation):
+            is_chosen(Step(x, step.kind, callers))
     for choice in sorted(missing, key=lambda x: x.name):
         warn(
             f"float32 has something in which autocast casts nothing: {choice.name}. "

@@ -53,7 +53,7 @@ class Layers(collections.defaultdict[Any, Layer]):
             if primitives.has(step.name, Trait.KEEPS) and len(step.inputs) == 1:
                 self._sources.update(zip(results, sources, strict=False))
                 continue
-            if len(inputs) == 2 and policy.is_float32(results[0].aval):
+            if len(inputs) == 2 and results and policy.is_float32(results[0].aval):
                 self._find(step, inputs, results[0])
             is_linear = len(inputs) == {"add": 2, "mul": 1, "div": 1}.get(step.name)
             is_sum = is_linear and self._products.issuperset(sources)
@@ -110,9 +110,9 @@ class Layers(collections.defaultdict[Any, Layer]):
         """Notes of which array results are made, as a norm is; gains do not count."""
         arrays = [x for x in inputs if self._program.role(x) != Role.PARAMETER]
         origins = set(map(self._origin, arrays))
-        if len({x for x, _ in origins}) != 1 or not all(map(_is_of_norm, step.inner())):
+        if len({x for x, _ in origins}) != 1 or not all(map(_is_of_norm, step.within())):
             return
-        has_sum = any(x.name == "reduce_sum" for x in step.inner())
+        has_sum = any(x.name == "reduce_sum" for x in step.within())
         ((origin, _), *_) = origins
         for x in results:
             is_smaller = all(x.aval.size != y.aval.size for y in arrays)
@@ -122,5 +122,5 @@ class Layers(collections.defaultdict[Any, Layer]):
 
 def _is_of_norm(step):
     traits, kind = Trait.SUM | Trait.POWER, primitives.kind_of(step.name)
-    is_move = Kind.MOVE in (step.kind, kind)
+    is_move = Kind.MOVE in (step.kind, kind) or step.bodies
     return is_move or kind in policy.FOLLOWERS or primitives.has(step.name, traits)

@@ -81,13 +81,11 @@ class Step:
             scope = scope_of(x, scope)
         return scope
 
-    def inner(self) -> Iterator["Step"]:
-        """Yields the steps of the programs in it; without any, itself."""
+    def within(self) -> Iterator["Step"]:
+        """Yields it, and the steps of the programs in it."""
+        yield self
         for body, _ in self.bodies:
-            for step in body.steps:
-                yield from step.inner()
-        if not self.bodies:
-            yield self
+            yield from steps_of(body)
 
     @functools.cached_property
     def inputs(self) -> list[Any]:
@@ -170,9 +168,7 @@ class Program:
 def steps_of(program: Program) -> Iterator[Step]:
     """Yields the steps of a program, and of the programs in it."""
     for step in program.steps:
-        yield step
-        for body, _ in step.bodies:
-            yield from steps_of(body)
+        yield from step.within()
 
 
 def read(

@@ -32,12 +32,14 @@ def reason(plan: Plan, args: Any, is_chosen: Callable[[Step], bool]) -> str | No
       args: The arguments of the function, by name.
       is_chosen: Whether the user keeps a step in float32.
     """
-    for step in steps_of(plan.program):
+    steps = list(steps_of(plan.program))
+    rules = [x for x in steps if x.name == "custom_vjp_call" and x.bodies]
+    if not all(map(is_chosen, rules)):
+        return None
+    for step in steps:
         for x in () if step.bodies else parts.equations_in(step.equation):
             if primitives.kind_of(x.primitive.name) == Kind.PRODUCT:
                 return _of_product(x, step, args, is_chosen)
-    if any(step.name == "custom_vjp_call" for step in steps_of(plan.program)):
-        return None
     return "it has no matrix product and no convolution"
 
 
