@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from casting import x64
 from jax import export
 from programs import BATCH, Program, arguments
 
@@ -28,14 +29,14 @@ def assert_same_types(program, params, data):
     assert types[0] == types[1]
 
 
-@seeds(300, often=16)
+@seeds(300, often=12)
 def test_it_takes_any_program_and_keeps_its_types(seed):
     assert_same_types(Program(seed), *arguments(seed))
 
 
 @seeds(100, often=4)
 def test_it_takes_any_program_with_float64(seed):
-    with jax.experimental.enable_x64(True):
+    with x64():
         assert_same_types(Program(seed), *arguments(seed, x64=True))
 
 
@@ -50,7 +51,7 @@ def test_it_takes_any_program_with_a_symbolic_batch(seed):
     assert_same_types(Program(seed), params, data)
 
 
-@seeds(100, often=8)
+@seeds(100, often=6)
 @jax.numpy_dtype_promotion("standard")
 def test_any_program_computes_near_float32(seed):
     (params, data), program = arguments(seed), Program(seed)

@@ -133,7 +133,7 @@ class Program:
 
         def function(x, params, *others):
             before, self.rng = self.rng, np.random.default_rng(seed)
-            result = like(self.block(params, [*others, x], depth, 3)[-1], x)
+            result = like(self.block(params, [*others, x], depth, 2)[-1], x)
             self.rng = before
             return result
 
