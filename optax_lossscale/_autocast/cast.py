@@ -177,7 +177,9 @@ def _roles(args, kwargs):
     leaves = [jax.tree.leaves(x, is_leaf=is_stateful) for x in every]
     module = flax_nnx() and flax_nnx().Module or ()
     is_model = [any(isinstance(x, module) for x in y) for y in leaves]
-    holds = [any(_is_traced(x) or is_stateful(x) for x in y) for y in leaves[: len(args)]]
+    holds = [
+        any(_is_traced(x) or is_stateful(x) for x in y) for y in leaves[: len(args)]
+    ]
     first = next(iter(np.flatnonzero(is_model if any(is_model) else holds)), None)
     roles = (
         (Role.PARAMETER if i == first else Role.DATA,) * sum(map(_is_traced, x))

@@ -81,7 +81,9 @@ class Layers(collections.defaultdict[Any, Layer]):
     def _layer(self, is_factor, large, part, result):
         """Returns what a sum or a product is, if one operand is a part of a layer."""
         program, source, small = self._program, self._source(large), self._source(part)
-        if is_factor and all(map(policy.is_moderate, program.masks.get(part, [math.inf]))):
+        if is_factor and all(
+            map(policy.is_moderate, program.masks.get(part, [math.inf]))
+        ):
             return Layer(large, part)
         if is_factor and self._is_own(large, part):
             return Layer(self._centered.get(source, large), part, is_norm=True)
@@ -110,7 +112,9 @@ class Layers(collections.defaultdict[Any, Layer]):
         """Notes of which array results are made, as a norm is; gains do not count."""
         arrays = [x for x in inputs if self._program.role(x) != Role.PARAMETER]
         origins = set(map(self._origin, arrays))
-        if len({x for x, _ in origins}) != 1 or not all(map(_is_of_norm, step.within())):
+        if len({x for x, _ in origins}) != 1 or not all(
+            map(_is_of_norm, step.within())
+        ):
             return
         has_sum = any(x.name == "reduce_sum" for x in step.within())
         ((origin, _), *_) = origins

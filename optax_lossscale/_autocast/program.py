@@ -135,7 +135,8 @@ class Program:
         """Returns what an operand is made of: of data, if nobody marked it."""
         if self.number(atom) is not None:
             return Role.NUMBER
-        return self.roles.get(_variable(atom), Role.DATA)
+        is_array = isinstance(atom.aval, jax.core.ShapedArray)  # and no reference
+        return self.roles.get(_variable(atom), Role.DATA) if is_array else Role.DATA
 
     @functools.cached_property
     def layers(self) -> Layers:

@@ -50,7 +50,10 @@ def mark(program: Any, roles: tuple[Role, ...], marked: dict[Any, Any]) -> Any:
 def _marked(program, known, marked):
     new = dataclasses.replace(program, steps=[], roles=dict(known))
     for step in program.steps:
-        given, results = list(map(new.role, step.equation.invars)), step.equation.outvars
+        given, results = (
+            list(map(new.role, step.equation.invars)),
+            step.equation.outvars,
+        )
         made = max(given, default=Role.NUMBER)
         roles = [min(made, Role.DATA) if step.kind == Kind.PRODUCT else made]
         roles *= len(results)
@@ -75,7 +78,10 @@ def _met(program):
     met: set[Any] = set()
     for step in reversed(program.steps):
         inputs, results = step.equation.invars, step.equation.outvars
-        part, made = program.layers[step].part, max(map(program.role, inputs), default=0)
+        part, made = (
+            program.layers[step].part,
+            max(map(program.role, inputs), default=0),
+        )
         found = met.intersection(results)
         if step.is_parallel:
             inputs = [x for x, y in zip(inputs, results, strict=True) if y in met]
@@ -87,6 +93,8 @@ def _met(program):
             pairs = zip(reads, body.jaxpr.invars, strict=True)
             inside = [i for i, x in pairs if body.role(x) > Role.PARAMETER]
             inputs += [step.equation.invars[i] for i in inside]
-        is_parameter = (program.role(x) == Role.PARAMETER and x is not part for x in inputs)
+        is_parameter = (
+            program.role(x) == Role.PARAMETER and x is not part for x in inputs
+        )
         met.update(itertools.compress(inputs, is_parameter))
     return met.intersection(program.jaxpr.invars)

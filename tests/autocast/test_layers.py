@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from casting import dtypes, equations, normal
-from jax import lax
+from jax import export, lax
 
 from optax_lossscale import autocast
 
@@ -124,3 +124,23 @@ def test_a_norm_is_rounded_once():
     casts = equations(cast, PARAMS, X, names=["convert_element_type"])
     types = [(x.outvars[0].aval.dtype, x.outvars[0].aval.shape) for x in casts]
     assert types.count((jnp.float16, (16, 8))) == 2  # x, and the result of the norm
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64", "int32"])
+@jax.numpy_dtype_promotion("standard")
+def test_a_norm_of_another_dtype_stays_as_it_is(dtype):
+    def f(p, x):
+        h = (x @ p.w).astype(dtype)
+        return h * (h * jnp.conj(h)).sum(-1, keepdims=True)
+
+    cast = jax.make_jaxpr(autocast(f))(PARAMS, X)
+    assert [x.dtype for x in cast.out_avals] == [dtype]
+    assert dtypes(autocast(f), PARAMS, X, names=["mul"]) == [dtype, dtype]
+
+
+def test_layers_of_a_symbolic_batch():
+    (b,) = export.symbolic_shape("b")
+    x = jax.ShapeDtypeStruct((b, 8), jnp.float32)
+    for f in (instance, gain_first, root_mean_square):
+        cast = autocast(lambda p, x, f=f: f(p, x @ p.w + p.b) @ p.w)
+        assert dtypes(cast, PARAMS, x) == ["float16", "float16"]

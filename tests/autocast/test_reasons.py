@@ -86,3 +86,19 @@ def test_a_function_that_casts_something_does_not_warn():
         jax.eval_shape(autocast(loss_fn), {"w": W}, X)
         # One of two products is enough, also inside of a loop.
         jax.eval_shape(autocast(both), {"w": W}, X)
+        jax.eval_shape(autocast(by_a_rule), {"w": W}, X)
+
+
+@jax.custom_vjp
+def precise_forward(w, x):
+    return jnp.dot(x, w, precision="highest")
+
+
+precise_forward.defvjp(
+    lambda w, x: (precise_forward(w, x), (w, x)),
+    lambda saved, ct: (saved[1].T @ ct, ct @ saved[0].T),
+)
+
+
+def by_a_rule(p, x):
+    return jnp.mean(precise_forward(p["w"], x) ** 2)

@@ -1,14 +1,13 @@
 """Parameters and data: only what is made of parameters is a part of a layer."""
 
 import functools
-import itertools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from casting import dtypes, errors, normal
+from casting import dtypes, normal
 from flax import nnx
 from jax import lax
 
@@ -31,7 +30,13 @@ class P(NamedTuple):
         return self(x)
 
 
-PARAMS = P(normal(8, 8) / 3, normal(8, 8, seed=1) / 3, normal(8), 1000 + normal(8), normal(16, 8))
+PARAMS = P(
+    normal(8, 8) / 3,
+    normal(8, 8, seed=1) / 3,
+    normal(8),
+    1000 + normal(8),
+    normal(16, 8),
+)
 X, D = normal(16, 8), normal(8, seed=2)
 
 
@@ -208,3 +213,62 @@ def test_a_module_that_is_called_may_change():
     model = Counts()
     autocast(model)(X)
     np.testing.assert_array_equal(model.b[...], PARAMS.b + 1)
+
+
+def reads(u, p):
+    """Makes that a result is not read in float32 alone."""
+    return 0 * jnp.mean(u * p.v[0])
+
+
+def mean_of_the_batch(p, x):
+    u = (x - 1000) @ p.w * 0.01 + x.mean(0)
+    return jnp.mean((u - x.mean(0)) ** 2) * 1e4 + reads(u, p)
+
+
+def norm_plus_a_table(p, x, t):
+    u = rms(x @ p.w) * p.b + t
+    return jnp.mean((u - t) ** 2) + reads(u, p)
+
+
+def envelope(p, x):
+    h = 4 * x @ p.w
+    u = h * jnp.exp(-jnp.square(h).sum(-1, keepdims=True))
+    return jnp.mean(jnp.log(jnp.abs(u) + 1e-30)) + jnp.mean(jnp.tanh(u @ p.v))
+
+
+def decay(p, x, a):
+    h, y = x @ p.w + 4, x @ p.w
+    step = lambda h, _: (a * h + (1 - a) * y, None)  # noqa: E731
+    return jnp.mean((lax.scan(step, h, length=500)[0] - y) ** 2)
+
+
+def rollout(p, x, mean, deviation):
+    for _ in range(2):
+        z = (x - mean) * (1 / deviation)
+        x = x + (jnp.tanh(z @ p.w) @ p.v) * deviation
+    return jnp.mean(((x - mean) * (1 / deviation)) ** 2)
+
+
+def mask_of_a_million(p, x):
+    u = (x @ p.w) * (masked(x) * 100 * 100 * 100)
+    return jnp.mean(jnp.abs(u * p.v[1])) + jnp.mean(jnp.abs(u + p.v[0]))
+
+
+IN_VALUE = {
+    mean_of_the_batch: (1000 + X,),
+    norm_plus_a_table: (X, 1000 + normal(16, 8)),
+    envelope: (X,),
+    decay: (X, np.full(8, 0.999, np.float32)),
+    rollout: (
+        1e6 + 1e5 * X, np.full(8, 1e6, np.float32), np.full(8, 1e5, np.float32)
+    ),
+    mask_of_a_million: (X,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("f", IN_VALUE, ids=lambda f: f.__name__)
+def test_data_is_right_in_value(f):
+    args = PARAMS, *IN_VALUE[f]
+    assert float(jax.jit(autocast(f))(*args)) == pytest.approx(
+        float(jax.jit(f)(*args)), rel=0.02
+    )
