@@ -14,8 +14,8 @@ from optax_lossscale import _check as check
 from optax_lossscale._autocast import choices as choices_lib, reasons
 from optax_lossscale._autocast.evaluate import NOTES, run_plan
 from optax_lossscale._autocast.policy import State, is_float32
-from optax_lossscale._autocast.program import Step, read, steps_of
-from optax_lossscale._autocast.roles import Role, mark
+from optax_lossscale._autocast.program import Step, read
+from optax_lossscale._autocast.roles import Role, mark, steps_of
 from optax_lossscale._autocast.states import Planner
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._modules import Modules, flax_nnx, is_stateful
@@ -173,19 +173,14 @@ def _opened(fun: Any) -> tuple[Any, tuple[Any, ...]]:
 
 def _roles(args, kwargs):
     """Returns the roles of the arrays of arguments, but for those of modules."""
-    every = [*args, *(kwargs[x] for x in sorted(kwargs))]
-    leaves = [jax.tree.leaves(x, is_leaf=is_stateful) for x in every]
-    module = flax_nnx() and flax_nnx().Module or ()
-    is_model = [any(isinstance(x, module) for x in y) for y in leaves]
-    holds = [
-        any(_is_traced(x) or is_stateful(x) for x in y) for y in leaves[: len(args)]
-    ]
-    first = next(iter(np.flatnonzero(is_model if any(is_model) else holds)), None)
-    roles = (
-        (Role.PARAMETER if i == first else Role.DATA,) * sum(map(_is_traced, x))
-        for i, x in enumerate(leaves)
-    )
-    return sum(roles, ())
+    pairs = jax.tree.leaves_with_path((args, kwargs), is_leaf=is_stateful)
+    nnx = flax_nnx()
+    models = [path[:2] for path, x in pairs if nnx and isinstance(x, nnx.Module)]
+    held = [path[:2] for path, x in pairs if _is_traced(x) or is_stateful(x)]
+    # Parameters may come after a name, but not by a name.
+    first = (*models, *(path for path in held if path[0].idx == 0), None)[0]
+    roles = {True: Role.PARAMETER, False: Role.DATA}
+    return tuple(roles[path[:2] == first] for path, x in pairs if _is_traced(x))
 
 
 def _evaluate(closed, arrays, dtype, choices, called_with, roles):
@@ -212,10 +207,10 @@ def _evaluate(closed, arrays, dtype, choices, called_with, roles):
     results = run_plan(planner, plan, arrays, outputs, is_saved=True)
     results = list(map(jnp.asarray, results))  # Known numbers are no arrays yet.
     # A solver is float32 as a whole; what you name in it is no mistake.
-    for step in steps_of(program) if missing else ():
-        callers = *step.callers, step.equation
-        for x in () if step.bodies else parts.equations_in(step.equation):
-            is_chosen(Step(x, step.kind, callers))
+    opaque = (x for x in steps_of(program.steps) if missing and not x.bodies)
+    for step in opaque:
+        for x in parts.equations_in(step.equation):
+            is_chosen(Step(x, step.kind, (*step.callers, step.equation)))
     for choice in sorted(missing, key=lambda x: x.name):
         warn(
             f"float32 has something in which autocast casts nothing: {choice.name}. "

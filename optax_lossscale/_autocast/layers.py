@@ -15,7 +15,7 @@ import math
 from typing import Any, NamedTuple
 
 from optax_lossscale._autocast import policy
-from optax_lossscale._autocast.roles import Role
+from optax_lossscale._autocast.roles import Role, steps_of
 from optax_lossscale._jaxprs import primitives
 from optax_lossscale._jaxprs.primitives import Kind, Trait
 
@@ -113,10 +113,10 @@ class Layers(collections.defaultdict[Any, Layer]):
         arrays = [x for x in inputs if self._program.role(x) != Role.PARAMETER]
         origins = set(map(self._origin, arrays))
         if len({x for x, _ in origins}) != 1 or not all(
-            map(_is_of_norm, step.within())
+            map(_is_of_norm, steps_of([step]))
         ):
             return
-        has_sum = any(x.name == "reduce_sum" for x in step.within())
+        has_sum = any(x.name == "reduce_sum" for x in steps_of([step]))
         ((origin, _), *_) = origins
         for x in results:
             is_smaller = all(x.aval.size != y.aval.size for y in arrays)

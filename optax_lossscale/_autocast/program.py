@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.core import ShapedArray
 
 from optax_lossscale._autocast import policy
 from optax_lossscale._autocast.layers import Layers
@@ -81,12 +82,6 @@ class Step:
             scope = scope_of(x, scope)
         return scope
 
-    def within(self) -> Iterator["Step"]:
-        """Yields it, and the steps of the programs in it."""
-        yield self
-        for body, _ in self.bodies:
-            yield from steps_of(body)
-
     @functools.cached_property
     def inputs(self) -> list[Any]:
         """The variables among its operands; None for a number."""
@@ -135,7 +130,7 @@ class Program:
         """Returns what an operand is made of: of data, if nobody marked it."""
         if self.number(atom) is not None:
             return Role.NUMBER
-        is_array = isinstance(atom.aval, jax.core.ShapedArray)  # and no reference
+        is_array = isinstance(atom.aval, ShapedArray)  # and no reference
         return self.roles.get(_variable(atom), Role.DATA) if is_array else Role.DATA
 
     @functools.cached_property
@@ -164,12 +159,6 @@ class Program:
         bodies = [body for step in self.steps for body, _ in step.bodies]
         is_flat = all(x.name not in ("scan", "remat2") for x in self.steps)
         return is_flat and all(x.repeats for x in bodies)
-
-
-def steps_of(program: Program) -> Iterator[Step]:
-    """Yields the steps of a program, and of the programs in it."""
-    for step in program.steps:
-        yield from step.within()
 
 
 def read(

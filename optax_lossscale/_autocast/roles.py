@@ -6,7 +6,7 @@ before any plan.
 
 import dataclasses
 import enum
-import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from optax_lossscale._jaxprs.primitives import Kind
@@ -27,6 +27,14 @@ class Role(enum.IntEnum):
     MET = 2
     DATA = 3
     STATE = 4
+
+
+def steps_of(steps: Iterable[Any]) -> Iterator[Any]:
+    """Yields steps, and those of the programs in them."""
+    for step in steps:
+        yield step
+        for body, _ in step.bodies:
+            yield from steps_of(body.steps)
 
 
 def mark(program: Any, roles: tuple[Role, ...], marked: dict[Any, Any]) -> Any:
@@ -50,13 +58,10 @@ def mark(program: Any, roles: tuple[Role, ...], marked: dict[Any, Any]) -> Any:
 def _marked(program, known, marked):
     new = dataclasses.replace(program, steps=[], roles=dict(known))
     for step in program.steps:
-        given, results = (
-            list(map(new.role, step.equation.invars)),
-            step.equation.outvars,
-        )
+        given = list(map(new.role, step.equation.invars))
         made = max(given, default=Role.NUMBER)
-        roles = [min(made, Role.DATA) if step.kind == Kind.PRODUCT else made]
-        roles *= len(results)
+        made = min(made, Role.DATA) if step.kind == Kind.PRODUCT else made
+        roles = given if step.is_parallel else [made] * len(step.equation.outvars)
         if step.bodies:
             inside = [Role.STATE if i in step.carry else x for i, x in enumerate(given)]
             bodies = [
@@ -65,11 +70,9 @@ def _marked(program, known, marked):
             ]
             step = dataclasses.replace(step, bodies=bodies)
             if len(bodies) == 1 and not step.carry:
-                roles = list(map(bodies[0][0].role, bodies[0][0].jaxpr.outvars))
-        elif step.is_parallel:
-            roles = given
+                roles = map(bodies[0][0].role, bodies[0][0].jaxpr.outvars)
         new.steps.append(step)
-        new.roles.update(zip(results, roles, strict=True))
+        new.roles.update(zip(step.equation.outvars, roles, strict=True))
     return new
 
 
@@ -77,24 +80,19 @@ def _met(program):
     """Returns the arguments that are parameters, but meet data outside of layers."""
     met: set[Any] = set()
     for step in reversed(program.steps):
-        inputs, results = step.equation.invars, step.equation.outvars
-        part, made = (
-            program.layers[step].part,
-            max(map(program.role, inputs), default=0),
-        )
-        found = met.intersection(results)
-        if step.is_parallel:
-            inputs = [x for x, y in zip(inputs, results, strict=True) if y in met]
-        elif step.bodies or step.kind == Kind.PRODUCT or made < Role.DATA:
-            # The sum of the squares of a parameter, say, meets the loss: no matter.
-            is_scalar = not any(x.aval.shape for x in found)
-            inputs = [x for x in inputs if found and not (is_scalar and x.aval.shape)]
+        atoms, part = step.equation.invars, program.layers[step].part
+        found = [x in met for x in step.equation.outvars]
+        is_layer = step.bodies or step.kind == Kind.PRODUCT or step.is_parallel
+        meets = not is_layer and max(map(program.role, atoms), default=0) >= Role.DATA
+        # The sum of the squares of a parameter, say, meets the loss: no matter.
+        is_array = any(x.aval.shape for x in met.intersection(step.equation.outvars))
+        back = found if step.is_parallel else [any(found)] * len(atoms)
+        for x, y in zip(atoms, back, strict=True):
+            is_parameter = program.role(x) == Role.PARAMETER and x is not part
+            if is_parameter and (meets or (y and (is_array or not x.aval.shape))):
+                met.add(x)
         for body, reads in step.bodies:
             pairs = zip(reads, body.jaxpr.invars, strict=True)
-            inside = [i for i, x in pairs if body.role(x) > Role.PARAMETER]
-            inputs += [step.equation.invars[i] for i in inside]
-        is_parameter = (
-            program.role(x) == Role.PARAMETER and x is not part for x in inputs
-        )
-        met.update(itertools.compress(inputs, is_parameter))
+            inside = (atoms[i] for i, x in pairs if body.role(x) > Role.PARAMETER)
+            met.update(x for x in inside if program.role(x) == Role.PARAMETER)
     return met.intersection(program.jaxpr.invars)

@@ -1,7 +1,6 @@
-"""`autocast` takes what JAX takes: random programs, of all dtypes and transformations."""
+"""`autocast` takes what JAX takes: random programs of all dtypes, calls and rules."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from casting import x64

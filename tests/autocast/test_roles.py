@@ -126,7 +126,9 @@ PARTS = {
     "biases of stacked layers": lambda p, x, d: (
         lax.scan(lambda h, b: (h @ p.w + b, None), x @ p.w, p.m)[0]
     ),
-    "a gain of a norm in a loop": lambda p, x, d: repeated(lambda h: rms(h) * p.b, x @ p.w),
+    "a gain of a norm in a loop": lambda p, x, d: (
+        repeated(lambda h: rms(h) * p.b, x @ p.w)
+    ),
     "a gain of a product in a loop": lambda p, x, d: (
         repeated(lambda h: h + (h @ p.w) * p.b, x @ p.w)
     ),
@@ -183,8 +185,9 @@ WAYS = {
     "a method": (lambda: PARAMS.method, (X,), "float16"),
     "a partial": (lambda: functools.partial(apply, PARAMS), (X,), "float16"),
     "a partial of data": (
-        lambda: functools.partial(lambda p, *, x: apply(p, x), x=X), (PARAMS,), "float16"),
-    "a partial of a method": (lambda: functools.partial(PARAMS.method), (X,), "float16"),
+        lambda: functools.partial(lambda p, *, x: p(x), x=X), (PARAMS,), "float16"),
+    "a partial of a method": (
+        lambda: functools.partial(PARAMS.method), (X,), "float16"),
     "a module": (Model, (X,), "float16"),
     "a method of a module": (lambda: Model().method, (X,), "float16"),
     "a module that comes second": (lambda: lambda x, m: m(x), (X, Model()), "float16"),

@@ -96,7 +96,8 @@ class Program:
         reals += [lambda x: lax.rsqrt(1 + x * x), lambda x: jnp.sqrt(1 + x * x)]
         if x.ndim:
             reals += [lambda x: jnp.sort(x, -1), lambda x: jnp.cumsum(x, -1) / N]
-            reals += [lambda x: f(x, -1, keepdims=True) for f in (jnp.mean, jnp.max)]
+            reals += [functools.partial(jnp.mean, axis=-1, keepdims=True)]
+            reals += [functools.partial(jnp.max, axis=-1, keepdims=True)]
         complexes = [jnp.conj, lambda x: x * 1j, jnp.real, jnp.abs]
         kinds = {"b": [jnp.logical_not], "i": moves, "c": [*moves, *smooth, *complexes]}
         known = kinds.get(kind_of(x), [*moves, *smooth, *reals])
