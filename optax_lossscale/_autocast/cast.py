@@ -43,8 +43,8 @@ def autocast(
 
     Matrix products and convolutions compute in `dtype`, in the backward pass, too, and
     what adds their results, multiplies or moves them, keeps that dtype. An array of
-    yours makes float32 what it meets, as in PyTorch, but for parts of layers: biases,
-    gains, masks, and the statistics of norms. Sums, squares, exp, log, roots, divisions
+    yours makes float32 what it meets, as in PyTorch, but for parts of layers: biases
+    and gains, which are parameters, masks, and the statistics of norms. Sums, squares, exp, log, roots, divisions
     and differences compute in float32, in the backward pass, too: gradients of biases
     are sums. So do constants that `dtype` cannot hold, and whatever `autocast` does not
     know, such as kernels. Nothing in the function or in a library that it calls has to
@@ -60,7 +60,10 @@ def autocast(
 
     Args:
       fun: A function of arrays in any pytrees, for example a loss function. Other
-        leaves are static. Flax nnx modules may be arguments, and changes of their
+        leaves are static. The parameters are the arrays of the first argument that
+        has any: of the model itself in `autocast(model)(x)`, of the object of a method,
+        of `params` in `functools.partial(apply, params)`. Those of Flax nnx modules
+        are parameters anywhere, and other arrays then are data. Flax nnx modules may be arguments, and changes of their
         variables come back. It may close over arrays, but not over a module that it
         changes. If it is an `autocast` already, its `dtype` changes, and `float32` is
         added to it.

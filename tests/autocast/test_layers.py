@@ -142,5 +142,5 @@ def test_layers_of_a_symbolic_batch():
     (b,) = export.symbolic_shape("b")
     x = jax.ShapeDtypeStruct((b, 8), jnp.float32)
     for f in (instance, gain_first, root_mean_square):
-        cast = autocast(lambda p, x, f=f: f(p, x @ p.w + p.b) @ p.w)
+        cast = autocast(lambda p, x, f=f: f(p, p.b + x @ p.w) @ p.w)
         assert dtypes(cast, PARAMS, x) == ["float16", "float16"]

@@ -75,8 +75,8 @@ DATA = {
     "a norm times data": lambda p, x, d: rms(x @ p.w) * d,
     "a norm plus data": lambda p, x, d: rms(x @ p.w) * p.b + d,
     "a norm plus a table of parameters": lambda p, x, d: (
-        rms((x @ p.w).reshape(1, 16, 8)) * p.b + p.m
-    )[0],
+        (rms((x @ p.w).reshape(2, 8, 8)) * p.b + p.v).reshape(16, 8)
+    ),
     "an offset of data by a parameter": lambda p, x, d: (x - p.t) @ p.w + p.t,
     "an offset in a call": lambda p, x, d: (
         jax.jit(lambda x, t: jnp.abs(x - t))(x, p.t) @ p.w + p.t
@@ -129,8 +129,8 @@ PARTS = {
     "a gain of a norm in a loop": lambda p, x, d: (
         repeated(lambda h: rms(h) * p.b, x @ p.w)
     ),
-    "a gain of a product in a loop": lambda p, x, d: (
-        repeated(lambda h: h + (h @ p.w) * p.b, x @ p.w)
+    "a gain after a product in a loop": lambda p, x, d: (
+        repeated(lambda h: h + jax.nn.relu(h @ p.w) * p.b, x @ p.w)
     ),
     "a mask that is scaled": lambda p, x, d: x @ p.w * ((1 - masked(x)) / 0.9),
     "a mask that is selected": lambda p, x, d: x @ p.w * jnp.where(x > 0, 1.0, 0.5),
