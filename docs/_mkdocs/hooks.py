@@ -8,6 +8,7 @@ on GitHub. `reference.py` has the rest, for the API reference.
 import itertools
 import posixpath
 import re
+import textwrap
 from html import escape, unescape
 from pathlib import Path
 
@@ -72,13 +73,16 @@ PICTURE = re.compile(
 )
 IMAGE = re.compile(r"!\[([^\]]*)\]\((?!\w+:)([^)\s]+)\.png\)")
 PICTURE_OF_CELL = re.compile(r"!\[png\]")
-# The home page shows these parts of the README: the start, beside it what one gets, and
+# The home page shows these parts of the README: the start, beside it what one gains, and
 # the rest. A whole script is folded.
-PARTS = re.compile(r"^## (?=What you get|When the loss)", re.MULTILINE)
+PARTS = re.compile(r"^## (?=What you gain|Quickstart)", re.MULTILINE)
 SCRIPT = re.compile(
     r"^The script, `(.*?)`(.*?):\n\n(```python.*?```\n\n```.*?```)", re.M | re.S
 )
 ITSELF = re.compile(r"^\[Read the documentation\]\(.*?\)\. ", re.MULTILINE)
+# The sections of libraries of the quickstart are tabs, each with a whole script.
+QUICKSTART = "guide/quickstart.md"
+SECTION = re.compile(r"^### (.*)\n(.*?)(?=^##)", re.MULTILINE | re.DOTALL)
 TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 ROW = re.compile(r"<tr>(.*?)</tr>", re.DOTALL)
 CELL = re.compile(r"<(t[hd])>(.*?)</t[hd]>", re.DOTALL)
@@ -122,6 +126,8 @@ def on_page_markdown(markdown, page, config, files):
     if uri == FILES["README.md"]:
         page.meta["hide"] = ["navigation", "toc"]
         markdown = _home(BADGES.sub("", markdown))
+    if uri == QUICKSTART:
+        markdown = SECTION.sub(_as_tab, markdown)
     is_notebook = uri.startswith("notebooks/")
     source = SOURCES.get(uri, uri if is_notebook else f"docs/{uri}")
     if (ROOT / source).exists():
@@ -139,8 +145,13 @@ def on_page_content(html, page, **_):
     return TABLE.sub(lambda match: _with_numbers(match[0]), html)
 
 
+def _as_tab(section):
+    """Makes a section a tab, with the anchor that the heading would have."""
+    return f'=== "{section[1]}"\n{textwrap.indent(section[2], " " * 4)}'
+
+
 def _home(markdown):
-    """Puts what one gets beside the start, and folds the script."""
+    """Puts what one gains beside the start, and folds the script."""
     markdown = ITSELF.sub("", markdown)
     folded = r"<details markdown>\n<summary>The script, <code>\1</code>\2</summary>"
     folded += r"\n\n\3\n\n</details>"

@@ -13,7 +13,6 @@ from pages import page_blocks, page_fragments, run_blocks
 
 DEVICES = "docs/guide/many-devices.md"
 BY_DEFAULT = ["README.md", "docs/guide/use.md", "docs/guide/guard-a-run.md"]
-BY_DEFAULT += ["docs/guide/in-60-lines-of-optax.md"]
 GUIDE = {f"docs/guide/{path.name}" for path in ROOT.glob("docs/guide/*.md")}
 GUIDE |= {"docs/api/optimizer.md"}
 PAGES = ["README.md", *sorted(path for path in GUIDE - {DEVICES} if page_blocks(path))]
@@ -40,6 +39,8 @@ def reader(tmp_path, monkeypatch):
 def test_page(path, add_scalar):
     blocks = list(run_blocks(path))
     assert not any(printed for _, printed, _ in blocks)
+    if path == "README.md":
+        assert blocks[-1][2]["opt_state"].skipped_steps == 1
     if path.endswith("troubleshooting.md"):
         points = blocks[-1][2]["axes"].lines[0].get_xydata().tolist()
         assert points == [[step, 2.0**14] for step in range(50, 401, 50)]
