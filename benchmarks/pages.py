@@ -3,6 +3,7 @@
 `python -m benchmarks.pages` writes those of the README, of the guide and of `results`.
 """
 
+import datetime
 import itertools
 import re
 from pathlib import Path
@@ -24,7 +25,8 @@ from optax_lossscale.diagnostics import compare
 
 CPU = report.RESULTS / "cpu.json"
 ROOT = Path(__file__).parents[1]
-README, AUTOCAST = ROOT / "README.md", ROOT / "docs/guide/autocast.md"
+README = ROOT / "README.md"
+AUTOCAST, USE = (ROOT / f"docs/guide/{name}.md" for name in ("autocast", "use"))
 REPEATING = "minimize, retries=24"
 EXAMPLES = [ROOT / f"examples/{name}/README.md" for name in ("grpo", "language_model")]
 RESULTS = [report.RESULTS / name for name in ("casting.md", "retries.md", "steps.md")]
@@ -99,6 +101,7 @@ def on_a_gpu() -> dict[Path, list[str]]:
     cast, cast_by_hand = (ratios(*pair) for pair in pairs)
     more, more_by_hand = (ratios(*pair, memory) for pair in pairs)
     longest = max(gpu.ratios(found, *pairs[0]))
+    day = datetime.date.fromisoformat(found[gpu.MLP]["date"])
     return {
         STEPS: [
             f"takes {half} times as long as JAX's default, to bfloat16 {brain} times.",
@@ -107,7 +110,9 @@ def on_a_gpu() -> dict[Path, list[str]]:
             f"`DynamicScale` {min(flax):.2f} to {max(flax):.2f} times.",
             f"It needs at most {most:.2f} times the memory.",
             f"the three models take up to {longest:.2f} times as long.",
+            f"Measured on {day:%-d %B %Y},",
         ],
+        USE: [f"On a GPU it is [up to {100 * longest - 100:.0f}% slower]"],
         RETRIES: [
             f"takes {cast} times as long with `autocast`, and {cast_by_hand} times "
             "with casts by hand.",
