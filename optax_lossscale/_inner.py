@@ -139,10 +139,13 @@ def without_constants(params: Any) -> Any:
 
 
 def parameters_as_arrays(params: Any, grads: Any) -> Any:
-    """Returns parameters as strongly typed arrays where they have a gradient."""
+    """Returns parameters as strongly typed arrays, but numbers without a gradient."""
+
+    def array(x):
+        return strongly_typed(x) if is_array(x) else x
 
     def leaf(grad, param):
-        return param if grad is None else strongly_typed(param)
+        return jax.tree.map(array, param) if grad is None else strongly_typed(param)
 
     # Otherwise the structures differ, as with optax.lookahead.
     with contextlib.suppress(ValueError):
