@@ -180,7 +180,7 @@ def on_a_cpu() -> dict[Path, list[str]]:
             f"it loses {lost:.0f} batches of {retries.STEPS}.",
         ],
         AUTOCAST: [
-            f"In {len(errors)} models of Flax, Equinox, Haiku and Optax the worst "
+            f"In [{len(errors)} models](../../benchmarks/results/casting.md) the worst "
             f"gradient differs from float32 by {min(errors):.2f} to {max(errors):.0f}%",
         ],
     }
