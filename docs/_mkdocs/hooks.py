@@ -73,8 +73,8 @@ PICTURE = re.compile(
 )
 IMAGE = re.compile(r"!\[([^\]]*)\]\((?!\w+:)([^)\s]+)\.png\)")
 PICTURE_OF_CELL = re.compile(r"!\[png\]")
-# The home page shows these parts of the README: the start, beside it what one gains, and
-# the rest. A whole script is folded.
+# The home page shows these parts of the README: the start, beside it what one gains,
+# and the rest. A whole script is folded.
 PARTS = re.compile(r"^## (?=What you gain|Quickstart)", re.MULTILINE)
 SCRIPT = re.compile(
     r"^The script, `(.*?)`(.*?):\n\n(```python.*?```\n\n```.*?```)", re.M | re.S
