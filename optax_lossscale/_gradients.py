@@ -13,14 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from optax_lossscale import _check as check
+from optax_lossscale import _check as check, _modules
 from optax_lossscale._commit import barrier_on_cpu, is_recording
 from optax_lossscale._hints import MODULES, hint, is_of_module
-from optax_lossscale._modules import (
-    differentiated,
-    has_modules,
-    value_and_grad_of_nnx,
-)
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._scaling import scale_down, scale_up
@@ -95,14 +90,14 @@ def differentiate(
         for x in jax.tree.leaves(argnums):
             i = getattr(x, "argnum", x)  # nnx.DiffState chooses variables.
             if -len(args) <= i < len(args):  # Otherwise JAX says so.
-                given[i], joins[i] = differentiated(args[i])
+                given[i], joins[i] = _modules.differentiated(args[i])
                 if not given[i] and jax.tree.leaves(args[i]):
                     raise TypeError(
                         f"Argument {i} of loss_fn must hold a floating-point array, "
                         f"got {reprlib.repr(types_of(args[i]))}."
                     )
-        is_nnx = has_modules([given[i] for i in joins])
-        transform = value_and_grad_of_nnx if is_nnx else jax.value_and_grad
+        is_nnx = _modules.has_modules([given[i] for i in joins])
+        transform = _modules.value_and_grad_of_nnx if is_nnx else jax.value_and_grad
         transform = transform(of_parts, argnums=argnums, has_aux=has_aux)
         value, grads = transform(*given, **kwargs)
         is_one = not isinstance(argnums, tuple | list)

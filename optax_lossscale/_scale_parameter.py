@@ -12,14 +12,7 @@ import optax
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from optax_lossscale import _check as check, _gradients, _state, _step, _tree
-from optax_lossscale._modules import (
-    flax_nnx,
-    has_modules,
-    is_stateful,
-    parameters_of,
-    trainable,
-)
+from optax_lossscale import _check as check, _gradients, _modules, _state, _step, _tree
 from optax_lossscale._optimizer import LossScaleOptimizer
 from optax_lossscale._scaling import all_finite, on_all_devices, scale_up
 from optax_lossscale._step import Options
@@ -187,8 +180,8 @@ def with_loss_scale(
 
 
 def _scaled_loss(loss_fn, name, has_aux, params, /, *args, **kwargs) -> Any:
-    nnx = flax_nnx() if is_stateful(params) else None
-    if nnx is None and has_modules(params):
+    nnx = _modules.flax_nnx() if _modules.is_stateful(params) else None
+    if nnx is None and _modules.has_modules(params):
         raise TypeError(
             "params must be an nnx module itself, not a tree with modules in it. Write "
             f"model.{name} = nnx.Param(jnp.float32(initial_scale)), and pass the model."
@@ -203,7 +196,7 @@ def _scaled_loss(loss_fn, name, has_aux, params, /, *args, **kwargs) -> Any:
     # Zero in its place: a penalty on all parameters would add the scale to the loss.
     inside = place(join(arrays), jnp.zeros_like(leaf))
     args, kwargs = jax.tree.map(
-        lambda x: _unscaled(x, scale), (args, kwargs), is_leaf=is_stateful
+        lambda x: _unscaled(x, scale), (args, kwargs), is_leaf=_modules.is_stateful
     )
     if nnx is None:
         out = loss_fn(inside, *args, **kwargs)
@@ -221,9 +214,9 @@ def _scaled_loss(loss_fn, name, has_aux, params, /, *args, **kwargs) -> Any:
 
 def _unscaled(x: Any, scale: jax.Array) -> Any:
     """Unscales gradients with respect to an argument that is not the parameters."""
-    if not is_stateful(x):
+    if not _modules.is_stateful(x):
         return scale_gradient(x, 1 / scale)
-    nnx = flax_nnx()
+    nnx = _modules.flax_nnx()
     # A module of an outer trace cannot be changed, and gets no gradient here.
     with contextlib.suppress(sys.modules["flax.errors"].TraceContextError):
         if isinstance(x, nnx.Pytree):
@@ -325,7 +318,7 @@ def scale_as_parameter(
     options.warn_of_retries("scale_as_parameter")
 
     def init(params: optax.Params) -> Any:
-        params = trainable(params)
+        params = _modules.trainable(params)
         if jax.tree.leaves(params):  # optax.tree.map_params has a placeholder.
             _, _, params = _take_out(name, params, "params")
         return optimizer.init(params)
@@ -333,7 +326,7 @@ def scale_as_parameter(
     def update(
         updates, state, params=None, *, skip_if=None, **extra_args
     ) -> tuple[Any, Any]:
-        params = parameters_of(params, updates)
+        params = _modules.parameters_of(params, updates)
         place, old, params = _take_out(name, params, "params")
         _, flags, grads = _take_out(name, updates, "grads")
         # One flag, or one for each example.
