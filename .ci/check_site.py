@@ -34,7 +34,7 @@ QUERIES = {
     "inference float16": "guide/autocast/",
     "loss scale keeps dropping": "guide/troubleshooting/",
     "overflow": "guide/troubleshooting/",
-    "underflow": "guide/do-you-need-it/",
+    "underflow": "guide/troubleshooting/",
     "batchnorm": "guide/use/",
     "freeze layers": "recipes/lora/",
     "why not faster": "guide/why-not-faster/",

@@ -55,9 +55,11 @@ BOOSTS = {
 # What people type, and a page says in other words.
 WORDS = {
     "guide/autocast.md": ["inference", "layer in float32"],
+    "guide/coming-from-another-loss-scaler.md": ["Attempting to unscale FP16 gradients"],
+    "guide/do-you-need-it.md": ["TF32"],
     "guide/many-devices.md": ["multi-GPU"],
     "guide/troubleshooting.md": ["overflow", "scale keeps dropping"],
-    "guide/use.md": ["BatchNorm"],
+    "guide/use.md": ["BatchNorm", "clip_by_global_norm", "retries=24"],
     "recipes/lora.md": ["freeze layers"],
     "stability.md": ["pin a commit"],
 }
@@ -82,7 +84,7 @@ SCRIPT = re.compile(
 ITSELF = re.compile(r"^\[Read the documentation\]\(.*?\)\. ", re.MULTILINE)
 # The sections of libraries of the quickstart are tabs, each with a whole script.
 QUICKSTART = "guide/quickstart.md"
-SECTION = re.compile(r"^### (.*)\n(.*?)(?=^##)", re.MULTILINE | re.DOTALL)
+SECTION = re.compile(r"^### ([^\n]*)\n(.*?)(?=^##)", re.MULTILINE | re.DOTALL)
 TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 ROW = re.compile(r"<tr>(.*?)</tr>", re.DOTALL)
 CELL = re.compile(r"<(t[hd])>(.*?)</t[hd]>", re.DOTALL)
