@@ -55,7 +55,7 @@ BOOSTS = {
 # What people type, and a page says in other words.
 WORDS = {
     "guide/autocast.md": ["inference", "layer in float32"],
-    "guide/coming-from-another-loss-scaler.md": ["Attempting to unscale FP16 gradients"],
+    "guide/coming-from-another-loss-scaler.md": ["Attempting to unscale FP16"],
     "guide/do-you-need-it.md": ["TF32"],
     "guide/many-devices.md": ["multi-GPU"],
     "guide/troubleshooting.md": ["overflow", "scale keeps dropping"],
@@ -90,6 +90,7 @@ ROW = re.compile(r"<tr>(.*?)</tr>", re.DOTALL)
 CELL = re.compile(r"<(t[hd])>(.*?)</t[hd]>", re.DOTALL)
 # The first paragraph of a page, unless it begins with a link or a picture.
 PARAGRAPH = re.compile(r"<p>(?!<a|<img)(.*?)</p>", re.DOTALL)
+TAB = re.compile(r'<input\b[^>]* id="([^"]+)"')
 TAG = re.compile(r"<.*?>", re.DOTALL)
 LONG = 25  # characters: a cell in which a text wraps
 NUMBER = re.compile(r"\u2013|-?[\d.,]+( to [\d.]+|%)?")
@@ -141,6 +142,8 @@ def on_page_markdown(markdown, page, config, files):
 
 def on_page_content(html, page, **_):
     """Aligns the columns of numbers, and describes the page by its first paragraph."""
+    # Tabs are made after MkDocs has collected the anchors.
+    page.present_anchor_ids.update(TAB.findall(html))
     if paragraph := PARAGRAPH.search(html):
         text = unescape(TAG.sub("", paragraph[1].replace("<sup>", "^")))
         page.meta["description"] = escape(" ".join(text.split()))
