@@ -71,6 +71,7 @@ QUERIES = {
     "initial_scale": "api/optimizer/",
     "retries=24": "guide/use/",
     "trace_numerics": "api/trace/",
+    "gradient norm": "guide/troubleshooting/",
     "GAN": "recipes/several_losses/",
     "NumPyro": "guide/in-a-trainer/",
 }

@@ -93,7 +93,7 @@ PARAGRAPH = re.compile(r"<p>(?!<a|<img)(.*?)</p>", re.DOTALL)
 TAB = re.compile(r'<input\b[^>]* id="([^"]+)"')
 TAG = re.compile(r"<.*?>", re.DOTALL)
 LONG = 25  # characters: a cell in which a text wraps
-NUMBER = re.compile(r"\u2013|-?[\d.,]+( to [\d.]+|%)?")
+NUMBER = re.compile(r"\u2013|-?[\d.,]+( to [\d.]+|%|x| GB)?")
 VERSION = re.compile(r"^## \[(.*)\] - (.*)$", re.MULTILINE)
 
 
