@@ -58,7 +58,7 @@ WORDS = {
     "guide/coming-from-another-loss-scaler.md": ["Attempting to unscale FP16"],
     "guide/do-you-need-it.md": ["TF32"],
     "guide/many-devices.md": ["multi-GPU"],
-    "guide/troubleshooting.md": ["overflow", "scale keeps dropping"],
+    "guide/troubleshooting.md": ["overflow", "scale keeps dropping", "gradient norm"],
     "guide/use.md": ["BatchNorm", "clip_by_global_norm", "retries=24"],
     "recipes/lora.md": ["freeze layers"],
     "stability.md": ["pin a commit"],
