@@ -237,9 +237,10 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             before `retries` was switched on; if `transform` differentiates with respect
             to other arguments; with `retries`, if devices communicate along an axis
             that `axis_name` does not name, and for a reverse-mode derivative.
-          TypeError: If the loss is not a real scalar; if `params` hold no floating-point
-            number; if `transform` returns no value; if `skip_if` does not return a bool; if the inner state came back in half
-            precision; with `retries`, if `loss_fn` writes a `jax.Ref` of outside.
+          TypeError: If the loss is not a real scalar; if `params` hold no
+            floating-point number; if `transform` returns no value; if `skip_if` does
+            not return a bool; if the inner state came back in half precision; with
+            `retries`, if `loss_fn` writes a `jax.Ref` of outside.
 
         Warns:
           UserWarning: If the scale of `state` is a constant in a function that JAX
