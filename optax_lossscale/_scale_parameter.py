@@ -292,7 +292,9 @@ def scale_as_parameter(
     Returns:
       An optimizer whose `init` and `update` take all parameters, and whose state is a
       `LossScaleOptimizerState`. The update of the scale is the new scale minus the old
-      one. `update` takes `skip_if`, and `value` if the loss is checked.
+      one. So a scale that was restored as inf or nan stays it, and all steps are
+      skipped: `report(state, params)` says what to write. `update` takes `skip_if`, and
+      `value` if the loss is checked.
 
     Raises:
       ValueError: When called, unless the parameters, and their gradients, hold one
@@ -329,8 +331,10 @@ def scale_as_parameter(
         params = _modules.parameters_of(params, updates)
         place, old, params = _take_out(name, params, "params")
         _, flags, grads = _take_out(name, updates, "grads")
+        # No addition leads back from inf or nan: `report` says what does.
+        is_lost = ~jnp.isfinite(old)
         # One flag, or one for each example.
-        seen = _look(options, grads, state, jnp.any(flags != 0))
+        seen = _look(options, grads, state, jnp.any(flags != 0), is_lost)
         if "grad" in extra_args:
             _, _, extra_args["grad"] = _take_out(name, extra_args["grad"], "grads")
         if (of_all := extra_args.get("value_fn")) is not None:
@@ -342,23 +346,32 @@ def scale_as_parameter(
         new_scale = options.loss_scale(state.loss_scale_state)
         # optax.apply_updates adds the difference. If the scale falls by more than
         # 2**23, it rounds to minus the old scale, and the sum would be 0: fall less.
-        return place(updates, jnp.maximum(new_scale, old * 2.0**-23) - old), state
+        change = jnp.maximum(new_scale, old * 2.0**-23) - old
+        return place(updates, jnp.where(is_lost, 0, change)), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _look(options: Options, grads: Any, state: Any, overflow: jax.Array) -> _step.Look:
-    """Shows an overflow, of which the gradient of the scale tells, to the rule."""
+def _look(
+    options: Options, grads: Any, state: Any, overflow: jax.Array, is_lost: jax.Array
+) -> _step.Look:
+    """Shows an overflow, of which the gradient of the scale tells, to the rule.
+
+    If the scale among the parameters is lost, the rule learns nothing, and the step is
+    skipped.
+    """
     rule = options.loss_scale
     _state.check_state(state, rule, options.retries)
     true_grads = jax.tree.map(
         lambda x: jnp.where(overflow, jnp.nan, x) if _tree.is_inexact(x) else x, grads
     )
-    seen = _step.look(rule, true_grads, state.loss_scale_state, options.axis_name)
-    if rule.skip_nonfinite:
-        return seen
-    # The rule would apply the zeros.
-    return seen._replace(finite=on_all_devices(~overflow, options.axis_name))
+    before, after, finite = _step.look(
+        rule, true_grads, state.loss_scale_state, options.axis_name
+    )
+    if not rule.skip_nonfinite:  # The rule would apply the zeros.
+        finite = on_all_devices(~overflow, options.axis_name)
+    kept = _tree.cast_like(_state.within_bounds(rule, before), after)
+    return _step.Look(before, _tree.select(is_lost, kept, after), finite & ~is_lost)
 
 
 def _take_out(

@@ -42,6 +42,10 @@ RESTORE = (
     "updates that are not finite, chain optax.apply_if_finite(optax.identity(), 5) "
     "after the inner optimizer. Keep returned statistics by select_applied.",
 )
+SCALE = (
+    "If {0} is the scale of scale_as_parameter, no step leads back from inf or nan. "
+    "Write {0} = optimizer.current_loss_scale(state), with the LossScaleOptimizer."
+)
 BEGUN = "Restore a checkpoint, unless the optimizer begins with inf, as lbfgs does."
 # What no state tells: the loss, gradients that were never scaled, and a forward pass
 # whose overflow a later line hides.
@@ -61,7 +65,8 @@ RETRIED = (
 FROZEN = (
     "If the trace finds nothing at this scale, make sure that value_and_grad and "
     "get_scaled_loss are called inside the step, with the current state: a function "
-    "made once before the loop keeps the first scale."
+    "made once before the loop keeps the first scale. With scale_as_parameter, see "
+    "whether the scale among the parameters is finite: report(state, params)."
 )
 LOSS, GRADIENTS, GO_ON = (
     "If the loss is not finite, look for inf and nan in data and parameters, and for "
@@ -248,6 +253,10 @@ def report(state: Any, params: optax.Params | None = None) -> Report:
         names = "; ".join(map(str, nonfinite[:SHOWN]))
         diagnosis = f"Not finite: {names}{more}. {diagnosis}"
         advice = RESTORE if is_broken else [BEGUN, *advice]
+        # A lost scale keeps all else as it was.
+        params = [x for x in nonfinite if x.name.startswith("params")]
+        if [(x.shape, x.dtype) for x in params] == [((), "float32")]:
+            advice = [SCALE.format(params[0].name), *advice]
     is_healthy = read["measure"] < 1 and not is_broken
     numbers = map(read.get, Report._fields[3:])
     return Report._make([is_healthy, diagnosis, tuple(advice), *numbers])
