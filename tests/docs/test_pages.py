@@ -1,7 +1,6 @@
 """The code of the README and of the guide runs as pasted, and prints what is shown."""
 
 import re
-import sys
 from unittest import mock
 
 import jax
@@ -9,21 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import ROOT, assert_same_bits, exhaustive_but
-from pages import page_blocks, page_fragments, run_blocks
+from pages import page_blocks, run_blocks
 
 DEVICES = "docs/guide/many-devices.md"
 BY_DEFAULT = ["README.md", "docs/guide/use.md", "docs/guide/guard-a-run.md"]
 GUIDE = {f"docs/guide/{path.name}" for path in ROOT.glob("docs/guide/*.md")}
 GUIDE |= {"docs/api/optimizer.md"}
 PAGES = ["README.md", *sorted(path for path in GUIDE - {DEVICES} if page_blocks(path))]
-
-
-@pytest.fixture
-def add_scalar(monkeypatch):
-    """Returns what stands for the method of a writer of tensorboardX."""
-    module = mock.Mock()
-    monkeypatch.setitem(sys.modules, "tensorboardX", module)
-    return module.SummaryWriter.return_value.add_scalar
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +27,7 @@ def reader(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", exhaustive_but(PAGES, BY_DEFAULT))
-def test_page(path, add_scalar):
+def test_page(path):
     blocks = list(run_blocks(path))
     assert not any(printed for _, printed, _ in blocks)
     if path == "README.md":
@@ -44,12 +35,17 @@ def test_page(path, add_scalar):
     if path.endswith("troubleshooting.md"):
         points = blocks[-1][2]["axes"].lines[0].get_xydata().tolist()
         assert points == [[step, 2.0**14] for step in range(50, 401, 50)]
-        # Not pasted with the rest, because not everybody has this package.
-        for code in filter(re.compile("train_and_log").search, page_fragments(path)):
-            exec(code, blocks[-1][2])
-        _, values, steps = zip(*(x.args for x in add_scalar.mock_calls), strict=True)
+        # What writes to packages that not everybody has.
+        scope = blocks[-1][2] | {"writer": mock.Mock(), "run": mock.Mock()}
+        text = (ROOT / path).read_text()
+        for_board, for_wandb = re.findall(r"`(lambda step, x: .*?|run\.log.*?)`", text)
+        scope["train_and_log"](eval(for_board, scope))
+        calls = scope["writer"].add_scalar.mock_calls
+        _, values, steps = zip(*(x.args for x in calls), strict=True)
         assert list(dict.fromkeys(steps)) == [100, 200, 300, 400]
         assert {type(x) for x in values} == {float}
+        eval(for_wandb, scope | {"step": 7, "x": {"loss": jnp.float32(2)}})
+        scope["run"].log.assert_called_once_with({"loss": 2.0}, step=7)
 
 
 def test_the_diff_of_the_readme_ends_in_its_script():
