@@ -67,8 +67,7 @@ def make(code, inner=INNER):
 
 def by_update(optimizer, note):
     """Makes a step in two halves, with the extra arguments that the note names."""
-    is_ours = isinstance(optimizer, LossScaleOptimizer)
-    scaler = optimizer if is_ours else LossScaleOptimizer(optax.identity())
+    scaler = LossScaleOptimizer(optax.identity())
 
     def step(params, state, target, factor):
         def value_fn(params):
@@ -76,8 +75,8 @@ def by_update(optimizer, note):
 
         value, grads = scaler.value_and_grad(value_fn, state)(trained(params))
         every = {"value": value, "grad": grads, "value_fn": value_fn}
-        every["obj_fn"] = value_fn
         every["grad_fn"] = lambda params, _: jax.grad(value_fn)(params)
+        every["obj_fn"] = value_fn
         extra = {name: x for name, x in every.items() if f"`{name}`" in note}
         updates, state = optimizer.update(grads, state, params, **extra)
         return optax.apply_updates(params, updates), state
