@@ -319,7 +319,7 @@ def scale_as_parameter(
     options = optimizer._options
     options.warn_of_retries("scale_as_parameter")
 
-    def init(params: optax.Params) -> Any:
+    def init(params: Any) -> Any:
         params = _modules.trainable(params)
         if jax.tree.leaves(params):  # optax.tree.map_params has a placeholder.
             _, _, params = _take_out(name, params, "params")

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from optax_lossscale import _check as check
 from optax_lossscale._rules.fixed import FixedLossScaleState
@@ -148,7 +147,7 @@ class Report(NamedTuple):
         return "\n".join(lines)
 
 
-def report(state: Any, params: optax.Params | None = None) -> Report:
+def report(state: Any, params: Any = None) -> Report:
     """Says how loss scaling is doing, and what to do next.
 
     Training is not healthy if 100 steps in a row were skipped although the scale was at
@@ -254,15 +253,15 @@ def report(state: Any, params: optax.Params | None = None) -> Report:
         diagnosis = f"Not finite: {names}{more}. {diagnosis}"
         advice = RESTORE if is_broken else [BEGUN, *advice]
         # A lost scale keeps all else as it was.
-        params = [x for x in nonfinite if x.name.startswith("params")]
-        if [(x.shape, x.dtype) for x in params] == [((), "float32")]:
-            advice = [SCALE.format(params[0].name), *advice]
+        broken = [x for x in nonfinite if x.name.startswith("params")]
+        if [(x.shape, x.dtype) for x in broken] == [((), "float32")]:
+            advice = [SCALE.format(broken[0].name), *advice]
     is_healthy = read["measure"] < 1 and not is_broken
     numbers = map(read.get, Report._fields[3:])
     return Report._make([is_healthy, diagnosis, tuple(advice), *numbers])
 
 
-def check_health(state: Any, params: optax.Params | None = None) -> Report:
+def check_health(state: Any, params: Any = None) -> Report:
     """Raises an error if training makes no progress, and says what to do.
 
     A compiled step cannot raise an error, so training may skip every step unnoticed.

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale import _check as check
@@ -92,7 +91,7 @@ class Float32Lines(NamedTuple):
 
 def float32_lines(
     loss_fn: Callable[..., Any],
-    params: optax.Params,
+    params: Any,
     /,
     *args: Any,
     state: Any = None,

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale import _check as check
@@ -116,7 +115,7 @@ def wrapped(text: str) -> str:
 
 def trace_numerics(
     loss_fn: Callable[..., Any],
-    params: optax.Params,
+    params: Any,
     /,
     *args: Any,
     state: Any = None,
