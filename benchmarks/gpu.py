@@ -1,7 +1,7 @@
 """Measures training steps on the GPU of this machine, in each way of training.
 
 `python -m benchmarks.gpu` runs three models and writes `results/gpu.json`. All ways run
-in turns. `python -m optax_lossscale.diagnostics.compare FILE` measures a step of yours.
+in turns. `optax_lossscale.diagnostics.compare` measures a step of yours.
 """
 
 import functools
@@ -15,10 +15,10 @@ import optax
 
 from benchmarks import by_hand, report
 from benchmarks.by_hand import SCALE
-from benchmarks.systems import flax_scale, in_two, minimize, static
+from benchmarks.systems import flax_scale, in_two, minimize, plain, static
 from optax_lossscale import autocast
-from optax_lossscale.diagnostics import compare
-from optax_lossscale.diagnostics.compare import BFLOAT16, FLOAT32, TF32, Way
+from optax_lossscale.diagnostics import _compare
+from optax_lossscale.diagnostics._compare import BFLOAT16, FLOAT32, TF32, Way
 
 RESULTS = report.RESULTS / "gpu.json"
 OPTIMIZER = optax.adamw(1e-4)
@@ -45,6 +45,12 @@ def ways(
     """Returns the ways to train: a loss as it is, and one with casts by hand."""
     step, ours = functools.partial(minimize, OPTIMIZER), {"initial_scale": SCALE}
     finite = optax.apply_if_finite(OPTIMIZER, 5)
+    exact = plain(OPTIMIZER, float32)
+
+    def exact_step(*args):
+        with jax.default_matmul_precision("highest"):
+            return exact.step(*args)
+
     systems = {
         OURS: in_two(OPTIMIZER, autocast(float32), **ours),
         STATIC: static(OPTIMIZER, float16, SCALE),
@@ -56,8 +62,8 @@ def ways(
         RETRIES: step(float16, retries=24, **ours),
     }
     return {
-        FLOAT32: compare.plain(float32, OPTIMIZER)._replace(precision="highest"),
-        **compare.ways(float32, OPTIMIZER, **ours),
+        FLOAT32: Way(exact.init, exact_step),
+        **_compare.ways(float32, OPTIMIZER, **ours),
         **{name: Way(system.init, system.step) for name, system in systems.items()},
     }
 
@@ -123,7 +129,8 @@ def main() -> None:
     for name, make_model in MODELS.items():
         params, batch, make = make_model()
         systems = ways(make(jnp.float32), make(jnp.float16))
-        rows = compare.measure(systems, arrays(params), arrays(batch))
+        rows = _compare.measure(systems, arrays(params), arrays(batch))
+        rows = [{"way": way} | row for way, row in rows.items()]
         found[name] = {**report.about(), "rows": rows}
         report.save(RESULTS, found)
         print(table({name: found[name]}), flush=True)

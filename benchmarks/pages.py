@@ -20,7 +20,7 @@ from benchmarks import (
 )
 from benchmarks.compiled import H100, TPU
 from benchmarks.systems import PLAIN
-from optax_lossscale.diagnostics import compare
+from optax_lossscale.diagnostics import _compare
 
 CPU = report.RESULTS / "cpu.json"
 ROOT = Path(__file__).parents[1]
@@ -98,7 +98,7 @@ def on_a_gpu() -> dict[Path, list[str]]:
     flax, memory = gpu.ratios(found, gpu.FLAX), "temp_bytes"
     most = max(gpu.ratios(found, gpu.SCALED, number=memory))
     sizes = {row["way"]: row[memory] / 1e6 for row in found[gpu.MLP]["rows"]}
-    pairs = (compare.RETRIES, compare.MINIMIZE), (gpu.RETRIES, gpu.SCALED)
+    pairs = (_compare.RETRIES, _compare.MINIMIZE), (gpu.RETRIES, gpu.SCALED)
     cast, cast_by_hand = (ratios(*pair) for pair in pairs)
     more, more_by_hand = (ratios(*pair, memory) for pair in pairs)
     longest = max(gpu.ratios(found, *pairs[0]))
@@ -106,7 +106,7 @@ def on_a_gpu() -> dict[Path, list[str]]:
         DTYPES: [
             f"takes {half} times as long as JAX's default, to bfloat16 {brain} times.",
             f"It needs {sizes[gpu.OURS]:.0f} MB of temporary memory, and "
-            f"{sizes[compare.TF32]:.0f} MB in TF32",
+            f"{sizes[_compare.TF32]:.0f} MB in TF32",
             f"`DynamicScale` {min(flax):.2f} to {max(flax):.2f} times.",
             f"It needs at most {most:.2f} times the memory.",
             f"the three models take up to {longest:.2f} times as long.",

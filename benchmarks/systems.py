@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lossscale import LossScaleOptimizer, scale_as_parameter, with_loss_scale
-from optax_lossscale.diagnostics import compare
+from optax_lossscale.diagnostics import _compare
 
 PLAIN, PLAIN_KERAS = "optax, no scaling", "Keras 3, no scaling"
 OPTIMIZERS = {"sgd": optax.sgd(1e-3), "adam": optax.adam(1e-3)}
@@ -67,8 +67,12 @@ def _scaled_grad(loss_fn, scale, params, batch):
 
 def plain(inner, loss_fn):
     """Returns the step of an optimizer without loss scaling."""
-    way = compare.plain(loss_fn, inner)
-    return System(way.init, way.step)
+
+    def step(params, state, *batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, *batch)
+        return *_apply(inner, grads, state, params), loss
+
+    return System(inner.init, step)
 
 
 def static(inner, loss_fn, scale):
@@ -84,7 +88,7 @@ def static(inner, loss_fn, scale):
 
 def minimize(inner, loss_fn, **options):
     """Returns the step of `minimize`, given options of `LossScaleOptimizer`."""
-    way = compare.minimize(loss_fn, inner, **options)
+    way = _compare.minimize(loss_fn, inner, **options)
     return System(way.init, way.step)
 
 

@@ -10,7 +10,8 @@ PARAMETERS = (
 )
 DEVICES = (
     "axis_name of LossScaleOptimizer must be an axis of jax.pmap, jax.shard_map or "
-    "jax.vmap around this step. Under jax.jit alone leave it out: arrays may be sharded."
+    "jax.vmap around this step. Under jax.jit alone, also with sharded arrays, leave "
+    "it out."
 )
 MODULES = (
     "The function changes a Flax nnx module that it closes over, or that is not its "

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_lossscale._modules import has_settings
 from optax_lossscale._tree import (
     difference,
     in_half,
@@ -127,10 +128,11 @@ def without_constants(params: Any) -> Any:
     Python integers are constants too, as JAX computes no gradients for them, and so are
     integers of 4 bits, which JAX does not add to other numbers.
     """
+    numbers = () if has_settings(params) else (float, complex)
 
     def chosen(leaf):
         if not hasattr(leaf, "dtype"):
-            return leaf if isinstance(leaf, float | complex) else None
+            return leaf if isinstance(leaf, numbers) else None
         is_int = jnp.issubdtype(leaf.dtype, jnp.integer)
         is_number = not is_key(leaf) and not (is_int and jnp.iinfo(leaf.dtype).bits < 8)
         return leaf if is_number else None
@@ -139,10 +141,13 @@ def without_constants(params: Any) -> Any:
 
 
 def parameters_as_arrays(params: Any, grads: Any) -> Any:
-    """Returns parameters as strongly typed arrays where they have a gradient."""
+    """Returns parameters as strongly typed arrays, but numbers without a gradient."""
+
+    def array(x):
+        return strongly_typed(x) if is_array(x) else x
 
     def leaf(grad, param):
-        return param if grad is None else strongly_typed(param)
+        return jax.tree.map(array, param) if grad is None else strongly_typed(param)
 
     # Otherwise the structures differ, as with optax.lookahead.
     with contextlib.suppress(ValueError):

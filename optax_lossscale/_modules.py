@@ -42,6 +42,12 @@ def has_modules(tree: Any) -> bool:
     return flax_nnx() is not None and bool(nodes_of(flax_nnx().Pytree, tree))
 
 
+def has_settings(tree: Any) -> bool:
+    """Whether Python numbers in a tree are settings, as those of Equinox modules."""
+    equinox = sys.modules.get("equinox")
+    return equinox is not None and bool(nodes_of(equinox.Module, tree))
+
+
 def trainable(tree: Any) -> Any:
     """Returns a tree with a `State` of its parameters in place of each module."""
 
@@ -55,16 +61,15 @@ def differentiated(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
     """Takes the parts with a gradient out of a tree, as `split_arrays` takes arrays.
 
     These are floating-point numbers, and modules, of which Flax differentiates the
-    parameters. Python numbers in an Equinox module are settings, as for Equinox.
+    parameters.
 
     Returns:
       The parts, and a function that joins other parts with the rest of the tree, or
       gradients with None in the place of the rest.
     """
-    equinox = sys.modules.get("equinox")
-    has_settings = equinox is not None and bool(nodes_of(equinox.Module, tree))
+    only_arrays = has_settings(tree)
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_module)
-    numbers = [is_inexact(x) and (is_array(x) or not has_settings) for x in leaves]
+    numbers = [is_inexact(x) and (is_array(x) or not only_arrays) for x in leaves]
     chosen = [is_module(x) or y for x, y in zip(leaves, numbers, strict=True)]
 
     def join(parts, rest=leaves):

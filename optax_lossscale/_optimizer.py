@@ -1,7 +1,7 @@
 """The public optimizer: its methods are documented here and call the step."""
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, Concatenate, overload
 
 import jax
 import optax
@@ -14,7 +14,7 @@ from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._scaling import all_finite
 from optax_lossscale._state import LossScaleOptimizerState, find_rule_state, find_state
 from optax_lossscale._step import Options
-from optax_lossscale._tree import unbox
+from optax_lossscale._tree import Args, Out, Tree, unbox
 
 # What a subclass must not override: `minimize` is one step, and calls no other method.
 STEP = ("init", "update", "value_and_grad", "apply_gradients", "minimize")
@@ -170,7 +170,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         return _without_attributes, (type(self),), vars(self)
 
     def init(  # pyright: ignore[reportIncompatibleVariableOverride]
-        self, params: optax.Params
+        self, params: Any
     ) -> LossScaleOptimizerState:
         """Initializes the inner optimizer and the loss scale.
 
@@ -193,16 +193,16 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
     def minimize(
         self,
-        loss_fn: Callable[..., Any],
-        params: optax.Params,
+        loss_fn: Callable[Concatenate[Tree, ...], Out],
+        params: Tree,
         state: LossScaleOptimizerState,
         /,
         *args: Any,
         has_aux: bool = False,
         transform: Callable[..., Any] | None = None,
-        skip_if: Callable[[Any, Any], Any] | jax.Array | bool | None = None,
+        skip_if: Callable[[Out, Any], Any] | jax.Array | bool | None = None,
         **kwargs: Any,
-    ) -> tuple[optax.Params, LossScaleOptimizerState, Any]:
+    ) -> tuple[Tree, LossScaleOptimizerState, Out]:
         """Takes one whole training step: loss, gradients, update.
 
         You cannot reduce gradients over devices in between. So under `jax.pmap`, use
@@ -288,7 +288,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         def value_fn(proposed):
             proposed = as_parameters(proposed, old)
             model = _modules.with_parameters(params, proposed, in_place=False)
-            out = loss_fn(model, *args, **kwargs)
+            out: Any = loss_fn(model, *args, **kwargs)
             return out[0] if has_aux else out
 
         loss = value[0] if has_aux else value
@@ -306,13 +306,13 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
     def value_and_grad(
         self,
-        fun: Callable[..., Any],
+        fun: Callable[Args, Out],
         state: Any,
         argnums: int | tuple[int, ...] = 0,
         has_aux: bool = False,
         *,
         transform: Callable[..., Any] | None = None,
-    ) -> Callable[..., Any]:
+    ) -> Callable[Args, tuple[Out, Any]]:
         """Makes a function that returns the value and unscaled gradients of `fun`.
 
         Call this inside the training step, with the current state. A function that you
@@ -381,13 +381,13 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
     def update(  # pyright: ignore[reportIncompatibleVariableOverride]
         self,
-        updates: optax.Updates,
+        updates: Any,
         state: LossScaleOptimizerState,
-        params: optax.Params | None = None,
+        params: Any = None,
         *,
         skip_if: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
-    ) -> tuple[optax.Updates, LossScaleOptimizerState]:
+    ) -> tuple[Any, LossScaleOptimizerState]:
         """Transforms gradients and advances the loss scale, or skips the step.
 
         The inner optimizer computes in at least float32, even if parameters or
@@ -430,13 +430,13 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
     def apply_gradients(
         self,
-        grads: optax.Updates,
-        params: optax.Params,
+        grads: Any,
+        params: Tree,
         state: LossScaleOptimizerState,
         *,
         skip_if: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
-    ) -> tuple[optax.Params, LossScaleOptimizerState]:
+    ) -> tuple[Tree, LossScaleOptimizerState]:
         """Updates parameters with unscaled gradients, or skips the step.
 
         Like `update` with `optax.apply_updates`, but a skipped step adds nothing.
@@ -491,6 +491,12 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         """
         return self.loss_scale(find_rule_state(state, self.loss_scale))
 
+    @overload
+    def get_scaled_loss(
+        self, loss: Callable[Args, Any], state: Any
+    ) -> Callable[Args, jax.Array]: ...
+    @overload
+    def get_scaled_loss(self, loss: jax.typing.ArrayLike, state: Any) -> jax.Array: ...
     def get_scaled_loss(self, loss: Any, state: Any) -> Any:
         """Multiplies a loss by the current scale.
 
@@ -537,7 +543,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         """
         return _gradients.scale_loss(self.loss_scale, loss, state)
 
-    def get_unscaled_gradients(self, grads: optax.Updates, state: Any) -> optax.Updates:
+    def get_unscaled_gradients(self, grads: Tree, state: Any) -> Tree:
         """Divides gradients by the current scale.
 
         Args:

@@ -13,14 +13,21 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from optax_lossscale import _check as check, _gradients, _state, _step, _tree
-from optax_lossscale._modules import flax_nnx, is_stateful
+from optax_lossscale._modules import (
+    flax_nnx,
+    has_modules,
+    is_stateful,
+    parameters_of,
+    trainable,
+)
 from optax_lossscale._optimizer import LossScaleOptimizer
 from optax_lossscale._scaling import all_finite, on_all_devices, scale_up
 from optax_lossscale._step import Options
+from optax_lossscale._tree import Args, Out, Tree
 from optax_lossscale._warn import warn
 
 
-def scale_gradient(tree: Any, scale: jax.typing.ArrayLike) -> Any:
+def scale_gradient(tree: Tree, scale: jax.typing.ArrayLike) -> Tree:
     """Returns its argument, whose gradients are multiplied by a scale.
 
     The value stays as it is. Multiply the gradients at one point, and divide them at
@@ -92,8 +99,8 @@ def _(primals, tangents):
 
 
 def with_loss_scale(
-    loss_fn: Callable[..., Any], name: str = "loss_scale", has_aux: bool = False
-) -> Callable[..., Any]:
+    loss_fn: Callable[Args, Out], name: str = "loss_scale", has_aux: bool = False
+) -> Callable[Args, Out]:
     """Makes a loss function with true gradients, for a trainer that computes them.
 
     Pass the result to the trainer in place of `loss_fn`, and `scale_as_parameter(
@@ -179,8 +186,13 @@ def with_loss_scale(
     return scaled_loss
 
 
-def _scaled_loss(loss_fn, name, has_aux, params, /, *args, **kwargs):
+def _scaled_loss(loss_fn, name, has_aux, params, /, *args, **kwargs) -> Any:
     nnx = flax_nnx() if is_stateful(params) else None
+    if nnx is None and has_modules(params):
+        raise TypeError(
+            "params must be an nnx module itself, not a tree with modules in it. Write "
+            f"model.{name} = nnx.Param(jnp.float32(initial_scale)), and pass the model."
+        )
     tree = nnx.state(params) if nnx else params
     place, leaf, rest = _take_out(name, tree, "params")
     scale = jnp.clip(leaf, check.SMALLEST_SCALE, check.LARGEST_SCALE)
@@ -313,6 +325,7 @@ def scale_as_parameter(
     options.warn_of_retries("scale_as_parameter")
 
     def init(params: optax.Params) -> Any:
+        params = trainable(params)
         if jax.tree.leaves(params):  # optax.tree.map_params has a placeholder.
             _, _, params = _take_out(name, params, "params")
         return optimizer.init(params)
@@ -320,6 +333,7 @@ def scale_as_parameter(
     def update(
         updates, state, params=None, *, skip_if=None, **extra_args
     ) -> tuple[Any, Any]:
+        params = parameters_of(params, updates)
         place, old, params = _take_out(name, params, "params")
         _, flags, grads = _take_out(name, updates, "grads")
         # One flag, or one for each example.

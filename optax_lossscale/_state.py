@@ -11,6 +11,7 @@ from jax import lax
 from optax_lossscale import _tree
 from optax_lossscale._modules import is_stateful
 from optax_lossscale._rules.base import LossScale
+from optax_lossscale._tree import Tree
 from optax_lossscale._warn import warn
 
 # Where a state comes from, and where it goes: a checkpoint may return a dictionary.
@@ -191,7 +192,7 @@ def warn_if_in_multi_steps(state: Any) -> None:
         )
 
 
-def select_applied(state: Any, new: Any, old: Any) -> Any:
+def select_applied(state: Any, new: Tree, old: Tree) -> Tree:
     """Returns new values after an applied step, and old ones after a skipped step.
 
     Use it for values that the step computes besides the parameters: batch statistics,

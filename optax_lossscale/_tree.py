@@ -2,12 +2,18 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+# The user's types: a tree, such as the parameters; the arguments of a function, and its
+# result, such as a loss, or a loss with auxiliary data.
+Tree = TypeVar("Tree")
+Args = ParamSpec("Args")
+Out = TypeVar("Out")
 
 
 def is_float0(leaf: Any) -> bool:

@@ -3,7 +3,7 @@
 import functools
 import types
 from collections.abc import Callable
-from typing import Any, Literal, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Literal, Protocol, overload
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,15 @@ from optax_lossscale._autocast.program import Step, read
 from optax_lossscale._autocast.states import Planner, is_float32
 from optax_lossscale._hints import MODULES, hint, is_of_module
 from optax_lossscale._modules import Modules
-from optax_lossscale._tree import Template, is_argument, is_inexact, split_arrays
+from optax_lossscale._tree import (
+    Args,
+    Out,
+    Template,
+    is_argument,
+    is_inexact,
+    split_arrays,
+)
 from optax_lossscale._warn import warn
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class _Scalar(Protocol):
@@ -36,12 +40,12 @@ Dtype = Literal["float16", "bfloat16"] | np.dtype[Any] | type[Any] | _Scalar
 
 @overload
 def autocast(
-    fun: Callable[P, R], dtype: Dtype = jnp.float16, *, float32: Any = ()
-) -> Callable[P, R]: ...
+    fun: Callable[Args, Out], dtype: Dtype = jnp.float16, *, float32: Any = ()
+) -> Callable[Args, Out]: ...
 @overload
 def autocast(
     fun: None = None, dtype: Dtype = jnp.float16, *, float32: Any = ()
-) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+) -> Callable[[Callable[Args, Out]], Callable[Args, Out]]: ...
 def autocast(
     fun: Callable[..., Any] | None = None,
     dtype: Dtype = jnp.float16,
@@ -127,7 +131,7 @@ def autocast(
 
     told: list[str] = []  # It warns once.
 
-    @functools.wraps(fun, updated=())
+    @functools.wraps(written, updated=())
     def cast(*args, **kwargs):
         def flat(*arrays):
             (args, kwargs), changes = modules.join(join(arrays))

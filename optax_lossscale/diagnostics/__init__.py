@@ -4,6 +4,7 @@ The functions are pure, and you may call them under `jax.jit`, unless their
 documentation says that they run on the host.
 """
 
+from optax_lossscale.diagnostics._compare import compare as compare
 from optax_lossscale.diagnostics._metrics import metrics as metrics
 from optax_lossscale.diagnostics._nonfinite import (
     NonfiniteGradient as NonfiniteGradient,

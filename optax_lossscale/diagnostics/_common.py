@@ -2,6 +2,7 @@
 
 import math
 import numbers
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,11 @@ def on_auto_axes(function: Callable[[jax.Array], Any], x: jax.Array) -> Any:
     axes = {"axes": mesh.explicit_axes, "out_sharding": replicated}
     with jax.sharding.use_abstract_mesh(mesh):  # JAX 0.8 finds it nowhere else.
         return jax.sharding.auto_axes(function, **axes)(x)
+
+
+def is_watched() -> bool:
+    """Whether somebody sees lines of progress: at a terminal, or in a notebook."""
+    return sys.stderr.isatty() or hasattr(sys, "ps1")
 
 
 def power(number: float) -> str:

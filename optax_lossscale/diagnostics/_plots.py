@@ -102,8 +102,9 @@ def plot_history(
     all of them: the legend counts the steps, and the crosses if these are fewer. The
     cross of the first record stands for all skipped steps until then, since training
     began; the legend says how many, if several. A cross is drawn at the scale of the
-    record before, which the step used. There a short line marks backward passes that
-    were repeated, by `retries`.
+    record before, which the step used; the first one above the curve, since no record
+    has its scale. There a short line marks backward passes that were repeated, by
+    `retries`.
 
     Args:
       records: A list of dictionaries, one for each step that was logged: what `metrics`
@@ -166,6 +167,7 @@ def plot_history(
             row, member = np.nonzero(new)
             # A record has the scale after its step; that of the one before was used.
             used = scales[np.maximum(row - 1, 0), member]
+            used[row == 0] = 2**0.5 * np.nanmax(scales)
             label = f"{name}: {new.sum():.0f}"
             if row.size < new.sum():
                 label += f" (marks: {row.size})"

@@ -43,16 +43,11 @@ RESTORE = (
     "after the inner optimizer. Keep returned statistics by select_applied.",
 )
 BEGUN = "Restore a checkpoint, unless the optimizer begins with inf, as lbfgs does."
-LOW = (
-    "No gradient has overflowed (steps at this scale: {}): gradients may be far below "
-    "the range of float16. Do they come from optimizer.value_and_grad or minimize? "
-    "Those of jax.grad were never scaled, and no scale helps. If so, take a higher "
-    "initial_scale, for example diagnostics.suggest_loss_scale(grads) of gradients "
-    "computed in float32."
-)
-# What no state tells: the loss, and a forward pass whose overflow a later line hides.
+# What no state tells: the loss, gradients that were never scaled, and a forward pass
+# whose overflow a later line hides.
 NOTHING = (
-    "What to do: nothing, as far as the state tells. If the loss does not fall, run "
+    "What to do: nothing, as far as the state tells. If the loss does not fall, see "
+    "that the gradients come from optimizer.value_and_grad or minimize, and run "
     "diagnostics.trace_numerics(loss_fn, params, batch, state=state)."
 )
 TRACE = (
@@ -112,7 +107,8 @@ class Report(NamedTuple):
       No step has been taken yet, or the scale has just grown.
         loss scale       32768 (2^15)
         skipped steps    0
-      What to do: nothing, as far as the state tells. If the loss does not fall, run
+      What to do: nothing, as far as the state tells. If the loss does not fall, see
+      that the gradients come from optimizer.value_and_grad or minimize, and run
       diagnostics.trace_numerics(loss_fn, params, batch, state=state).
     """
 
@@ -170,8 +166,8 @@ def report(state: Any, params: optax.Params | None = None) -> Report:
 
     As long as no gradient overflows, a dynamic scale does not know how far below the
     range of float16 the gradients lie. Gradients of 2**-60 are zero until the scale has
-    doubled about 20 times, which takes 40,000 steps by default. So the report says that
-    nothing has overflowed yet, and advises `suggest_loss_scale`.
+    doubled about 20 times, which takes 40,000 steps by default. If the loss does not
+    fall, ask `suggest_loss_scale` for a higher scale.
 
     Args:
       state: The state after a step; a pytree that holds one
@@ -230,7 +226,8 @@ def report(state: Any, params: optax.Params | None = None) -> Report:
       too high.
         loss scale       16384 (2^14)
         skipped steps    1, of which 1 in a row
-      What to do: nothing, as far as the state tells. If the loss does not fall, run
+      What to do: nothing, as far as the state tells. If the loss does not fall, see
+      that the gradients come from optimizer.value_and_grad or minimize, and run
       diagnostics.trace_numerics(loss_fn, params, batch, state=state).
     """
     state = find_state(state)
@@ -365,10 +362,6 @@ def _judge(read: dict[str, Any], has_params: bool) -> list[str]:
     if not read["last_step_applied"]:
         return [f"{VETOED} {ANY_NUMBER}"]
     skipped, retries = read["skipped_steps"], read.get("retries")
-    # Steps skipped because of the loss say nothing about the gradients.
-    overflows = skipped - read.get("nonfinite_loss_steps", 0) + (retries or 0)
-    good_steps = read.get("good_steps")  # Only a rule that counts them.
-    hint = [LOW.format(good_steps)] if good_steps and not overflows else []
     if (skipped or retries) and read["loss_scale"] <= 1 and not read["is_fixed"]:
         return [
             "The last step was applied, but the loss scale is too low to help.",
@@ -376,13 +369,13 @@ def _judge(read: dict[str, Any], has_params: bool) -> list[str]:
             "batch, scale=2.0**15). It names the line that overflows at that scale.",
         ]
     if skipped:
-        return ["The last step was applied.", *[RETRIED] * (retries == 0), *hint]
+        return ["The last step was applied.", *[RETRIED] * (retries == 0)]
     if retries:
         return [f"No step was skipped. Overflows that cost no batch: {retries}."]
-    if good_steps == 0:
+    if read.get("good_steps") == 0:
         return ["No step has been taken yet, or the scale has just grown."]
     if has_params or not read["is_fixed"]:
-        return ["No step was skipped.", *hint]
+        return ["No step was skipped."]
     return [
         "No step was skipped. The state does not tell more: a fixed loss scale checks "
         "no gradients, unless it has skip_nonfinite=True.",

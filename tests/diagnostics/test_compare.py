@@ -1,35 +1,44 @@
-"""The command that measures a step in each precision."""
+"""A step that is measured in each precision."""
 
-import sys
-
+import equinox as eqx
 import jax
 import jax.numpy as jnp
-import pytest
-from pages import page_blocks
-
-from optax_lossscale import LossScaleOptimizer
-from optax_lossscale.diagnostics import compare
-
-MODEL = """
-import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
-from widths import WIDTH
+import pytest
+from flax import nnx
+from helpers import to_numpy
 
-from optax_lossscale import LossScaleOptimizer, autocast
+from optax_lossscale import LossScaleOptimizer, autocast, diagnostics
+from optax_lossscale.diagnostics import _common, _compare
 
-params, batch = {"w": jnp.ones((8, WIDTH))}, (jnp.ones((2, 8)),)
-optimizer = LossScaleOptimizer(optax.sgd(0.1))
+X = np.ones((4, 8), np.float32)
+PARAMS = {"w": np.ones((8, 4), np.float32)}
 
 
-@autocast
 def loss_fn(params, x):
     return jnp.mean(jnp.square(x @ params["w"]))
 
 
-if __name__ == "__main__":
-    raise SystemExit("It trains.")
-"""
+def loss_and_aux(params, x):
+    return loss_fn(params, x), {"x": x}
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.layer = nnx.Linear(8, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+
+def nnx_loss(model, x, name):
+    assert name == "train"
+    return jnp.mean(model.drop(model.norm(model.layer(x))) ** 2)
+
+
+def equinox_loss(model, x):
+    return jnp.mean(jax.vmap(model)(x) ** 2)
 
 
 class Device:
@@ -39,106 +48,106 @@ class Device:
             self.compute_capability = capability
 
 
-@pytest.fixture
-def file(tmp_path, monkeypatch):
-    (tmp_path / "widths.py").write_text("WIDTH = 4")
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    path = tmp_path / "my_step.py"
-    path.write_text(MODEL)
-    return path
+@pytest.fixture(autouse=True)
+def is_short(monkeypatch):
+    monkeypatch.setattr(_compare, "TURNS", 1)
+    monkeypatch.setattr(_compare, "SECONDS", 1e-3)
 
 
-def call(monkeypatch, path):
-    monkeypatch.setattr(sys, "argv", ["compare", str(path)])
+def compare(*args, **options):
     with jax.numpy_dtype_promotion("standard"):
-        compare.main()
+        return diagnostics.compare(*args, **options)
 
 
-def test_a_file_is_measured_in_each_precision(file, monkeypatch, capsys):
-    monkeypatch.setattr(compare, "TURNS", 1)
-    monkeypatch.setattr(compare, "SECONDS", 1e-3)
-    call(monkeypatch, file)
+def test_the_table_is_printed_and_returned(capsys):
+    found = compare(loss_fn, PARAMS, X)
     out, progress = capsys.readouterr()
     title, _, header, *rows = out.splitlines()
-    assert title.startswith(f"{file} on ")
+    assert title.startswith("On ")
     assert "temporary MB" in header
-    ways = [row[:44].rstrip() for row in rows[:5]]
-    names = compare.BFLOAT16, compare.MINIMIZE, compare.RETRIES, compare.ALONE
-    assert ways == [compare.name_of_float32(jax.devices()[0]), *names]
+    names = _compare.BFLOAT16, _compare.MINIMIZE, _compare.RETRIES, _compare.ALONE
+    ways = [_compare.name_of_float32(jax.devices()[0]), *names]
+    assert [row[:44].rstrip() for row in rows[:5]] == ways == list(found)
     assert float(rows[0][44:].split()[1]) == 1.0
     # The forward pass and the gradient; x needs none.
     assert "2 of 2 matrix products compute in float16" in out
+    assert [row["products"] for row in found.values()] == [
+        "0 of 2",
+        "2 of 2",
+        "2 of 2",
+        "4 of 4",
+        "0 of 0",
+    ]
+    assert found[_compare.MINIMIZE]["applied"]
     if jax.default_backend() == "cpu":
-        assert "on a CPU" in title
+        assert "CPU" in title
         assert "TF32" not in out
+    assert progress == ""  # A log is no terminal.
+
+
+def test_somebody_who_watches_sees_the_progress(monkeypatch, capsys):
+    monkeypatch.setattr(_compare, "is_watched", lambda: True)
+    compare(loss_fn, PARAMS, X)
+    _, progress = capsys.readouterr()
     assert progress.count("compiling: ") == 5
     assert "turn 1 of 1" in progress
+    assert not _common.is_watched()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "make", "batch", "options"),
+    [
+        (nnx_loss, Net, (X, "train"), {}),
+        pytest.param(
+            equinox_loss,
+            lambda: eqx.nn.MLP(8, 4, 8, 1, dtype="float32", key=jax.random.key(0)),
+            (X,),
+            {"optimizer": LossScaleOptimizer(optax.sgd(0.1))},
+            marks=pytest.mark.exhaustive,
+        ),
+        (autocast(loss_and_aux), lambda: PARAMS, (X,), {"has_aux": True}),
+    ],
+    ids=["nnx", "equinox", "auxiliary data"],
+)
+def test_any_model_is_measured_and_preserved(loss_fn, make, batch, options):
+    def contents(model):
+        return [to_numpy(x) for x in jax.tree.leaves(model) if eqx.is_array(x)]
+
+    model = make()
+    rows = compare(loss_fn, model, *batch, **options)
+    assert rows[_compare.MINIMIZE]["products"][0] != "0"
+    for x, y in zip(contents(model), contents(make()), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_it_is_for_the_host():
+    with pytest.raises(TypeError, match=r"compare .* call it outside of jit"):
+        jax.jit(lambda x: compare(loss_fn, PARAMS, x))(X)
 
 
 def test_float32_is_named_as_jax_multiplies_it():
     names = {
         Device("cpu"): "float32",
         Device("gpu", "7.5"): "float32",
-        Device("gpu", "8.0"): compare.TF32,
-        Device("gpu", "12.0"): compare.TF32,
+        Device("gpu", "8.0"): _compare.TF32,
+        Device("gpu", "12.0"): _compare.TF32,
         Device("gpu", "gfx90a"): "float32",
         Device("tpu"): "float32, products in bfloat16 (JAX's default)",
     }
     for device, name in names.items():
-        assert compare.name_of_float32(device) == name
-
-
-def test_the_ways_are_of_one_loss_and_one_optimizer(file):
-    loss_fn, params, batch, optimizer = compare.load(str(file))
-    assert not isinstance(optimizer, LossScaleOptimizer)
-    plain = compare.name_of_float32(jax.devices()[0])
-    halves = {plain: "0 of 2", compare.ALONE: "0 of 0", compare.RETRIES: "4 of 4"}
-    for name, way in compare.ways(loss_fn, optimizer).items():
-        state = way.init(params)
-        program = jax.make_jaxpr(way.step)(params, state, *batch)
-        assert compare.products_of(program.jaxpr) == halves.get(name, "2 of 2"), name
-
-
-def test_the_page_shows_a_file_that_works(file):
-    ((code, _),) = page_blocks("docs/guide/why-not-faster.md")
-    file.write_text(code)
-    loss_fn, params, batch, optimizer = compare.load(str(file))
-    way = compare.ways(loss_fn, optimizer)[compare.MINIMIZE]
-    with jax.numpy_dtype_promotion("standard"):
-        *_, loss = jax.jit(way.step)(params, way.init(params), *batch)
-    assert jnp.isfinite(loss)
+        assert _compare.name_of_float32(device) == name
 
 
 def test_what_limits_a_step_is_said_with_numbers():
-    rows = [
-        {"way": way, "ms": ms, "call_ms": 0.25, "products": "6 of 8", "applied": True}
-        for way, ms in {
-            compare.TF32: 4,
-            compare.MINIMIZE: 2,
-            compare.ALONE: 1.5,
-        }.items()
-    ]
-    text = compare.limits(rows, "gpu")
+    ms = {_compare.TF32: 4, _compare.MINIMIZE: 2, _compare.ALONE: 1.5}
+    row = {"call_ms": 0.25, "products": "6 of 8", "applied": True}
+    rows = {way: row | {"ms": ms[way]} for way in ms}
+    text = _compare.limits(rows, "gpu")
     for part in ("6 of 8", "1.5 of 2 ms", "0.25 ms to start", "TF32"):
         assert part in text
     assert "CPU" not in text
     assert "skipped" not in text
-    skipped = [row | {"applied": False} for row in rows]
-    assert "float16 was skipped" in compare.limits(skipped, "gpu")
-    assert "CPU" in compare.limits(rows[1:], "cpu")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "no file"),
-        ("params = 1", "must define loss_fn, batch"),
-        ("loss_fn, params, batch = abs, 1, [2]", "must be a tuple"),
-    ],
-)
-def test_mistakes_in_the_file_are_named(text, message, file, monkeypatch):
-    file.unlink()
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises(SystemExit, match=message):
-        call(monkeypatch, file)
+    skipped = {way: row | {"applied": False} for way, row in rows.items()}
+    assert "float16 was skipped" in _compare.limits(skipped, "gpu")
+    rows.pop(_compare.TF32)
+    assert "CPU" in _compare.limits(rows, "cpu")

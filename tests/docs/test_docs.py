@@ -48,7 +48,7 @@ def test_public_names():
     names = """
         ExponentHistogram Float32Lines NonfiniteGradient NumericFinding
         NumericOperation NumericsTrace Report Underflow UnderflowStats
-        check_health describe_nonfinite exponent_histogram float32_lines metrics
+        check_health compare describe_nonfinite exponent_histogram float32_lines metrics
         nonfinite_leaves plot_exponents plot_history report
         suggest_loss_scale trace_numerics underflow_stats
     """
@@ -111,7 +111,7 @@ import sys
 import optax
 packages = lambda: {name.split('.')[0] for name in sys.modules}
 before = packages() | set(sys.stdlib_module_names)
-import optax_lossscale.diagnostics.compare
+import optax_lossscale
 print(sorted(packages() - before))
 """
     result = subprocess.run(

@@ -1,0 +1,165 @@
+"""Mistakes of which JAX, Optax or Flax say what is wrong, but not what to write."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from optax_lossscale import LossScaleOptimizer, _hints, autocast
+
+W, X = {"w": np.ones(2, np.float32)}, np.ones((4, 2), np.float32)
+MOMENTUM = optax.sgd(0.5, 0.9)
+optimizer = LossScaleOptimizer(MOMENTUM)
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        self.norm = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return jnp.mean(self.norm(self.layer(x)))
+
+
+def loss_fn(params):
+    return sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(params))
+
+
+def minimize(params, made_for, optimizer=optimizer, loss_fn=loss_fn, *batch, **options):
+    state = optimizer.init(made_for)
+    optimizer.minimize(loss_fn, params, state, *batch, **options)
+
+
+def state_of_more_parameters():
+    minimize(W, W | {"b": np.float32(0)})
+
+
+def state_of_other_shapes():
+    minimize(W, {"w": np.ones(3, np.float32)})
+
+
+def state_of_a_tuple():
+    minimize(W, (W["w"],))
+
+
+def state_of_a_layer():
+    minimize(Model(), Model().layer, optimizer, lambda model: model(X))
+
+
+def gradients_of_other_shapes():
+    optimizer.update({"w": np.ones(3, np.float32)}, optimizer.init(W), W)
+
+
+def gradients_of_other_names():
+    optimizer.apply_gradients({"v": W["w"]}, W, optimizer.init(W))
+
+
+def gradients_in_the_place_of_the_model():
+    grads = nnx.state(Model(), nnx.Param)
+    optimizer.apply_gradients(Model(), grads, optimizer.init(Model()))
+
+
+def an_axis_without_devices():
+    minimize(W, W, LossScaleOptimizer(MOMENTUM, axis_name="batch"))
+
+
+def a_module_in_the_closure_of_autocast():
+    model = Model()
+    autocast(lambda x: model(x))(X)
+
+
+def a_module_in_the_closure_of_the_loss():
+    model = Model()
+    minimize(W, W, optimizer, lambda params: model(X) * loss_fn(params))
+
+
+def a_module_in_the_closure_with_retries():
+    model, repeats = Model(), LossScaleOptimizer(MOMENTUM, retries=3)
+    minimize(W, W, repeats, lambda params: model(X) * loss_fn(params))
+
+
+def net_and_params(params, model):
+    return model(X) * loss_fn(params)
+
+
+def a_module_that_is_not_the_first_argument():
+    minimize(W, W, optimizer, net_and_params, Model())
+
+
+@pytest.mark.parametrize(
+    ("mistake", "hint"),
+    [
+        (state_of_more_parameters, _hints.PARAMETERS),
+        (state_of_other_shapes, _hints.PARAMETERS),
+        (state_of_a_tuple, _hints.PARAMETERS),
+        (state_of_a_layer, _hints.PARAMETERS),
+        (gradients_of_other_shapes, _hints.PARAMETERS),
+        (gradients_of_other_names, _hints.PARAMETERS),
+        (gradients_in_the_place_of_the_model, _hints.PARAMETERS),
+        (an_axis_without_devices, _hints.DEVICES),
+        (a_module_in_the_closure_of_autocast, _hints.MODULES),
+        (a_module_in_the_closure_of_the_loss, _hints.MODULES),
+        (a_module_in_the_closure_with_retries, _hints.MODULES),
+        (a_module_that_is_not_the_first_argument, _hints.MODULES),
+    ],
+)
+def test_a_note_says_what_to_write(mistake, hint):
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        mistake()
+    assert caught.value.__notes__.count(hint) == 1
+
+
+def test_what_the_note_on_modules_says_to_write():
+    model = Model()
+    before = model.norm.mean[...]
+    transform = nnx.value_and_grad
+    minimize(W, W, optimizer, net_and_params, model, transform=transform)
+    assert (model.norm.mean[...] != before).any()
+
+
+def test_an_error_of_the_inner_optimizer_itself_has_no_note():
+    def update(updates, state, params=None):
+        raise ValueError("a reason of its own")
+
+    inner = optax.GradientTransformation(MOMENTUM.init, update)
+    with pytest.raises(ValueError, match="a reason of its own") as caught:
+        minimize(W, W, LossScaleOptimizer(inner))
+    assert _hints.PARAMETERS not in getattr(caught.value, "__notes__", ())
+
+
+class TestWords:
+    def test_of_a_state_of_nnx_optimizer(self):
+        trainer = nnx.Optimizer(Model(), optimizer, wrt=nnx.Param)
+        for state in (trainer.opt_state, trainer):
+            with pytest.raises(ValueError, match=r"be what optimizer\.init\(model\)"):
+                optimizer.minimize(lambda model: model(X), Model(), state)
+
+    def test_of_a_chain_around_the_optimizer(self):
+        state = optax.chain(optax.clip(1.0), optimizer).init(W)
+        with pytest.raises(
+            ValueError, match=r"inside, .*LossScaleOptimizer\(optax\.ch"
+        ):
+            optimizer.minimize(loss_fn, W, state)
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda state: optimizer.value_and_grad(loss_fn, state),
+            lambda state: optimizer.get_scaled_loss(jnp.ones(()), state),
+            lambda state: optimizer.get_unscaled_gradients(W, state),
+            lambda state: optimizer.minimize(loss_fn, W, state),
+            lambda state: optimizer.update(W, state, W),
+        ],
+    )
+    @pytest.mark.parametrize("rule", ["headroom", 8.0])
+    def test_of_the_state_of_another_rule(self, call, rule):
+        with pytest.raises(ValueError, match="Use the loss_scale that the state was"):
+            call(LossScaleOptimizer(MOMENTUM, rule).init(W))
+
+    @pytest.mark.parametrize("options", [{}, {"dtype": jnp.bfloat16}])
+    def test_of_autocast_as_a_context(self, options):
+        words = r"Write loss_fn = autocast\(loss_fn\)"
+        with pytest.raises(TypeError, match=words), autocast(**options):
+            pass
