@@ -13,23 +13,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from optax_lossscale import _check as check
+from optax_lossscale import _check as check, _modules
 from optax_lossscale._commit import barrier_on_cpu, is_recording
 from optax_lossscale._hints import MODULES, hint, is_of_module
-from optax_lossscale._modules import (
-    differentiated,
-    has_modules,
-    value_and_grad_of_nnx,
-)
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._scaling import scale_down, scale_up
 from optax_lossscale._state import check_scalar, find_rule_state, warn_if_in_multi_steps
 from optax_lossscale._tree import inexact_leaves, is_inexact, types_of, unbox
-from optax_lossscale._warn import warn
-
-# The libraries whose transforms reduce no gradients by themselves.
-AUTODIFF = ("optax_lossscale", "jax", "equinox", "flax")
+from optax_lossscale._warn import LIBRARIES, warn
 
 
 def scale_of_step(rule: LossScale, state: Any) -> jax.Array:
@@ -95,14 +87,14 @@ def differentiate(
         for x in jax.tree.leaves(argnums):
             i = getattr(x, "argnum", x)  # nnx.DiffState chooses variables.
             if -len(args) <= i < len(args):  # Otherwise JAX says so.
-                given[i], joins[i] = differentiated(args[i])
+                given[i], joins[i] = _modules.differentiated(args[i])
                 if not given[i] and jax.tree.leaves(args[i]):
                     raise TypeError(
                         f"Argument {i} of loss_fn must hold a floating-point array, "
                         f"got {reprlib.repr(types_of(args[i]))}."
                     )
-        is_nnx = has_modules([given[i] for i in joins])
-        transform = value_and_grad_of_nnx if is_nnx else jax.value_and_grad
+        is_nnx = _modules.has_modules([given[i] for i in joins])
+        transform = _modules.value_and_grad_of_nnx if is_nnx else jax.value_and_grad
         transform = transform(of_parts, argnums=argnums, has_aux=has_aux)
         value, grads = transform(*given, **kwargs)
         is_one = not isinstance(argnums, tuple | list)
@@ -172,7 +164,7 @@ def _unreduced_axes(
     `jax.shard_map` adds up the gradients of replicated parameters by itself, but not
     with `check_vma=False`, and `jax.pmap` never does.
     """
-    if library_of(transform) not in AUTODIFF:
+    if is_users(transform):
         return ()
     mapped = jax.sharding.get_abstract_mesh().manual_axes
     # Only of axes that are asked for: each adds an operation to the step.
@@ -217,7 +209,7 @@ def _warn_of_local_loss(loss: Any, grads: Any, transform: Callable[..., Any]) ->
     Its gradient varies, too.
     """
     axes = varying_axes(loss).difference(*map(varying_axes, inexact_leaves(grads)))
-    if axes and library_of(transform) in AUTODIFF:
+    if axes and not is_users(transform):
         names = tuple(sorted(axes, key=str))
         warn(
             f"The loss differs along {names}, and JAX adds up its gradients there. In "
@@ -225,12 +217,12 @@ def _warn_of_local_loss(loss: Any, grads: Any, transform: Callable[..., Any]) ->
         )
 
 
-def library_of(transform: Callable[..., Any] | None) -> str:
-    """Returns the name of the package that defines a transform."""
+def is_users(transform: Callable[..., Any] | None) -> bool:
+    """Whether a transform is the user's: those of libraries reduce no gradients."""
     while isinstance(transform, functools.partial):
         transform = transform.func
-    transform = transform or differentiate
-    return str(getattr(transform, "__module__", "")).partition(".")[0]
+    module = getattr(transform or differentiate, "__module__", "")
+    return str(module).partition(".")[0] not in LIBRARIES
 
 
 def varying_axes(x: Any) -> frozenset[Any]:

@@ -1,7 +1,6 @@
 """Hints: what to write, where the words of JAX, Optax and Flax do not say it."""
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 
 PARAMETERS = (
@@ -14,9 +13,10 @@ DEVICES = (
     "it out."
 )
 MODULES = (
-    "The function changes a Flax nnx module that it closes over, or that is not its "
-    "first argument. Pass the module as an argument. If the first one is no module, "
-    "minimize and value_and_grad need transform=nnx.value_and_grad."
+    "A Flax nnx module from outside is changed or differentiated. Pass it as an "
+    "argument: to the function, and to nnx.scan or nnx.jit around it, which replace "
+    "those of JAX. If the first argument of a loss is no module, but a later one "
+    "changes, minimize and value_and_grad need transform=nnx.value_and_grad."
 )
 
 
@@ -38,5 +38,4 @@ def is_of_axis(error: Exception) -> bool:
 
 def is_of_module(error: Exception) -> bool:
     """Whether a module of Flax nnx belongs to another trace."""
-    errors = sys.modules.get("flax.errors")
-    return errors is not None and isinstance(error, errors.TraceContextError)
+    return "trace level" in str(error)

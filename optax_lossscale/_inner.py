@@ -9,13 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale._modules import has_settings
-from optax_lossscale._tree import (
-    difference,
-    in_half,
-    is_array,
-    is_key,
-    strongly_typed,
-)
+from optax_lossscale._tree import difference, in_half, is_array, is_key, strongly_typed
 
 
 def check_optimizer(inner: Any) -> None:

@@ -12,13 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from optax_lossscale._tree import (
-    cast_like,
-    is_array,
-    is_inexact,
-    nodes_of,
-    strongly_typed,
-)
+from optax_lossscale import _tree
 
 
 def flax_nnx() -> Any:
@@ -39,13 +33,13 @@ def is_stateful(x: Any) -> bool:
 
 def has_modules(tree: Any) -> bool:
     """Whether a tree holds modules."""
-    return flax_nnx() is not None and bool(nodes_of(flax_nnx().Pytree, tree))
+    return flax_nnx() is not None and bool(_tree.nodes_of(flax_nnx().Pytree, tree))
 
 
 def has_settings(tree: Any) -> bool:
     """Whether Python numbers in a tree are settings, as those of Equinox modules."""
     equinox = sys.modules.get("equinox")
-    return equinox is not None and bool(nodes_of(equinox.Module, tree))
+    return equinox is not None and bool(_tree.nodes_of(equinox.Module, tree))
 
 
 def trainable(tree: Any) -> Any:
@@ -69,8 +63,12 @@ def differentiated(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
     """
     only_arrays = has_settings(tree)
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_module)
-    numbers = [is_inexact(x) and (is_array(x) or not only_arrays) for x in leaves]
-    chosen = [is_module(x) or y for x, y in zip(leaves, numbers, strict=True)]
+
+    def is_part(x):
+        is_number = _tree.is_array(x) or not only_arrays
+        return is_module(x) or (_tree.is_inexact(x) and is_number)
+
+    chosen = list(map(is_part, leaves))
 
     def join(parts, rest=leaves):
         parts, pairs = iter(parts), zip(chosen, rest, strict=False)
@@ -203,10 +201,10 @@ def _select(flag: jax.Array, new: Any, old: Any) -> Any:
     """Returns `new` or `old`; in a trace `new`, if these are no arrays alike."""
     if not isinstance(new, jax.Array) and not isinstance(flag, Tracer):
         return new if flag else old
-    x, y = strongly_typed((new, old))
-    if not (is_array(x) and is_array(y) and x.shape == y.shape):
+    x, y = _tree.strongly_typed((new, old))
+    if not (_tree.is_array(x) and _tree.is_array(y) and x.shape == y.shape):
         return new
-    return jnp.where(flag, x, cast_like(y, x))
+    return jnp.where(flag, x, _tree.cast_like(y, x))
 
 
 class Modules:

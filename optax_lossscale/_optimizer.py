@@ -175,8 +175,10 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         """Initializes the inner optimizer and the loss scale.
 
         Args:
-          params: The parameters, any pytree. Leaves that are not numbers, such as
-            functions in an Equinox model, are left out.
+          params: The parameters: any pytree, or a model of any library. Of a Flax nnx
+            model, the state is that of its `nnx.Param`; for a part of them, pass
+            `nnx.state(model, filter)`. Leaves that are not numbers, such as functions
+            in an Equinox model, are left out.
 
         Returns:
           The state. Its arrays are strongly typed. For float16 and bfloat16 parameters
@@ -214,15 +216,13 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         Args:
           loss_fn: Called with `params`, `*args` and `**kwargs`; returns a real
             scalar loss, or the loss and auxiliary data if `has_aux`.
-          params: The parameters. Leaves that `transform` does not differentiate stay as
-            they are. A Flax nnx model changes in place, with its batch statistics. Make
-            the state by `init(nnx.state(model, nnx.Param))`.
-          state: The state.
+          params: The parameters: any pytree, or a model of any library. Leaves that are
+            no floating-point numbers stay as they are. A Flax nnx model changes in
+            place, with its batch statistics.
+          state: The state, as `init(params)` returns it.
           *args: Passed to `loss_fn`.
           has_aux: Whether `loss_fn` returns auxiliary data as well.
-          transform: The function that differentiates, as in `value_and_grad`:
-            `eqx.filter_value_and_grad` for an Equinox model, `nnx.value_and_grad` for
-            a Flax nnx model.
+          transform: As in `value_and_grad`.
           skip_if: A function that decides whether to skip the step, or a flag as in
             `update`. The function is called once, as `skip_if(out, grads)`, with the
             result of `loss_fn` and the unscaled gradients, and returns bool[].
@@ -237,9 +237,10 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             before `retries` was switched on; if `transform` differentiates with respect
             to other arguments; with `retries`, if devices communicate along an axis
             that `axis_name` does not name, and for a reverse-mode derivative.
-          TypeError: If the loss is not a real scalar; if `transform` returns no value;
-            if `skip_if` does not return a bool; if the inner state came back in half
-            precision; with `retries`, if `loss_fn` writes a `jax.Ref` of outside.
+          TypeError: If the loss is not a real scalar; if `params` hold no
+            floating-point number; if `transform` returns no value; if `skip_if` does
+            not return a bool; if the inner state came back in half precision; with
+            `retries`, if `loss_fn` writes a `jax.Ref` of outside.
 
         Warns:
           UserWarning: If the scale of `state` is a constant in a function that JAX
@@ -323,22 +324,28 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           state: A pytree that holds one `LossScaleOptimizerState`.
           argnums: Which positional arguments to differentiate with respect to.
           has_aux: Whether `fun` returns auxiliary data as well.
-          transform: The function that differentiates: `jax.value_and_grad`,
-            `eqx.filter_value_and_grad` or `nnx.value_and_grad`. It must return the
-            value with the gradients, which `jax.grad` does not.
+          transform: Your own function in place of `jax.value_and_grad`, for example one
+            that averages gradients over devices. It must return the value with the
+            gradients, which `jax.grad` does not. By default the arguments decide: Flax
+            differentiates nnx models, with respect to `nnx.Param`, and JAX all other
+            floating-point numbers.
 
         Returns:
           A function with the arguments of `fun` and the results of
           `jax.value_and_grad(fun)`. The value is not scaled, and exact even if the
-          scaled loss overflows. float16 and bfloat16 gradients become float32.
+          scaled loss overflows. float16 and bfloat16 gradients become float32. Those
+          of an nnx model are an `nnx.State`. A leaf that is no floating-point number
+          has the gradient None, which `apply_gradients` and `eqx.apply_updates` take,
+          but not `optax.apply_updates`; so has a Python number in an Equinox model.
           Variables that `fun` changes in Flax nnx modules, such as batch statistics,
           keep their old values if gradients are not finite; random counts go on.
 
         Raises:
           ValueError: If `state` holds no `LossScaleOptimizerState` or several, or the
             state of another rule.
-          TypeError: When called, if the loss is not a real scalar, or if `transform`
-            returns no value.
+          TypeError: When called, if the loss is not a real scalar, if an argument to
+            differentiate holds no floating-point number, or if `transform` returns no
+            value.
 
         Warns:
           UserWarning: If the scale of `state` is a constant in a function that JAX
@@ -398,7 +405,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             `get_unscaled_gradients` return them. None stands for a missing gradient;
             pass `params` then.
           state: The state.
-          params: The parameters, if the inner optimizer needs them.
+          params: The parameters or the model, if the inner optimizer needs them.
           skip_if: bool[] or bool, whether to skip this step for a reason of your own: a
             loss that is an outlier, or a step that another optimizer skips. With
             `axis_name`, all devices skip if one does. The loss scale sees the gradients
@@ -445,7 +452,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           grads: Unscaled gradients, as `value_and_grad` and
             `get_unscaled_gradients` return them. Parameters whose gradient is None
             stay as they are.
-          params: The parameters.
+          params: The parameters or the model. A Flax nnx model changes in place.
           state: The state.
           skip_if: As in `update`.
           **extra_args: For the inner optimizer. `check_loss` needs `value`, the loss.
@@ -461,6 +468,22 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
         Warns:
           UserWarning: With `retries`, because only `minimize` repeats a pass.
+
+        Examples:
+          >>> import jax.numpy as jnp
+          >>> import optax
+          >>> from flax import nnx
+          >>> from optax_lossscale import LossScaleOptimizer, autocast
+          >>> optimizer = LossScaleOptimizer(optax.sgd(0.1))
+          >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+          >>> state = optimizer.init(model)
+          >>> loss_fn = autocast(lambda model, x: jnp.mean(model(x) ** 2))
+          >>> loss, grads = optimizer.value_and_grad(loss_fn, state)(
+          ...     model, jnp.ones((4, 2))
+          ... )
+          >>> model, state = optimizer.apply_gradients(grads, model, state)
+          >>> print(state.skipped_steps)
+          0
         """
         self._options.warn_of_retries("apply_gradients")
         old = _modules.parameters_of(params, grads)

@@ -1,5 +1,6 @@
 """After an overflow the pass runs again at a lower scale, so that no batch is lost."""
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -7,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, Var, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
 
 from optax_lossscale import _gradients, _state, _tree
 from optax_lossscale._commit import is_recording
@@ -85,6 +87,7 @@ def value_and_grad(
     with jax.named_scope("retries"):  # The loop's name in a profile.
         last = none_yet, first, grads, again
         retries, seen, grads, _ = _repeat(attempt, last)
+    grads = list(map(_retried.bind, grads))
     grads = one_pass.unscaled(grads, lax.stop_gradient(rule(seen.before)))
     retries += jnp.asarray(state.retries, jnp.int32)
     retries = jnp.where(retries < 0, 2**31 - 1, retries)
@@ -140,16 +143,36 @@ def _repeat(attempt: Callable[[Any], Any], last: Any) -> Any:
         return last[-1]
 
     def body(last):
+        # In a jax.vmap in jax.shard_map, such a branch may read nothing that all
+        # devices share: JAX gives it to each of them, and the branch once more.
+        if _gradients.varying_axes(again(last)):
+            return attempt(last)
         # Always taken. On TPU, XLA copies what a loop reads to the chip before it runs,
         # even if it ends at once; of what a branch reads it copies nothing before.
         return lax.cond(again(last), attempt, lambda last: last, last)
 
     if is_recording() or any(isinstance(x, Tracer) for x in jax.tree.leaves(last)):
-        # JAX shows the next line in its error of a reverse-mode derivative.
-        return lax.while_loop(again, body, last)  # retries: only jax.jvp, no grad
+        return lax.while_loop(again, body, last)
     while again(last):  # Nothing is compiled: each step would compile a loop anew.
         last = attempt(last)
     return last
+
+
+# The identity, in forward mode, too: JAX's error of a reverse-mode derivative would be
+# about a loop that nobody wrote.
+_retried = Primitive("retried")
+_retried.def_impl(lambda x: x)
+_retried.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_retried, lambda _, x: [x])
+batching.defvectorized(_retried)
+
+
+@functools.partial(ad.deflinear2, _retried)
+def _(*_):
+    raise ValueError(
+        "With retries, minimize has no reverse-mode derivative, since nobody knows how "
+        "often a pass is repeated. Take jax.jvp or jax.jacfwd, or retries=0."
+    )
 
 
 def _before_cast(jaxpr: Jaxpr, grads: Sequence[Any]) -> list[Any]:

@@ -12,14 +12,7 @@ import optax
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from optax_lossscale import _check as check, _gradients, _state, _step, _tree
-from optax_lossscale._modules import (
-    flax_nnx,
-    has_modules,
-    is_stateful,
-    parameters_of,
-    trainable,
-)
+from optax_lossscale import _check as check, _gradients, _modules, _state, _step, _tree
 from optax_lossscale._optimizer import LossScaleOptimizer
 from optax_lossscale._scaling import all_finite, on_all_devices, scale_up
 from optax_lossscale._step import Options
@@ -187,8 +180,8 @@ def with_loss_scale(
 
 
 def _scaled_loss(loss_fn, name, has_aux, params, /, *args, **kwargs) -> Any:
-    nnx = flax_nnx() if is_stateful(params) else None
-    if nnx is None and has_modules(params):
+    nnx = _modules.flax_nnx() if _modules.is_stateful(params) else None
+    if nnx is None and _modules.has_modules(params):
         raise TypeError(
             "params must be an nnx module itself, not a tree with modules in it. Write "
             f"model.{name} = nnx.Param(jnp.float32(initial_scale)), and pass the model."
@@ -203,7 +196,7 @@ def _scaled_loss(loss_fn, name, has_aux, params, /, *args, **kwargs) -> Any:
     # Zero in its place: a penalty on all parameters would add the scale to the loss.
     inside = place(join(arrays), jnp.zeros_like(leaf))
     args, kwargs = jax.tree.map(
-        lambda x: _unscaled(x, scale), (args, kwargs), is_leaf=is_stateful
+        lambda x: _unscaled(x, scale), (args, kwargs), is_leaf=_modules.is_stateful
     )
     if nnx is None:
         out = loss_fn(inside, *args, **kwargs)
@@ -221,9 +214,9 @@ def _scaled_loss(loss_fn, name, has_aux, params, /, *args, **kwargs) -> Any:
 
 def _unscaled(x: Any, scale: jax.Array) -> Any:
     """Unscales gradients with respect to an argument that is not the parameters."""
-    if not is_stateful(x):
+    if not _modules.is_stateful(x):
         return scale_gradient(x, 1 / scale)
-    nnx = flax_nnx()
+    nnx = _modules.flax_nnx()
     # A module of an outer trace cannot be changed, and gets no gradient here.
     with contextlib.suppress(sys.modules["flax.errors"].TraceContextError):
         if isinstance(x, nnx.Pytree):
@@ -299,7 +292,9 @@ def scale_as_parameter(
     Returns:
       An optimizer whose `init` and `update` take all parameters, and whose state is a
       `LossScaleOptimizerState`. The update of the scale is the new scale minus the old
-      one. `update` takes `skip_if`, and `value` if the loss is checked.
+      one. So a scale that was restored as inf or nan stays it, and all steps are
+      skipped: `report(state, params)` says what to write. `update` takes `skip_if`, and
+      `value` if the loss is checked.
 
     Raises:
       ValueError: When called, unless the parameters, and their gradients, hold one
@@ -324,8 +319,8 @@ def scale_as_parameter(
     options = optimizer._options
     options.warn_of_retries("scale_as_parameter")
 
-    def init(params: optax.Params) -> Any:
-        params = trainable(params)
+    def init(params: Any) -> Any:
+        params = _modules.trainable(params)
         if jax.tree.leaves(params):  # optax.tree.map_params has a placeholder.
             _, _, params = _take_out(name, params, "params")
         return optimizer.init(params)
@@ -333,11 +328,13 @@ def scale_as_parameter(
     def update(
         updates, state, params=None, *, skip_if=None, **extra_args
     ) -> tuple[Any, Any]:
-        params = parameters_of(params, updates)
+        params = _modules.parameters_of(params, updates)
         place, old, params = _take_out(name, params, "params")
         _, flags, grads = _take_out(name, updates, "grads")
+        # No addition leads back from inf or nan: `report` says what does.
+        is_lost = ~jnp.isfinite(old)
         # One flag, or one for each example.
-        seen = _look(options, grads, state, jnp.any(flags != 0))
+        seen = _look(options, grads, state, jnp.any(flags != 0), is_lost)
         if "grad" in extra_args:
             _, _, extra_args["grad"] = _take_out(name, extra_args["grad"], "grads")
         if (of_all := extra_args.get("value_fn")) is not None:
@@ -349,23 +346,32 @@ def scale_as_parameter(
         new_scale = options.loss_scale(state.loss_scale_state)
         # optax.apply_updates adds the difference. If the scale falls by more than
         # 2**23, it rounds to minus the old scale, and the sum would be 0: fall less.
-        return place(updates, jnp.maximum(new_scale, old * 2.0**-23) - old), state
+        change = jnp.maximum(new_scale, old * 2.0**-23) - old
+        return place(updates, jnp.where(is_lost, 0, change)), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _look(options: Options, grads: Any, state: Any, overflow: jax.Array) -> _step.Look:
-    """Shows an overflow, of which the gradient of the scale tells, to the rule."""
+def _look(
+    options: Options, grads: Any, state: Any, overflow: jax.Array, is_lost: jax.Array
+) -> _step.Look:
+    """Shows an overflow, of which the gradient of the scale tells, to the rule.
+
+    If the scale among the parameters is lost, the rule learns nothing, and the step is
+    skipped.
+    """
     rule = options.loss_scale
     _state.check_state(state, rule, options.retries)
     true_grads = jax.tree.map(
         lambda x: jnp.where(overflow, jnp.nan, x) if _tree.is_inexact(x) else x, grads
     )
-    seen = _step.look(rule, true_grads, state.loss_scale_state, options.axis_name)
-    if rule.skip_nonfinite:
-        return seen
-    # The rule would apply the zeros.
-    return seen._replace(finite=on_all_devices(~overflow, options.axis_name))
+    before, after, finite = _step.look(
+        rule, true_grads, state.loss_scale_state, options.axis_name
+    )
+    if not rule.skip_nonfinite:  # The rule would apply the zeros.
+        finite = on_all_devices(~overflow, options.axis_name)
+    kept = _tree.cast_like(_state.within_bounds(rule, before), after)
+    return _step.Look(before, _tree.select(is_lost, kept, after), finite & ~is_lost)
 
 
 def _take_out(

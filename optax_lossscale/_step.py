@@ -99,10 +99,12 @@ def take_step(
     _state.check_state(state, rule, options.retries)
     _inner.check_dtypes(inner, state.inner_state, params, grads)
     _warn_of_scale_among(params)
-    if isinstance(grads, Iterator):
+    is_missing = grads is None and params is not None
+    if is_missing or isinstance(grads, Iterator):
+        got = "None" if is_missing else "an iterator"
         raise TypeError(
-            "grads must be a pytree like the parameters, got an iterator. Write "
-            "apply_gradients(grads, params, state) for Keras's zip of the two."
+            f"grads must be a pytree like the parameters, got {got}. Write "
+            "apply_gradients(grads, params, state), also for Keras's zip of the two."
         )
     skips = options.skips or skip_if is not None or seen is not None
     if seen is None:

@@ -49,8 +49,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from optax_lossscale import (
-    LossScaleOptimizer, LossScaleOptimizerState, autocast, scale_gradient,
-    select_applied, with_loss_scale,
+    LossScaleOptimizer, LossScaleOptimizerState, autocast, diagnostics,
+    scale_gradient, select_applied, with_loss_scale,
 )
 
 x = jnp.ones((4, 2))
@@ -125,6 +125,9 @@ net = Net()
 state = optimizer.init(net)
 net, state, loss = optimizer.minimize(autocast(net_loss), net, state, x)
 net.layer.weight.astype(loss.dtype)
+diagnostics.report(state, net)
+diagnostics.trace_numerics(autocast(net_loss), net, x, state=state)
+diagnostics.compare(net_loss, net, x)
 model = Model()
 state = optimizer.init(model)
 model, state, loss = optimizer.minimize(

@@ -108,7 +108,8 @@ class _Run:
 
     def held(self, atom: Any, state: State | None) -> Any:
         """Returns an operand as an array, in the dtype of a state."""
-        return jnp.asarray(self.read(atom, state))
+        x = self.read(atom, state)
+        return x if isinstance(x, jax.Ref) else jnp.asarray(x)
 
     def follow(self, step: Step) -> None:
         """Runs a step."""

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 
 from optax_lossscale import _check as check
@@ -89,7 +88,7 @@ class LossScale(abc.ABC):
 
     @abc.abstractmethod
     def update(
-        self, grads: optax.Updates, state: Any, *, axis_name: Hashable | None = None
+        self, grads: Any, state: Any, *, axis_name: Hashable | None = None
     ) -> tuple[Any, jax.Array]:
         """Advances the loss scale by one step.
 
@@ -217,7 +216,7 @@ class AdaptiveLossScale(LossScale):
         """
 
     def update(
-        self, grads: optax.Updates, state: Any, *, axis_name: Hashable | None = None
+        self, grads: Any, state: Any, *, axis_name: Hashable | None = None
     ) -> tuple[Any, jax.Array]:
         """Advances the loss scale by one step; see the base class."""
         finite = all_finite(grads, axis_name=axis_name)

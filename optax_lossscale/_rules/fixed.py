@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optax_lossscale import _check as check
 from optax_lossscale._rules.base import LossScale
@@ -68,7 +67,7 @@ class FixedLossScale(LossScale):
         return FixedLossScaleState(jnp.asarray(self.loss_scale_value, jnp.float32))
 
     def update(
-        self, grads: optax.Updates, state: Any, *, axis_name: Hashable | None = None
+        self, grads: Any, state: Any, *, axis_name: Hashable | None = None
     ) -> tuple[FixedLossScaleState, jax.Array]:
         """Returns the initial state, a scale for each member; see the base class."""
         state = FixedLossScaleState(self(state))

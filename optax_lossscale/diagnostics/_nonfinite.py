@@ -1,18 +1,17 @@
 """Which gradients are not finite, by name."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 
 from optax_lossscale._scaling import all_finite
 from optax_lossscale.diagnostics._common import check_host, named_leaves, on_auto_axes
 
 
-def nonfinite_leaves(grads: optax.Updates) -> dict[str, jax.Array]:
+def nonfinite_leaves(grads: Any) -> dict[str, jax.Array]:
     """Says which gradients hold inf or nan, also inside a compiled step.
 
     It needs no optimizer and no state. Return the result from the step, or put it into
@@ -73,7 +72,7 @@ class NonfiniteGradient(NamedTuple):
         return f"{self.name}, {self.dtype}[{shape}]: {counts}{first}"
 
 
-def describe_nonfinite(grads: optax.Updates) -> list[NonfiniteGradient]:
+def describe_nonfinite(grads: Any) -> list[NonfiniteGradient]:
     """Names the gradients that are not finite, counts inf and nan, and says where.
 
     Call it on the host: it waits for the gradients. It needs no optimizer and no state,

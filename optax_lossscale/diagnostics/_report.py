@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from optax_lossscale import _check as check
 from optax_lossscale._rules.fixed import FixedLossScaleState
@@ -42,6 +41,10 @@ RESTORE = (
     "updates that are not finite, chain optax.apply_if_finite(optax.identity(), 5) "
     "after the inner optimizer. Keep returned statistics by select_applied.",
 )
+SCALE = (
+    "If {0} is the scale of scale_as_parameter, no step leads back from inf or nan. "
+    "Write {0} = optimizer.current_loss_scale(state), with the LossScaleOptimizer."
+)
 BEGUN = "Restore a checkpoint, unless the optimizer begins with inf, as lbfgs does."
 # What no state tells: the loss, gradients that were never scaled, and a forward pass
 # whose overflow a later line hides.
@@ -61,7 +64,8 @@ RETRIED = (
 FROZEN = (
     "If the trace finds nothing at this scale, make sure that value_and_grad and "
     "get_scaled_loss are called inside the step, with the current state: a function "
-    "made once before the loop keeps the first scale."
+    "made once before the loop keeps the first scale. With scale_as_parameter, see "
+    "whether the scale among the parameters is finite: report(state, params)."
 )
 LOSS, GRADIENTS, GO_ON = (
     "If the loss is not finite, look for inf and nan in data and parameters, and for "
@@ -143,7 +147,7 @@ class Report(NamedTuple):
         return "\n".join(lines)
 
 
-def report(state: Any, params: optax.Params | None = None) -> Report:
+def report(state: Any, params: Any = None) -> Report:
     """Says how loss scaling is doing, and what to do next.
 
     Training is not healthy if 100 steps in a row were skipped although the scale was at
@@ -248,12 +252,16 @@ def report(state: Any, params: optax.Params | None = None) -> Report:
         names = "; ".join(map(str, nonfinite[:SHOWN]))
         diagnosis = f"Not finite: {names}{more}. {diagnosis}"
         advice = RESTORE if is_broken else [BEGUN, *advice]
+        # A lost scale keeps all else as it was.
+        broken = [x for x in nonfinite if x.name.startswith("params")]
+        if [(x.shape, x.dtype) for x in broken] == [((), "float32")]:
+            advice = [SCALE.format(broken[0].name), *advice]
     is_healthy = read["measure"] < 1 and not is_broken
     numbers = map(read.get, Report._fields[3:])
     return Report._make([is_healthy, diagnosis, tuple(advice), *numbers])
 
 
-def check_health(state: Any, params: optax.Params | None = None) -> Report:
+def check_health(state: Any, params: Any = None) -> Report:
     """Raises an error if training makes no progress, and says what to do.
 
     A compiled step cannot raise an error, so training may skip every step unnoticed.

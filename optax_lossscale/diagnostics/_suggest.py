@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optax_lossscale import _check as check
 from optax_lossscale._scaling import exact_exp2
@@ -18,7 +17,7 @@ NO_LIMIT = 2**20
 
 
 def suggest_loss_scale(
-    grads: optax.Updates, dtype: Any = "float16", margin: float = 2.0
+    grads: Any, dtype: Any = "float16", margin: float = 2.0
 ) -> jax.Array:
     """Suggests a loss scale from the largest gradient.
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from optax_lossscale import _check as check
 from optax_lossscale._tree import inexact_leaves
@@ -148,9 +147,7 @@ def _table(stats: UnderflowStats) -> str:
     return "\n".join([*lines, f"and {more} more"] if more > 0 else lines)
 
 
-def underflow_stats(
-    grads: optax.Updates, state: Any, dtype: Any = "float16"
-) -> UnderflowStats:
+def underflow_stats(grads: Any, state: Any, dtype: Any = "float16") -> UnderflowStats:
     """Computes what share of the gradients a dtype loses, with scaling and without.
 
     Each number is judged as if it were converted to `dtype`, rounding to nearest even.
@@ -320,7 +317,7 @@ class ExponentHistogram(NamedTuple):
     nans: jax.Array
 
 
-def exponent_histogram(grads: optax.Updates) -> ExponentHistogram:
+def exponent_histogram(grads: Any) -> ExponentHistogram:
     """Counts numbers by their exponents, exactly, including subnormals.
 
     You may call it inside `jax.jit`, `jax.lax.scan` and `jax.vmap`, and on sharded

@@ -112,6 +112,28 @@ def test_a_ref_that_the_function_closes_over():
         assert jnp.allclose(x, y, rtol=0.01, atol=0.01)
 
 
+def test_a_ref_that_the_function_makes_and_hands_on():
+    """A jitted function writes it, and a loop."""
+
+    @jax.jit
+    def write(ref, x):
+        ref[0] = x
+
+    def f(w):
+        ref = jax.new_ref(jnp.zeros((3,)))
+        write(ref, jnp.mean((X @ w) ** 2))
+
+        def body(x, i):
+            ref[i] = x
+            return 2 * x, None
+
+        last, _ = jax.lax.scan(body, ref[0], jnp.arange(1, 3))
+        return last + jnp.sum(ref[...])
+
+    found, wanted = (jax.jit(jax.value_and_grad(g))(W) for g in (autocast(f), f))
+    assert errors(found, wanted) < 0.01
+
+
 def test_a_large_mask_that_the_function_closes_over():
     mask = np.where(np.tri(16, dtype=bool), 0, -1e9).astype(np.float32)
     mask[0] = -1e9  # A row of which nothing is kept.

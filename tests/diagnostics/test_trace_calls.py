@@ -13,8 +13,8 @@ from helpers import INF, NAN
 from jax import lax
 from tracing import TWO, half, run_eagerly, total
 
-from optax_lossscale import LossScaleOptimizer
-from optax_lossscale.diagnostics import trace_numerics
+from optax_lossscale import LossScaleOptimizer, autocast
+from optax_lossscale.diagnostics import float32_lines, trace_numerics
 from optax_lossscale.diagnostics._trace import steps
 
 
@@ -197,6 +197,28 @@ class TestArguments:
             trace_numerics(loss_fn, TWO, TWO, TWO)
         text = "loss_fn(params=float32[2], args[0]=float32[2], args[1]=float32[2])"
         assert any(text in note for note in caught.value.__notes__)
+
+    def test_a_transform_is_not_needed(self):
+        with pytest.raises(TypeError) as caught:
+            trace_numerics(loss_fn, TWO, transform=jax.value_and_grad)
+        notes = caught.value.__notes__
+        assert "trace_numerics needs no transform: leave it out." in notes
+
+    def test_a_guard_of_transfers_stays_outside(self):
+        with jax.transfer_guard("disallow"):
+            assert trace_numerics(loss_fn, TWO).loss == 5
+            found = float32_lines(autocast(lambda w: jnp.sum(w @ w)), np.eye(2))
+        assert found.verified
+
+    @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+    @pytest.mark.parametrize("function", [trace_numerics, float32_lines])
+    def test_arguments_on_two_devices_are_named(self, function):
+        here, there = jax.devices()[:2]
+        params = {"w": jax.device_put(TWO, here)}
+        f = autocast(lambda params, x: jnp.sum(params["w"] @ x))
+        match = r"params\['w'\] is on \[.*\], and args\[0\] on \[.*same devices"
+        with pytest.raises(ValueError, match=match):
+            function(f, params, jax.device_put(TWO, there))
 
     def test_a_function_that_raises_under_tracing(self):
         def branches(w, x):

@@ -143,6 +143,35 @@ def test_explicit_axes_without_a_mesh_that_is_set():
     assert trace.largest_scale == here.largest_scale
 
 
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_parameters_that_are_sharded_along_their_second_axis_alone(kind):
+    """Devices have parts of each row, so no gradient has one order of its numbers."""
+
+    def loss_fn(params, x):
+        hidden = jnp.square(x @ params["in"]["w"] + params["in"]["b"])
+        return 1e-6 * jnp.mean((params["out"] @ hidden) ** 2)
+
+    rng = np.random.default_rng(0)
+    w, b, out, x = (
+        rng.normal(size=size).astype(np.float32)
+        for size in ((8, 16), (16,), (4, 4), (4, 8))
+    )
+    params, x = {"in": {"w": w, "b": b}, "out": out}, 100 * x
+    specs = {"in": {"w": P(None, "m"), "b": P("m")}, "out": P()}
+    mesh, loss_fn = mesh_of(kind, d=4, m=2), autocast(loss_fn)
+    with jax.set_mesh(mesh):
+        places = jax.tree.map(functools.partial(NamedSharding, mesh), specs)
+        args = jax.device_put(params, places), jax.device_put(x, places["out"])
+        trace, lines = trace_numerics(loss_fn, *args), float32_lines(loss_fn, *args)
+    here = trace_numerics(loss_fn, params, x)
+    assert trace.findings[0].kind == here.findings[0].kind == "forward"
+    assert trace.largest_scale == here.largest_scale
+    np.testing.assert_allclose(trace.float32_loss, here.float32_loss, rtol=1e-5)
+    assert lines.lines
+    assert lines.verified
+
+
 def test_no_arrays_are_left():
     def loss_fn(w):
         x = jnp.exp(-(jnp.sin(half(w)) ** 2))

@@ -90,6 +90,7 @@ PARTS = [
     "optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)",
     "optax.polyak_sgd(0.1)",
     "optax.contrib.momo(0.1)",
+    "optax.contrib.sophia(0.1)",
     "optax.lbfgs()",
 ]
 # Parts whose `update` needs an extra argument. `minimize` passes the first three.
@@ -98,10 +99,12 @@ EXTRA = {
     "grad": ["linesearch", "lbfgs"],
     "value_fn": ["linesearch", "lbfgs"],
     "grad_fn": ["opaque_mode"],
+    "obj_fn": ["sophia"],
 }
 # `minimize` raises an error: the fast parameters alone have gradients; a chain hides
-# that SAM takes no extra arguments; nothing would check the gradients of `grad_fn`.
-BY_HAND = ["lookahead", "optax.chain(optax.contrib.sam", "opaque_mode"]
+# that SAM takes no extra arguments; nothing would check the gradients of `grad_fn`; it
+# does not pass `obj_fn`.
+BY_HAND = ["lookahead", "optax.chain(optax.contrib.sam", "opaque_mode", "sophia"]
 
 PARAMS = {"a": np.array([1.0, 2.0], np.float32), "b": np.float32(3)}
 SCOPE = {
@@ -150,6 +153,7 @@ def by_update(optimizer, code):
         value, grads = scaler.value_and_grad(value_fn, state)(trained(params))
         every = {"value": value, "grad": grads, "value_fn": value_fn}
         every["grad_fn"] = lambda params, _: jax.grad(value_fn)(params)
+        every["obj_fn"] = value_fn
         needed = [x for x, parts in EXTRA.items() if any(p in code for p in parts)]
         extra = {name: every[name] for name in needed}
         updates, state = optimizer.update(grads, state, params, **extra)

@@ -88,6 +88,16 @@ def a_module_that_is_not_the_first_argument():
     minimize(W, W, optimizer, net_and_params, Model())
 
 
+def a_module_from_outside_of_a_scan():
+    model = Model()
+
+    def body(state, x):
+        grad_fn = optimizer.value_and_grad(lambda model, x: model(x), state)
+        return state, grad_fn(model, x)[0]
+
+    jax.lax.scan(body, optimizer.init(model), X[None])
+
+
 @pytest.mark.parametrize(
     ("mistake", "hint"),
     [
@@ -103,6 +113,7 @@ def a_module_that_is_not_the_first_argument():
         (a_module_in_the_closure_of_the_loss, _hints.MODULES),
         (a_module_in_the_closure_with_retries, _hints.MODULES),
         (a_module_that_is_not_the_first_argument, _hints.MODULES),
+        (a_module_from_outside_of_a_scan, _hints.MODULES),
     ],
 )
 def test_a_note_says_what_to_write(mistake, hint):

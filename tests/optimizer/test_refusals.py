@@ -299,3 +299,10 @@ def test_pairs_of_gradients_and_variables():
     pairs = zip([GRADS["w"]], [PARAMS["w"]], strict=True)
     with pytest.raises(TypeError, match=r"apply_gradients\(grads, params, state\)"):
         optimizer.apply_gradients(pairs, [PARAMS["w"]], state)
+
+
+@pytest.mark.parametrize("step", [optimizer.apply_gradients, optimizer.update])
+def test_no_gradients_at_all(step):
+    args = (PARAMS, state) if step == optimizer.apply_gradients else (state, PARAMS)
+    with pytest.raises(TypeError, match=r"grads must be a pytree .*, got None"):
+        step(None, *args)

@@ -14,7 +14,7 @@ import optax
 import pytest
 from distributed import mean_over_devices
 from flax import nnx
-from helpers import exhaustive_but, plain_step
+from helpers import assert_close, exhaustive_but, plain_step
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from meshes import PARTS, WHOLE, mesh_of, over_devices, varying
 from pages import page_blocks
@@ -160,6 +160,30 @@ class TestRetries:
                 ),
                 axis_name="batch",
             )(x)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_some_members_of_an_ensemble_on_each_device(self, kind):
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), self.RULE, retries=24)
+        shared = np.float32([1, 2, 3])
+
+        def step(params, state):
+            def loss_fn(params):
+                products = (params * shared).astype(jnp.float16)
+                return jnp.mean(products.astype(jnp.float32) ** 2)
+
+            return optimizer.minimize(loss_fn, params, state)
+
+        step, mesh = jax.vmap(step), mesh_of(kind, batch=8)
+        params = 1.0 + np.arange(48, dtype=np.float32).reshape(16, 3)
+        args = params, jax.vmap(optimizer.init)(params)
+        expected = jax.jit(step)(*args)
+        with jax.set_mesh(mesh):
+            args = jax.device_put(args, NamedSharding(mesh, PARTS))
+            found = jax.device_get(over_devices(PARTS, PARTS, mesh)(step)(*args))
+        assert_close(found, expected)
+        assert found[1].retries.tolist() == expected[1].retries.tolist()
+        # The largest scaled gradients are 6 and 96 times the scale.
+        assert (found[1].retries[0], found[1].retries[-1]) == (7, 11)
 
     def test_a_device_that_asks_for_its_index_may_repeat_alone(self):
         optimizer = LossScaleOptimizer(optax.sgd(0.5), self.RULE, retries=24)

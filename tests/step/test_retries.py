@@ -2,8 +2,6 @@
 
 import functools
 import pickle
-import re
-import traceback
 
 import equinox as eqx
 import jax
@@ -379,12 +377,8 @@ class TestDerivatives:
 
     @compiled
     def test_reverse_mode_is_refused(self, wrap):
-        with pytest.raises(ValueError, match=r"Reverse-mode.* lax\.while_loop") as info:
+        with pytest.raises(ValueError, match=r"retries.*Take jax\.jvp or .*retries=0"):
             wrap(jax.grad(lambda x: self.step(0.25, x)[0]))(ONE)
-        # JAX shows the line of the loop above its message.
-        assert re.search(
-            "retries.*jax.jvp", "".join(traceback.format_exception(info.value))
-        )
         # The loss itself does not depend on the backward pass.
         assert wrap(jax.grad(lambda x: self.step(0.25, x)[2]))(ONE) == 1
         # Nor do the hyperparameters.

@@ -196,6 +196,49 @@ def test_a_leaf_and_a_state_that_disagree(exponents):
         assert params["loss_scale"] == expected
 
 
+@pytest.mark.parametrize("leaf", [0.0, -1.0, 1e-30])
+def test_a_leaf_that_is_no_scale_heals_at_the_first_step(leaf):
+    optimizer, params = scaler(), with_leaf(WEIGHTS, leaf)
+    grads = jax.grad(with_loss_scale(loss_fn))(params, X)
+    new, state = one_step(optimizer, grads, params, optimizer.init(params))
+    assert (new["loss_scale"], state.last_step_applied) == (64, True)
+
+
+@pytest.mark.parametrize("rule", [RULE, FixedLossScale(64.0)])
+@pytest.mark.parametrize("value", [INF, -INF, NAN])
+def test_a_leaf_that_was_restored_as_inf_or_nan_is_named_and_keeps_the_rest(
+    rule, value
+):
+    """A float16 checkpoint does so: no sum leads back from there."""
+    optimizer, reader = scaler(rule=rule), LossScaleOptimizer(optax.sgd(1), rule)
+    step, trainer = make_trainer(
+        optimizer, with_loss_scale(loss_fn), with_leaf(WEIGHTS)
+    )
+    for _ in range(3):
+        trainer, _ = step(trainer, X)
+    params, scale = trainer.params, reader.current_loss_scale(trainer.opt_state)
+    trainer = trainer.replace(params=with_leaf(params, value))
+    for _ in range(40):
+        trainer, _ = step(trainer, X)
+    assert_same_bits(trainer.params, with_leaf(params, value))
+    state = trainer.opt_state
+    assert optax.tree.get(state, "consecutive_skipped_steps") == 40
+    if rule is RULE:  # The scale would have fallen; a fixed one does not.
+        advice = " ".join(diagnostics.report(state).advice)
+        assert "see whether the scale among the parameters is finite" in advice
+    with pytest.raises(FloatingPointError) as error:
+        diagnostics.check_health(state, trainer.params)
+    assert "Not finite: params['loss_scale'], float32[]" in str(error.value)
+    line = "params['loss_scale'] = optimizer.current_loss_scale(state)"
+    assert f"Write {line}," in " ".join(str(error.value).split())
+    variables = {"params": dict(trainer.params), "optimizer": reader, "state": state}
+    exec(line, variables)
+    assert variables["params"]["loss_scale"] == scale
+    trainer, _ = step(trainer.replace(params=variables["params"]), X)
+    assert optax.tree.get(trainer.opt_state, "last_step_applied")
+    assert optax.tree.get(trainer.opt_state, "skipped_steps") == 40
+
+
 SECOND = {
     "grad of grad": lambda f: jax.grad(
         lambda params: optax.tree.vdot(without_leaf(jax.grad(f)(params)), WEIGHTS)

@@ -33,7 +33,7 @@ def last_state(out):
     return jax.tree.map(np.asarray, restored)
 
 
-def environment(devices):
+def environment(devices, **more):
     """Returns the variables of a process with so many devices."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     found = os.environ | {
@@ -47,7 +47,7 @@ def environment(devices):
     }
     if folder := jax.config.jax_compilation_cache_dir:
         found["JAX_COMPILATION_CACHE_DIR"] = folder
-    return found
+    return found | more
 
 
 def free_port():
@@ -56,11 +56,11 @@ def free_port():
         return free.getsockname()[1]
 
 
-def start(*arguments, devices=1, script=SUPPORT / "language_model_run.py"):
+def start(*arguments, devices=1, script=SUPPORT / "language_model_run.py", **variables):
     """Starts a script in a process of its own: that of the language model, or one."""
     return subprocess.Popen(
         [sys.executable, *WARNINGS, str(script), *map(str, arguments)],
-        env=environment(devices),
+        env=environment(devices, **variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

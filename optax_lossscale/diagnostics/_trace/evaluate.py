@@ -2,9 +2,10 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -13,17 +14,12 @@ from jax.core import Tracer
 from optax_lossscale._jaxprs import lines, parts
 from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of
 from optax_lossscale._tree import in_half, is_inexact
+from optax_lossscale.diagnostics._trace import twin
 from optax_lossscale.diagnostics._trace.flow import FLOW, Place
 from optax_lossscale.diagnostics._trace.run import Site
 from optax_lossscale.diagnostics._trace.steps import Slot, key_of
 from optax_lossscale.diagnostics._trace.summary import Origins
-from optax_lossscale.diagnostics._trace.twin import (
-    Value,
-    bind_wide,
-    unpaired,
-    values_of,
-    widen,
-)
+from optax_lossscale.diagnostics._trace.twin import Value, widen
 
 # Moves that change signs alone.
 SIGNS = ("abs", "neg")
@@ -33,8 +29,6 @@ class Evaluator:
     """Runs jaxprs. The twin decides for itself.
 
     Attributes:
-      zero: i32[]: a zero with the varying axes of the enclosing `jax.shard_map`. It is
-        added to summaries, whose axes must match.
       sites: All sites, by their numbers.
     """
 
@@ -45,18 +39,14 @@ class Evaluator:
           scale: The variable that holds the loss scale: what follows is the backward
             pass.
         """
-        self.zero: Any = np.int32(0)
         self.sites: dict[int, Site] = {}
         self._scale, self._numbers = scale, {}
 
     def run(self, jaxpr: Any, args: Sequence[Value], place: Place) -> list[Value]:
         """Evaluates a jaxpr, of its constants and its arguments."""
-        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
 
-        def read(x):
-            return Value(x.val, x.val) if hasattr(x, "val") else values[x]
-
-        for index, equation in enumerate(jaxpr.eqns):
+        def follow(index, equation, inputs):
+            nonlocal place
             is_backward = place.phase == "backward"
             here = place._replace(
                 path=(*place.path, index),
@@ -66,9 +56,9 @@ class Evaluator:
             if any(x is self._scale for x in equation.invars):
                 here = here._replace(phase="scale")
                 place = place._replace(phase="backward")
-            results = self._follow(equation, list(map(read, equation.invars)), here)
-            values.update(zip(equation.outvars, results, strict=True))
-        return list(map(read, jaxpr.outvars))
+            return self._follow(equation, inputs, here)
+
+        return twin.walk(jaxpr, args, follow, lambda x: Value(x, x))
 
     def call(self, jaxpr: Any, args: Sequence[Value], place: Place) -> list[Value]:
         """Evaluates a jaxpr in an equation."""
@@ -77,13 +67,8 @@ class Evaluator:
 
     def enter(self, name: str, values: Sequence[Value], place: Place) -> list[Value]:
         """Sums up what a loop, a branch or a device gets, in each iteration."""
-        sources = [() if x.site is None else (x.site,) for x in values]
-        pairs = enumerate(zip(values, sources, strict=True))
-        return [self.measure((name, i), x, place, inputs=y) for i, (x, y) in pairs]
-
-    def finish(self, place: Place) -> Any:
-        """Returns the summaries of a place."""
-        return place.recorder.finish() + self.zero
+        pairs = enumerate(values)
+        return [self.measure((name, i), x, place, inputs=[x.site]) for i, x in pairs]
 
     def measure(
         self,
@@ -91,6 +76,7 @@ class Evaluator:
         x: Value,
         place: Place,
         *,
+        inputs: Iterable[int | None] = (),
         is_elementwise: bool = False,
         same: int | None = None,
         **about: Any,
@@ -101,6 +87,7 @@ class Evaluator:
           name: What tells it from other values of this place.
           x: The value.
           place: Where it is.
+          inputs: The sites that it depends on; None for what has none.
           is_elementwise: Whether it is computed number by number.
           same: The site of the same magnitudes, if it is a move.
           **about: More fields of its site.
@@ -113,6 +100,7 @@ class Evaluator:
         if phase == "scale" and in_half(x.real):
             # The gradient of a loss in half. As the scale, inf could not begin in it.
             phase = "backward"
+        about["inputs"] = tuple(i for i in inputs if i is not None)
         site = self.sites[number] = Site(
             dtype=x.real.dtype.name,
             shape=x.real.shape,
@@ -136,66 +124,56 @@ class Evaluator:
         if kind_of(name) == Kind.CALL:
             if name == "remat2":
                 pairs = [x.pair(x.differs) for x in inputs]
-                inputs = values_of(place.recorder.again(pairs), inputs)
+                inputs = twin.values_of(jax.tree.map(_again, pairs), inputs)
             return self.call(parts.called_jaxpr(equation), inputs, place)
-        if name not in FLOW:
+        if name not in FLOW or twin.refs_among(equation.invars):
             return self._operation(equation, inputs, place)
-        values, sources = self._flow(equation, inputs, place)
-        return [
-            self.measure(i, x, place, inputs=tuple(y))
-            for i, (x, y) in enumerate(zip(values, sources, strict=True))
-        ]
+        return self._flow(equation, inputs, place)
 
     def _flow(self, equation, inputs, place):
-        """Runs a loop, a branch or devices: their results, and where those are from."""
-        known: list[Any] = []
+        """Runs a loop, a branch or devices."""
 
         def run(pairs):
-            values = values_of(pairs, inputs)
-            result = FLOW[equation.primitive.name](self, equation, values, place)
-            # No arrays: the step that holds this function outlives them.
-            known[:] = result.sources, result.sites, result.decision
-            return result.pairs, result.summaries
+            values = twin.values_of(pairs, inputs)
+            return FLOW[equation.primitive.name](equation, values, place)
 
         recorder, pairs = place.recorder, [x.pair(x.differs) for x in inputs]
-        pairs, summaries = recorder.call(run, pairs)
-        sources, sites, decision = known
-        recorder.extend(sites, summaries)
-        values = unpaired(pairs)
+        pairs, sources, sites, rows, decision = recorder.call(run, pairs)
+        recorder.extend(sites, rows)
+        values = twin.unpaired(pairs)
         if values and decision is not None:
             # The twin goes its own way: another branch, or as often as it decides.
-            bind = functools.partial(bind_wide, equation)
+            bind = functools.partial(twin.bind_wide, equation)
             own = recorder.call(bind, [x.wide for x in inputs])
             pairs = zip(values, own or [x.wide for x in values], strict=True)
             values = [Value(x.real, wide) for x, wide in pairs]
             sources = [[*x, decision] for x in sources]
-        return values, sources
+        return [
+            self.measure(i, x, place, inputs=y)
+            for i, (x, y) in enumerate(zip(values, sources, strict=True))
+        ]
 
     def _operation(self, equation, inputs, place):
         name = equation.primitive.name
         run, key = functools.partial(_both, equation), key_of(_both, equation)
         pairs = [x.pair(x.differs) for x in inputs]
-        reals, wides = place.recorder.call(run, pairs, key=key)
+        call = place.recorder.call
+        reals, wides = call(run, pairs, key=key)
         opaque = wides is None and not has(name, Trait.BITS)
         if not wides:
-            wides = [
-                place.recorder.call(widen, x, key=widen) if in_half(x) else x
-                for x in reals
-            ]
+            wides = [call(widen, x, key=widen) if in_half(x) else x for x in reals]
         numbers = [x for x in inputs if x.site is not None or is_inexact(x.real)]
         constants = [c for x in numbers if x.site is None for c in _constant(x.real)]
         if name == "integer_pow":
             constants.append(float(equation.params["y"]))
-        sources = tuple(x.site for x in numbers if x.site is not None)
-        shapes = {self.sites[i].shape for i in sources}
-        elementwise = has(name, Trait.ELEMENTWISE) and all(
-            map(math.isfinite, constants)
-        )
+        shapes = {self.sites[x.site].shape for x in numbers if x.site is not None}
+        is_finite = all(map(math.isfinite, constants))
+        elementwise = has(name, Trait.ELEMENTWISE) and is_finite
         is_move = has(name, Trait.KEEPS) or name in SIGNS
         if name == "convert_element_type":  # All of half precision is in float32.
             is_move = in_half(inputs[0].real) and reals[0].dtype == jnp.float32
-        about = {"primitive": name, "inputs": sources, "opaque": opaque}
-        about |= {"constants": tuple(constants)}
+        about = {"primitive": name, "opaque": opaque, "constants": tuple(constants)}
+        about["inputs"] = [x.site for x in numbers]
         about["same"] = inputs[0].site if is_move and len(inputs) == 1 else None
         values = []
         for i, (real, wide) in enumerate(zip(reals, wides, strict=True)):
@@ -212,22 +190,28 @@ def _both(equation, pairs):
       not be computed.
     """
     name = equation.primitive.name
-    inputs = unpaired(pairs)
+    inputs = twin.unpaired(pairs)
     args = [x.real for x in inputs]
     is_constant = not all(isinstance(x, Tracer) for x in args)
     if name == "div":
         # The compiler would multiply by the reciprocal of a constant, and in a step of
         # its own by that of any number, unless the twin divides by it, too.
         args[1] = lax.optimization_barrier(jnp.asarray(args[1]))
-    reals = parts.bind(equation, args)
+    reals = twin.bind_on_refs(equation, args)
     # The compiler would fold constants and join operations, and hide an overflow.
     if has(name, Trait.REWRITTEN) or is_constant:
         reals = lax.optimization_barrier(reals)
-    has_half = any(in_half(x.aval) for x in equation.outvars)
+    has_half = any(map(in_half, reals))
     differs = has_half or any(x.differs for x in inputs)
     if not differs and not has(name, Trait.OPAQUE):
         return reals, []
-    return reals, bind_wide(equation, [x.wide for x in inputs])
+    return reals, twin.bind_wide(equation, [x.wide for x in inputs])
+
+
+def _again(x):
+    """Hides from the compiler that it has an array, so that it computes it again."""
+    # No compiler sees two steps of a tape.
+    return lax.optimization_barrier(x) if isinstance(x, Tracer) else x
 
 
 def _constant(x: Any) -> list[float]:

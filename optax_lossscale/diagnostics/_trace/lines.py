@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale import _check as check
@@ -92,7 +91,7 @@ class Float32Lines(NamedTuple):
 
 def float32_lines(
     loss_fn: Callable[..., Any],
-    params: optax.Params,
+    params: Any,
     /,
     *args: Any,
     state: Any = None,
@@ -162,49 +161,52 @@ def float32_lines(
       (0, True)
     """
     name = "float32_lines"
+    with jax.transfer_guard("allow"):  # It is asked for numbers on the host.
 
-    def call(function):
-        return make_call(name, function, params, args, kwargs, has_aux)
+        def call(function):
+            return make_call(name, function, params, args, kwargs, has_aux)
 
-    cast = getattr(loss_fn, "without_scale", loss_fn)
-    if (function := function_of(cast)) is None:
-        raise TypeError(_refusal(call(loss_fn)))
-    tolerance = check.share("tolerance", tolerance)
-    is_given = scale is not None or state is not None
-    scale = trace.check_scale(name, loss_fn, args, state, scale)
-    given = Program(call(loss_fn), dtype)  # It raises an error for another dtype.
-    if nothing := given.reason:
-        if given.computes_in_dtype:  # The function casts by itself.
-            raise TypeError(_refusal(call(function)))
-        text = f"No line needs float32. {trace.summarize(given, nothing)}"
-        return Float32Lines([], scale, 0.0, 0.0, True, text)
-    # The lines that it has already are proposed, too.
-    followed = given
-    if getattr(cast, "float32", ()):
-        followed = Program(call(autocast(function, jnp.dtype(given.dtype))), dtype)
-    search = Search(followed.run, tolerance, scale)
-    if not is_given:
-        # Where all is flushed to zero, nothing overflows, but in float32 it would.
-        largest = search.best.scale if search.best else math.inf
-        search.run = search.at(max(min(largest, search.predicted), 1.0))
-    suspects = _suspects(search.run)
-    lines = sorted(suspects, key=lambda x: suspects[x][0], reverse=True)
-    compare = _compared(search.run, function, call)
-    effect = functools.cache(lambda lines: search.judge(*compare(lines)))
+        cast = getattr(loss_fn, "without_scale", loss_fn)
+        if (function := function_of(cast)) is None:
+            raise TypeError(_refusal(call(loss_fn)))
+        tolerance = check.share("tolerance", tolerance)
+        is_given = scale is not None or state is not None
+        scale = trace.check_scale(name, loss_fn, args, state, scale)
+        given = Program(call(loss_fn), dtype)  # It raises an error for another dtype.
+        if nothing := given.reason:
+            if given.computes_in_dtype:  # The function casts by itself.
+                raise TypeError(_refusal(call(function)))
+            text = f"No line needs float32. {trace.summarize(given, nothing)}"
+            return Float32Lines([], scale, 0.0, 0.0, True, text)
+        # The lines that it has already are proposed, too.
+        followed = given
+        if getattr(cast, "float32", ()):
+            followed = Program(call(autocast(function, jnp.dtype(given.dtype))), dtype)
+        search = Search(followed.run, tolerance, scale)
+        if not is_given:
+            # Where all is flushed to zero, nothing overflows, but in float32 it would.
+            largest = search.best.scale if search.best else math.inf
+            search.run = search.at(max(min(largest, search.predicted), 1.0))
+        suspects = _suspects(search.run)
+        lines = sorted(suspects, key=lambda x: suspects[x][0], reverse=True)
+        compare = _compared(search.run, function, call)
+        effect = functools.cache(lambda lines: search.judge(*compare(lines)))
 
-    def helps(some):
-        result = effect(frozenset(some))
-        # A loss that differs with all lines in float32, too, is roundoff.
-        is_close = result.loss <= tolerance or effect(frozenset(lines)).loss > tolerance
-        return result.is_fine and is_close
+        def helps(some):
+            result = effect(frozenset(some))
+            # A loss that differs with all lines in float32, too, is roundoff.
+            is_close = (
+                result.loss <= tolerance or effect(frozenset(lines)).loss > tolerance
+            )
+            return result.is_fine and is_close
 
-    kept = _minimal(lines, helps)
-    after, before = (effect(frozenset(x)) for x in (kept or (), ()))
-    keys = [key for line, (_, key) in suspects.items() if line in (kept or ())]
-    proposal = [_describe(search, key) for key in keys]
-    text = _message(search, kept, len(lines), after, before)
-    errors = after.loss, after.gradients
-    return Float32Lines(proposal, search.run.scale, *errors, kept is not None, text)
+        kept = _minimal(lines, helps)
+        after, before = (effect(frozenset(x)) for x in (kept or (), ()))
+        keys = [key for line, (_, key) in suspects.items() if line in (kept or ())]
+        proposal = [_describe(search, key) for key in keys]
+        text = _message(search, kept, len(lines), after, before)
+        errors = after.loss, after.gradients
+        return Float32Lines(proposal, search.run.scale, *errors, kept is not None, text)
 
 
 def _refusal(call: Any) -> str:

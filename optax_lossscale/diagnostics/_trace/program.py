@@ -52,7 +52,8 @@ def make_call(
     Raises:
       TypeError: If `loss_fn` is no function, `has_aux` no boolean, an argument belongs
         to a transformation of JAX, or `params` has no floating-point array.
-      ValueError: If an array was deleted, or is spread over several processes.
+      ValueError: If an array was deleted, or is spread over several processes; if two
+        are on different devices.
     """
     # What with_loss_scale wraps: the scale comes from the state here.
     loss_fn = check.function("loss_fn", getattr(loss_fn, "without_scale", loss_fn))
@@ -68,9 +69,18 @@ def make_call(
         for path, _ in jax.tree.leaves_with_path(x)
     ]
     _common.check_host(caller, [x for x in leaves if isinstance(x, jax.Array)])
+    places: dict[Any, str] = {}
     for name, x in zip(names, leaves, strict=True):
         if isinstance(x, jax.Array):
             _check_array(name, x)
+            if x.committed:
+                places.setdefault(frozenset(x.devices()), name)
+    if len(places) > 1:
+        (here, one), (there, other), *_ = places.items()
+        raise ValueError(
+            f"{one} is on {sorted(map(str, here))}, and {other} on "
+            f"{sorted(map(str, there))}. Pass all arrays on the same devices."
+        )
     first = leaves[: len(jax.tree.leaves(params))]
     floats = [i for i, x in enumerate(first) if is_inexact(x) and not callable(x)]
     # Beside arrays, Python numbers are settings, as in the models of Equinox.
@@ -96,6 +106,8 @@ def make_call(
             text = ", ".join(f"{k}={types_of(x)}" for k, x in shown.items())
             text = textwrap.shorten(text, SHOWN)
             error.add_note(f"{caller} called loss_fn({text}), traced as by jax.jit.")
+            if "transform" in kwargs:
+                error.add_note(f"{caller} needs no transform: leave it out.")
             raise
         if jnp.shape(loss):
             raise TypeError(f"loss_fn must return a scalar loss, got {types_of(loss)}.")
@@ -155,6 +167,7 @@ class Program:
             self.closed = jax.make_jaxpr(gradients_of(call))(scale, self._arrays)
         finally:
             NOTES.reset(token)
+        self._constants = twin.constants_of(self.closed)
         self.reason = reasons[-1] if reasons else ""
         self.equations = list(parts.all_equations(self.closed.jaxpr))
         self.is_autocast = any(map(is_autocast, self.equations))
@@ -174,27 +187,28 @@ class Program:
           scale: The loss scale.
           rounds: Whether to round the parameters and the data first.
         """
-        compiled, tape, outline = self._compiled
-        arrays = [*self._arrays, *self.closed.consts]
+        compiled, recorder, outline = self._compiled
+        arrays = [*self._arrays, *self._constants]
         if rounds:
             arrays = [twin.rounded(x, self.dtype) for x in arrays]
         rows, losses, sizes = compiled(jnp.float32(scale), *arrays)
-        rows = tape.with_beginnings(np.concatenate(rows))
-        pairs = zip(tape.sites, rows, strict=True)
+        rows = recorder.with_beginnings(np.concatenate(rows))
+        pairs = zip(recorder.sites, rows, strict=True)
         numbers = {site: summary.numbers(row) for site, row in pairs}
         norms = np.array(sizes, float)
         return Run(outline, scale, numbers, list(map(float, losses)), norms)
 
     @functools.cached_property
     def _compiled(self):
-        """What runs, its tape, and what is known of it."""
+        """What runs, what sums it up, and what is known of it."""
         jaxpr, count = self.closed.jaxpr, len(self._arrays)
         closed_over = range(len(jaxpr.constvars))
         names = [f"(array {i} that loss_fn closes over)" for i in closed_over]
         names = [*self._names, *names]
-        arrays = [jnp.float32(1), *self._arrays, *self.closed.consts]
+        arrays = [jnp.float32(1), *self._arrays, *self._constants]
         tape = steps.Tape(list(map(jax.typeof, arrays)))
-        place, evaluator = Place((), tape), Evaluator(jaxpr.invars[0])
+        recorder, evaluator = summary.Recorder(tape.call), Evaluator(jaxpr.invars[0])
+        place = Place((), evaluator, recorder)
         with steps.quiet():
             entrance = place._replace(phase="argument")
             scale, *inputs = (Value(x, x) for x in tape.inputs)
@@ -203,13 +217,13 @@ class Program:
             values = [*inputs[count:], scale, *inputs[:count]]
             loss, *grads = evaluator.run(jaxpr, values, place)
             call = functools.partial(tape.call, summary.norms, key=summary.norms)
-            results = tape.rows, loss[:2], [call(*x[:2]) for x in grads]
+            results = recorder.rows, loss[:2], [call(*x[:2]) for x in grads]
         _mark_backward(evaluator.sites)
         named = {x.site: name for x, name in zip(inputs, names, strict=True)}
         parameters, ends = names[: self._count], [x.site for x in grads]
         about = evaluator.sites, named, parameters, loss.site, ends
         outline = Outline(self.dtype, *about, self.is_autocast)
-        return tape.compiled(results), tape, outline
+        return tape.compiled(results), recorder, outline
 
 
 def _mark_backward(sites):

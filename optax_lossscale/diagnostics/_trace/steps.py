@@ -17,7 +17,7 @@ from jax.extend.core import jaxpr_as_fun
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of
 from optax_lossscale._tree import Template
-from optax_lossscale.diagnostics._trace import summary
+from optax_lossscale.diagnostics._trace.twin import bind_on_refs, constants_of, walk
 
 # Seconds between two lines that say how far a run is.
 PATIENCE = 5
@@ -66,7 +66,7 @@ class Slot:
         self.shape, self.dtype = aval.shape, aval.dtype
 
 
-class Tape(summary.Recorder):
+class Tape:
     """Records what is called, to run it step by step.
 
     So the time to compile grows with the kinds of steps, and not with their number; and
@@ -75,8 +75,6 @@ class Tape(summary.Recorder):
 
     def __init__(self, avals: Sequence[Any]):
         """Begins with the types of the arguments."""
-        super().__init__()
-        self._parts: list[Any] = []
         # By identity: each is held, so that no other gets its number.
         self._constants: dict[int, tuple[Any, Slot, jax.Array]] = {}
         self._steps: list[tuple[Any, list[int], list[int]]] = []
@@ -107,10 +105,6 @@ class Tape(summary.Recorder):
         self._steps.append((kind.run, *numbers))
         return kind.results.fill(results)
 
-    def again(self, arrays: Any) -> Any:
-        """Returns the same, since no compiler sees two steps."""
-        return arrays
-
     def _slot_of(self, x):
         if isinstance(x, Slot):
             return x
@@ -118,15 +112,6 @@ class Tape(summary.Recorder):
             constant = jnp.asarray(x)
             self._constants[id(x)] = x, self._slot(jax.typeof(constant)), constant
         return self._constants[id(x)][1]
-
-    def _sum_up(self, site, real, wide):
-        row = self.call(summary.row_of, real, wide, key=summary.row_of)
-        self.extend([site], row)
-
-    @property
-    def rows(self) -> list[Any]:
-        """The summaries: each i32[n, len(FIELDS)], of some of the sites."""
-        return self._parts
 
     def compiled(self, results: Any) -> Callable[..., Any]:
         """Returns a function of arguments that returns results on the host.
@@ -297,7 +282,7 @@ def quiet() -> Iterator[None]:
 
 def run(closed: Any, *args: Any) -> list[Any]:
     """Runs a closed jaxpr; returns the results on the host."""
-    arrays = [*closed.consts, *args]
+    arrays = [*constants_of(closed), *args]
     tape = Tape(list(map(jax.typeof, arrays)))
     with quiet():
         results = _record(tape, closed.jaxpr, tape.inputs)
@@ -306,18 +291,12 @@ def run(closed: Any, *args: Any) -> list[Any]:
 
 def _record(tape, jaxpr, args):
     """Adds the equations of a jaxpr to a tape, one by one; returns its results."""
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
 
-    def read(x):
-        return x.val if hasattr(x, "val") else values[x]
-
-    for equation in jaxpr.eqns:
-        inputs = list(map(read, equation.invars))
+    def follow(_, equation, inputs):
         if kind_of(equation.primitive.name) == Kind.CALL:
             inner, consts = parts.opened(parts.called_jaxpr(equation))
-            results = _record(tape, inner, [*consts, *inputs])
-        else:
-            run = functools.partial(parts.bind, equation)
-            results = tape.call(run, inputs, key=key_of(parts.bind, equation))
-        values.update(zip(equation.outvars, results, strict=True))
-    return list(map(read, jaxpr.outvars))
+            return _record(tape, inner, [*consts, *inputs])
+        run = functools.partial(bind_on_refs, equation)
+        return tape.call(run, inputs, key=key_of(bind_on_refs, equation))
+
+    return walk(jaxpr, args, follow)

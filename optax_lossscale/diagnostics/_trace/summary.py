@@ -50,31 +50,30 @@ class Origins(NamedTuple):
     is_elementwise: bool
 
 
-class Recorder:
-    """Runs functions in one program, and sums arrays up.
+def apply(function: Callable[..., Any], *args: Any, key: Any = None) -> Any:
+    """Calls a function of pytrees of arrays; `key` is for the tape."""
+    del key
+    return function(*args)
 
-    Arrays of one size are summed up together: that compiles faster.
+
+class Recorder:
+    """Sums arrays up: one row for each site.
+
+    In one program, arrays of one size are summed up together: that compiles faster.
 
     Attributes:
-      sites: What was summed up, in the order of the summaries.
+      sites: What was summed up, in the order of the rows.
+      rows: Each i32[n, len(FIELDS)], of some of the sites.
+      call: Calls a function of pytrees of arrays; those of one key do the same.
     """
 
-    def __init__(self):
-        """Prepares to sum up."""
+    def __init__(self, call: Callable[..., Any] = apply):
+        """Takes what calls functions: in one program, or as steps of a tape."""
+        self.call = call
         self.sites: list[int] = []
-        self._parts: list[Any] = [NOTHING[None][:0]]
+        self.rows: list[Any] = [NOTHING[None][:0]] if call is apply else []
         self._groups: dict[Any, list[Any]] = {}
         self._origins: dict[int, Origins] = {}
-
-    def call(self, function: Callable[..., Any], *args: Any, key: Any = None) -> Any:
-        """Calls a function of pytrees of arrays; those of one key do the same."""
-        del key
-        return function(*args)
-
-    def again(self, arrays: Any) -> Any:
-        """Returns arrays of which the compiler does not know that it has them."""
-        # Apart: one barrier would give all of them the varying axes of each.
-        return jax.tree.map(lax.optimization_barrier, arrays)
 
     def add(self, site: int, real: Any, wide: Any, origins: Origins | None) -> None:
         """Sums an array and its twin up.
@@ -87,9 +86,9 @@ class Recorder:
         """
         if origins is not None:
             self._origins[site] = origins
-        self._sum_up(site, real, wide)
-
-    def _sum_up(self, site, real, wide):
+        if self.call is not apply:
+            self.extend([site], self.call(row_of, real, wide, key=row_of))
+            return
         real, wide, edge = _numbers(real, wide)
         size = real.size
         if not size or 2 * size > GROUPED or not _is_replicated(real):
@@ -106,13 +105,13 @@ class Recorder:
     def extend(self, sites: Sequence[int], summaries: Any) -> None:
         """Adds what was summed up elsewhere."""
         self.sites += sites
-        self._parts.append(summaries)
+        self.rows.append(summaries)
 
     def finish(self) -> Any:
         """Returns i32[len(sites), len(FIELDS)]."""
         for kind in list(self._groups):
             self._reduce_group(kind)
-        return self.with_beginnings(jnp.concatenate(self._parts))
+        return self.with_beginnings(jnp.concatenate(self.rows))
 
     def with_beginnings(self, summaries: Any) -> Any:
         """Says in the summaries of all sites where inf and nan begin."""
@@ -190,17 +189,21 @@ def norms(real: Any, wide: Any) -> Any:
     After these three come `WAVES` projections of the gradient in float32, a sketch: see
     `sketch_distance`.
     """
-    wide, narrow = (jnp.ravel(_as_real(x)) for x in (wide, real))
+    wide, narrow = _as_real(wide), _as_real(real)
 
     def norm(x):
         largest = jnp.max(jnp.abs(x), initial=0)
         unit = jnp.where(largest == 0, 1, largest)  # Squares could overflow.
         return unit * jnp.sqrt(jnp.sum(jnp.square(x / unit)))
 
-    places = 1 + jnp.arange(wide.size, dtype=jnp.float32)
-    waves = jnp.stack([jnp.sin(x**0.5 * places) for x in WAVES])
+    # Each number by its place, without a reshape: devices may have parts of each row.
+    places = jnp.ones(wide.shape, jnp.float32)
+    for axis in range(wide.ndim):
+        stride = math.prod(wide.shape[axis + 1 :])
+        places += stride * lax.broadcasted_iota(jnp.float32, wide.shape, axis)
     sizes = map(norm, (wide, narrow - wide, jnp.where(narrow == 0, wide, 0)))
-    return jnp.concatenate([jnp.stack([*sizes]), jnp.sum(waves * wide[None], 1)])
+    waves = (jnp.sum(jnp.sin(x**0.5 * places) * wide) for x in WAVES)
+    return jnp.stack([*sizes, *waves])
 
 
 def sketch_distance(before: Any, after: Any) -> Any:

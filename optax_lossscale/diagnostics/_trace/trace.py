@@ -5,8 +5,8 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
-import optax
 from jax.typing import ArrayLike
 
 from optax_lossscale import _check as check
@@ -115,7 +115,7 @@ def wrapped(text: str) -> str:
 
 def trace_numerics(
     loss_fn: Callable[..., Any],
-    params: optax.Params,
+    params: Any,
     /,
     *args: Any,
     state: Any = None,
@@ -200,34 +200,37 @@ def trace_numerics(
       [NumericalStabilitySanitizer](https://clang.llvm.org/docs/NumericalStabilitySanitizer.html).
     """
     name = "trace_numerics"
-    scale = check_scale(name, loss_fn, args, state, scale)
+    with jax.transfer_guard("allow"):  # It is asked for numbers on the host.
+        scale = check_scale(name, loss_fn, args, state, scale)
 
-    call = make_call(name, loss_fn, params, args, kwargs, has_aux)
-    program = Program(call, dtype)
-    is_autocast = function_of(getattr(loss_fn, "without_scale", loss_fn)) is not None
-    nothing = program.reason if is_autocast else ""
-    program.is_autocast &= not nothing
-    search = Search(program.run, closeness(program.dtype), scale)
-    run, best = search.run, search.best
-    first = next(iter(run.nonfinite_origins()), None)
-    sites = run.sites.items()
-    operations = [k for k, x in sites if x.primitive and not x.is_decision]
-    loss, float32_loss = run.losses
-    findings = find_all(search)
-    if not program.computes_in_dtype and findings[0].kind == "fine":
-        findings = [NumericFinding("fine", f"Nothing to judge in {program.dtype}.")]
-    return NumericsTrace(
-        findings=findings,
-        first_nonfinite=None if first is None else run.operation(first),
-        largest_scale=best and best.scale,
-        scale=scale,
-        loss=loss,
-        float32_loss=float32_loss,
-        dtype=program.dtype,
-        computes_in_dtype=program.computes_in_dtype,
-        summary=summarize(program, nothing, getattr(loss_fn, "float32", ())),
-        operations=list(map(run.operation, operations)),
-    )
+        call = make_call(name, loss_fn, params, args, kwargs, has_aux)
+        program = Program(call, dtype)
+        is_autocast = (
+            function_of(getattr(loss_fn, "without_scale", loss_fn)) is not None
+        )
+        nothing = program.reason if is_autocast else ""
+        program.is_autocast &= not nothing
+        search = Search(program.run, closeness(program.dtype), scale)
+        run, best = search.run, search.best
+        first = next(iter(run.nonfinite_origins()), None)
+        sites = run.sites.items()
+        operations = [k for k, x in sites if x.primitive and not x.is_decision]
+        loss, float32_loss = run.losses
+        findings = find_all(search)
+        if not program.computes_in_dtype and findings[0].kind == "fine":
+            findings = [NumericFinding("fine", f"Nothing to judge in {program.dtype}.")]
+        return NumericsTrace(
+            findings=findings,
+            first_nonfinite=None if first is None else run.operation(first),
+            largest_scale=best and best.scale,
+            scale=scale,
+            loss=loss,
+            float32_loss=float32_loss,
+            dtype=program.dtype,
+            computes_in_dtype=program.computes_in_dtype,
+            summary=summarize(program, nothing, getattr(loss_fn, "float32", ())),
+            operations=list(map(run.operation, operations)),
+        )
 
 
 def check_scale(name: str, loss_fn: Any, args: Any, state: Any, scale: Any) -> float:

@@ -1,6 +1,6 @@
-"""A value and its float32 twin; an equation in float32."""
+"""A value and its float32 twin; a way through a jaxpr; an equation in float32."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +9,11 @@ import jax.numpy as jnp
 from optax_lossscale._jaxprs.parts import bind, is_jaxpr, opened
 from optax_lossscale._jaxprs.primitives import Trait, has
 from optax_lossscale._tree import in_half, is_half, is_inexact
+
+# Effects that are no side effects: devices exchange arrays, and equations share a Ref.
+HARMLESS = "NamedAxisEffect", "ReadEffect", "WriteEffect", "AccumEffect"
+# What a Ref holds is moved into it, and out of it.
+MOVED = "new_ref", "freeze"
 
 
 def widen(x: Any) -> Any:
@@ -59,11 +64,63 @@ def values_of(pairs: Iterable[Any], like: Iterable[Value]) -> list[Value]:
     return [x._replace(site=y.site) for x, y in values]
 
 
+def refs_among(variables: Iterable[Any]) -> list[Any]:
+    """Returns the variables that stand for a `jax.Ref`."""
+    return [x for x in variables if hasattr(x.aval, "inner_aval")]
+
+
+def constants_of(closed: Any) -> list[Any]:
+    """Returns the constants of a closed jaxpr; of a `jax.Ref`, what it holds."""
+    return [x[...] if isinstance(x, jax.Ref) else x for x in closed.consts]
+
+
+def walk(
+    jaxpr: Any,
+    args: Sequence[Any],
+    follow: Callable[[int, Any, list[Any]], Sequence[Any]],
+    literal: Callable[[Any], Any] = lambda x: x,
+) -> list[Any]:
+    """Follows the equations of a jaxpr, in order. In place of a Ref is what it holds.
+
+    Args:
+      jaxpr: The jaxpr.
+      args: What its constants and its arguments are.
+      follow: Maps the index of an equation, it, and its operands to its results, and to
+        what the Refs among its operands hold after it.
+      literal: Maps a number in an equation to an operand.
+
+    Returns:
+      The results, and what the Refs among the arguments hold then.
+    """
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
+
+    def read(x):
+        return literal(x.val) if hasattr(x, "val") else values[x]
+
+    for index, equation in enumerate(jaxpr.eqns):
+        operands = list(map(read, equation.invars))
+        changed = *equation.outvars, *refs_among(equation.invars)
+        is_moved = equation.primitive.name in MOVED
+        results = operands * len(changed) if is_moved else None
+        results = results or follow(index, equation, operands)
+        values.update(zip(changed, results, strict=True))
+    return list(map(read, (*jaxpr.outvars, *refs_among(jaxpr.invars))))
+
+
+def bind_on_refs(equation: Any, args: Sequence[Any], params: Any = None) -> list[Any]:
+    """Runs an equation on Refs of its own; returns what they hold then, too."""
+    pairs = zip(equation.invars, args, strict=True)
+    args = [jax.new_ref(x) if refs_among([var]) else x for var, x in pairs]
+    refs = [x for x in args if isinstance(x, jax.Ref)]
+    return [*bind(equation, args, params), *map(jax.freeze, refs)]
+
+
 def bind_wide(equation: Any, args: Sequence[Any]) -> list[Any] | None:
     """Runs an equation in float32 where it is in half precision; None if it cannot."""
-    # It runs more than once. Collectives have an effect, but no side effect.
-    is_pure = all(type(x).__name__ == "NamedAxisEffect" for x in equation.effects)
-    name, results = equation.primitive.name, [x.aval for x in equation.outvars]
+    # It runs more than once.
+    is_pure = all(type(x).__name__ in HARMLESS for x in equation.effects)
+    changed = *equation.outvars, *refs_among(equation.invars)
+    name, results = equation.primitive.name, [x.aval for x in changed]
     if not is_pure or has(name, Trait.OPAQUE | Trait.BITS):
         return None
     if name == "reduce_precision" and in_half(results[0]):
@@ -73,7 +130,7 @@ def bind_wide(equation: Any, args: Sequence[Any]) -> list[Any] | None:
         if "precision" in params and any(in_half(x.aval) for x in equation.invars):
             # By default a GPU rounds float32 to TF32, and a TPU to bfloat16.
             params["precision"] = (jax.lax.Precision.HIGHEST,) * 2
-        wide = bind(equation, list(map(widen, args)), params)
+        wide = bind_on_refs(equation, list(map(widen, args)), params)
     except Exception:  # Whatever a primitive does not support.
         return None
     types = [(x.shape, _wide_dtype(x.dtype)) for x in results]
@@ -96,19 +153,13 @@ def _widen_parameter(x: Any) -> Any:
 
 
 def _widen_jaxpr(jaxpr: Any, consts: Sequence[Any]) -> Any:
+    def follow(_, equation, args):
+        if (results := bind_wide(equation, args)) is None:
+            raise TypeError(f"{equation.primitive} cannot run in float32.")
+        return results
+
     def run(*args):
-        values = dict(zip(jaxpr.constvars, map(widen, consts), strict=True))
-        values |= zip(jaxpr.invars, args, strict=True)
-
-        def read(x):
-            return widen(x.val) if hasattr(x, "val") else values[x]
-
-        for equation in jaxpr.eqns:
-            results = bind_wide(equation, list(map(read, equation.invars)))
-            if results is None:
-                raise TypeError(f"{equation.primitive} cannot run in float32.")
-            values.update(zip(equation.outvars, results, strict=True))
-        return list(map(read, jaxpr.outvars))
+        return walk(jaxpr, [*map(widen, consts), *args], follow, widen)
 
     avals = (x.aval for x in jaxpr.invars)
     types = (jax.ShapeDtypeStruct(x.shape, _wide_dtype(x.dtype)) for x in avals)
