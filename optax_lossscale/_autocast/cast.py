@@ -60,11 +60,11 @@ def autocast(
     Matrix products and convolutions compute in `dtype`, in the backward pass, too, and
     what adds their results, multiplies or moves them, keeps that dtype. An array of
     yours makes float32 what it meets, as in PyTorch, but for parts of layers: biases
-    and gains, which are parameters, masks, and the statistics of norms. Sums, squares, exp, log, roots, divisions
-    and differences compute in float32, in the backward pass, too: gradients of biases
-    are sums. So do constants that `dtype` cannot hold, and whatever `autocast` does not
-    know, such as kernels. Nothing in the function or in a library that it calls has to
-    change.
+    and gains, which are parameters, masks, and the statistics of norms. Sums, squares,
+    exp, log, roots, divisions and differences compute in float32, in the backward pass,
+    too: gradients of biases are sums. So do constants that `dtype` cannot hold, and
+    whatever `autocast` does not know, such as kernels. Nothing in the function or in a
+    library that it calls has to change.
 
     The result is an ordinary function of float32: arguments, results and gradients have
     the dtypes and the structure that they have without `autocast`. Inside of it
@@ -79,11 +79,11 @@ def autocast(
         leaves are static. The parameters are the arrays of the first argument that
         has any: of the model itself in `autocast(model)(x)`, of the object of a method,
         of `params` in `functools.partial(apply, params)`. Those of Flax nnx modules
-        are parameters anywhere, and other arrays then are data. Flax nnx modules may be arguments, and changes of their
-        variables come back. It may close over arrays, but not over a module that it
-        changes. If it is an `autocast` already, its `dtype` changes, and `float32` is
-        added to it. Without `fun` the result is a decorator:
-        `@autocast(dtype=jnp.bfloat16)`.
+        are parameters anywhere, and other arrays then are data. Flax nnx modules may be
+        arguments, and changes of their variables come back. It may close over arrays,
+        but not over a module that it changes. If it is an `autocast` already, its
+        `dtype` changes, and `float32` is added to it. Without `fun` the result is a
+        decorator: `@autocast(dtype=jnp.bfloat16)`.
       dtype: The dtype to compute in: float16 or bfloat16.
       float32: What to keep in float32, with its derivative; one or several. A function,
         a class or a method: all that runs inside of it, also in a library. The name of
