@@ -11,6 +11,15 @@ from optax_lossscale._jaxprs.parts import all_equations
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
+def x64():
+    """Returns a context in which JAX has dtypes of 64 bits."""
+    if isinstance(getattr(jax, "enable_x64", None), type(jax.debug_nans)):
+        return jax.enable_x64(True)
+    from jax.experimental import enable_x64  # Older versions.
+
+    return enable_x64(True)
+
+
 def normal(*shape, scale=1.0, seed=0):
     """Returns random numbers, f32[shape]."""
     numbers = np.random.default_rng(seed + sum(shape)).normal(size=shape)
