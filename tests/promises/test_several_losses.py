@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 from helpers import INF, assert_same_bits
-from sklearn.datasets import load_digits
 
 from optax_lossscale import (
     DynamicLossScale,
@@ -20,6 +19,10 @@ pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.usefixtures("standard_dtype_promotion"),
 ]
+
+
+def load_digits():
+    return pytest.importorskip("sklearn.datasets").load_digits()
 
 
 def in_float32(function):  # in place of autocast
