@@ -247,10 +247,9 @@ def loss_of(out: Any, has_aux: bool) -> Any:
     is_pair = isinstance(out, tuple | list) and len(out) == 2
     loss = out[0] if has_aux and is_pair else out
     if (has_aux and not is_pair) or not is_inexact(loss):
-        wanted = "a loss and auxiliary data" if has_aux else "a loss alone"
+        wanted = "a floating-point scalar" + ", and auxiliary data" * has_aux
         raise TypeError(
-            f"With has_aux={has_aux} the function must return {wanted}, the loss a "
-            f"floating-point scalar, got {types_of(out)}."
+            f"With has_aux={has_aux} loss_fn must return {wanted}, got {types_of(out)}."
         )
     return loss
 

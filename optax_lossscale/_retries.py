@@ -17,7 +17,7 @@ from optax_lossscale._jaxprs import parts, primitives
 from optax_lossscale._jaxprs.primitives import Trait
 from optax_lossscale._modules import Modules
 from optax_lossscale._scaling import all_finite
-from optax_lossscale._step import Look, Options, look
+from optax_lossscale._step import Look, Options, look_at
 
 
 def value_and_grad(
@@ -62,20 +62,20 @@ def value_and_grad(
     loss_is_finite = all_finite(loss, axis_name=axis_name)
 
     def judge(grads, old, scale, retries):
-        seen = look(rule, one_pass.unscaled(grads, scale), old, axis_name)
+        look = look_at(rule, one_pass.unscaled(grads, scale), old, axis_name)
         # In jax.shard_map it varies over the devices if the scale does.
-        finite = seen.finite | lax.full_like(scale, False, bool)
-        seen = seen._replace(finite=finite, after=_tree.cast_like(seen.after, old))
-        again = ~finite & loss_is_finite & (rule(seen.after) < scale)
-        return seen, again & (retries < options.retries)
+        finite = look.finite | lax.full_like(scale, False, bool)
+        look = look._replace(finite=finite, after=_tree.cast_like(look.after, old))
+        again = ~finite & loss_is_finite & (rule(look.after) < scale)
+        return look, again & (retries < options.retries)
 
     def attempt(last):
-        retries, seen, _, _ = last
-        scale = lax.stop_gradient(rule(seen.after))
+        retries, look, _, _ = last
+        scale = lax.stop_gradient(rule(look.after))
         _, grads = one_pass.run(scale, [_pin(x, scale) for x in one_pass.constants])
         retries += 1
-        seen, again = judge(grads, seen.after, scale, retries)
-        return retries, seen, grads, again
+        look, again = judge(grads, look.after, scale, retries)
+        return retries, look, grads, again
 
     like = _state.within_bounds(rule, rule.init())
     old = _state.within_bounds(rule, state.loss_scale_state)
@@ -86,14 +86,14 @@ def value_and_grad(
     _check_axes(frozenset.difference(*varying), options)
     with jax.named_scope("retries"):  # The loop's name in a profile.
         last = none_yet, first, grads, again
-        retries, seen, grads, _ = _repeat(attempt, last)
+        retries, look, grads, _ = _repeat(attempt, last)
     grads = list(map(_retried.bind, grads))
-    grads = one_pass.unscaled(grads, lax.stop_gradient(rule(seen.before)))
+    grads = one_pass.unscaled(grads, lax.stop_gradient(rule(look.before)))
     retries += jnp.asarray(state.retries, jnp.int32)
     retries = jnp.where(retries < 0, 2**31 - 1, retries)
-    before, after = _tree.select(seen.finite, seen[:2], (old, first.after))
-    seen = Look(before, after, seen.finite)
-    return value, grads, state._replace(retries=retries), seen
+    before, after = _tree.select(look.finite, look[:2], (old, first.after))
+    look = Look(before, after, look.finite)
+    return value, grads, state._replace(retries=retries), look
 
 
 class _Pass:

@@ -334,14 +334,14 @@ def scale_as_parameter(
         # No addition leads back from inf or nan: `report` says what does.
         is_lost = ~jnp.isfinite(old)
         # One flag, or one for each example.
-        seen = _look(options, grads, state, jnp.any(flags != 0), is_lost)
+        look = _look_at(options, grads, state, jnp.any(flags != 0), is_lost)
         if "grad" in extra_args:
             _, _, extra_args["grad"] = _take_out(name, extra_args["grad"], "grads")
         if (of_all := extra_args.get("value_fn")) is not None:
             of_rest = jax.tree_util.Partial(lambda params: of_all(place(params, old)))
             extra_args["value_fn"] = of_rest
         updates, state = _step.take_step(
-            options, grads, params, state, extra_args, skip_if, seen, adds=False
+            options, grads, params, state, extra_args, skip_if, look, adds=False
         )
         new_scale = options.loss_scale(state.loss_scale_state)
         # optax.apply_updates adds the difference. If the scale falls by more than
@@ -352,7 +352,7 @@ def scale_as_parameter(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _look(
+def _look_at(
     options: Options, grads: Any, state: Any, overflow: jax.Array, is_lost: jax.Array
 ) -> _step.Look:
     """Shows an overflow, of which the gradient of the scale tells, to the rule.
@@ -365,7 +365,7 @@ def _look(
     true_grads = jax.tree.map(
         lambda x: jnp.where(overflow, jnp.nan, x) if _tree.is_inexact(x) else x, grads
     )
-    before, after, finite = _step.look(
+    before, after, finite = _step.look_at(
         rule, true_grads, state.loss_scale_state, options.axis_name
     )
     if not rule.skip_nonfinite:  # The rule would apply the zeros.

@@ -9,7 +9,7 @@ import numpy as np
 
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._jaxprs.primitives import Kind, kind_of
-from optax_lossscale.diagnostics._trace.program import Program, make_call
+from optax_lossscale.diagnostics._trace.call import Traced, make_call
 from optax_lossscale.diagnostics._trace.verdict import Search, closeness, find_all
 
 TWO = np.array([1.0, 2.0], np.float32)
@@ -70,7 +70,7 @@ def errors(found, desired):
     return [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in pairs]
 
 
-class Traced:
+class Findings:
     """What `trace_numerics` finds for several arguments, by one compiled program."""
 
     def __init__(self, loss_fn, *args):
@@ -80,7 +80,7 @@ class Traced:
         self._program._compiled  # noqa: B018 # All copies share it.
         found = copy.copy(self._program)
         _, found._arrays, *_ = call_of(lambda: None, *args)
-        return Search(found.run, closeness(found.dtype), scale)
+        return Search(found.at, closeness(found.dtype), scale)
 
     def __call__(self, *args, scale=1.0):
         return find_all(self.search(*args, scale=scale))
@@ -93,7 +93,7 @@ def call_of(loss_fn, params, *args):
 
 def program_of(loss_fn, *args):
     """Returns the program of a trace, which is not compiled yet."""
-    return Program(call_of(loss_fn, *args), "float16")
+    return Traced(call_of(loss_fn, *args), "float16")
 
 
 def sites_of(loss_fn, *args):

@@ -49,7 +49,7 @@ class Value(NamedTuple):
         return self.differs or is_inexact(self.real)
 
     def pair(self, differs: bool) -> tuple[Any, Any]:
-        """Returns its arrays for a loop or a branch; one, if others differ neither."""
+        """Returns (array, twin), or (array, None) if the two cannot differ."""
         return (self.real, widen(self.wide)) if differs else (self.real, None)
 
 
@@ -158,9 +158,9 @@ def _widen_jaxpr(jaxpr: Any, consts: Sequence[Any]) -> Any:
             raise TypeError(f"{equation.primitive} cannot run in float32.")
         return results
 
-    def run(*args):
+    def wide(*args):
         return walk(jaxpr, [*map(widen, consts), *args], follow, widen)
 
     avals = (x.aval for x in jaxpr.invars)
     types = (jax.ShapeDtypeStruct(x.shape, _wide_dtype(x.dtype)) for x in avals)
-    return jax.make_jaxpr(run)(*types)
+    return jax.make_jaxpr(wide)(*types)
