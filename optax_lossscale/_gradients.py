@@ -16,6 +16,7 @@ from jax.core import Tracer
 from optax_lossscale import _check as check, _modules
 from optax_lossscale._commit import barrier_on_cpu, is_recording
 from optax_lossscale._hints import MODULES, hint, is_of_module
+from optax_lossscale._jaxprs.parts import has_name, varying_axes
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._scaling import scale_down, scale_up
@@ -190,8 +191,8 @@ def warn_of_local_decision(
     """Warns if each device decides by itself whether a model keeps its changes."""
 
     def is_open(axis):
-        # jax.pmap without a name has one that nobody can reduce over.
-        return axis not in axes and not str(axis).startswith("_internal")
+        # Over an axis without a name nobody can reduce.
+        return axis not in axes and has_name(axis)
 
     if names := _unreduced_axes(transform, is_open):
         warn(
@@ -223,14 +224,6 @@ def is_users(transform: Callable[..., Any] | None) -> bool:
         transform = transform.func
     module = getattr(transform or differentiate, "__module__", "")
     return str(module).partition(".")[0] not in LIBRARIES
-
-
-def varying_axes(x: Any) -> frozenset[Any]:
-    """Returns the axes of `jax.shard_map` along which an array is known to vary."""
-    kind = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-    # The name of this attribute depends on the version of JAX.
-    kind = getattr(kind, "manual_axis_type", kind)
-    return getattr(kind, "varying", getattr(kind, "vma", None)) or frozenset()
 
 
 def warn_of_float16(loss: Any, largest: float = math.inf) -> None:

@@ -82,7 +82,7 @@ def value_and_grad(
     old = _tree.cast_like(old, like)
     none_yet = lax.full_like(scale, 0, jnp.int32)
     first, again = judge(grads, old, scale, none_yet)
-    varying = map(_gradients.varying_axes, (first.finite, scale))
+    varying = map(parts.varying_axes, (first.finite, scale))
     _check_axes(frozenset.difference(*varying), options)
     with jax.named_scope("retries"):  # The loop's name in a profile.
         last = none_yet, first, grads, again
@@ -145,7 +145,7 @@ def _repeat(attempt: Callable[[Any], Any], last: Any) -> Any:
     def body(last):
         # In a jax.vmap in jax.shard_map, such a branch may read nothing that all
         # devices share: JAX gives it to each of them, and the branch once more.
-        if _gradients.varying_axes(again(last)):
+        if parts.varying_axes(again(last)):
             return attempt(last)
         # Always taken. On TPU, XLA copies what a loop reads to the chip before it runs,
         # even if it ends at once; of what a branch reads it copies nothing before.
@@ -192,7 +192,7 @@ def _before_cast(jaxpr: Jaxpr, grads: Sequence[Any]) -> list[Any]:
 
 def _check_effects(jaxpr: Jaxpr, options: Options) -> None:
     """Raises if a pass does what it must not do twice, or not on one device alone."""
-    if any(type(x).__name__ in ("WriteEffect", "AccumEffect") for x in jaxpr.effects):
+    if parts.writes_refs(jaxpr):
         raise TypeError(
             f"With retries={options.retries}, loss_fn must not write a jax.Ref of "
             "outside: each pass would write it again. Return the value as auxiliary "
@@ -200,12 +200,12 @@ def _check_effects(jaxpr: Jaxpr, options: Options) -> None:
         )
     # The index of a device has the same effect, and needs no other device.
     exchanged: set[Any] = {
-        effect
+        axis
         for equation in parts.all_equations(jaxpr)
         if primitives.has(equation.primitive.name, Trait.COLLECTIVE)
-        for effect in equation.effects
+        for axis in parts.axes_used(equation)
     }
-    _check_axes({x.name for x in exchanged.intersection(jaxpr.effects)}, options)
+    _check_axes(exchanged & parts.axes_used(jaxpr), options)
 
 
 def _check_axes(axes: Iterable[Any], options: Options) -> None:

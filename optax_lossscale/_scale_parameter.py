@@ -13,6 +13,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from optax_lossscale import _check as check, _gradients, _modules, _state, _step, _tree
+from optax_lossscale._jaxprs.parts import varying_axes
 from optax_lossscale._optimizer import LossScaleOptimizer
 from optax_lossscale._scaling import all_finite, on_all_devices, scale_up
 from optax_lossscale._step import Options
@@ -73,7 +74,7 @@ def scale_gradient(tree: Tree, scale: jax.typing.ArrayLike) -> Tree:
             return x
         # x has to vary over the axes of the factor. JAX renames its casts between
         # versions; this `where` is one in all.
-        if _gradients.varying_axes(factor):
+        if varying_axes(factor):
             x = jnp.where(factor == factor, x, x)
         return _scale_tangent(x, factor)
 
@@ -246,7 +247,7 @@ def _enter_backward(residuals, grads):
     # Then the outer one must see the inf itself, so zero nothing here.
     finite = all_finite(grads) | (leaf <= 0)
     # Devices that share the scale share the decision: one lowers it for all of them.
-    axes = _gradients.varying_axes(finite) - _gradients.varying_axes(scale)
+    axes = varying_axes(finite) - varying_axes(scale)
     finite = on_all_devices(finite, tuple(axes) or None)
     grads = jax.tree.map(lambda x: jnp.where(finite, x, 0), grads)
     return grads, None, (~finite).astype(jnp.float32)

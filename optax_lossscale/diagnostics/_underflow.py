@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _check as check
+from optax_lossscale._jaxprs.parts import explicit_axes
 from optax_lossscale._tree import inexact_leaves
 from optax_lossscale._warn import warn
 from optax_lossscale.diagnostics import _bits
@@ -275,7 +276,7 @@ def _together(leaves, kind):
     groups: dict[Any, list[int]] = {}
     counts = collections.Counter()
     for i, x in enumerate(leaves):
-        is_small = x.size <= JOINED and not jax.typeof(x).sharding.mesh.explicit_axes
+        is_small = x.size <= JOINED and not explicit_axes(x)
         counts[kind(x)] += x.size  # A group is a copy: it is small, too.
         group = (kind(x), counts[kind(x)] // GROUPED) if is_small else i
         groups.setdefault(group, []).append(i)

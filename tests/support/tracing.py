@@ -9,6 +9,7 @@ import numpy as np
 
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._jaxprs.primitives import Kind, kind_of
+from optax_lossscale.diagnostics._trace import twin
 from optax_lossscale.diagnostics._trace.call import Traced, make_call
 from optax_lossscale.diagnostics._trace.verdict import Search, closeness, find_all
 
@@ -102,21 +103,14 @@ def sites_of(loss_fn, *args):
     return [x for x in outline.sites.values() if x.primitive and not x.is_decision]
 
 
-def run_eagerly(jaxpr, consts, args):
-    """Runs a jaxpr equation by equation; yields each equation and its results."""
-    values = dict(zip(jaxpr.constvars, consts, strict=True))
-    values |= zip(jaxpr.invars, args, strict=True)
+def run_eagerly(jaxpr, args, ran):
+    """Runs a jaxpr equation by equation; adds each and its results to `ran`."""
 
-    def read(x):
-        return x.val if hasattr(x, "val") else values[x]
-
-    for equation in jaxpr.eqns:
-        inputs = list(map(read, equation.invars))
+    def follow(_, equation, inputs):
         if kind_of(equation.primitive.name) == Kind.CALL:
-            inner = parts.opened(parts.called_jaxpr(equation))
-            found = yield from run_eagerly(*inner, inputs)
-        else:
-            found = parts.bind(equation, inputs)
-            yield equation, found
-        values.update(zip(equation.outvars, found, strict=True))
-    return list(map(read, jaxpr.outvars))
+            inner, consts = parts.opened(parts.called_jaxpr(equation))
+            return run_eagerly(inner, [*consts, *inputs], ran)
+        ran.append((equation, parts.bind(equation, inputs)))
+        return ran[-1][1]
+
+    return twin.walk(jaxpr, args, follow)

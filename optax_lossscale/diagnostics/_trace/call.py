@@ -12,8 +12,7 @@ import numpy as np
 from optax_lossscale import _check as check
 from optax_lossscale._autocast.evaluate import NOTES
 from optax_lossscale._gradients import loss_of
-from optax_lossscale._jaxprs import parts
-from optax_lossscale._jaxprs.lines import AUTOCAST
+from optax_lossscale._jaxprs import lines, parts
 from optax_lossscale._scaling import scale_up
 from optax_lossscale._tree import in_half, is_argument, is_inexact, types_of
 from optax_lossscale.diagnostics import _bits, _common
@@ -237,7 +236,6 @@ def _mark_backward(sites):
 
 def is_autocast(equation: Any) -> bool:
     """Whether `autocast` made a cast."""
-    traceback = equation.source_info.traceback
-    frames = traceback.frames if traceback is not None else ()
     is_cast = equation.primitive.name == "convert_element_type"
-    return is_cast and any(x.file_name.startswith(AUTOCAST) for x in frames)
+    files = (x.file_name for x in lines.frames_of(equation))
+    return is_cast and any(x.startswith(lines.AUTOCAST) for x in files)

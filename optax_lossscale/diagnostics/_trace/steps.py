@@ -43,7 +43,7 @@ def key_of(function: Callable[..., Any], equation: Any) -> Hashable:
         (name, type(x), repr(x) if isinstance(x, float | np.floating) else x)
         for name, x in sorted(equation.params.items())
     ]
-    key = (function, equation.primitive, *params, *types, equation.ctx)
+    key = (function, equation.primitive, *params, *types, parts.context_of(equation))
     try:
         hash(key)
     except TypeError:
@@ -156,7 +156,7 @@ def _type(aval):
 def _explicit_mesh(arrays):
     """Enters the mesh of explicit axes, which steps of constants alone would lack."""
     for x in arrays:
-        if jax.typeof(x).sharding.mesh.explicit_axes:
+        if parts.explicit_axes(x):
             return jax.set_mesh(x.sharding.mesh)
     return contextlib.nullcontext()
 
