@@ -16,6 +16,7 @@ from jax.core import Tracer
 from optax_lossscale import _check as check, _modules
 from optax_lossscale._commit import barrier_on_cpu, is_recording
 from optax_lossscale._hints import MODULES, hint, is_of_module
+from optax_lossscale._jaxprs.parts import has_name, varying_axes
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._scaling import scale_down, scale_up
@@ -190,8 +191,8 @@ def warn_of_local_decision(
     """Warns if each device decides by itself whether a model keeps its changes."""
 
     def is_open(axis):
-        # jax.pmap without a name has one that nobody can reduce over.
-        return axis not in axes and not str(axis).startswith("_internal")
+        # Over an axis without a name nobody can reduce.
+        return axis not in axes and has_name(axis)
 
     if names := _unreduced_axes(transform, is_open):
         warn(
@@ -225,14 +226,6 @@ def is_users(transform: Callable[..., Any] | None) -> bool:
     return str(module).partition(".")[0] not in LIBRARIES
 
 
-def varying_axes(x: Any) -> frozenset[Any]:
-    """Returns the axes of `jax.shard_map` along which an array is known to vary."""
-    kind = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-    # The name of this attribute depends on the version of JAX.
-    kind = getattr(kind, "manual_axis_type", kind)
-    return getattr(kind, "varying", getattr(kind, "vma", None)) or frozenset()
-
-
 def warn_of_float16(loss: Any, largest: float = math.inf) -> None:
     """Warns of a float16 loss, if the largest scale is too large for its gradient."""
     if getattr(loss, "dtype", None) == jnp.float16 and largest >= 2.0**16:
@@ -247,10 +240,9 @@ def loss_of(out: Any, has_aux: bool) -> Any:
     is_pair = isinstance(out, tuple | list) and len(out) == 2
     loss = out[0] if has_aux and is_pair else out
     if (has_aux and not is_pair) or not is_inexact(loss):
-        wanted = "a loss and auxiliary data" if has_aux else "a loss alone"
+        wanted = "a floating-point scalar" + ", and auxiliary data" * has_aux
         raise TypeError(
-            f"With has_aux={has_aux} the function must return {wanted}, the loss a "
-            f"floating-point scalar, got {types_of(out)}."
+            f"With has_aux={has_aux} loss_fn must return {wanted}, got {types_of(out)}."
         )
     return loss
 

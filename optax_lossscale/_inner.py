@@ -46,7 +46,8 @@ def check_dtypes(inner: Any, state: Any, params: Any, grads: Any) -> None:
     if not any(map(in_half, jax.tree.leaves(state))):
         return
     leaves = jax.tree.leaves_with_path(state)
-    # It may belong to what has a gradient. If to neither, the step says what is wrong.
+    # The state may be of the parameters with a gradient alone. If it fits neither, the
+    # step raises.
     made = (jax.eval_shape(lambda x=x: init(inner, x)) for x in (params, grads))
     alike = (x for x in map(jax.tree.leaves, made) if len(x) == len(leaves))
     for (path, x), wanted in zip(leaves, next(alike, ()), strict=False):
@@ -79,24 +80,24 @@ def update(
     """
     extra_args = arguments_of(inner.update, extra_args)
 
-    def run(updates, params, extra_args):
+    def update_all(updates, params, extra_args):
         return inner.update(widen(updates), state, widen(params), **extra_args)
 
     is_whole = jax.tree.structure(updates) == jax.tree.structure(params)
     if params is None or is_whole:
-        return run(updates, params, extra_args)
+        return update_all(updates, params, extra_args)
     try:
         chosen = _none_like(updates, params)
     except ValueError:
         # The structures differ, as with optax.lookahead.
-        return run(updates, params, extra_args)
+        return update_all(updates, params, extra_args)
     of_chosen = jax.eval_shape(lambda params: inner.init(widen(params)), chosen)
     if jax.tree.structure(of_chosen) == jax.tree.structure(state):
-        return run(updates, chosen, extra_args)
+        return update_all(updates, chosen, extra_args)
     params = without_constants(params)
     if "grad" in extra_args:
         extra_args = extra_args | {"grad": _zeros_for_none(extra_args["grad"], params)}
-    new, state = run(_zeros_for_none(updates, params), params, extra_args)
+    new, state = update_all(_zeros_for_none(updates, params), params, extra_args)
     return _none_like(updates, new), state
 
 

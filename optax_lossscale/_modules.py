@@ -161,8 +161,8 @@ class Changes:
         self._before = _copies(self._modules) if self._modules else {}
         self._paths: list[Any] = []
 
-    def look(self) -> bool:
-        """Looks for changes, after the pass; tells whether there are any."""
+    def find(self) -> bool:
+        """Finds what the pass has changed; returns whether there is anything."""
         changed = _changed(self._modules, self._before) if self._modules else {}
         # What did not change may belong to an outer trace.
         self._paths = [
@@ -210,7 +210,7 @@ def _select(flag: jax.Array, new: Any, old: Any) -> Any:
 class Modules:
     """The modules and variables among arguments, open for a pass on copies.
 
-    A context: what the pass changes is brought back before it ends.
+    A context manager. `write`, called inside, brings the changes of the pass back.
 
     Attributes:
       tree: The arguments, with the arrays of the modules in place of the modules.

@@ -280,10 +280,10 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         _gradients.check_averaging(options.axes, transform)
         scaled = _gradients.scaled_grad(rule, loss_fn, has_aux, transform)
         changes = _modules.Changes((params, args, kwargs))
-        value, grads, state, seen = _retries.value_and_grad(
+        value, grads, state, look = _retries.value_and_grad(
             options, scaled, has_aux, state, (params, *args), kwargs
         )
-        changes.look()
+        changes.find()
         old = _modules.parameters_of(params, grads)
 
         def value_fn(proposed):
@@ -298,7 +298,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         if callable(skip_if):
             skip_if = _step.as_veto(skip_if(value, grads))
         new, state = _step.take_step(
-            options, grads, old, state, extra, skip_if, seen, adds=True
+            options, grads, old, state, extra, skip_if, look, adds=True
         )
         model = _modules.with_parameters(params, new, in_place=True)
         if options.skips or skip_if is not None:
@@ -379,7 +379,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             scale = _gradients.scale_of_step(rule, state)
             value, grads = scaled(scale, *args, **kwargs)
             grads = _gradients.unscale(grads, scale, options.skips)
-            if changes.look() and rule.skip_nonfinite:
+            if changes.find() and rule.skip_nonfinite:
                 changes.keep_if(all_finite(grads, axis_name=options.axis_name))
                 _gradients.warn_of_local_decision(options.axes, transform)
             return value, grads

@@ -17,7 +17,7 @@ from optax_lossscale._jaxprs import parts, primitives
 from optax_lossscale._jaxprs.primitives import Trait
 from optax_lossscale._modules import Modules
 from optax_lossscale._scaling import all_finite
-from optax_lossscale._step import Look, Options, look
+from optax_lossscale._step import Look, Options, look_at
 
 
 def value_and_grad(
@@ -62,38 +62,38 @@ def value_and_grad(
     loss_is_finite = all_finite(loss, axis_name=axis_name)
 
     def judge(grads, old, scale, retries):
-        seen = look(rule, one_pass.unscaled(grads, scale), old, axis_name)
+        look = look_at(rule, one_pass.unscaled(grads, scale), old, axis_name)
         # In jax.shard_map it varies over the devices if the scale does.
-        finite = seen.finite | lax.full_like(scale, False, bool)
-        seen = seen._replace(finite=finite, after=_tree.cast_like(seen.after, old))
-        again = ~finite & loss_is_finite & (rule(seen.after) < scale)
-        return seen, again & (retries < options.retries)
+        finite = look.finite | lax.full_like(scale, False, bool)
+        look = look._replace(finite=finite, after=_tree.cast_like(look.after, old))
+        again = ~finite & loss_is_finite & (rule(look.after) < scale)
+        return look, again & (retries < options.retries)
 
     def attempt(last):
-        retries, seen, _, _ = last
-        scale = lax.stop_gradient(rule(seen.after))
+        retries, look, _, _ = last
+        scale = lax.stop_gradient(rule(look.after))
         _, grads = one_pass.run(scale, [_pin(x, scale) for x in one_pass.constants])
         retries += 1
-        seen, again = judge(grads, seen.after, scale, retries)
-        return retries, seen, grads, again
+        look, again = judge(grads, look.after, scale, retries)
+        return retries, look, grads, again
 
     like = _state.within_bounds(rule, rule.init())
     old = _state.within_bounds(rule, state.loss_scale_state)
     old = _tree.cast_like(old, like)
     none_yet = lax.full_like(scale, 0, jnp.int32)
     first, again = judge(grads, old, scale, none_yet)
-    varying = map(_gradients.varying_axes, (first.finite, scale))
+    varying = map(parts.varying_axes, (first.finite, scale))
     _check_axes(frozenset.difference(*varying), options)
     with jax.named_scope("retries"):  # The loop's name in a profile.
         last = none_yet, first, grads, again
-        retries, seen, grads, _ = _repeat(attempt, last)
+        retries, look, grads, _ = _repeat(attempt, last)
     grads = list(map(_retried.bind, grads))
-    grads = one_pass.unscaled(grads, lax.stop_gradient(rule(seen.before)))
+    grads = one_pass.unscaled(grads, lax.stop_gradient(rule(look.before)))
     retries += jnp.asarray(state.retries, jnp.int32)
     retries = jnp.where(retries < 0, 2**31 - 1, retries)
-    before, after = _tree.select(seen.finite, seen[:2], (old, first.after))
-    seen = Look(before, after, seen.finite)
-    return value, grads, state._replace(retries=retries), seen
+    before, after = _tree.select(look.finite, look[:2], (old, first.after))
+    look = Look(before, after, look.finite)
+    return value, grads, state._replace(retries=retries), look
 
 
 class _Pass:
@@ -145,7 +145,7 @@ def _repeat(attempt: Callable[[Any], Any], last: Any) -> Any:
     def body(last):
         # In a jax.vmap in jax.shard_map, such a branch may read nothing that all
         # devices share: JAX gives it to each of them, and the branch once more.
-        if _gradients.varying_axes(again(last)):
+        if parts.varying_axes(again(last)):
             return attempt(last)
         # Always taken. On TPU, XLA copies what a loop reads to the chip before it runs,
         # even if it ends at once; of what a branch reads it copies nothing before.
@@ -192,7 +192,7 @@ def _before_cast(jaxpr: Jaxpr, grads: Sequence[Any]) -> list[Any]:
 
 def _check_effects(jaxpr: Jaxpr, options: Options) -> None:
     """Raises if a pass does what it must not do twice, or not on one device alone."""
-    if any(type(x).__name__ in ("WriteEffect", "AccumEffect") for x in jaxpr.effects):
+    if parts.writes_refs(jaxpr):
         raise TypeError(
             f"With retries={options.retries}, loss_fn must not write a jax.Ref of "
             "outside: each pass would write it again. Return the value as auxiliary "
@@ -200,12 +200,12 @@ def _check_effects(jaxpr: Jaxpr, options: Options) -> None:
         )
     # The index of a device has the same effect, and needs no other device.
     exchanged: set[Any] = {
-        effect
+        axis
         for equation in parts.all_equations(jaxpr)
         if primitives.has(equation.primitive.name, Trait.COLLECTIVE)
-        for effect in equation.effects
+        for axis in parts.axes_used(equation)
     }
-    _check_axes({x.name for x in exchanged.intersection(jaxpr.effects)}, options)
+    _check_axes(exchanged & parts.axes_used(jaxpr), options)
 
 
 def _check_axes(axes: Iterable[Any], options: Options) -> None:

@@ -13,6 +13,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from optax_lossscale import _check as check, _gradients, _modules, _state, _step, _tree
+from optax_lossscale._jaxprs.parts import varying_axes
 from optax_lossscale._optimizer import LossScaleOptimizer
 from optax_lossscale._scaling import all_finite, on_all_devices, scale_up
 from optax_lossscale._step import Options
@@ -73,7 +74,7 @@ def scale_gradient(tree: Tree, scale: jax.typing.ArrayLike) -> Tree:
             return x
         # x has to vary over the axes of the factor. JAX renames its casts between
         # versions; this `where` is one in all.
-        if _gradients.varying_axes(factor):
+        if varying_axes(factor):
             x = jnp.where(factor == factor, x, x)
         return _scale_tangent(x, factor)
 
@@ -246,7 +247,7 @@ def _enter_backward(residuals, grads):
     # Then the outer one must see the inf itself, so zero nothing here.
     finite = all_finite(grads) | (leaf <= 0)
     # Devices that share the scale share the decision: one lowers it for all of them.
-    axes = _gradients.varying_axes(finite) - _gradients.varying_axes(scale)
+    axes = varying_axes(finite) - varying_axes(scale)
     finite = on_all_devices(finite, tuple(axes) or None)
     grads = jax.tree.map(lambda x: jnp.where(finite, x, 0), grads)
     return grads, None, (~finite).astype(jnp.float32)
@@ -334,14 +335,14 @@ def scale_as_parameter(
         # No addition leads back from inf or nan: `report` says what does.
         is_lost = ~jnp.isfinite(old)
         # One flag, or one for each example.
-        seen = _look(options, grads, state, jnp.any(flags != 0), is_lost)
+        look = _look_at(options, grads, state, jnp.any(flags != 0), is_lost)
         if "grad" in extra_args:
             _, _, extra_args["grad"] = _take_out(name, extra_args["grad"], "grads")
         if (of_all := extra_args.get("value_fn")) is not None:
             of_rest = jax.tree_util.Partial(lambda params: of_all(place(params, old)))
             extra_args["value_fn"] = of_rest
         updates, state = _step.take_step(
-            options, grads, params, state, extra_args, skip_if, seen, adds=False
+            options, grads, params, state, extra_args, skip_if, look, adds=False
         )
         new_scale = options.loss_scale(state.loss_scale_state)
         # optax.apply_updates adds the difference. If the scale falls by more than
@@ -352,7 +353,7 @@ def scale_as_parameter(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _look(
+def _look_at(
     options: Options, grads: Any, state: Any, overflow: jax.Array, is_lost: jax.Array
 ) -> _step.Look:
     """Shows an overflow, of which the gradient of the scale tells, to the rule.
@@ -365,7 +366,7 @@ def _look(
     true_grads = jax.tree.map(
         lambda x: jnp.where(overflow, jnp.nan, x) if _tree.is_inexact(x) else x, grads
     )
-    before, after, finite = _step.look(
+    before, after, finite = _step.look_at(
         rule, true_grads, state.loss_scale_state, options.axis_name
     )
     if not rule.skip_nonfinite:  # The rule would apply the zeros.

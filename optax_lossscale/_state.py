@@ -125,7 +125,7 @@ def check_state(state: Any, rule: LossScale, retries: int) -> None:
     scale_state = getattr(state, "loss_scale_state", state)
     if any(map(is_stateful, jax.tree.leaves(scale_state, is_leaf=is_stateful))):
         raise ValueError(
-            "state must be what optimizer.init(model) returns, got that of an "
+            "state must be what optimizer.init(model) returns, got the opt_state of an "
             "nnx.Optimizer, which only its own update takes."
         )
     if not isinstance(state, LossScaleOptimizerState):

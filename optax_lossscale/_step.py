@@ -51,7 +51,8 @@ def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
     inner_state = _tree.strongly_typed(_inner.init(options.inner_optimizer, params))
     if _tree.nodes_of(_state.LossScaleOptimizerState, inner_state):
         raise TypeError(
-            "inner_optimizer must hold no LossScaleOptimizer: scaling twice is a bug."
+            "inner_optimizer must not contain a LossScaleOptimizer: scaling twice is a "
+            "bug."
         )
 
     def zero():
@@ -75,7 +76,7 @@ def take_step(
     state: Any,
     extra: dict[str, Any],
     skip_if: Any = None,
-    seen: "Look | None" = None,
+    look: "Look | None" = None,
     *,
     adds: bool,
 ) -> tuple[Any, _state.LossScaleOptimizerState]:
@@ -88,7 +89,7 @@ def take_step(
       state: The state.
       extra: Extra arguments of the inner optimizer.
       skip_if: Whether to skip the step, or None; see `LossScaleOptimizer.update`.
-      seen: What the rule saw of the gradients; None if it has not looked yet.
+      look: The rule's look at the gradients; None if it has not looked yet.
       adds: Whether the result is the parameters, or else the updates: those of a
         skipped step are -0.0.
     """
@@ -106,10 +107,10 @@ def take_step(
             f"grads must be a pytree like the parameters, got {got}. Write "
             "apply_gradients(grads, params, state), also for Keras's zip of the two."
         )
-    skips = options.skips or skip_if is not None or seen is not None
-    if seen is None:
-        seen = look(rule, grads, state.loss_scale_state, axis_name)
-    old, new, finite = seen.before, seen.after, seen.finite
+    skips = options.skips or skip_if is not None or look is not None
+    if look is None:
+        look = look_at(rule, grads, state.loss_scale_state, axis_name)
+    old, new, finite = look.before, look.after, look.finite
     should_apply = finite
     at_minimum = rule._is_at_minimum(rule(old), rule(new))
 
@@ -166,7 +167,7 @@ def take_step(
 
 
 class Look(NamedTuple):
-    """What the rule saw of the gradients of a step.
+    """The look of a rule at the gradients of a step.
 
     Attributes:
       before: The state of the rule before these gradients.
@@ -179,7 +180,7 @@ class Look(NamedTuple):
     finite: jax.Array
 
 
-def look(rule: LossScale, grads: Any, old: Any, axis_name: Hashable | None) -> Look:
+def look_at(rule: LossScale, grads: Any, old: Any, axis_name: Hashable | None) -> Look:
     """Shows the gradients to the rule."""
     with _hints.hint(_hints.DEVICES, _hints.is_of_axis):
         new, finite = rule.update(grads, old, axis_name=axis_name)
@@ -191,7 +192,7 @@ def look(rule: LossScale, grads: Any, old: Any, axis_name: Hashable | None) -> L
 def _warn_of_scale_among(params: Any) -> None:
     """Warns of a scale among the parameters, and no `scale_as_parameter`."""
 
-    def look_at(path, box):
+    def check(path, box):
         if [*map(_tree.is_float32_scalar, jax.tree.leaves(box))] == [True]:
             warn(
                 f"params{jax.tree_util.keystr(path)} is trained as any parameter. For "
@@ -199,7 +200,7 @@ def _warn_of_scale_among(params: Any) -> None:
             )
         return box
 
-    _tree.map_named(look_at, "loss_scale", params)
+    _tree.map_named(check, "loss_scale", params)
 
 
 def _loss_among(extra: dict[str, Any]) -> Any:

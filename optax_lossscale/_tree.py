@@ -74,7 +74,7 @@ class Template:
     """
 
     def __init__(self, is_chosen: Callable[[Any], bool] = is_array):
-        """Takes which leaves are arrays."""
+        """Takes a function that says which leaves count as arrays."""
         self._is_chosen = is_chosen
 
     def take(self, tree: Any) -> list[jax.Array]:

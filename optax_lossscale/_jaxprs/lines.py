@@ -61,6 +61,12 @@ class Source:
         return own_of([(self.file, self.line, self.function), *self.callers])
 
 
+def frames_of(equation: Any) -> Sequence[Any]:
+    """Returns the frames in which JAX made an equation, the innermost first."""
+    traceback = equation.source_info.traceback
+    return () if traceback is None else traceback.frames
+
+
 def source_of(equation: Any, caller: Source, *, is_backward: bool) -> Source:
     """Returns the innermost line of the user, and those that called it.
 
@@ -71,10 +77,9 @@ def source_of(equation: Any, caller: Source, *, is_backward: bool) -> Source:
       is_backward: Whether it is in the backward pass. There JAX gives equations of a
         custom rule the line of the call of the `jax.custom_vjp` function.
     """
-    traceback = equation.source_info.traceback
     in_rule = False
     lines: list[Line] = []
-    for frame in traceback.frames if traceback is not None else ():
+    for frame in frames_of(equation):
         in_rule |= is_backward and not lines and frame.function_name == CUSTOM_VJP
         is_ours = frame.file_name.startswith(PACKAGE)
         if is_ours and frame.file_name.startswith(AUTOCAST):
@@ -97,8 +102,7 @@ def functions_of(equation: Any) -> set[Function]:
 
     Those that run the jaxpr which holds it are not among them: see `source_of`.
     """
-    traceback = equation.source_info.traceback
-    frames = traceback.frames if traceback is not None else ()
+    frames = frames_of(equation)
     inside = itertools.takewhile(lambda x: x.function_name not in BORDERS, frames)
     return {(x.file_name, x.function_name, x.function_start_line) for x in inside}
 

@@ -1,10 +1,20 @@
-"""The parts of an equation of a jaxpr, and how to run it."""
+"""The parts of jaxprs and of types that JAX does not document, each read here alone.
+
+Some of their names depend on the version of JAX.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+
 # The parameters that hold the jaxpr of a call.
 CALLED = ("jaxpr", "call_jaxpr")
+# Classes of effects: devices exchange arrays, or ask for their index; and a `jax.Ref`
+# of outside is read or written.
+ON_AXIS = "NamedAxisEffect"
+WRITES = {"WriteEffect", "AccumEffect"}
+HARMLESS = {ON_AXIS, "ReadEffect", *WRITES}
 
 
 def opened(x: Any) -> tuple[Any, Sequence[Any]]:
@@ -15,6 +25,16 @@ def opened(x: Any) -> tuple[Any, Sequence[Any]]:
 def is_jaxpr(x: Any) -> bool:
     """Whether `x` is a jaxpr, closed or not."""
     return hasattr(x, "eqns")
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an operand is a number in the equation, its `val`, and no variable."""
+    return hasattr(atom, "val")
+
+
+def is_ref(atom: Any) -> bool:
+    """Whether an operand or a result of an equation is a `jax.Ref`."""
+    return hasattr(atom.aval, "inner_aval")
 
 
 def called_jaxpr(equation: Any) -> Any:
@@ -50,6 +70,48 @@ def scan_counts(equation: Any) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(list(consts)), len(list(carry))
+
+
+def _effects(x: Any) -> set[str]:
+    return {type(effect).__name__ for effect in x.effects}
+
+
+def has_side_effects(equation: Any) -> bool:
+    """Whether an equation does more than to compute, exchange arrays and use a Ref."""
+    return not _effects(equation) <= HARMLESS
+
+
+def writes_refs(jaxpr: Any) -> bool:
+    """Whether a jaxpr writes a `jax.Ref` of outside."""
+    return not _effects(jaxpr).isdisjoint(WRITES)
+
+
+def axes_used(x: Any) -> set[Any]:
+    """Returns the axes of devices that an equation or a jaxpr names."""
+    return {effect.name for effect in x.effects if type(effect).__name__ == ON_AXIS}
+
+
+def varying_axes(x: Any) -> frozenset[Any]:
+    """Returns the axes of `jax.shard_map` along which an array is known to vary."""
+    kind = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    kind = getattr(kind, "manual_axis_type", kind)
+    # The second in older versions.
+    return getattr(kind, "varying", getattr(kind, "vma", None)) or frozenset()
+
+
+def explicit_axes(x: Any) -> tuple[Any, ...]:
+    """Returns the explicit axes of the mesh that the type of an array names."""
+    return jax.typeof(x).sharding.mesh.explicit_axes
+
+
+def has_name(axis: Any) -> bool:
+    """Whether an axis has a name of the user: `jax.pmap` without one makes its own."""
+    return not str(axis).startswith("_internal")
+
+
+def context_of(equation: Any) -> Any:
+    """Returns the settings of JAX under which an equation was made."""
+    return equation.ctx
 
 
 def bind(equation: Any, args: Sequence[Any], params: Any = None) -> list[Any]:

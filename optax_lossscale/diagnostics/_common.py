@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
 from optax_lossscale import _check as check
+from optax_lossscale._jaxprs.parts import explicit_axes
 from optax_lossscale._state import find_state
 from optax_lossscale._tree import is_array, is_inexact, unbox
 
@@ -52,13 +53,13 @@ def on_auto_axes(function: Callable[[jax.Array], Any], x: jax.Array) -> Any:
       function: Returns arrays that are the same on all devices.
       x: The array.
     """
-    mesh = jax.typeof(x).sharding.mesh
-    if not mesh.explicit_axes:
+    if not (axes := explicit_axes(x)):
         return function(x)
+    mesh = jax.typeof(x).sharding.mesh
     replicated = NamedSharding(mesh, PartitionSpec())
-    axes = {"axes": mesh.explicit_axes, "out_sharding": replicated}
     with jax.sharding.use_abstract_mesh(mesh):  # JAX 0.8 finds it nowhere else.
-        return jax.sharding.auto_axes(function, **axes)(x)
+        auto = jax.sharding.auto_axes(function, axes=axes, out_sharding=replicated)
+        return auto(x)
 
 
 def is_watched() -> bool:

@@ -21,7 +21,7 @@ SKIPPED_STEPS = 1000
 # Up to this many skips in a row are usual at the start: halving 2**24 down to 1.
 START_UP = 24
 # How many leaves a report names.
-SHOWN = 3
+ARRAYS_SHOWN = 3
 # What a skip for a non-finite gradient leaves in the state of a rule that has these
 # fields. A skip because of the loss leaves the state as it was.
 MARKS = {"good_steps": 0, "overflowed": True}
@@ -248,8 +248,10 @@ def report(state: Any, params: Any = None) -> Report:
     # Some optimizers begin with inf; none begins with nan.
     is_broken = any(x.nans or x.name.startswith("params") for x in nonfinite)
     if nonfinite:
-        more = f"; and {len(nonfinite) - SHOWN} more" * (len(nonfinite) > SHOWN)
-        names = "; ".join(map(str, nonfinite[:SHOWN]))
+        more = f"; and {len(nonfinite) - ARRAYS_SHOWN} more" * (
+            len(nonfinite) > ARRAYS_SHOWN
+        )
+        names = "; ".join(map(str, nonfinite[:ARRAYS_SHOWN]))
         diagnosis = f"Not finite: {names}{more}. {diagnosis}"
         advice = RESTORE if is_broken else [BEGUN, *advice]
         # A lost scale keeps all else as it was.

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _check as check
+from optax_lossscale._jaxprs.parts import explicit_axes
 from optax_lossscale._tree import inexact_leaves
 from optax_lossscale._warn import warn
 from optax_lossscale.diagnostics import _bits
 from optax_lossscale.diagnostics._common import named_leaves, on_auto_axes, scale_of
 
 # How many leaves a table has.
-SHOWN = 12
+LEAVES_SHOWN = 12
 # Leaves of so many numbers are counted together: that compiles faster.
 JOINED, GROUPED = 2**16, 2**20
 
@@ -133,7 +134,7 @@ def _table(stats: UnderflowStats) -> str:
         return item[1].nonfinite, item[1].flushed, item[1].subnormal
 
     overall, leaves = jax.device_get((stats.overall, stats.leaves))
-    worst = sorted(leaves.items(), key=badness, reverse=True)[:SHOWN]
+    worst = sorted(leaves.items(), key=badness, reverse=True)[:LEAVES_SHOWN]
     rows = [["", *Underflow._fields]]
     for name, (size, *shares, headroom) in [("all", overall), *worst]:
         percents = (f"{share:.1%}" for share in shares)
@@ -143,7 +144,7 @@ def _table(stats: UnderflowStats) -> str:
         " ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
         for name, *cells in rows
     ]
-    more = len(leaves) - SHOWN
+    more = len(leaves) - LEAVES_SHOWN
     return "\n".join([*lines, f"and {more} more"] if more > 0 else lines)
 
 
@@ -275,7 +276,7 @@ def _together(leaves, kind):
     groups: dict[Any, list[int]] = {}
     counts = collections.Counter()
     for i, x in enumerate(leaves):
-        is_small = x.size <= JOINED and not jax.typeof(x).sharding.mesh.explicit_axes
+        is_small = x.size <= JOINED and not explicit_axes(x)
         counts[kind(x)] += x.size  # A group is a copy: it is small, too.
         group = (kind(x), counts[kind(x)] // GROUPED) if is_small else i
         groups.setdefault(group, []).append(i)

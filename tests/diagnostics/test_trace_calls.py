@@ -41,10 +41,11 @@ def test_every_number_is_that_of_an_eager_run():
 
     scaled = jax.value_and_grad(lambda params: mlp_loss(params, x) * scale)
     closed = jax.make_jaxpr(scaled)(params)
-    run = run_eagerly(closed.jaxpr, closed.consts, jax.tree.leaves(params))
+    ran = []
+    run_eagerly(closed.jaxpr, [*closed.consts, *jax.tree.leaves(params)], ran)
     expected = [
         (equation.primitive.name, *measure(np.asarray(array)))
-        for equation, found in run
+        for equation, found in ran
         for array in found
         if jnp.issubdtype(array.dtype, jnp.floating)
     ]

@@ -8,7 +8,7 @@ import optax
 import pytest
 from flax import linen, nnx
 from helpers import exhaustive_but
-from tracing import Traced
+from tracing import Findings
 
 from optax_lossscale import LossScaleOptimizer, autocast
 from optax_lossscale.diagnostics._common import scale_of
@@ -172,7 +172,7 @@ def test_models_are_healthy(make):
     optimizer = LossScaleOptimizer(optax.adam(3e-3))
     state = optimizer.init(params)
     step = jax.jit(lambda p, s: optimizer.minimize(loss_fn, p, s))
-    traced = Traced(loss_fn, params)
+    traced = Findings(loss_fn, params)
     for steps in (0, 50):
         for _ in range(steps):
             params, state, _ = step(params, state)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import INF, NAN, exhaustive_but
 from jax import lax
-from tracing import TWO, Traced, half, line_of, total
+from tracing import TWO, Findings, half, line_of, total
 
 from optax_lossscale.diagnostics import trace_numerics
 
@@ -69,7 +69,7 @@ def arguments(*faults):
 
 @functools.cache
 def traced():
-    return Traced(loss_fn, *arguments())
+    return Findings(loss_fn, *arguments())
 
 
 def place(finding):

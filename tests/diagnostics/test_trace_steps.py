@@ -252,7 +252,7 @@ def test_an_error_of_the_compiler_says_what_to_do(monkeypatch):
     def fail(*_):
         raise jax.errors.JaxRuntimeError("UNKNOWN: Unknown MLIR failure")
 
-    monkeypatch.setattr(steps, "_run", fail)
+    monkeypatch.setattr(steps, "_execute", fail)
     with pytest.raises(jax.errors.JaxRuntimeError, match="Unknown") as caught:
         trace_numerics(lambda w: total(half(w)), TWO)
     assert "fewer layers" in caught.value.__notes__[0]

@@ -8,7 +8,7 @@ from helpers import exhaustive_but
 
 from optax_lossscale._jaxprs.lines import Source
 from optax_lossscale.diagnostics._trace import verdict, words
-from optax_lossscale.diagnostics._trace.run import Outline, Run, Site
+from optax_lossscale.diagnostics._trace.sites import Outline, Run, Site
 from optax_lossscale.diagnostics._trace.summary import FIELDS, WAVES
 from optax_lossscale.diagnostics._trace.words import Fault
 

@@ -169,8 +169,8 @@ class TestValueAndGrad:
         ],
     )
     def test_refuses_what_is_no_loss(self, has_aux, fun):
-        wanted = "return a loss and auxiliary data" if has_aux else "a loss alone"
-        with pytest.raises(TypeError, match=f"{wanted}, the loss a floating-point sc"):
+        wanted = "a floating-point scalar" + ", and auxiliary data" * has_aux
+        with pytest.raises(TypeError, match=f"loss_fn must return {wanted}, got"):
             optimizer.value_and_grad(fun, state, has_aux=has_aux)(jnp.float32(1))
 
     @pytest.mark.parametrize("dtype", ["complex64", *(["float64"] * X64)])

@@ -9,7 +9,8 @@ import numpy as np
 
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._jaxprs.primitives import Kind, kind_of
-from optax_lossscale.diagnostics._trace.program import Program, make_call
+from optax_lossscale.diagnostics._trace import twin
+from optax_lossscale.diagnostics._trace.call import Traced, make_call
 from optax_lossscale.diagnostics._trace.verdict import Search, closeness, find_all
 
 TWO = np.array([1.0, 2.0], np.float32)
@@ -70,7 +71,7 @@ def errors(found, desired):
     return [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in pairs]
 
 
-class Traced:
+class Findings:
     """What `trace_numerics` finds for several arguments, by one compiled program."""
 
     def __init__(self, loss_fn, *args):
@@ -80,7 +81,7 @@ class Traced:
         self._program._compiled  # noqa: B018 # All copies share it.
         found = copy.copy(self._program)
         _, found._arrays, *_ = call_of(lambda: None, *args)
-        return Search(found.run, closeness(found.dtype), scale)
+        return Search(found.at, closeness(found.dtype), scale)
 
     def __call__(self, *args, scale=1.0):
         return find_all(self.search(*args, scale=scale))
@@ -93,7 +94,7 @@ def call_of(loss_fn, params, *args):
 
 def program_of(loss_fn, *args):
     """Returns the program of a trace, which is not compiled yet."""
-    return Program(call_of(loss_fn, *args), "float16")
+    return Traced(call_of(loss_fn, *args), "float16")
 
 
 def sites_of(loss_fn, *args):
@@ -102,21 +103,14 @@ def sites_of(loss_fn, *args):
     return [x for x in outline.sites.values() if x.primitive and not x.is_decision]
 
 
-def run_eagerly(jaxpr, consts, args):
-    """Runs a jaxpr equation by equation; yields each equation and its results."""
-    values = dict(zip(jaxpr.constvars, consts, strict=True))
-    values |= zip(jaxpr.invars, args, strict=True)
+def run_eagerly(jaxpr, args, ran):
+    """Runs a jaxpr equation by equation; adds each and its results to `ran`."""
 
-    def read(x):
-        return x.val if hasattr(x, "val") else values[x]
-
-    for equation in jaxpr.eqns:
-        inputs = list(map(read, equation.invars))
+    def follow(_, equation, inputs):
         if kind_of(equation.primitive.name) == Kind.CALL:
-            inner = parts.opened(parts.called_jaxpr(equation))
-            found = yield from run_eagerly(*inner, inputs)
-        else:
-            found = parts.bind(equation, inputs)
-            yield equation, found
-        values.update(zip(equation.outvars, found, strict=True))
-    return list(map(read, jaxpr.outvars))
+            inner, consts = parts.opened(parts.called_jaxpr(equation))
+            return run_eagerly(inner, [*consts, *inputs], ran)
+        ran.append((equation, parts.bind(equation, inputs)))
+        return ran[-1][1]
+
+    return twin.walk(jaxpr, args, follow)

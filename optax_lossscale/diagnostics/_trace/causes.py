@@ -4,16 +4,16 @@ import math
 
 from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of
 from optax_lossscale._tree import is_half
-from optax_lossscale.diagnostics._trace.run import INHERITED, Run
+from optax_lossscale.diagnostics._trace.sites import INHERITED, Run
 from optax_lossscale.diagnostics._trace.words import CASTS, Fault, spacing
 
 # Of an array, a smaller share that is flushed to zero is not worth a word.
-LOST = 0.01
+SHARE = 0.01
 # They make large numbers of small ones; a power does if its exponent is negative.
 INVERSE, POWERS = ("div", "rsqrt", "log", "log1p"), ("pow", "integer_pow")
 # They compute nothing, so that they flush nothing.
 EXACT = (Kind.MOVE, Kind.SPREAD)
-# They choose, as max-pooling does, but what they return are numbers.
+# Max-pooling: it chooses, but returns numbers, not flags.
 CHOOSERS = ("select_and_scatter_add", "select_and_gather_add")
 
 
@@ -75,7 +75,8 @@ def is_underflow(run: Run, key: int) -> bool:
     limits, result = run.limit(key), run.range(key)
     if limits is None or has(run.site(key).primitive, Trait.SUM):
         return False
-    return newly_flushed(run, key) >= LOST or 0 < result.float32_largest < limits.normal
+    is_small = 0 < result.float32_largest < limits.normal
+    return is_small or newly_flushed(run, key) >= SHARE
 
 
 def has_half(run: Run, key: int) -> bool:

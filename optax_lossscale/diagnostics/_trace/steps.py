@@ -30,9 +30,9 @@ KEPT = 2**10
 
 
 def key_of(function: Callable[..., Any], equation: Any) -> Hashable:
-    """Returns what equals that of all equations with which a function does the same.
+    """Returns a key, equal for equations with which the function does the same.
 
-    They do the same with arrays of the same types. None for a kernel or a callback,
+    It does so with arrays of the same types. None for a kernel or a callback,
     which holds what its function closes over, or if a parameter has no hash.
     """
     if has(equation.primitive.name, Trait.OPAQUE):
@@ -43,7 +43,7 @@ def key_of(function: Callable[..., Any], equation: Any) -> Hashable:
         (name, type(x), repr(x) if isinstance(x, float | np.floating) else x)
         for name, x in sorted(equation.params.items())
     ]
-    key = (function, equation.primitive, *params, *types, equation.ctx)
+    key = (function, equation.primitive, *params, *types, parts.context_of(equation))
     try:
         hash(key)
     except TypeError:
@@ -75,7 +75,7 @@ class Tape:
 
     def __init__(self, avals: Sequence[Any]):
         """Begins with the types of the arguments."""
-        # By identity: each is held, so that no other gets its number.
+        # By `id`. Each is held, so that no other object gets its id.
         self._constants: dict[int, tuple[Any, Slot, jax.Array]] = {}
         self._steps: list[tuple[Any, list[int], list[int]]] = []
         self._count = 0
@@ -102,7 +102,7 @@ class Tape:
         kind = kind if key is None else _known(kind)
         results = list(map(self._slot, kind.avals))
         numbers = [x.number for x in slots], [x.number for x in results]
-        self._steps.append((kind.run, *numbers))
+        self._steps.append((kind.compiled, *numbers))
         return kind.results.fill(results)
 
     def _slot_of(self, x):
@@ -133,18 +133,18 @@ class Tape:
         before = _with_last_uses(before, read.union(wanted))
         kept: list[Any] = [(), {}]
 
-        def run(x, *arrays):
+        def run_steps(x, *arrays):
             with quiet(), _explicit_mesh(arrays):
                 if any(a is not b for a, b in itertools.zip_longest(arrays, kept[0])):
                     kept[:] = (), {}
                     values = {slot.number: x for _, slot, x in constants}
                     values |= zip(others, arrays, strict=True)
-                    kept[:] = arrays, _run(before, values)
-                values = _run(after, kept[1] | {first: x})
+                    kept[:] = arrays, _execute(before, values)
+                values = _execute(after, kept[1] | {first: x})
                 leaves = jax.device_get([values[i] for i in wanted])
             return jax.tree.unflatten(treedef, leaves)
 
-        return run
+        return run_steps
 
 
 @functools.cache
@@ -154,9 +154,9 @@ def _type(aval):
 
 
 def _explicit_mesh(arrays):
-    """Enters the mesh whose axes are in types: steps of constants do not have it."""
+    """Enters the mesh of explicit axes, which steps of constants alone would lack."""
     for x in arrays:
-        if jax.typeof(x).sharding.mesh.explicit_axes:
+        if parts.explicit_axes(x):
             return jax.set_mesh(x.sharding.mesh)
     return contextlib.nullcontext()
 
@@ -164,14 +164,14 @@ def _explicit_mesh(arrays):
 def _with_last_uses(steps, wanted):
     """Adds to each step what nothing after it reads, nor wants."""
     read, backwards = set(wanted), []
-    for run, arguments, made in reversed(steps):
+    for function, arguments, made in reversed(steps):
         last = {*arguments, *made} - read
         read |= last
-        backwards.append((run, arguments, made, last))
+        backwards.append((function, arguments, made, last))
     return backwards[::-1]
 
 
-def _run(steps, values):
+def _execute(steps, values):
     """Runs steps on values by their numbers; drops those that nothing reads."""
     tell = teller()
     for i, (function, arguments, made, last) in enumerate(steps):
@@ -205,13 +205,13 @@ class _Kind:
         return self._key == other._key
 
     @functools.cached_property
-    def run(self):
+    def compiled(self):
         """The compiled function, of the leaves of the arguments."""
         size = max((math.prod(x.shape) for x in self._avals), default=0)
         is_one = self._key[0] is not None
         options = _options(is_one, is_one and size >= LARGE)
         function = self._flat
-        if not is_one:  # It makes sites, and would make them anew if traced again.
+        if not is_one:  # Tracing it registers sites, so it must be traced once.
             function = jaxpr_as_fun(jax.make_jaxpr(self._flat)(*self._avals))
         return jax.jit(function, compiler_options=options)
 
@@ -222,7 +222,7 @@ class _Kind:
     @functools.cached_property
     def avals(self):
         """The types of the results."""
-        return self.run.eval_shape(*self._avals)
+        return self.compiled.eval_shape(*self._avals)
 
 
 @functools.lru_cache(KEPT)
@@ -280,7 +280,7 @@ def quiet() -> Iterator[None]:
         raise
 
 
-def run(closed: Any, *args: Any) -> list[Any]:
+def results_of(closed: Any, *args: Any) -> list[Any]:
     """Runs a closed jaxpr; returns the results on the host."""
     arrays = [*constants_of(closed), *args]
     tape = Tape(list(map(jax.typeof, arrays)))
@@ -296,7 +296,7 @@ def _record(tape, jaxpr, args):
         if kind_of(equation.primitive.name) == Kind.CALL:
             inner, consts = parts.opened(parts.called_jaxpr(equation))
             return _record(tape, inner, [*consts, *inputs])
-        run = functools.partial(bind_on_refs, equation)
-        return tape.call(run, inputs, key=key_of(bind_on_refs, equation))
+        bind = functools.partial(bind_on_refs, equation)
+        return tape.call(bind, inputs, key=key_of(bind_on_refs, equation))
 
     return walk(jaxpr, args, follow)

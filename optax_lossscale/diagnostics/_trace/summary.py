@@ -25,7 +25,7 @@ BEGINS, BAD = (
     slice(FIELDS.index("infs"), FIELDS.index("nans") + 1),
 )
 # The smallest magnitude is kept as the difference from this, so it is a maximum, too.
-HIGHEST = np.iinfo(np.int32).max
+INT32_MAX = np.iinfo(np.int32).max
 # A group has at most GROUPED numbers, to save memory, and MEMBERS arrays: more of them
 # compile slowly. Small arrays are repeated up to ROW numbers, if that is a multiple of
 # their size. More numbers compile no faster, and each iteration of a loop counts them.
@@ -36,7 +36,7 @@ NOTHING = np.zeros(len(FIELDS), np.int32)
 
 
 class Origins(NamedTuple):
-    """What says whether inf or nan begins in a result.
+    """What decides whether inf or nan begins in a result.
 
     Attributes:
       inputs: The sites of the operands.
@@ -82,7 +82,7 @@ class Recorder:
           site: The number of its site.
           real: The array.
           wide: The array in float32; None if that is the same.
-          origins: What says whether inf or nan begins here; None if it cannot.
+          origins: What decides whether inf or nan begins here; None if it cannot.
         """
         if origins is not None:
             self._origins[site] = origins
@@ -162,7 +162,7 @@ class Recorder:
 def numbers(summary: Any) -> dict[str, float]:
     """Returns the numbers of a summary on the host, by the names in `FIELDS`."""
     bits = np.array(summary)
-    bits[-1] = bits[-1] and HIGHEST - bits[-1]
+    bits[-1] = bits[-1] and INT32_MAX - bits[-1]
     return dict(zip(FIELDS, bits.view(np.float32).tolist(), strict=True))
 
 
@@ -232,9 +232,9 @@ def _reduced(real, wide, edge, axes):
     arrays = real, wide, lax.sub(real, wide)
     bits, twin, error = (lax.bitcast_convert_type(x, jnp.int32) for x in arrays)
     bits, twin, error = (
-        lax.bitwise_and(x, lax.full_like(x, HIGHEST)) for x in (bits, twin, error)
+        lax.bitwise_and(x, lax.full_like(x, INT32_MAX)) for x in (bits, twin, error)
     )
-    numbers = 0, edge, int(np.float32(np.inf).view(np.int32)), HIGHEST
+    numbers = 0, edge, int(np.float32(np.inf).view(np.int32)), INT32_MAX
     zero, edge, infinity, highest = (lax.full_like(bits, x) for x in numbers)
     is_zero, is_infinite = lax.eq(bits, zero), lax.ge(twin, infinity)
     is_flushed = lax.bitwise_or(is_zero, lax.le(twin, edge))

@@ -13,8 +13,8 @@ from optax_lossscale import _check as check
 from optax_lossscale._autocast.cast import function_of
 from optax_lossscale._jaxprs.primitives import Kind, names_of
 from optax_lossscale.diagnostics._common import check_host, scale_of
-from optax_lossscale.diagnostics._trace.program import Program, make_call
-from optax_lossscale.diagnostics._trace.run import NumericOperation
+from optax_lossscale.diagnostics._trace.call import Traced, make_call
+from optax_lossscale.diagnostics._trace.sites import NumericOperation
 from optax_lossscale.diagnostics._trace.verdict import Search, closeness, find_all
 from optax_lossscale.diagnostics._trace.words import NumericFinding, power
 
@@ -86,20 +86,20 @@ class NumericsTrace(NamedTuple):
         return "\n".join(lines)
 
 
-def summarize(program: Program, nothing: str, kept: Sequence[Any] = ()) -> str:
+def summarize(traced: Traced, nothing: str, kept: Sequence[Any] = ()) -> str:
     """Says how many products compute in the dtype in question.
 
     Args:
-      program: The program.
+      traced: The call.
       nothing: Why `autocast` casts nothing, if so.
       kept: What `autocast` keeps in float32 by its argument.
     """
-    products = [x for x in program.equations if x.primitive.name in PRODUCTS]
+    products = [x for x in traced.equations if x.primitive.name in PRODUCTS]
     types = [{str(x.aval.dtype) for x in y.invars[:2]} for y in products]
-    count, dtype = types.count({program.dtype}), program.dtype
+    count, dtype = types.count({traced.dtype}), traced.dtype
     text = f"{count} of {len(products)} matrix products compute in {dtype}."
     text *= bool(products)
-    if not program.computes_in_dtype:
+    if not traced.computes_in_dtype:
         text = f"No operation computes in {dtype}: {nothing or TRY}"
     elif nothing:
         text += f" autocast casts nothing: {nothing}"
@@ -204,21 +204,21 @@ def trace_numerics(
         scale = check_scale(name, loss_fn, args, state, scale)
 
         call = make_call(name, loss_fn, params, args, kwargs, has_aux)
-        program = Program(call, dtype)
+        traced = Traced(call, dtype)
         is_autocast = (
             function_of(getattr(loss_fn, "without_scale", loss_fn)) is not None
         )
-        nothing = program.reason if is_autocast else ""
-        program.is_autocast &= not nothing
-        search = Search(program.run, closeness(program.dtype), scale)
+        nothing = traced.reason if is_autocast else ""
+        traced.is_autocast &= not nothing
+        search = Search(traced.at, closeness(traced.dtype), scale)
         run, best = search.run, search.best
         first = next(iter(run.nonfinite_origins()), None)
         sites = run.sites.items()
         operations = [k for k, x in sites if x.primitive and not x.is_decision]
         loss, float32_loss = run.losses
         findings = find_all(search)
-        if not program.computes_in_dtype and findings[0].kind == "fine":
-            findings = [NumericFinding("fine", f"Nothing to judge in {program.dtype}.")]
+        if not traced.computes_in_dtype and findings[0].kind == "fine":
+            findings = [NumericFinding("fine", f"Nothing to judge in {traced.dtype}.")]
         return NumericsTrace(
             findings=findings,
             first_nonfinite=None if first is None else run.operation(first),
@@ -226,9 +226,9 @@ def trace_numerics(
             scale=scale,
             loss=loss,
             float32_loss=float32_loss,
-            dtype=program.dtype,
-            computes_in_dtype=program.computes_in_dtype,
-            summary=summarize(program, nothing, getattr(loss_fn, "float32", ())),
+            dtype=traced.dtype,
+            computes_in_dtype=traced.computes_in_dtype,
+            summary=summarize(traced, nothing, getattr(loss_fn, "float32", ())),
             operations=list(map(run.operation, operations)),
         )
 

@@ -6,12 +6,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._jaxprs.parts import bind, is_jaxpr, opened
+from optax_lossscale._jaxprs import parts
 from optax_lossscale._jaxprs.primitives import Trait, has
 from optax_lossscale._tree import in_half, is_half, is_inexact
 
-# Effects that are no side effects: devices exchange arrays, and equations share a Ref.
-HARMLESS = "NamedAxisEffect", "ReadEffect", "WriteEffect", "AccumEffect"
 # What a Ref holds is moved into it, and out of it.
 MOVED = "new_ref", "freeze"
 
@@ -49,7 +47,7 @@ class Value(NamedTuple):
         return self.differs or is_inexact(self.real)
 
     def pair(self, differs: bool) -> tuple[Any, Any]:
-        """Returns its arrays for a loop or a branch; one, if others differ neither."""
+        """Returns (array, twin), or (array, None) if the two cannot differ."""
         return (self.real, widen(self.wide)) if differs else (self.real, None)
 
 
@@ -66,7 +64,7 @@ def values_of(pairs: Iterable[Any], like: Iterable[Value]) -> list[Value]:
 
 def refs_among(variables: Iterable[Any]) -> list[Any]:
     """Returns the variables that stand for a `jax.Ref`."""
-    return [x for x in variables if hasattr(x.aval, "inner_aval")]
+    return list(filter(parts.is_ref, variables))
 
 
 def constants_of(closed: Any) -> list[Any]:
@@ -95,7 +93,7 @@ def walk(
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
 
     def read(x):
-        return literal(x.val) if hasattr(x, "val") else values[x]
+        return literal(x.val) if parts.is_literal(x) else values[x]
 
     for index, equation in enumerate(jaxpr.eqns):
         operands = list(map(read, equation.invars))
@@ -110,15 +108,15 @@ def walk(
 def bind_on_refs(equation: Any, args: Sequence[Any], params: Any = None) -> list[Any]:
     """Runs an equation on Refs of its own; returns what they hold then, too."""
     pairs = zip(equation.invars, args, strict=True)
-    args = [jax.new_ref(x) if refs_among([var]) else x for var, x in pairs]
+    args = [jax.new_ref(x) if parts.is_ref(var) else x for var, x in pairs]
     refs = [x for x in args if isinstance(x, jax.Ref)]
-    return [*bind(equation, args, params), *map(jax.freeze, refs)]
+    return [*parts.bind(equation, args, params), *map(jax.freeze, refs)]
 
 
 def bind_wide(equation: Any, args: Sequence[Any]) -> list[Any] | None:
     """Runs an equation in float32 where it is in half precision; None if it cannot."""
     # It runs more than once.
-    is_pure = all(type(x).__name__ in HARMLESS for x in equation.effects)
+    is_pure = not parts.has_side_effects(equation)
     changed = *equation.outvars, *refs_among(equation.invars)
     name, results = equation.primitive.name, [x.aval for x in changed]
     if not is_pure or has(name, Trait.OPAQUE | Trait.BITS):
@@ -142,12 +140,12 @@ def _wide_dtype(dtype: Any) -> Any:
 
 
 def _widen_parameter(x: Any) -> Any:
-    if is_jaxpr(x):
-        widened = _widen_jaxpr(*opened(x))
+    if parts.is_jaxpr(x):
+        widened = _widen_jaxpr(*parts.opened(x))
         return widened if hasattr(x, "jaxpr") else widened.jaxpr
     if isinstance(x, tuple):
-        parts = map(_widen_parameter, x)
-        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
+        widened = map(_widen_parameter, x)
+        return type(x)(*widened) if hasattr(x, "_fields") else tuple(widened)
     is_dtype = isinstance(x, jnp.dtype) or (isinstance(x, type) and hasattr(x, "dtype"))
     return _wide_dtype(jnp.dtype(x)) if is_dtype else x
 
@@ -158,9 +156,9 @@ def _widen_jaxpr(jaxpr: Any, consts: Sequence[Any]) -> Any:
             raise TypeError(f"{equation.primitive} cannot run in float32.")
         return results
 
-    def run(*args):
+    def wide(*args):
         return walk(jaxpr, [*map(widen, consts), *args], follow, widen)
 
     avals = (x.aval for x in jaxpr.invars)
     types = (jax.ShapeDtypeStruct(x.shape, _wide_dtype(x.dtype)) for x in avals)
-    return jax.make_jaxpr(run)(*types)
+    return jax.make_jaxpr(wide)(*types)

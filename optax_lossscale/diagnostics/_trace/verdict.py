@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale.diagnostics._trace import causes, words
-from optax_lossscale.diagnostics._trace.run import (
+from optax_lossscale.diagnostics._trace.sites import (
     INHERITED,
     Run,
     depending_on,
@@ -33,9 +33,10 @@ FARTHEST = 0.5
 LEAF = 10
 # An error that is a smaller share of the norm of all gradients never matters.
 PART = 0.1
-LOWEST, HIGHEST = -126, 126
+# The exponents of the smallest and of the largest scale.
+LEAST, MOST = -126, 126
 # How many lines to name of each kind.
-SHOWN = 3
+LINES = 3
 # An inf that is swallowed leaves larger errors than this.
 SWALLOWED = 0.5
 
@@ -94,20 +95,20 @@ class Search:
             change = sketch_distance(before, self.at(scale * factor).norms / factor)
             self._noise = change > CLOSE * before[:, 0]
         rooms = [headroom(self.run, key) for key in self.run.backward]
-        predicted = math.log2(scale) + min([2.0 * HIGHEST, *rooms]) - 2**-20
-        exponent = min(max(math.floor(predicted), LOWEST), HIGHEST)
+        predicted = math.log2(scale) + min([2.0 * MOST, *rooms]) - 2**-20
+        exponent = min(max(math.floor(predicted), LEAST), MOST)
         self.predicted = 2.0**exponent
         self.best = self._find_largest([exponent, exponent + 1])
 
     def _find_largest(self, guesses):
         """Returns the run at the largest scale that fits: guesses, then bisection."""
-        below, above = LOWEST - 1, HIGHEST + 1
+        below, above = LEAST - 1, MOST + 1
         while above - below > 1:
             inside = (x for x in guesses if below < x < above)
             middle = next(inside, (below + above) // 2)
             is_sound = self._is_sound(self.at(2.0**middle))
             below, above = (middle, above) if is_sound else (below, middle)
-        return self.at(2.0**below) if below >= LOWEST else None
+        return self.at(2.0**below) if below >= LEAST else None
 
     def _is_sound(self, run):
         """Whether no overflow in the backward pass matters, at the scale of the run."""
@@ -141,7 +142,7 @@ class Search:
         gradients = ratio(difference, total)
         allowed = self.close * np.maximum(LEAF * sizes, PART * total)
         is_wrong = ~np.isfinite(differences) | (differences > allowed)
-        is_wrong |= lost > causes.LOST * sizes
+        is_wrong |= lost > causes.SHARE * sizes
         parts = np.flatnonzero(is_wrong & ~self._noise).tolist()
         wrong = sorted(parts, key=lambda i: -ratio(differences[i], 1))
         if gradients > self.close and not wrong:
@@ -232,7 +233,7 @@ def _nonfinite(search, keys):
     # It may begin in an inf that is swallowed, as in log(1 / inf).
     begin = (causes.origin_of_error(run, k, SWALLOWED) for k in keys)
     keys = (x if run.is_lost(x) else k for k, x in zip(keys, begin, strict=True))
-    keys = itertools.islice(_distinct_lines(run, keys), SHOWN)
+    keys = itertools.islice(_distinct_lines(run, keys), LINES)
     return [_explain(search, run, key) for key in keys]
 
 
@@ -253,7 +254,7 @@ def _losers(run, wrong):
     sites = [k for k in run.backward if k in reached and run.limit(k)]
     gains = {k: causes.newly_flushed(run, k) for k in sites}
     losers = sorted(gains, key=lambda key: -gains[key])
-    return list(_distinct_lines(run, [k for k in losers if gains[k] >= causes.LOST]))
+    return list(_distinct_lines(run, [k for k in losers if gains[k] >= causes.SHARE]))
 
 
 def _underflow(search, best, effect):
@@ -265,7 +266,7 @@ def _underflow(search, best, effect):
         return []
     keys = _losers(run, helped)
     keys = [k for k in keys if best.range(k).flushed < run.range(k).flushed]
-    keys = keys[:SHOWN] or [_origin_of(search, run, helped)]
+    keys = keys[:LINES] or [_origin_of(search, run, helped)]
     scales = run.scale, best.scale
     return [
         words.underflow(
@@ -294,7 +295,7 @@ def _left(search, best, wrong, is_second):
         if (limits := best.limit(k))
         and 0 < (largest := best.range(k).float32_largest) < limits.normal
     ]
-    if missing and best.scale < 2.0**HIGHEST:
+    if missing and best.scale < 2.0**MOST:
         low, bits = missing[0]
         high = min(best.backward, key=lambda k: headroom(best, k))
         pair = best.operation(high), best.operation(low)

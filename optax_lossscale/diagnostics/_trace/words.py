@@ -9,7 +9,11 @@ import jax.numpy as jnp
 from optax_lossscale._tree import is_half
 from optax_lossscale.diagnostics import _common
 from optax_lossscale.diagnostics._bits import limits_of
-from optax_lossscale.diagnostics._trace.run import NumericOperation, NumericRange, named
+from optax_lossscale.diagnostics._trace.sites import (
+    NumericOperation,
+    NumericRange,
+    named,
+)
 
 # A scale that is at most this many bits too high comes down within a few skipped steps.
 USUAL_BITS = 4
@@ -75,7 +79,7 @@ class Fault(NamedTuple):
 
 RANGE = "The largest {noun} would be 2^{size:.1f}; {dtype} ends at 2^{end:.0f}."
 INF = "An input holds inf, and inf - inf, inf / inf and 0 * inf are nan."
-LOST = "Its input holds zeros that float32 would not have: "
+ZEROS = "Its input holds zeros that float32 would not have: "
 SPACING = "{half} has a spacing of {step} at 2^{top}"
 # What makes a fault, in words.
 CAUSES = {
@@ -90,8 +94,8 @@ CAUSES = {
     "float32 inf": INF,
     "zeros": "An input holds zeros.",
     "domain": "An input is outside of the domain of the function.",
-    "flushed": LOST + "they were flushed at {at}.",
-    "rounded": LOST + "the numbers that cancel are rounded at {at}.",
+    "flushed": ZEROS + "they were flushed at {at}.",
+    "rounded": ZEROS + "the numbers that cancel are rounded at {at}.",
     "terms": "Its terms overflow while they are added.",
     "cast": "Its input is beyond the range of {dtype}.",
     "small": "The largest is 2^{size:.1f}.",
@@ -174,7 +178,7 @@ def what_of(fault: Fault) -> str:
         return f"{result.flushed:.0%} of the {noun} are flushed to zero"
     if fault.kind == "decision":
         share = f" for {percent(result.flushed)} of the numbers"
-        return f"this falls otherwise in float32{share * bool(result.flushed)}"
+        return f"float32 decides otherwise here{share * bool(result.flushed)}"
     text = f"the {noun} differ from float32 by {result.error:.2g} of the largest"
     return text + ", and other lines magnify that" * (result.error < SMALL)
 

@@ -1,4 +1,4 @@
-"""The program that computes the loss and its scaled gradient, beside its twin."""
+"""A call of a loss function: taken apart, and traced with its scaled gradient."""
 
 import functools
 import textwrap
@@ -12,19 +12,18 @@ import numpy as np
 from optax_lossscale import _check as check
 from optax_lossscale._autocast.evaluate import NOTES
 from optax_lossscale._gradients import loss_of
-from optax_lossscale._jaxprs import parts
-from optax_lossscale._jaxprs.lines import AUTOCAST
+from optax_lossscale._jaxprs import lines, parts
 from optax_lossscale._scaling import scale_up
 from optax_lossscale._tree import in_half, is_argument, is_inexact, types_of
 from optax_lossscale.diagnostics import _bits, _common
 from optax_lossscale.diagnostics._trace import steps, summary, twin
-from optax_lossscale.diagnostics._trace.evaluate import Evaluator
-from optax_lossscale.diagnostics._trace.flow import Place
-from optax_lossscale.diagnostics._trace.run import Outline, Run, depending_on
+from optax_lossscale.diagnostics._trace.bodies import Place
+from optax_lossscale.diagnostics._trace.interpreter import Interpreter
+from optax_lossscale.diagnostics._trace.sites import Outline, Run, depending_on
 from optax_lossscale.diagnostics._trace.twin import Value
 
 # How many characters of the types of arguments an error shows.
-SHOWN = 300
+TYPES_SHOWN = 300
 
 
 def make_call(
@@ -104,7 +103,7 @@ def make_call(
             loss = loss_of(loss_fn(first, *rest, **keywords), has_aux)
         except Exception as error:
             text = ", ".join(f"{k}={types_of(x)}" for k, x in shown.items())
-            text = textwrap.shorten(text, SHOWN)
+            text = textwrap.shorten(text, TYPES_SHOWN)
             error.add_note(f"{caller} called loss_fn({text}), traced as by jax.jit.")
             if "transform" in kwargs:
                 error.add_note(f"{caller} needs no transform: leave it out.")
@@ -144,8 +143,8 @@ def gradients_of(call: Any) -> Callable[..., Any]:
     return program
 
 
-class Program:
-    """A compiled program: the loss and its scaled gradient.
+class Traced:
+    """A call as a program that returns the loss and its scaled gradient.
 
     Attributes:
       dtype: The name of the dtype in question.
@@ -180,8 +179,8 @@ class Program:
                 f"{min(halves)}. Pass dtype={min(halves)!r}."
             )
 
-    def run(self, scale: float, rounds: bool = False) -> Run:
-        """Runs it.
+    def at(self, scale: float, rounds: bool = False) -> Run:
+        """Runs it at a loss scale.
 
         Args:
           scale: The loss scale.
@@ -207,21 +206,22 @@ class Program:
         names = [*self._names, *names]
         arrays = [jnp.float32(1), *self._arrays, *self._constants]
         tape = steps.Tape(list(map(jax.typeof, arrays)))
-        recorder, evaluator = summary.Recorder(tape.call), Evaluator(jaxpr.invars[0])
-        place = Place((), evaluator, recorder)
+        recorder = summary.Recorder(tape.call)
+        interpreter = Interpreter(jaxpr.invars[0])
+        place = Place((), interpreter, recorder)
         with steps.quiet():
             entrance = place._replace(phase="argument")
             scale, *inputs = (Value(x, x) for x in tape.inputs)
             pairs = zip(names, inputs, strict=True)
-            inputs = [evaluator.measure(name, x, entrance) for name, x in pairs]
+            inputs = [interpreter.measure(name, x, entrance) for name, x in pairs]
             values = [*inputs[count:], scale, *inputs[:count]]
-            loss, *grads = evaluator.run(jaxpr, values, place)
+            loss, *grads = interpreter.interpret(jaxpr, values, place)
             call = functools.partial(tape.call, summary.norms, key=summary.norms)
             results = recorder.rows, loss[:2], [call(*x[:2]) for x in grads]
-        _mark_backward(evaluator.sites)
+        _mark_backward(interpreter.sites)
         named = {x.site: name for x, name in zip(inputs, names, strict=True)}
         parameters, ends = names[: self._count], [x.site for x in grads]
-        about = evaluator.sites, named, parameters, loss.site, ends
+        about = interpreter.sites, named, parameters, loss.site, ends
         outline = Outline(self.dtype, *about, self.is_autocast)
         return tape.compiled(results), recorder, outline
 
@@ -236,7 +236,6 @@ def _mark_backward(sites):
 
 def is_autocast(equation: Any) -> bool:
     """Whether `autocast` made a cast."""
-    traceback = equation.source_info.traceback
-    frames = traceback.frames if traceback is not None else ()
     is_cast = equation.primitive.name == "convert_element_type"
-    return is_cast and any(x.file_name.startswith(AUTOCAST) for x in frames)
+    files = (x.file_name for x in lines.frames_of(equation))
+    return is_cast and any(x.startswith(lines.AUTOCAST) for x in files)

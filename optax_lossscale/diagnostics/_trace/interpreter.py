@@ -15,8 +15,8 @@ from optax_lossscale._jaxprs import lines, parts
 from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of
 from optax_lossscale._tree import in_half, is_inexact
 from optax_lossscale.diagnostics._trace import twin
-from optax_lossscale.diagnostics._trace.flow import FLOW, Place
-from optax_lossscale.diagnostics._trace.run import Site
+from optax_lossscale.diagnostics._trace.bodies import BODIES, Place
+from optax_lossscale.diagnostics._trace.sites import Site
 from optax_lossscale.diagnostics._trace.steps import Slot, key_of
 from optax_lossscale.diagnostics._trace.summary import Origins
 from optax_lossscale.diagnostics._trace.twin import Value, widen
@@ -25,7 +25,7 @@ from optax_lossscale.diagnostics._trace.twin import Value, widen
 SIGNS = ("abs", "neg")
 
 
-class Evaluator:
+class Interpreter:
     """Runs jaxprs. The twin decides for itself.
 
     Attributes:
@@ -42,7 +42,7 @@ class Evaluator:
         self.sites: dict[int, Site] = {}
         self._scale, self._numbers = scale, {}
 
-    def run(self, jaxpr: Any, args: Sequence[Value], place: Place) -> list[Value]:
+    def interpret(self, jaxpr: Any, args: Sequence[Value], place: Place) -> list[Value]:
         """Evaluates a jaxpr, of its constants and its arguments."""
 
         def follow(index, equation, inputs):
@@ -63,7 +63,7 @@ class Evaluator:
     def call(self, jaxpr: Any, args: Sequence[Value], place: Place) -> list[Value]:
         """Evaluates a jaxpr in an equation."""
         jaxpr, consts = parts.opened(jaxpr)
-        return self.run(jaxpr, [*(Value(x, x) for x in consts), *args], place)
+        return self.interpret(jaxpr, [*(Value(x, x) for x in consts), *args], place)
 
     def enter(self, name: str, values: Sequence[Value], place: Place) -> list[Value]:
         """Sums up what a loop, a branch or a device gets, in each iteration."""
@@ -84,7 +84,7 @@ class Evaluator:
         """Sums a value up, if it is a number, or is decided otherwise in float32.
 
         Args:
-          name: What tells it from other values of this place.
+          name: Its name, unique at this place.
           x: The value.
           place: Where it is.
           inputs: The sites that it depends on; None for what has none.
@@ -126,23 +126,23 @@ class Evaluator:
                 pairs = [x.pair(x.differs) for x in inputs]
                 inputs = twin.values_of(jax.tree.map(_again, pairs), inputs)
             return self.call(parts.called_jaxpr(equation), inputs, place)
-        if name not in FLOW or twin.refs_among(equation.invars):
+        if name not in BODIES or twin.refs_among(equation.invars):
             return self._operation(equation, inputs, place)
         return self._flow(equation, inputs, place)
 
     def _flow(self, equation, inputs, place):
         """Runs a loop, a branch or devices."""
 
-        def run(pairs):
+        def follow_bodies(pairs):
             values = twin.values_of(pairs, inputs)
-            return FLOW[equation.primitive.name](equation, values, place)
+            return BODIES[equation.primitive.name](equation, values, place)
 
         recorder, pairs = place.recorder, [x.pair(x.differs) for x in inputs]
-        pairs, sources, sites, rows, decision = recorder.call(run, pairs)
+        pairs, sources, sites, rows, decision = recorder.call(follow_bodies, pairs)
         recorder.extend(sites, rows)
         values = twin.unpaired(pairs)
         if values and decision is not None:
-            # The twin goes its own way: another branch, or as often as it decides.
+            # The twin goes its own way: another branch, or more or fewer iterations.
             bind = functools.partial(twin.bind_wide, equation)
             own = recorder.call(bind, [x.wide for x in inputs])
             pairs = zip(values, own or [x.wide for x in values], strict=True)
@@ -155,10 +155,10 @@ class Evaluator:
 
     def _operation(self, equation, inputs, place):
         name = equation.primitive.name
-        run, key = functools.partial(_both, equation), key_of(_both, equation)
+        both, key = functools.partial(_both, equation), key_of(_both, equation)
         pairs = [x.pair(x.differs) for x in inputs]
         call = place.recorder.call
-        reals, wides = call(run, pairs, key=key)
+        reals, wides = call(both, pairs, key=key)
         opaque = wides is None and not has(name, Trait.BITS)
         if not wides:
             wides = [call(widen, x, key=widen) if in_half(x) else x for x in reals]

@@ -18,7 +18,7 @@ from optax_lossscale.diagnostics import _bits
 INHERITED = 4
 # How many lines to name that led to an operation.
 CALLERS = 3
-# What people call operations whose primitives have other names.
+# Everyday names of primitives.
 NOUNS = {
     "add": "sum of two", "add_any": "sum of gradients", "cumsum": "running sum",
     "conv_general_dilated": "convolution", "convert_element_type": "cast",
@@ -212,7 +212,7 @@ def named(file: str, line: int, function: str) -> str:
 def _short(file: str) -> str:
     """Returns the last two parts of a path; all below the folder of libraries.
 
-    Of a file below the current folder, parts of the way from there. A cell of a
+    For a file below the current folder, the path from there. A cell of a
     notebook is "In[3]".
     """
     ipython = sys.modules.get("IPython")

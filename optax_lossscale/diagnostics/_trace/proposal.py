@@ -18,17 +18,17 @@ from optax_lossscale._jaxprs import parts
 from optax_lossscale._jaxprs.lines import Source, source_of
 from optax_lossscale._tree import in_half
 from optax_lossscale.diagnostics._trace import causes, steps, trace, verdict, words
-from optax_lossscale.diagnostics._trace.program import (
-    Program,
+from optax_lossscale.diagnostics._trace.call import (
+    Traced,
     gradients_of,
     is_autocast,
     make_call,
 )
-from optax_lossscale.diagnostics._trace.run import INHERITED, Run, named
+from optax_lossscale.diagnostics._trace.sites import INHERITED, Run, named
 from optax_lossscale.diagnostics._trace.summary import norms
 from optax_lossscale.diagnostics._trace.verdict import Search
 
-Line = tuple[str, int]  # The file and the number; "" and 0 if they are not known.
+FileLine = tuple[str, int]  # The file and the number; "" and 0 if they are not known.
 
 
 class Float32Line(NamedTuple):
@@ -172,7 +172,7 @@ def float32_lines(
         tolerance = check.share("tolerance", tolerance)
         is_given = scale is not None or state is not None
         scale = trace.check_scale(name, loss_fn, args, state, scale)
-        given = Program(call(loss_fn), dtype)  # It raises an error for another dtype.
+        given = Traced(call(loss_fn), dtype)  # It raises an error for another dtype.
         if nothing := given.reason:
             if given.computes_in_dtype:  # The function casts by itself.
                 raise TypeError(_refusal(call(function)))
@@ -181,8 +181,8 @@ def float32_lines(
         # The lines that it has already are proposed, too.
         followed = given
         if getattr(cast, "float32", ()):
-            followed = Program(call(autocast(function, jnp.dtype(given.dtype))), dtype)
-        search = Search(followed.run, tolerance, scale)
+            followed = Traced(call(autocast(function, jnp.dtype(given.dtype))), dtype)
+        search = Search(followed.at, tolerance, scale)
         if not is_given:
             # Where all is flushed to zero, nothing overflows, but in float32 it would.
             largest = search.best.scale if search.best else math.inf
@@ -232,7 +232,7 @@ def _compared(run: Run, function: Any, call: Callable[..., Any]) -> Callable[...
         taken = call(function)
         scale, arrays = jnp.float32(run.scale), taken[1]
         closed = jax.make_jaxpr(gradients_of(taken))(scale, arrays)
-        loss, *grads = steps.run(closed, scale, *arrays)
+        loss, *grads = steps.results_of(closed, scale, *arrays)
         return loss, grads
 
     truth = functools.cache(lambda: gradients(function))
@@ -251,8 +251,8 @@ def _compared(run: Run, function: Any, call: Callable[..., Any]) -> Callable[...
 
 
 def _minimal(
-    lines: list[Line], helps: Callable[[list[Line]], bool]
-) -> list[Line] | None:
+    lines: list[FileLine], helps: Callable[[list[FileLine]], bool]
+) -> list[FileLine] | None:
     """Returns lines that help, of which none can be dropped; None if none help.
 
     Args:
@@ -274,12 +274,12 @@ def _minimal(
     return kept
 
 
-def _suspects(run: Run) -> dict[Line, tuple[tuple[float, ...], int]]:
+def _suspects(run: Run) -> dict[FileLine, tuple[tuple[float, ...], int]]:
     """Returns lines in half precision, in order of execution.
 
     With each is how much speaks for float32, and the site that says so.
     """
-    suspects: dict[Line, tuple[tuple[float, ...], int]] = {}
+    suspects: dict[FileLine, tuple[tuple[float, ...], int]] = {}
     for key, site in run.sites.items():
         if site.primitive and causes.has_half(run, key):
             severity, line = _severity(run, key), site.source.own[:2]

@@ -1,4 +1,4 @@
-"""Runs loops, branches and devices, of values and their twins.
+"""The bodies of loops, branches and devices, of values and their twins.
 
 Each body is followed once, so that the cost grows with the program. Values enter as
 pairs of arrays, and a value that cannot differ stays one array. What is summed up
@@ -30,7 +30,7 @@ class Place(NamedTuple):
     """
 
     path: tuple[Any, ...]
-    evaluator: Any
+    interpreter: Any
     recorder: Recorder
     source: lines.Source = lines.Source()
     scope: str = ""
@@ -75,11 +75,11 @@ def _traced(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any
     template = Template()
     closed = jax.make_jaxpr(lambda *args: template.take(function(*args)))(*args)
 
-    def run(*args):
+    def replay(*args):
         leaves = jax.tree.leaves(args)
         return template.fill(eval_jaxpr(closed.jaxpr, closed.consts, *leaves))
 
-    return run, template.fill(closed.out_avals)
+    return replay, template.fill(closed.out_avals)
 
 
 def _labels(values: Sequence[Value]) -> list[tuple[int | None, bool]]:
@@ -94,17 +94,17 @@ def run_cond(equation: Any, inputs: Sequence[Value], place: Place) -> Result:
     numbers = range(len(branches))
     differ = [is_inexact(x.aval) for x in equation.outvars]
 
-    def run(k, pairs):
+    def branch(k, pairs):
         inner = place.inside(f"branch {k}")
-        values = inner.evaluator.enter("operand", values_of(pairs, operands), inner)
-        out = inner.evaluator.call(branches[k], values, inner)
+        values = inner.interpreter.enter("operand", values_of(pairs, operands), inner)
+        out = inner.interpreter.call(branches[k], values, inner)
         rows, sites = inner.finish(), inner.recorder.sites
         return list(map(Value.pair, out, differ)), rows, sites, _labels(out)
 
     pairs = [x.pair(x.differs) for x in operands]
     while True:
         before = differ
-        traced = [_traced(functools.partial(run, k), pairs) for k in numbers]
+        traced = [_traced(functools.partial(branch, k), pairs) for k in numbers]
         ends = list(zip(*(x[-1] for _, x in traced), strict=True))
         differ = [any(differs for _, differs in x) for x in ends]
         if differ == before:  # What one branch decides otherwise has a twin in all.
@@ -144,7 +144,7 @@ def _run_loop(
 
     def iterate(pairs, x):
         inner = place.inside("loop")
-        values = inner.evaluator.enter("state", values_of(pairs, carry), inner)
+        values = inner.interpreter.enter("state", values_of(pairs, carry), inner)
         new, out, decision = body(values, x, inner)
         rows, sites = inner.finish(), inner.recorder.sites
         state = list(map(Value.pair, new, differ))
@@ -155,17 +155,17 @@ def _run_loop(
     differ = [x.may_differ for x in carry]
     while True:
         before, start = differ, list(map(Value.pair, carry, differ))
-        run, types = _traced(iterate, start, x)
+        step, types = _traced(iterate, start, x)
         _, _, rows, ((entered, new, out), sites, decision) = types
         differ = [x or y for x, (_, y) in zip(differ, new, strict=True)]
         if differ == before:  # What the loop decides otherwise, it carries on.
             break
-    state, outs, rows = loop_over(lambda *args: run(*args)[:3], start, rows)
+    state, outs, rows = loop_over(lambda *args: step(*args)[:3], start, rows)
     sources = []
     for x, (made, _), (first, _) in zip(carry, new, entered, strict=True):
         sources.append([i for i in (x.site, made) if i is not None])
         if first is not None:
-            place.evaluator.sites[first].inputs = tuple(sources[-1])
+            place.interpreter.sites[first].inputs = tuple(sources[-1])
     sources += [[i] for i, _ in out]
     return Result([*state, *outs], sources, sites, rows, decision)
 
@@ -175,17 +175,17 @@ def run_scan(equation: Any, inputs: Sequence[Value], place: Place) -> Result:
     consts, carry, xs = flow.scan_parts(equation, inputs)
 
     def body(values, x, inner):
-        slices = inner.evaluator.enter("slice", values_of(x, xs), inner)
-        args = [*inner.evaluator.enter("constant", consts, inner), *values, *slices]
-        out = inner.evaluator.call(equation.params["jaxpr"], args, inner)
+        slices = inner.interpreter.enter("slice", values_of(x, xs), inner)
+        args = [*inner.interpreter.enter("constant", consts, inner), *values, *slices]
+        out = inner.interpreter.call(equation.params["jaxpr"], args, inner)
         return out[: len(carry)], out[len(carry) :], None
 
-    def loop_over(run, start, _):
-        def step(state, x):
-            state, *out = run(state, x)
+    def loop_over(step, start, _):
+        def step_of_scan(state, x):
+            state, *out = step(state, x)
             return state, out
 
-        state, (outs, rows) = flow.scan(equation, step, start, pairs)
+        state, (outs, rows) = flow.scan(equation, step_of_scan, start, pairs)
         return state, outs, jnp.max(rows, 0, initial=0)
 
     def first_of(x):
@@ -203,12 +203,12 @@ def run_while(equation: Any, inputs: Sequence[Value], place: Place) -> Result:
 
     def body(values, _, inner):
         asking = inner._replace(path=(*inner.path, -1))
-        args = inner.evaluator.enter("constant", [*asked, *consts], inner)
-        (again,) = inner.evaluator.call(
+        args = inner.interpreter.enter("constant", [*asked, *consts], inner)
+        (again,) = inner.interpreter.call(
             condition, [*args[: len(asked)], *values], asking
         )
         args = [*args[len(asked) :], *values]
-        new = inner.evaluator.call(equation.params["body_jaxpr"], args, inner)
+        new = inner.interpreter.call(equation.params["body_jaxpr"], args, inner)
         if again.real.ndim:  # Under `jax.vmap`, each example has a condition.
             choose = functools.partial(flow.choose, again.real)
             pairs = zip(new, values, strict=True)
@@ -218,17 +218,17 @@ def run_while(equation: Any, inputs: Sequence[Value], place: Place) -> Result:
             ]
         return new, [], again.site if again.differs else None
 
-    def loop_over(run, start, like):
+    def loop_over(step, start, like):
         def goes_on(both):
             args = [*(x.real for x in asked), *(x for x, _ in both[0])]
             return jnp.any(eval_jaxpr(condition.jaxpr, condition.consts, *args)[0])
 
-        def step(both):
-            state, _, rows = run(both[0], [])
+        def step_of_while(both):
+            state, _, rows = step(both[0], [])
             return state, jnp.maximum(both[1], rows)
 
         nothing = np.zeros(like.shape, np.int32) + place.zero
-        state, rows = lax.while_loop(goes_on, step, (start, nothing))
+        state, rows = lax.while_loop(goes_on, step_of_while, (start, nothing))
         return state, [], rows
 
     return _run_loop(carry, [], place, body, loop_over)
@@ -244,20 +244,20 @@ def run_shard_map(equation: Any, inputs: Sequence[Value], place: Place) -> Resul
         every = jax.sharding.get_abstract_mesh().manual_axes
         zero = 0 * lax.axis_index(tuple(every))
         inner = place.inside("device")._replace(zero=zero)
-        values = inner.evaluator.enter("operand", values_of(pairs, inputs), inner)
-        out = inner.evaluator.call(params["jaxpr"], values, inner)
+        values = inner.interpreter.enter("operand", values_of(pairs, inputs), inner)
+        out = inner.interpreter.call(params["jaxpr"], values, inner)
         rows = inner.finish()[None]
         static.take((_labels(out), inner.recorder.sites))
         return [x.pair(x.may_differ) for x in out], rows
 
     in_specs = (list(params["in_specs"]),)
     out_specs = list(params["out_specs"]), PartitionSpec(axes)
-    run = flow.shard_map(equation, body, in_specs, out_specs)
-    out, rows = run([x.pair(x.differs) for x in inputs])
+    on_devices = flow.shard_map(equation, body, in_specs, out_specs)
+    out, rows = on_devices([x.pair(x.differs) for x in inputs])
     labels, sites = static.fill([])
     return Result(out, [[i] for i, _ in labels], sites, rows.max(0))
 
 
-FLOW = {
+BODIES = {
     "cond": run_cond, "scan": run_scan, "while": run_while, "shard_map": run_shard_map,
 }  # fmt: skip
