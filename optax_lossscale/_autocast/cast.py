@@ -30,6 +30,11 @@ from optax_lossscale._tree import (
 )
 from optax_lossscale._warn import warn
 
+USAGE = (
+    "Write loss_fn = autocast(loss_fn, dtype=jnp.float16), or @autocast above the "
+    "function."
+)
+
 
 class _Scalar(Protocol):
     """A dtype as JAX writes it: `jnp.float16`."""
@@ -123,6 +128,8 @@ def autocast(
     """
     if fun is None:
         return _Decorator(autocast, dtype=dtype, float32=float32)
+    if isinstance(fun, str):
+        raise TypeError(f"fun must be a function, got {fun!r}. {USAGE}")
     check.function("fun", fun)
     name = check.dtype("dtype", dtype)
     if name not in ("float16", "bfloat16"):
@@ -179,8 +186,7 @@ class _Decorator(functools.partial):
 
     def __enter__(self):
         raise TypeError(
-            "autocast is no context manager: it traces a function. Write loss_fn = "
-            "autocast(loss_fn), or @autocast above the function."
+            f"autocast is no context manager: it traces a function. {USAGE}"
         )
 
     __exit__ = __enter__
