@@ -24,8 +24,10 @@ def _number(name: str, value: Any) -> Any:
             f"got {value!r}. Pass a Python number."
         )
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        advice = " Write float(...) around it." if hasattr(value, "dtype") else ""
         raise TypeError(
             f"{name} must be a Python number, got {value!r} ({type(value).__name__})."
+            + advice
         )
     return value
 

@@ -123,7 +123,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         else:
             raise ValueError(
                 "Pass either loss_scale or (dynamic, initial_scale, "
-                f"dynamic_growth_steps), not both, got {loss_scale!r} and {keras!r}."
+                f"dynamic_growth_steps), not both, got {loss_scale!r} and {keras!r}. A "
+                "rule has a first scale of its own: HeadroomLossScale(2.0**15)."
             )
         self = _without_attributes(cls)
         self._options = Options(
