@@ -4,17 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from arithmetic import normal as normal
 
 from optax_lossscale import LossScaleOptimizer, autocast
 from optax_lossscale._jaxprs.parts import all_equations
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-
-
-def normal(*shape, scale=1.0, seed=0):
-    """Returns random numbers, f32[shape]."""
-    numbers = np.random.default_rng(seed + sum(shape)).normal(size=shape)
-    return (scale * numbers).astype(np.float32)
 
 
 def compiled_step(f, params, *args):
