@@ -27,18 +27,20 @@ QUERIES = {
     "AMP": "guide/autocast/",
     "mixed precision": "guide/autocast/",
     "RMSNorm": "guide/autocast/",
-    "torch.autocast": "guide/autocast/",
+    "torch.autocast": "api/autocast/",
     "bf16": "guide/do-you-need-it/",
     "multi gpu": "guide/many-devices/",
     "keep layer in float32": "guide/autocast/",
     "inference float16": "guide/autocast/",
     "loss scale keeps dropping": "guide/troubleshooting/",
     "overflow": "guide/troubleshooting/",
+    "underflow": "guide/troubleshooting/",
     "batchnorm": "guide/use/",
     "freeze layers": "recipes/lora/",
     "why not faster": "guide/why-not-faster/",
     "slow": "guide/troubleshooting/",
     "router": "guide/autocast/",
+    "diffrax": "guide/autocast/",
     "stochastic rounding": "recipes/half_precision_parameters/",
     "EMA": "guide/use/",
     "contrastive": "recipes/accumulation/",
@@ -46,24 +48,32 @@ QUERIES = {
     "256 chips": "guide/many-devices/",
     "checkpoint in half precision": "recipes/checkpoints/",
     "V100": "guide/do-you-need-it/",
+    "T4": "guide/do-you-need-it/",
+    "Colab": "guide/quickstart/",
     "fp16": "guide/do-you-need-it/",
     "TF32": "guide/do-you-need-it/",
     "FSDP": "guide/many-devices/",
     "pmap": "guide/many-devices/",
     "learning rate": "guide/use/",
     "gradient accumulation": "recipes/accumulation/",
-    "LoRA": "guide/use/",
-    "inject_hyperparams": "guide/use/",
+    "LoRA": "recipes/lora/",
+    "inject_hyperparams": "recipes/optax/",
     "clip_by_global_norm": "guide/use/",
     "optax.lbfgs": "recipes/optax/",
     "loss is nan": "guide/troubleshooting/",
     "wandb": "guide/troubleshooting/",
     "outliers": "guide/guard-a-run/",
     "GradScaler": "guide/coming-from-another-loss-scaler/",
+    "Attempting to unscale FP16 gradients": "guide/coming-from-another-loss-scaler/",
+    "Current loss scale already at minimum": "guide/troubleshooting/",
+    "Minimum loss scale reached": "guide/troubleshooting/",
     "jax.value_and_grad": "api/optimizer/",
     "initial_scale": "api/optimizer/",
-    "retries=24": "guide/no-step-lost/",
+    "retries=24": "guide/use/",
     "trace_numerics": "api/trace/",
+    "gradient norm": "guide/troubleshooting/",
+    "GAN": "recipes/several_losses/",
+    "NumPyro": "guide/in-a-trainer/",
 }
 
 
@@ -94,7 +104,7 @@ def errors(site):
     for title, count in titles.items():
         if count > 1:
             yield f"{count} pages are called {title}"
-    if "<table data-stacked>" not in (site / "guide/autocast/index.html").read_text():
+    if "<table data-stacked>" not in (site / "api/autocast/index.html").read_text():
         yield "wide tables are not stacked on small screens"
     arguments = [str(Path(__file__).with_name("search.mjs")), str(site), *QUERIES]
     answer = node(arguments, return_completed_process=True, capture_output=True)

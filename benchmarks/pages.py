@@ -3,6 +3,7 @@
 `python -m benchmarks.pages` writes those of the README, of the guide and of `results`.
 """
 
+import datetime
 import itertools
 import re
 from pathlib import Path
@@ -24,12 +25,12 @@ from optax_lossscale.diagnostics import _compare
 
 CPU = report.RESULTS / "cpu.json"
 ROOT = Path(__file__).parents[1]
-README, DTYPES = ROOT / "README.md", ROOT / "docs/guide/do-you-need-it.md"
-RETRIES = ROOT / "docs/guide/no-step-lost.md"
-AUTOCAST, WHY = (ROOT / f"docs/guide/{x}.md" for x in ("autocast", "why-not-faster"))
+README = ROOT / "README.md"
+AUTOCAST, USE = (ROOT / f"docs/guide/{name}.md" for name in ("autocast", "use"))
 REPEATING = "minimize, retries=24"
 EXAMPLES = [ROOT / f"examples/{name}/README.md" for name in ("grpo", "language_model")]
 RESULTS = [report.RESULTS / name for name in ("casting.md", "retries.md", "steps.md")]
+CASTING, RETRIES, STEPS = RESULTS
 PAGES = [README, *sorted(ROOT.glob("docs/guide/*.md")), *EXAMPLES, *RESULTS]
 NUMBER = r"(?<![\w.])\d+(?:\.\d+)?(?:e-\d+)?"
 
@@ -44,6 +45,7 @@ def tables() -> list[str]:
         *casting.tables(report.load(casting.RESULTS)),
         gpu.table(report.load(gpu.RESULTS)),
         gpu.short_table(report.load(gpu.RESULTS)),
+        gpu.speedups_table(report.load(gpu.RESULTS)),
     ]
 
 
@@ -69,11 +71,8 @@ def sentences() -> dict[Path, list[str]]:
     differences = ([x["mean_difference"] for x in seeds] for seeds in runs)
     _, half, *others = map(np.mean, differences)
     default, as_written = (f"{other / half:.0f} times" for other in others)
-    pair = f"{others[1]:.0e} against {half:.0e}".replace("e-0", "e-")
     return {
-        README: [f"this step takes {ours[0]:.2f} times as long as float16 by hand"],
-        DTYPES: [
-            f"bfloat16 differs {as_written} as much as float16: {pair}.",
+        STEPS: [
             f"takes {least:.2f} to {highest:.2f} times as long as a constant scale",
             f"{listed(ours)} times as long as float16 by hand",
             f"Adam's step moves {min(more)} to {max(more)}% more bytes.",
@@ -102,22 +101,23 @@ def on_a_gpu() -> dict[Path, list[str]]:
     cast, cast_by_hand = (ratios(*pair) for pair in pairs)
     more, more_by_hand = (ratios(*pair, memory) for pair in pairs)
     longest = max(gpu.ratios(found, *pairs[0]))
+    day = datetime.date.fromisoformat(found[gpu.MLP]["date"])
     return {
-        DTYPES: [
+        STEPS: [
             f"takes {half} times as long as JAX's default, to bfloat16 {brain} times.",
             f"It needs {sizes[gpu.OURS]:.0f} MB of temporary memory, and "
             f"{sizes[_compare.TF32]:.0f} MB in TF32",
             f"`DynamicScale` {min(flax):.2f} to {max(flax):.2f} times.",
             f"It needs at most {most:.2f} times the memory.",
             f"the three models take up to {longest:.2f} times as long.",
+            f"Measured on {day:%-d %B %Y},",
         ],
+        USE: [f"On a GPU it is [up to {100 * longest - 100:.0f}% slower]"],
         RETRIES: [
             f"takes {cast} times as long with `autocast`, and {cast_by_hand} times "
             "with casts by hand.",
             f"to {more} times with `autocast`, and {more_by_hand} times by hand.",
         ],
-        AUTOCAST: [f"takes {half[:4]} times as long as JAX's default"],
-        WHY: [f"{half} times as long as JAX's default"],
     }
 
 
@@ -140,10 +140,9 @@ def by_compilers() -> dict[Path, list[str]]:
     rows = report.load(by_hand.RESULTS).items()
     hand = {name: by_hand.ratios(entry["rows"])[:2] for name, entry in rows}
     usual = sorted(moved for moved, _ in hand.values())[:-2]
-    (gpt, gpt_memory), (vit, vit_memory) = hand["GPT-2"], hand["ViT"]
+    gpt, vit = (hand[name][0] for name in ("GPT-2", "ViT"))
     return {
-        README: [f"[now {gpt:.2f}]"],
-        DTYPES: [
+        STEPS: [
             f"GPT-2 moves {gpt:.2f} times the bytes of float16 by hand",
             f"up to {longest('minimize'):.2f} times as long with `minimize`, "
             f"{longest('update'):.2f} times with `update`, "
@@ -156,11 +155,7 @@ def by_compilers() -> dict[Path, list[str]]:
             f"{more(TPU, 'bytes'):.2f} times on a TPU.",
             f"**Compiling** takes up to {max(again):.2f} times as long",
         ],
-        AUTOCAST: [
-            f"[GPT-2 moves {gpt:.2f} times the bytes of the same network with casts by "
-            "hand](../../benchmarks/results/by_hand.md) and takes "
-            f"{gpt_memory:.2f} times the memory, and ViT {vit:.2f} and "
-            f"{vit_memory:.2f}.",
+        CASTING: [
             f"{len(usual)} of {len(hand)} programs move at most {usual[-1]:.2f} times "
             f"the bytes, GPT-2 {gpt:.2f} and ViT {vit:.2f}.",
         ],
@@ -185,7 +180,7 @@ def on_a_cpu() -> dict[Path, list[str]]:
             f"it loses {lost:.0f} batches of {retries.STEPS}.",
         ],
         AUTOCAST: [
-            f"In {len(errors)} models of Flax, Equinox, Haiku and Optax the worst "
+            f"In [{len(errors)} models](../../benchmarks/results/casting.md) the worst "
             f"gradient differs from float32 by {min(errors):.2f} to {max(errors):.0f}%",
         ],
     }

@@ -1,4 +1,4 @@
-"""Loss scaling for float16 training with Optax."""
+"""Mixed precision for JAX and Optax."""
 
 from optax_lossscale import diagnostics as diagnostics
 from optax_lossscale._autocast.cast import autocast as autocast

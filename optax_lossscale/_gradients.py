@@ -20,7 +20,12 @@ from optax_lossscale._jaxprs.parts import has_name, varying_axes
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._scaling import scale_down, scale_up
-from optax_lossscale._state import check_scalar, find_rule_state, warn_if_in_multi_steps
+from optax_lossscale._state import (
+    ORDER,
+    check_scalar,
+    find_rule_state,
+    warn_if_in_multi_steps,
+)
 from optax_lossscale._tree import inexact_leaves, is_inexact, types_of, unbox
 from optax_lossscale._warn import LIBRARIES, warn
 
@@ -92,7 +97,7 @@ def differentiate(
                 if not given[i] and jax.tree.leaves(args[i]):
                     raise TypeError(
                         f"Argument {i} of loss_fn must hold a floating-point array, "
-                        f"got {reprlib.repr(types_of(args[i]))}."
+                        f"got {reprlib.repr(types_of(args[i]))}. {ORDER}"
                     )
         is_nnx = _modules.has_modules([given[i] for i in joins])
         transform = _modules.value_and_grad_of_nnx if is_nnx else jax.value_and_grad

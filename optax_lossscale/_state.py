@@ -15,11 +15,11 @@ from optax_lossscale._tree import Tree
 from optax_lossscale._warn import warn
 
 # Where a state comes from, and where it goes: a checkpoint may return a dictionary.
-SOURCES = (
-    "Pass what init or a step returned; restore into the state of init. The order is "
-    "minimize(loss_fn, params, state, *batch), value_and_grad(loss_fn, state), "
-    "update(grads, state, params), apply_gradients(grads, params, state)."
+ORDER = (
+    "The order is minimize(loss_fn, params, state, *batch), value_and_grad(loss_fn, "
+    "state), update(grads, state, params), apply_gradients(grads, params, state)."
 )
+SOURCES = f"Pass what init or a step returned; restore into the state of init. {ORDER}"
 OUTERMOST = (
     "Put the rest of the chain inside, and make a new state: "
     "LossScaleOptimizer(optax.chain(optax.clip(1.0), inner))."
@@ -122,18 +122,20 @@ def find_state(state: Any) -> LossScaleOptimizerState:
 
 def check_state(state: Any, rule: LossScale, retries: int) -> None:
     """Raises if `state` is none, or belongs to other options or has other shapes."""
-    scale_state = getattr(state, "loss_scale_state", state)
-    if any(map(is_stateful, jax.tree.leaves(scale_state, is_leaf=is_stateful))):
+    inside = _tree.nodes_of(LossScaleOptimizerState, state)
+    leaves = jax.tree.leaves([x.loss_scale_state for x in inside], is_leaf=is_stateful)
+    if any(map(is_stateful, leaves)):
         raise ValueError(
             "state must be what optimizer.init(model) returns, got the opt_state of an "
-            "nnx.Optimizer, which only its own update takes."
+            "nnx.Optimizer, which only its own update takes, after "
+            "value_and_grad(loss_fn, trainer.opt_state)."
         )
     if not isinstance(state, LossScaleOptimizerState):
-        is_inside = _tree.nodes_of(LossScaleOptimizerState, state)
         raise ValueError(
             "state must be the LossScaleOptimizerState of this optimizer, got "
-            f"{type(state).__name__}. {OUTERMOST if is_inside else SOURCES}"
+            f"{type(state).__name__}. {OUTERMOST if inside else SOURCES}"
         )
+    scale_state = state.loss_scale_state
     if jax.tree.structure(scale_state) != jax.tree.structure(jax.eval_shape(rule.init)):
         raise ValueError(_other_rule(scale_state, rule))
     if retries and state.retries is None:

@@ -8,6 +8,7 @@ on GitHub. `reference.py` has the rest, for the API reference.
 import itertools
 import posixpath
 import re
+import textwrap
 from html import escape, unescape
 from pathlib import Path
 
@@ -54,9 +55,11 @@ BOOSTS = {
 # What people type, and a page says in other words.
 WORDS = {
     "guide/autocast.md": ["inference", "layer in float32"],
+    "guide/coming-from-another-loss-scaler.md": ["Attempting to unscale FP16"],
+    "guide/do-you-need-it.md": ["TF32"],
     "guide/many-devices.md": ["multi-GPU"],
-    "guide/troubleshooting.md": ["overflow", "scale keeps dropping"],
-    "guide/use.md": ["BatchNorm"],
+    "guide/troubleshooting.md": ["overflow", "scale keeps dropping", "gradient norm"],
+    "guide/use.md": ["BatchNorm", "clip_by_global_norm", "retries=24"],
     "recipes/lora.md": ["freeze layers"],
     "stability.md": ["pin a commit"],
 }
@@ -72,21 +75,25 @@ PICTURE = re.compile(
 )
 IMAGE = re.compile(r"!\[([^\]]*)\]\((?!\w+:)([^)\s]+)\.png\)")
 PICTURE_OF_CELL = re.compile(r"!\[png\]")
-# The home page shows these parts of the README: the start, beside it what one gets, and
-# the rest. A whole script is folded.
-PARTS = re.compile(r"^## (?=What you get|When the loss)", re.MULTILINE)
+# The home page shows these parts of the README: the start, beside it what one gains,
+# and the rest. A whole script is folded.
+PARTS = re.compile(r"^## (?=What you gain|Quickstart)", re.MULTILINE)
 SCRIPT = re.compile(
     r"^The script, `(.*?)`(.*?):\n\n(```python.*?```\n\n```.*?```)", re.M | re.S
 )
 ITSELF = re.compile(r"^\[Read the documentation\]\(.*?\)\. ", re.MULTILINE)
+# The sections of libraries of the quickstart are tabs, each with a whole script.
+QUICKSTART = "guide/quickstart.md"
+SECTION = re.compile(r"^### ([^\n]*)\n(.*?)(?=^##)", re.MULTILINE | re.DOTALL)
 TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 ROW = re.compile(r"<tr>(.*?)</tr>", re.DOTALL)
 CELL = re.compile(r"<(t[hd])>(.*?)</t[hd]>", re.DOTALL)
 # The first paragraph of a page, unless it begins with a link or a picture.
 PARAGRAPH = re.compile(r"<p>(?!<a|<img)(.*?)</p>", re.DOTALL)
+TAB = re.compile(r'<input\b[^>]* id="([^"]+)"')
 TAG = re.compile(r"<.*?>", re.DOTALL)
 LONG = 25  # characters: a cell in which a text wraps
-NUMBER = re.compile(r"\u2013|-?[\d.,]+( to [\d.]+|%)?")
+NUMBER = re.compile(r"\u2013|-?[\d.,]+( to [\d.]+|%|x| GB)?")
 VERSION = re.compile(r"^## \[(.*)\] - (.*)$", re.MULTILINE)
 
 
@@ -122,6 +129,8 @@ def on_page_markdown(markdown, page, config, files):
     if uri == FILES["README.md"]:
         page.meta["hide"] = ["navigation", "toc"]
         markdown = _home(BADGES.sub("", markdown))
+    if uri == QUICKSTART:
+        markdown = SECTION.sub(_as_tab, markdown)
     is_notebook = uri.startswith("notebooks/")
     source = SOURCES.get(uri, uri if is_notebook else f"docs/{uri}")
     if (ROOT / source).exists():
@@ -133,14 +142,21 @@ def on_page_markdown(markdown, page, config, files):
 
 def on_page_content(html, page, **_):
     """Aligns the columns of numbers, and describes the page by its first paragraph."""
+    # Tabs are made after MkDocs has collected the anchors.
+    page.present_anchor_ids.update(TAB.findall(html))
     if paragraph := PARAGRAPH.search(html):
         text = unescape(TAG.sub("", paragraph[1].replace("<sup>", "^")))
         page.meta["description"] = escape(" ".join(text.split()))
     return TABLE.sub(lambda match: _with_numbers(match[0]), html)
 
 
+def _as_tab(section):
+    """Makes a section a tab, with the anchor that the heading would have."""
+    return f'=== "{section[1]}"\n{textwrap.indent(section[2], " " * 4)}'
+
+
 def _home(markdown):
-    """Puts what one gets beside the start, and folds the script."""
+    """Puts what one gains beside the start, and folds the script."""
     markdown = ITSELF.sub("", markdown)
     folded = r"<details markdown>\n<summary>The script, <code>\1</code>\2</summary>"
     folded += r"\n\n\3\n\n</details>"

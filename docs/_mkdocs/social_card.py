@@ -7,7 +7,7 @@ import matplotlib.pyplot as plt
 figure = plt.figure(figsize=(12, 6.3), dpi=100, facecolor="#4051b5")
 for y, size, text in (
     (0.70, 64, "optax_lossscale"),
-    (0.54, 32, "Loss scaling for float16 training in JAX"),
+    (0.54, 32, "Mixed precision for JAX and Optax"),
 ):
     figure.text(0.075, y, text, size=size, color="white", family="DejaVu Sans")
 figure.text(

@@ -1,6 +1,7 @@
 """`autocast`: a float32 function computes in half precision."""
 
 import functools
+import operator
 import types
 from collections.abc import Callable
 from typing import Any, Literal, Protocol, overload
@@ -12,11 +13,13 @@ import numpy as np
 from optax_lossscale import _check as check
 from optax_lossscale._autocast import choices as choices_lib, reasons
 from optax_lossscale._autocast.evaluate import NOTES, run_plan
-from optax_lossscale._autocast.policy import State
+from optax_lossscale._autocast.policy import State, is_float32
 from optax_lossscale._autocast.program import Step, read
-from optax_lossscale._autocast.states import Planner, is_float32
+from optax_lossscale._autocast.roles import Role, mark, steps_of
+from optax_lossscale._autocast.states import Planner
 from optax_lossscale._hints import MODULES, hint, is_of_module
-from optax_lossscale._modules import Modules
+from optax_lossscale._jaxprs import parts
+from optax_lossscale._modules import Modules, flax_nnx, is_stateful
 from optax_lossscale._tree import (
     Args,
     Out,
@@ -26,6 +29,11 @@ from optax_lossscale._tree import (
     split_arrays,
 )
 from optax_lossscale._warn import warn
+
+USAGE = (
+    "Write loss_fn = autocast(loss_fn, dtype=jnp.float16), or @autocast above the "
+    "function."
+)
 
 
 class _Scalar(Protocol):
@@ -56,12 +64,12 @@ def autocast(
 
     Matrix products and convolutions compute in `dtype`, in the backward pass, too, and
     what adds their results, multiplies or moves them, keeps that dtype. An array of
-    yours makes float32 what it meets, as in PyTorch, but for parts of layers: biases,
-    gains, masks, and the statistics of norms. Sums, squares, exp, log, roots, divisions
-    and differences compute in float32, in the backward pass, too: gradients of biases
-    are sums. So do constants that `dtype` cannot hold, and whatever `autocast` does not
-    know, such as kernels. Nothing in the function or in a library that it calls has to
-    change.
+    yours makes float32 what it meets, as in PyTorch, but for parts of layers: biases
+    and gains, which are parameters, masks, and the statistics of norms. Sums, squares,
+    exp, log, roots, divisions and differences compute in float32, in the backward pass,
+    too: gradients of biases are sums. So do constants that `dtype` cannot hold, and
+    whatever `autocast` does not know, such as kernels. Nothing in the function or in a
+    library that it calls has to change.
 
     The result is an ordinary function of float32: arguments, results and gradients have
     the dtypes and the structure that they have without `autocast`. Inside of it
@@ -73,11 +81,14 @@ def autocast(
 
     Args:
       fun: A function of arrays in any pytrees, for example a loss function. Other
-        leaves are static. Flax nnx modules may be arguments, and changes of their
-        variables come back. It may close over arrays, but not over a module that it
-        changes. If it is an `autocast` already, its `dtype` changes, and `float32` is
-        added to it. Without `fun` the result is a decorator:
-        `@autocast(dtype=jnp.bfloat16)`.
+        leaves are static. The parameters are the arrays of the first argument that
+        has any: of the model itself in `autocast(model)(x)`, of the object of a method,
+        of `params` in `functools.partial(apply, params)`. Those of Flax nnx modules
+        are parameters anywhere, and other arrays then are data. Flax nnx modules may be
+        arguments, and changes of their variables come back. It may close over arrays,
+        but not over a module that it changes. If it is an `autocast` already, its
+        `dtype` changes, and `float32` is added to it. Without `fun` the result is a
+        decorator: `@autocast(dtype=jnp.bfloat16)`.
       dtype: The dtype to compute in: float16 or bfloat16.
       float32: What to keep in float32, with its derivative; one or several. A function,
         a class or a method: all that runs inside of it, also in a library. The name of
@@ -117,6 +128,8 @@ def autocast(
     """
     if fun is None:
         return _Decorator(autocast, dtype=dtype, float32=float32)
+    if isinstance(fun, str):
+        raise TypeError(f"fun must be a function, got {fun!r}. {USAGE}")
     check.function("fun", fun)
     name = check.dtype("dtype", dtype)
     if name not in ("float16", "bfloat16"):
@@ -127,11 +140,12 @@ def autocast(
     choices = choices_lib.choices_of(float32)
     if (inner := function_of(fun)) is not None:
         fun, choices = inner, [*vars(fun)["float32"], *choices]
-    written: Any = fun
+    given: Any = fun
+    written, held = _opened(given)
 
     told: list[str] = []  # It warns once.
 
-    @functools.wraps(written, updated=())
+    @functools.wraps(given, updated=())
     def cast(*args, **kwargs):
         def flat(*arrays):
             (args, kwargs), changes = modules.join(join(arrays))
@@ -139,13 +153,15 @@ def autocast(
             return results.take((out, changes()))
 
         results = Template(lambda x: isinstance(x, jax.Array))
-        with Modules((args, kwargs)) as modules:
+        with Modules(((*held, *args), kwargs)) as modules:
             arrays, join = split_arrays(modules.tree, _is_traced)
             with hint(MODULES, is_of_module):
                 closed = jax.make_jaxpr(flat)(*arrays)
             arrays = list(map(jnp.asarray, arrays))
             named = {"args": args, "kwargs": kwargs}
-            arrays, reason = _evaluate(closed, arrays, name, choices, named)
+            roles = _roles((*held, *args), kwargs)
+            roles += (Role.PARAMETER,) * (len(arrays) - len(roles))  # of modules
+            arrays, reason = _evaluate(closed, arrays, name, choices, named, roles)
             if (notes := NOTES.get()) is not None:
                 notes.append(f"{reason}." if reason else "")
             if reason and not told:
@@ -170,8 +186,7 @@ class _Decorator(functools.partial):
 
     def __enter__(self):
         raise TypeError(
-            "autocast is no context manager: it traces a function. Write loss_fn = "
-            "autocast(loss_fn), or @autocast above the function."
+            f"autocast is no context manager: it traces a function. {USAGE}"
         )
 
     __exit__ = __enter__
@@ -186,7 +201,30 @@ def function_of(fun: Any) -> Any:
     return fun.__wrapped__ if is_cast else None
 
 
-def _evaluate(closed, arrays, dtype, choices, called_with):
+def _opened(fun: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Returns a function, and its first arguments: those that `fun` holds."""
+    if isinstance(fun, functools.partial):
+        function, held = _opened(fun.func)
+        return functools.partial(function, **fun.keywords), (*held, *fun.args)
+    if isinstance(fun, types.MethodType):
+        return fun.__func__, (fun.__self__,)
+    is_model = is_stateful(fun) or not jax.tree_util.all_leaves([fun])
+    return (operator.call, (fun,)) if is_model else (fun, ())
+
+
+def _roles(args, kwargs):
+    """Returns the roles of the arrays of arguments, but for those of modules."""
+    pairs = jax.tree.leaves_with_path((args, kwargs), is_leaf=is_stateful)
+    nnx = flax_nnx()
+    models = [path[:2] for path, x in pairs if nnx and isinstance(x, nnx.Module)]
+    held = [path[:2] for path, x in pairs if _is_traced(x) or is_stateful(x)]
+    # Parameters may come after a name, but not by a name.
+    first = (*models, *(path for path in held if path[0].idx == 0), None)[0]
+    roles = {True: Role.PARAMETER, False: Role.DATA}
+    return tuple(roles[path[:2] == first] for path, x in pairs if _is_traced(x))
+
+
+def _evaluate(closed, arrays, dtype, choices, called_with, roles):
     """Runs a jaxpr with the policy; returns results, and why it casts no product."""
     matches, missing = choices_lib.chooser(choices)
 
@@ -205,9 +243,15 @@ def _evaluate(closed, arrays, dtype, choices, called_with):
     outputs = states(closed.jaxpr.outvars, State.WIDE)
     # The caller reads the results in float32.
     program = read(closed, dtype, programs=None if choices else {})
+    program = mark(program, roles, {})
     plan = planner.plan(program, inputs, (State.WIDE,) * len(outputs))
     results = run_plan(planner, plan, arrays, outputs, is_saved=True)
     results = list(map(jnp.asarray, results))  # Known numbers are no arrays yet.
+    # A solver is float32 as a whole; what you name in it is no mistake.
+    opaque = (x for x in steps_of(program.steps) if missing and not x.bodies)
+    for step in opaque:
+        for x in parts.equations_in(step.equation):
+            is_chosen(Step(x, step.kind, (*step.callers, step.equation)))
     for choice in sorted(missing, key=lambda x: x.name):
         warn(
             f"float32 has something in which autocast casts nothing: {choice.name}. "

@@ -3,11 +3,17 @@
 import functools
 import inspect
 import re
+import reprlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from optax_lossscale._autocast.program import Step
 from optax_lossscale._jaxprs.lines import Function
+
+ONE_LAYER = (
+    'For one layer of several, write with jax.named_scope("name"): around its call, '
+    'and float32="name".'
+)
 
 
 class Choice:
@@ -35,8 +41,9 @@ class Choice:
         self._functions = set(_functions(chosen))
         if not self._functions:
             raise TypeError(
-                'float32 must hold lines ("file.py:123"), functions, classes, methods, '
-                f'or names of scopes ("encoder/attention"), got {chosen!r}.'
+                'float32 must hold lines ("file.py:123"), functions, methods, classes '
+                'with methods of their own, or names of scopes ("encoder/attention"), '
+                f"got {reprlib.repr(chosen)}. {ONE_LAYER}"
             )
         self.name = getattr(chosen, "__qualname__", repr(chosen))
 
@@ -62,7 +69,7 @@ class Choice:
         if self._scope:
             return (
                 "A string is the name of a scope, which Flax nnx and Equinox do not "
-                "have: pass the class or the function itself."
+                f"have: pass the class or the function itself. {ONE_LAYER}"
             )
         return advice
 

@@ -11,10 +11,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.source_info_util import current_name_stack, user_context
 
 from optax_lossscale._autocast import policy
-from optax_lossscale._autocast.policy import State
+from optax_lossscale._autocast.policy import State, is_float32
 from optax_lossscale._autocast.program import Step
 from optax_lossscale._autocast.rules import Call, nowhere
-from optax_lossscale._autocast.states import Plan, Planner, States, is_float32
+from optax_lossscale._autocast.states import Plan, Planner, States
 from optax_lossscale._jaxprs import flow, parts, primitives
 from optax_lossscale._jaxprs.primitives import Kind, Trait
 

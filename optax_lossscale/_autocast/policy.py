@@ -74,16 +74,22 @@ def kind_of(equation: Any, dtype: Any, known: Sequence[Any], is_square: bool) ->
     if name == "div" and known[1] is None:
         return Kind.FLOAT32
     factors = [x for x in (known if name in ("mul", "div") else ()) if x is not None]
-    if is_square or not all(map(_is_moderate, factors)):
+    if is_square or not all(map(is_moderate, factors)):
         return Kind.FLOAT32
     return kind
 
 
-def _is_moderate(factor: Any) -> bool:
+def is_moderate(factor: Any) -> bool:
+    """Whether an array in half precision, times this number, can stay there."""
     size = abs(float(factor))
     if size in (0, 1):
         return True
     return 1 / LARGEST_FACTOR <= size <= LARGEST_FACTOR and abs(size - 1) > NEAR_ONE
+
+
+def is_float32(x: Any) -> bool:
+    """Whether an array, or its type, is float32."""
+    return str(getattr(x, "dtype", "")) == "float32"
 
 
 def _is_default(precision: Any) -> bool:

@@ -2,14 +2,16 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.core import ShapedArray
 
 from optax_lossscale._autocast import policy
 from optax_lossscale._autocast.layers import Layers
+from optax_lossscale._autocast.roles import Role
 from optax_lossscale._jaxprs import flow, parts, primitives
 from optax_lossscale._jaxprs.lines import (
     Function,
@@ -26,7 +28,9 @@ FOLDS: dict[str, Callable[..., Any]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,
     "neg": np.negative, "abs": np.abs, "sqrt": np.sqrt, "exp": np.exp, "log": np.log,
     "rsqrt": lambda x: 1 / np.sqrt(x), "square": np.square, "pow": np.power,
-    "max": np.maximum, "min": np.minimum, "convert_element_type": lambda x: x,
+    "max": np.maximum, "min": np.minimum, "gt": np.greater,
+    "select_n": lambda which, *cases: cases[int(which)],
+    "convert_element_type": lambda x: x,
     "integer_pow": lambda x, y: x**y, "stop_gradient": lambda x: x,
 }  # fmt: skip
 
@@ -94,7 +98,8 @@ class Program:
       numbers: By variable, the number that it is, or is filled with.
       steps: Its equations, but those of numbers.
       is_shared: Whether it is called more than once.
-      data: The arguments that its caller reads otherwise than as parts of layers.
+      masks: By array of two known numbers, these.
+      roles: By variable, what it is made of.
     """
 
     jaxpr: Any
@@ -102,7 +107,8 @@ class Program:
     numbers: dict[Any, Any]
     steps: list[Step] = dataclasses.field(default_factory=list)
     is_shared: bool = False
-    data: set[Any] = dataclasses.field(default_factory=set)
+    masks: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    roles: dict[Any, Role] = dataclasses.field(default_factory=dict)
 
     def number(self, atom: Any) -> Any:
         """Returns the number that an operand is or is filled with; None otherwise."""
@@ -119,6 +125,13 @@ class Program:
             return None
         is_same = jax.typeof(number).update(weak_type=aval.weak_type) == aval
         return number if is_same or _variable(atom) is None else None
+
+    def role(self, atom: Any) -> Role:
+        """Returns what an operand is made of: of data, if nobody marked it."""
+        if self.number(atom) is not None:
+            return Role.NUMBER
+        is_array = isinstance(atom.aval, ShapedArray)  # and no reference
+        return self.roles.get(_variable(atom), Role.DATA) if is_array else Role.DATA
 
     @functools.cached_property
     def layers(self) -> Layers:
@@ -146,14 +159,6 @@ class Program:
         bodies = [body for step in self.steps for body, _ in step.bodies]
         is_flat = all(x.name not in ("scan", "remat2") for x in self.steps)
         return is_flat and all(x.repeats for x in bodies)
-
-
-def steps_of(program: Program) -> Iterator[Step]:
-    """Yields the steps of a program, and of the programs in it."""
-    for step in program.steps:
-        yield step
-        for body, _ in step.bodies:
-            yield from steps_of(body)
 
 
 def read(
@@ -192,12 +197,25 @@ def read(
         if equation.outvars:
             result = equation.outvars[0]
             program.numbers[result] = _folded_number(equation, numbers)
+            _note_mask(program, equation, numbers)
         if result is None or program.scalar(result) is None:
             kind = policy.kind_of(equation, dtype, numbers, result in squares)
             program.steps.append(Step(equation, kind, callers, bodies, carry))
     if programs is not None:
         programs[key] = program
     return program
+
+
+def _note_mask(program: Program, equation: Any, numbers: Sequence[Any]) -> None:
+    """Notes the two numbers of a mask: of what was a bool, for example."""
+    unknown = [x for x, y in zip(equation.invars, numbers, strict=True) if y is None]
+    if len(unknown) == 1:
+        is_bool, variable = unknown[0].aval.dtype == bool, _variable(unknown[0])
+        known = (np.False_, np.True_) if is_bool else program.masks.get(variable, ())
+        given = [[x if y is None else y for y in numbers] for x in known]
+        found = [_folded_number(equation, x) for x in given]
+        if found and None not in found:
+            program.masks[equation.outvars[0]] = found
 
 
 def _squares(jaxpr: Any) -> set[Any]:
@@ -233,15 +251,20 @@ def _bodies(
         return [condition, (params["body_jaxpr"], [*consts, *carry])], carry
     if name == "cond":
         return [(x, operands[1:]) for x in params["branches"]], ()
+    is_rule = name in ("custom_jvp_call", "custom_vjp_call")
+    if is_rule and any(map(_ends_by_floats, parts.equations_in(equation))):
+        return [], ()  # The rule may take the steps of the loop again.
     is_call = primitives.kind_of(name) in (Kind.CALL, Kind.DEVICES)
     return [(parts.called_jaxpr(equation), operands)] if is_call else [], ()
 
 
 def _ends_by_floats(equation: Any) -> bool:
-    """Whether a `while` asks floating-point numbers if it ends: a solver, for example.
+    """Whether it is a `while` that asks floating-point numbers if it ends: a solver.
 
     Roundoff of half precision may never be as small as its tolerance.
     """
+    if equation.primitive.name != "while":
+        return False
     condition, _ = parts.opened(equation.params["cond_jaxpr"])
     asked = {_variable(x) for step in condition.eqns for x in step.invars}
     return any(is_inexact(x.aval) for x in condition.invars if x in asked)

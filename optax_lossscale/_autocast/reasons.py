@@ -8,7 +8,8 @@ import jax
 from jax.tree_util import keystr
 
 from optax_lossscale._autocast.policy import State
-from optax_lossscale._autocast.program import Step, steps_of
+from optax_lossscale._autocast.program import Step
+from optax_lossscale._autocast.roles import steps_of
 from optax_lossscale._autocast.states import Plan
 from optax_lossscale._jaxprs import parts, primitives
 from optax_lossscale._jaxprs.primitives import Kind
@@ -32,12 +33,14 @@ def reason(plan: Plan, args: Any, is_chosen: Callable[[Step], bool]) -> str | No
       args: The arguments of the function, by name.
       is_chosen: Whether the user keeps a step in float32.
     """
-    for step in steps_of(plan.program):
+    steps = list(steps_of(plan.program.steps))
+    rules = [x for x in steps if x.name == "custom_vjp_call" and x.bodies]
+    if not all(map(is_chosen, rules)):
+        return None
+    for step in steps:
         for x in () if step.bodies else parts.equations_in(step.equation):
             if primitives.kind_of(x.primitive.name) == Kind.PRODUCT:
                 return _of_product(x, step, args, is_chosen)
-    if any(step.name == "custom_vjp_call" for step in steps_of(plan.program)):
-        return None
     return "it has no matrix product and no convolution"
 
 

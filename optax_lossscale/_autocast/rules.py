@@ -73,7 +73,9 @@ class Call:
         plan = self._planner.plan(program, states, (None,) * len(program.outputs))
         others = plan.outputs[len(outputs) :]
         with user_context(self._traceback):
-            return self._run(self._planner, plan, args, (*outputs, *others)), others
+            wished = *outputs, *others
+            # It names nothing to save: JAX cannot transpose a name.
+            return self._run(self._planner, plan, args, wished, is_saved=None), others
 
     def custom_jvp(self) -> Callable[..., list[Any]]:
         """Returns the function with the rule of a `jax.custom_jvp`."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from optax_lossscale._autocast import policy
-from optax_lossscale._autocast.policy import State
+from optax_lossscale._autocast.policy import State, is_float32
 from optax_lossscale._autocast.program import Program, Step
 from optax_lossscale._jaxprs import primitives
 from optax_lossscale._jaxprs.primitives import Kind
@@ -246,11 +246,6 @@ class Planner:
     def _reads_wide(self, step):
         kinds = Kind.PRODUCT, *policy.FOLLOWERS
         return self._is_chosen(step) or step.kind not in kinds
-
-
-def is_float32(x: Any) -> bool:
-    """Whether an array, or its type, is float32."""
-    return str(getattr(x, "dtype", "")) == "float32"
 
 
 def _widest(states):

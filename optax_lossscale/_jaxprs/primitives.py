@@ -30,6 +30,7 @@ class Trait(enum.Flag):
       KEEPS: It returns the numbers of its operand, in other places or several times.
       PARALLEL: Each result is of the operand in its place.
       SUM: It adds up, so its results are exact where they are subnormal.
+      POWER: It is a power or a root.
       REWRITTEN: Compilers rewrite it together with the next operation, which rounds
         differently: x * y + z, x / y / z, 1 / sqrt(x), exp(x) * exp(y) and the like.
       POLE: It has poles, or ends of its domain.
@@ -46,6 +47,7 @@ class Trait(enum.Flag):
     KEEPS = enum.auto()
     PARALLEL = enum.auto()
     SUM = enum.auto()
+    POWER = enum.auto()
     REWRITTEN = enum.auto()
     POLE = enum.auto()
     ORDER = enum.auto()
@@ -104,9 +106,10 @@ TABLE = [
         scatter-mul select_and_scatter"""),
     # Powers, exponentials, logarithms and roots. exp is not CHEAP: several kernels of
     # the backward pass of a softmax would each run all that leads to it.
-    (Kind.FLOAT32, SIMPLE | Trait.REWRITTEN, "square"),
-    (Kind.FLOAT32, SIMPLE | Trait.REWRITTEN | Trait.POLE, """
-        integer_pow log pow rsqrt sqrt"""),
+    (Kind.FLOAT32, SIMPLE | Trait.REWRITTEN | Trait.POWER, "square"),
+    (Kind.FLOAT32, SIMPLE | Trait.REWRITTEN | Trait.POWER | Trait.POLE, """
+        integer_pow pow rsqrt sqrt"""),
+    (Kind.FLOAT32, SIMPLE | Trait.REWRITTEN | Trait.POLE, "log"),
     (Kind.FLOAT32, SIMPLE | Trait.POLE, "log1p log2"),
     (Kind.FLOAT32, SIMPLE, "convert_element_type erfc one_minus_square"),
     (Kind.FLOAT32, Trait.ELEMENTWISE | Trait.REWRITTEN, "exp exp2"),

@@ -219,3 +219,11 @@ def test_differences_of_products_by_the_name_of_their_function(f):
     assert error(worse) > 3 * error(grads)
     if codes is not None:
         assert jnp.sum(codes != right) == 0 < jnp.sum(wrong != right)
+
+
+def test_a_function_of_a_solver_is_float32_already():
+    def f(w, x):
+        step = lambda s: (s[0] + 0.5, kept(s[1], w))  # noqa: E731
+        return lax.while_loop(lambda s: s[0] < 1, step, (0.0, x))[1] @ w
+
+    jax.eval_shape(autocast(f, float32=kept), W, X)  # Warnings are errors.

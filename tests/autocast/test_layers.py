@@ -1,41 +1,53 @@
 """What wins and what gives way: the dtype of a result, for each clause of the rule."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import pytest
 from casting import dtypes, equations, normal
-from jax import lax
+from jax import export, lax
 
 from optax_lossscale import autocast
 
 
-def dtype_of(f, *args):
+class P(NamedTuple):
+    """Parameters: a matrix, a vector, and a matrix that is no factor of a product."""
+
+    w: Any
+    b: Any
+    m: Any
+
+
+PARAMS, X = P(normal(8, 8), normal(8), normal(8, 8, seed=1)), normal(16, 8)
+
+
+def dtype_of(f):
     """Returns the dtype that the result of a function is held in, before a product."""
-    return dtypes(autocast(lambda w, x: (f(w, x) * 0.5) @ w), *args, names=["mul"])[-1]
+    cast = autocast(lambda p, x: (f(p, x) * 0.5) @ p.w)
+    return dtypes(cast, PARAMS, X, names=["mul"])[-1]
 
 
-B, SQUARE = normal(8), normal(8, 8)
-
-
-def instance(h, like=None, gain=1 + B, bias=B):
+def instance(p, h, like=None, gain=None, bias=None):
     """Returns a norm with gain and bias, with the statistics of `h` or of another."""
     like = h if like is None else like
+    gain, bias = 1 + p.b if gain is None else gain, p.b if bias is None else bias
     mean, size = like.mean(-1, keepdims=True), like.var(-1, keepdims=True)
     return (h - mean) * lax.rsqrt(size + 1e-5) * gain + bias
 
 
-def gain_first(h):
+def gain_first(p, h):
     """The same, as Flax and Haiku multiply."""
-    factor = lax.rsqrt(h.var(-1, keepdims=True) + 1e-5) * (1 + B)
-    return (h - h.mean(-1, keepdims=True)) * factor + B
+    factor = lax.rsqrt(h.var(-1, keepdims=True) + 1e-5) * (1 + p.b)
+    return (h - h.mean(-1, keepdims=True)) * factor + p.b
 
 
-def root_mean_square(h):
-    return h * lax.rsqrt(jnp.square(h).mean(-1, keepdims=True)) * B
+def root_mean_square(p, h):
+    return h * lax.rsqrt(jnp.square(h).mean(-1, keepdims=True)) * p.b
 
 
-def helped(w, h):
-    return jax.jit(lambda w, h, b: h @ w + b)(w, h, B)
+def helped(p, h):
+    return jax.jit(lambda w, h, b: h @ w + b)(p.w, h, p.b)
 
 
 def pairs(h):
@@ -45,71 +57,90 @@ def pairs(h):
 @pytest.mark.parametrize(
     ("f", "dtype"),
     [
-        (lambda w, x: x + x @ w, "float32"),
-        (lambda w, x: 2 * x + x @ w, "float32"),
-        (lambda w, x: jnp.where(x > 0, x, x @ w) + x @ w, "float32"),
-        (lambda w, x: jnp.broadcast_to(x[0], x.shape) + x[0] * (x @ w), "float32"),
-        (lambda w, x: jnp.concatenate([x[:8], (x @ w)[8:]]) + x @ w, "float32"),
-        (lambda w, x: x @ w + B, "float16"),
-        (lambda w, x: x @ w + jnp.broadcast_to(B, (1, 8)), "float16"),
-        (lambda w, x: x @ w + 3.0, "float16"),
-        (lambda w, x: x @ w + jnp.sin(x), "float32"),
-        (lambda w, x: x @ w + (1 + jnp.tanh(x)) / 2, "float32"),
-        (lambda w, x: x @ w + 3 * jnp.sin(x), "float32"),
-        (lambda w, x: x @ w + B * jnp.sin(x), "float32"),
-        (lambda w, x: x @ w + w[jnp.arange(16) % 8], "float32"),
-        (lambda w, x: x @ w + 16 * w[jnp.arange(16) % 8], "float32"),
-        (lambda w, x: x @ w + x[:, :1] * B, "float32"),
-        (lambda w, x: x @ w + jnp.outer(x[:, 0], B), "float32"),
-        (lambda w, x: x @ w + (jnp.sum(x, -1, keepdims=True) + B), "float32"),
-        (lambda w, x: x @ w + (x @ w) @ w, "float16"),
-        # A bias has one dimension, follows a product, and is nothing else.
-        (lambda w, x: pairs(2 * (x @ w) + x @ w) + B, "float16"),
-        (lambda w, x: jax.nn.relu(x @ w) + B, "float32"),
-        (lambda w, x: x @ w[:, :1] + B, "float32"),
-        (lambda w, x: (pairs(x @ w) + SQUARE).reshape(16, 8), "float32"),
-        (lambda w, x: jax.nn.relu(x @ w + B) @ w + B, "float16"),
-        (lambda w, x: (x + B) @ w + B, "float32"),
-        (lambda w, x: helped(w, helped(w, x)), "float16"),
-        (lambda w, x: helped(w, x + B), "float32"),
-        (lambda w, x: jax.jit(jnp.multiply)(x, B) @ w + B, "float32"),
-        # A gain is smaller; a mask was a bool, and is a factor.
-        (lambda w, x: jax.nn.relu(x @ w) * B, "float16"),
-        (lambda w, x: (pairs(x @ w) * SQUARE).reshape(16, 8), "float16"),
-        (lambda w, x: x * (x @ w), "float32"),
-        (lambda w, x: (1 - (x > 0).astype("float32")) * (x @ w), "float16"),
-        (lambda w, x: (x > 0).astype("float32") * (x @ w[:, :1]), "float16"),
-        (lambda w, x: x @ w + (x > 0).astype("float32"), "float32"),
-        (lambda w, x: x @ w * x.astype("int8").astype("float32"), "float32"),
+        (lambda p, x: x + x @ p.w, "float32"),
+        (lambda p, x: 2 * x + x @ p.w, "float32"),
+        (lambda p, x: jnp.where(x > 0, x, x @ p.w) + x @ p.w, "float32"),
+        (lambda p, x: jnp.broadcast_to(x[0], x.shape) + x[0] * (x @ p.w), "float32"),
+        (lambda p, x: jnp.concatenate([x[:8], (x @ p.w)[8:]]) + x @ p.w, "float32"),
+        (lambda p, x: x @ p.w + p.b, "float16"),
+        (lambda p, x: x @ p.w + jnp.broadcast_to(p.b, (1, 8)), "float16"),
+        (lambda p, x: x @ p.w + 3.0, "float16"),
+        (lambda p, x: x @ p.w + jnp.sin(x), "float32"),
+        (lambda p, x: x @ p.w + (1 + jnp.tanh(x)) / 2, "float32"),
+        (lambda p, x: x @ p.w + 3 * jnp.sin(x), "float32"),
+        (lambda p, x: x @ p.w + p.b * jnp.sin(x), "float32"),
+        (lambda p, x: x @ p.w + p.w[jnp.arange(16) % 8], "float32"),
+        (lambda p, x: x @ p.w + 16 * p.w[jnp.arange(16) % 8], "float32"),
+        (lambda p, x: x @ p.w + x[:, :1] * p.b, "float32"),
+        (lambda p, x: x @ p.w + jnp.outer(x[:, 0], p.b), "float32"),
+        (lambda p, x: x @ p.w + (jnp.sum(x, -1, keepdims=True) + p.b), "float32"),
+        (lambda p, x: x @ p.w + (x @ p.w) @ p.w, "float16"),
+        # A bias has one dimension, follows a product, and meets data in layers alone.
+        (lambda p, x: pairs(2 * (x @ p.w) + x @ p.w) + p.b, "float16"),
+        (lambda p, x: jax.nn.relu(x @ p.w) + p.b, "float32"),
+        (lambda p, x: x @ p.w[:, :1] + p.b, "float32"),
+        (lambda p, x: (pairs(x @ p.w) + p.m).reshape(16, 8), "float32"),
+        (lambda p, x: jax.nn.relu(x @ p.w + p.b) @ p.w + p.b, "float16"),
+        (lambda p, x: (x + p.b) @ p.w + p.b, "float32"),
+        (lambda p, x: helped(p, helped(p, x)), "float16"),
+        (lambda p, x: helped(p, x + p.b), "float32"),
+        (lambda p, x: jax.jit(jnp.subtract)(x, p.b) @ p.w + p.b, "float32"),
+        # A gain is smaller; a mask has two known numbers, and is a factor.
+        (lambda p, x: jax.nn.relu(x @ p.w) * p.b, "float16"),
+        (lambda p, x: (pairs(x @ p.w) * p.m).reshape(16, 8), "float16"),
+        (lambda p, x: x * (x @ p.w), "float32"),
+        (lambda p, x: (1 - (x > 0).astype("float32")) * (x @ p.w), "float16"),
+        (lambda p, x: (x > 0).astype("float32") * (x @ p.w[:, :1]), "float16"),
+        (lambda p, x: x @ p.w + (x > 0).astype("float32"), "float32"),
+        (lambda p, x: x @ p.w * x.astype("int8").astype("float32"), "float32"),
         # A norm is as wide as its operand, if the statistics are its own.
-        (lambda w, x: instance(x @ w), "float16"),
-        (lambda w, x: instance(x @ w + B), "float16"),
-        (lambda w, x: instance(x @ w + x), "float32"),
-        (lambda w, x: instance(x @ w, like=x), "float32"),
-        (lambda w, x: (lambda h: h * jnp.exp(h))(x @ w), "float32"),
-        (lambda w, x: instance(x @ w, gain=x), "float32"),
-        (lambda w, x: instance(x @ w, bias=x), "float32"),
-        (lambda w, x: instance((x + B) @ w, bias=B), "float32"),
-        (lambda w, x: gain_first(jax.nn.relu(x @ w)), "float16"),
-        (lambda w, x: gain_first(x), "float32"),
-        (lambda w, x: root_mean_square(x @ w), "float16"),
-        (lambda w, x: root_mean_square(x), "float32"),
-        (lambda w, x: x @ w - (x @ w).mean(0), "float32"),
+        (lambda p, x: instance(p, x @ p.w), "float16"),
+        (lambda p, x: instance(p, x @ p.w + p.b), "float16"),
+        (lambda p, x: instance(p, x @ p.w + x), "float32"),
+        (lambda p, x: instance(p, x @ p.w, like=x), "float32"),
+        (lambda p, x: (lambda h: h * jnp.exp(h))(x @ p.w), "float32"),
+        (lambda p, x: instance(p, x @ p.w, gain=x), "float32"),
+        (lambda p, x: instance(p, x @ p.w, bias=x), "float32"),
+        (lambda p, x: instance(p, (x + p.b) @ p.w, bias=p.b), "float32"),
+        (lambda p, x: gain_first(p, jax.nn.relu(x @ p.w)), "float16"),
+        (lambda p, x: gain_first(p, x), "float32"),
+        (lambda p, x: root_mean_square(p, x @ p.w), "float16"),
+        (lambda p, x: root_mean_square(p, x), "float32"),
+        (lambda p, x: x @ p.w - (x @ p.w).mean(0), "float32"),
         # A filled array is an array in a sum; a function of half precision gives way.
-        (lambda w, x: x @ w + jnp.full((16, 8), 2.0), "float32"),
-        (lambda w, x: x @ w - jnp.full((16, 8), 2.0), "float32"),
-        (lambda w, x: x @ w - jnp.zeros((16, 8)), "float16"),
-        (lambda w, x: x @ w * jnp.full((16, 8), 2.0), "float16"),
-        (lambda w, x: jnp.tanh(x @ w) + x @ w, "float16"),
+        (lambda p, x: x @ p.w + jnp.full((16, 8), 2.0), "float32"),
+        (lambda p, x: x @ p.w - jnp.full((16, 8), 2.0), "float32"),
+        (lambda p, x: x @ p.w - jnp.zeros((16, 8)), "float16"),
+        (lambda p, x: x @ p.w * jnp.full((16, 8), 2.0), "float16"),
+        (lambda p, x: jnp.tanh(x @ p.w) + x @ p.w, "float16"),
     ],
 )  # fmt: skip
 def test_what_wins_and_what_gives_way(f, dtype):
-    assert dtype_of(f, normal(8, 8), normal(16, 8)) == dtype
+    assert dtype_of(f) == dtype
 
 
 def test_a_norm_is_rounded_once():
-    cast = autocast(lambda w, x: instance(x @ w) @ w)
-    args = normal(8, 8), normal(16, 8)
-    casts = equations(cast, *args, names=["convert_element_type"])
+    cast = autocast(lambda p, x: instance(p, x @ p.w) @ p.w)
+    casts = equations(cast, PARAMS, X, names=["convert_element_type"])
     types = [(x.outvars[0].aval.dtype, x.outvars[0].aval.shape) for x in casts]
     assert types.count((jnp.float16, (16, 8))) == 2  # x, and the result of the norm
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64", "int32"])
+@jax.numpy_dtype_promotion("standard")
+def test_a_norm_of_another_dtype_stays_as_it_is(dtype):
+    def f(p, x):
+        h = (x @ p.w).astype(dtype)
+        return h * (h * jnp.conj(h)).sum(-1, keepdims=True)
+
+    cast = jax.make_jaxpr(autocast(f))(PARAMS, X)
+    assert [x.dtype for x in cast.out_avals] == [dtype]
+    assert dtypes(autocast(f), PARAMS, X, names=["mul"]) == [dtype, dtype]
+
+
+def test_layers_of_a_symbolic_batch():
+    (b,) = export.symbolic_shape("b")
+    x = jax.ShapeDtypeStruct((b, 8), jnp.float32)
+    for f in (instance, gain_first, root_mean_square):
+        cast = autocast(lambda p, x, f=f: f(p, p.b + x @ p.w) @ p.w)
+        assert dtypes(cast, PARAMS, x) == ["float16", "float16"]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from casting import normal
+from casting import normal, x64
 from jax import lax
 from tracing import line_of
 
@@ -68,10 +68,7 @@ def test_the_first_reason_once(f, args, options, reason):
 
 @jax.numpy_dtype_promotion("standard")
 def test_float64():
-    x64 = getattr(jax, "enable_x64", None)
-    if not isinstance(x64, type(jax.debug_nans)):
-        from jax.experimental import enable_x64 as x64  # Older versions.
-    with x64(True):
+    with x64():
         x, w = jnp.ones((4, 8), jnp.float64), jnp.ones((8, 8), jnp.float64)
         with pytest.warns(UserWarning, match=r"args\[0\]\['w'\] is float64"):
             autocast(loss_fn)({"w": w}, x=jnp.float32(x))
@@ -89,3 +86,19 @@ def test_a_function_that_casts_something_does_not_warn():
         jax.eval_shape(autocast(loss_fn), {"w": W}, X)
         # One of two products is enough, also inside of a loop.
         jax.eval_shape(autocast(both), {"w": W}, X)
+        jax.eval_shape(autocast(by_a_rule), {"w": W}, X)
+
+
+@jax.custom_vjp
+def precise_forward(w, x):
+    return jnp.dot(x, w, precision="highest")
+
+
+precise_forward.defvjp(
+    lambda w, x: (precise_forward(w, x), (w, x)),
+    lambda saved, ct: (saved[1].T @ ct, ct @ saved[0].T),
+)
+
+
+def by_a_rule(p, x):
+    return jnp.mean(precise_forward(p["w"], x) ** 2)

@@ -514,3 +514,36 @@ def test_effects_run_once(capsys):
     jax.effects_barrier()
     assert capsys.readouterr().out.count("mean") == 1
     assert errors(found, jax.value_and_grad(f)(P["w"])) < 0.01
+
+
+def test_a_rule_that_masks_what_a_product_returned():
+    keep = np.arange(8) % 2 == 0
+
+    @jax.custom_jvp
+    def masked(h):
+        return h * jnp.where(keep, 1.0, 0.0)
+
+    masked.defjvp(functools.partial(jax.jvp, masked.fun))
+    check(lambda p, x: jnp.mean((masked(x @ p["w"]) @ p["w"]) ** 2), P, X)
+
+
+def test_a_rule_that_takes_the_steps_of_a_float32_loop_again_is_float32():
+    """As in solvers of differential equations, whose loops end by floats."""
+
+    def step(w, y):
+        return y + 0.1 * jnp.tanh(y @ w)
+
+    def end(w, y):
+        ends = lambda s: s[0] < 0.95  # noqa: E731
+        return lax.while_loop(ends, lambda s: (s[0] + 0.1, step(w, s[1])), (0.0, y))[1]
+
+    def backward(saved, cotangent):
+        again = lambda w, y: lax.fori_loop(0, 10, lambda _, y: step(w, y), y)  # noqa: E731
+        return jax.vjp(again, *saved)[1](cotangent)
+
+    solved = jax.custom_vjp(end)
+    solved.defvjp(lambda w, y: (end(w, y), (w, y)), backward)
+    f = lambda p, x: jnp.mean((solved(p["w"], x) @ p["w"]) ** 2)  # noqa: E731
+    found = products(autocast(f), P, X)
+    assert found.count({"float16"}) == 3  # of the product after the loop
+    assert found.count({"float32"}) == len(found) - 3 > 3

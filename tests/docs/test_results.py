@@ -15,13 +15,8 @@ def test_numbers_are_those_of_the_results(path):
     assert pages.updated(path) == path.read_text()
 
 
-# What follows from a format or a formula, and what is said of an older row.
-OTHER_FIGURES = {
-    "README.md": {"1.02"},
-    "autocast.md": {"0.25"},
-    "do-you-need-it.md": {"0.05", "0.4"},
-    "guard-a-run.md": {"1.8"},
-}
+# What follows from a format or a formula.
+OTHER_FIGURES = {"do-you-need-it.md": {"0.05", "0.4"}}
 GUIDE = sorted(pages.ROOT.glob("docs/guide/*.md"))
 
 

@@ -6,6 +6,21 @@ import re
 from helpers import RECIPES, ROOT
 
 DOCS = ROOT / "docs"
+HIDDEN = re.compile(r"<!--.*?-->", re.DOTALL)
+CODE = re.compile(r"```.*?```", re.DOTALL)
+
+
+def words(path):
+    """Returns the words of a page, without what its readers do not see."""
+    return len(HIDDEN.sub("", path.read_text()).split())
+
+
+def test_a_person_can_read_the_documentation_to_the_end():
+    """Code counts, too. A new page takes its words from others."""
+    readme = ROOT / "README.md"
+    assert len(CODE.sub("", readme.read_text()).split()) <= 450
+    assert words(readme) <= 650
+    assert sum(map(words, [readme, *DOCS.rglob("*.md")])) <= 15_000
 
 
 def test_recipes_are_listed_in_the_order_of_the_navigation():

@@ -147,6 +147,18 @@ class TestWords:
             with pytest.raises(ValueError, match=r"be what optimizer\.init\(model\)"):
                 optimizer.minimize(lambda model: model(X), Model(), state)
 
+    def test_of_gradients_in_the_place_of_the_state(self):
+        grads = nnx.state(Model(), nnx.Param)
+        with pytest.raises(ValueError, match=r"exactly one .*The order is minimize"):
+            optimizer.minimize(lambda model: model(X), Model(), grads)
+        with pytest.raises(ValueError, match=r"got State\. .*The order is minimize"):
+            optimizer.update(grads, grads, Model())
+
+    def test_of_a_model_in_the_place_of_its_loss(self):
+        state = optimizer.init(Model())
+        with pytest.raises(TypeError, match=r"Argument 0 .*The order is minimize"):
+            optimizer.minimize(Model(), lambda model: model(X), state)
+
     def test_of_a_chain_around_the_optimizer(self):
         state = optax.chain(optax.clip(1.0), optimizer).init(W)
         with pytest.raises(
@@ -171,6 +183,16 @@ class TestWords:
 
     @pytest.mark.parametrize("options", [{}, {"dtype": jnp.bfloat16}])
     def test_of_autocast_as_a_context(self, options):
-        words = r"Write loss_fn = autocast\(loss_fn\)"
+        words = r"Write loss_fn = autocast\(loss_fn, dtype"
         with pytest.raises(TypeError, match=words), autocast(**options):
             pass
+        with pytest.raises(TypeError, match=words), autocast("cuda", **options):
+            pass
+
+    def test_of_one_layer_of_several(self):
+        class Head(nnx.Linear):
+            pass
+
+        for chosen in (Head, Model().layer):
+            with pytest.raises(TypeError, match=r"write with jax\.named_scope\("):
+                autocast(loss_fn, float32=chosen)

@@ -136,8 +136,9 @@ def test_most_runs_are_comparable_to_their_end():
 
 def guide_entries():
     """Returns what the guide says: of each peer its call, and what to write."""
-    text = (ROOT / "docs/guide/coming-from-another-loss-scaler.md").read_text()
-    text = text.split("## Keep your scale")[1]
+    pages = "docs/guide/coming-from-another-loss-scaler.md", "tests/peers/README.md"
+    texts = [(ROOT / page).read_text() for page in pages]
+    text = "\n".join(text.split("## Keep your scale")[1] for text in texts)
     entries = re.findall(r"^\| ([^|`]+) \| `(\w+\(.*\))` \| `(.*)` \|$", text, re.M)
     return {name: (theirs, code) for name, theirs, code in entries}
 

@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
 from helpers import INF, assert_same_bits, signature
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from optax_lossscale import (
     DynamicLossScale,
@@ -94,8 +95,67 @@ def test_the_scale_among_the_parameters(library, tmp_path):
     assert params["loss_scale"] == 2**14
 
 
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+def test_arrays_are_restored_to_the_devices_of_the_state_that_is_passed(tmp_path):
+    optimizer = LossScaleOptimizer(optax.adam(0.1))
+
+    def on(devices):
+        mesh = jax.sharding.Mesh(jax.devices()[:devices], ("devices",))
+
+        def place(x):
+            spec = P("devices") if jnp.ndim(x) == 2 else P()
+            return jax.device_put(x, NamedSharding(mesh, spec))
+
+        params = jax.tree.map(place, PARAMS)
+        return jax.tree.map(place, (params, optimizer.init(params)))
+
+    @jax.jit
+    def step(params, state):
+        return optimizer.apply_gradients(GOOD, params, state)
+
+    saved, like = step(*on(8)), on(2)
+    restored = through_orbax(saved, like, tmp_path)
+    assert_same_bits(restored, saved)
+    assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(
+        lambda x: x.sharding, like
+    )
+    assert_same_bits(step(*restored), step(*saved))
+
+
+@pytest.mark.exhaustive
+def test_a_step_of_the_leaves_can_be_exported():
+    """`jax.export` serializes no named tuples, such as the states of Optax."""
+    pytest.importorskip("flatbuffers")
+    optimizer = LossScaleOptimizer(optax.adam(0.1))
+    leaves, treedef = jax.tree.flatten((PARAMS, optimizer.init(PARAMS)))
+
+    @jax.jit
+    def step(leaves, grads):
+        after = optimizer.apply_gradients(grads, *treedef.unflatten(leaves))
+        return jax.tree.leaves(after)
+
+    exported = jax.export.export(step, platforms=["cpu", "cuda"])(leaves, GOOD)
+    after = jax.export.deserialize(exported.serialize()).call(leaves, GOOD)
+    assert_same_bits(after, step(leaves, GOOD))
+
+
+def test_second_moments_become_zero_in_float16_and_not_in_bfloat16():
+    optimizer = LossScaleOptimizer(optax.adam(0.1))
+    small = jax.tree.map(lambda x: np.float32(1e-4) * x, GOOD)
+    _, state = jax.jit(optimizer.update)(small, optimizer.init(PARAMS))
+    (moments,) = {float(x) for x in state.inner_state[0].nu["w"].ravel()}
+    assert moments > 0
+    assert np.float16(moments) == 0
+    assert jnp.bfloat16(moments) > 0
+    # A scale of 2**16 is inf in float16, and the next step begins at the first scale.
+    stored = jnp.float32(2**16).astype("float16")
+    high = optax.tree.set(state, loss_scale=stored.astype("float32"))
+    _, state = jax.jit(optimizer.update)(GOOD, high)
+    assert optimizer.current_loss_scale(state) == 2**15
+
+
 class TestOtherHyperparameters:
-    """What holds on restoring is said in a table of docs/recipes/checkpoints.md."""
+    """On restoring, the scale is that of the checkpoint, and the rest is new."""
 
     OLD = DynamicLossScale(2.0**10, 10, max_scale=2.0**20, hysteresis=2)
 

@@ -4,12 +4,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
-from helpers import INF, RECIPES, assert_same_bits, exhaustive_but
+from helpers import INF, RECIPES, arrays, assert_same_bits, exhaustive_but
 from pages import has_check, run_page
+from recipes import assert_near
 
-from optax_lossscale import LossScaleOptimizer
+from optax_lossscale import LossScaleOptimizer, autocast
 
 pytestmark = pytest.mark.usefixtures("standard_dtype_promotion")
 # The README lists the pages.
@@ -55,3 +57,35 @@ def test_parameters_in_the_boxes_of_flax(box):
     assert_same_bits((kept, after.inner_state), (moved, state.inner_state))
     moments = nn.get_partition_spec(after.inner_state[0].mu)
     assert moments == nn.get_partition_spec(params)
+
+
+@pytest.mark.exhaustive
+def test_a_contrastive_loss_encodes_in_chunks_as_at_once():
+    """What the page about accumulation says: a gradient cache, in one expression."""
+    layers = list(jax.random.normal(jax.random.key(1), (4, 16, 16)) / 4)
+    pairs = jax.random.normal(jax.random.key(2), (2, 64, 16))
+    optimizer = LossScaleOptimizer(optax.sgd(0.1))
+
+    def encode(layers, x):  # one example
+        for matrix in layers:
+            x = jnp.tanh(x @ matrix)
+        return x / jnp.linalg.norm(x)
+
+    def loss_fn(layers, pairs, chunk):
+        again = jax.checkpoint(lambda x: encode(layers, x))
+        first, second = (jax.lax.map(again, x, batch_size=chunk) for x in pairs)
+        logits, labels = 10 * first @ second.T, jnp.arange(len(first))
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return losses.mean()
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def step(pairs, chunk):
+        fun = autocast(lambda layers: loss_fn(layers, pairs, chunk))
+        return optimizer.minimize(fun, layers, optimizer.init(layers))[:2]
+
+    whole, few = (step(pairs, chunk)[0] for chunk in (64, 8))
+    assert np.any(whole[0] != layers[0])
+    assert_near(few, whole, rtol=1e-3, atol=1e-5)
+    bad, state = step(pairs.at[0, 5].set(INF), 8)
+    assert not state.last_step_applied
+    assert_same_bits(arrays(bad), arrays(layers))

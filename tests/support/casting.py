@@ -12,6 +12,15 @@ from optax_lossscale._jaxprs.parts import all_equations
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
+def x64():
+    """Returns a context in which JAX has dtypes of 64 bits."""
+    if isinstance(getattr(jax, "enable_x64", None), type(jax.debug_nans)):
+        return jax.enable_x64(True)
+    from jax.experimental import enable_x64  # Older versions.
+
+    return enable_x64(True)
+
+
 def compiled_step(f, params, *args):
     """Returns a function of the scale: the loss and the unscaled gradients."""
     optimizer = LossScaleOptimizer(optax.sgd(1.0))
