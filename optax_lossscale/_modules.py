@@ -15,38 +15,47 @@ from jax.core import Tracer
 from optax_lossscale import _tree
 
 
-def flax_nnx() -> Any:
-    """Returns `flax.nnx`, if somebody has imported it: else nothing is a module."""
-    return sys.modules.get("flax.nnx")
+class _Nnx:
+    """Stands for `flax.nnx`, which whoever has a module has imported."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.modules.get("flax.nnx"), name)
+
+
+nnx: Any = _Nnx()
+
+
+def _classes(library: str, *names: str) -> tuple[type, ...]:
+    """Returns classes of a library; none if nobody has imported it."""
+    module = sys.modules.get(library)
+    return tuple(getattr(module, name) for name in names) if module else ()
 
 
 def is_module(x: Any) -> bool:
     """Whether `x` is a module, or another object of nnx that holds variables."""
-    return flax_nnx() is not None and isinstance(x, flax_nnx().Pytree)
+    return isinstance(x, _classes("flax.nnx", "Pytree"))
 
 
 def is_stateful(x: Any) -> bool:
     """Whether `x` is a module or a variable, which a pass may change in place."""
-    nnx = flax_nnx()
-    return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
+    return isinstance(x, _classes("flax.nnx", "Pytree", "Variable"))
 
 
 def has_modules(tree: Any) -> bool:
     """Whether a tree holds modules."""
-    return flax_nnx() is not None and bool(_tree.nodes_of(flax_nnx().Pytree, tree))
+    return bool(_tree.nodes_of(_classes("flax.nnx", "Pytree"), tree))
 
 
 def has_settings(tree: Any) -> bool:
     """Whether Python numbers in a tree are settings, as those of Equinox modules."""
-    equinox = sys.modules.get("equinox")
-    return equinox is not None and bool(_tree.nodes_of(equinox.Module, tree))
+    return bool(_tree.nodes_of(_classes("equinox", "Module"), tree))
 
 
 def trainable(tree: Any) -> Any:
     """Returns a tree with a `State` of its parameters in place of each module."""
 
     def of_module(x):
-        return flax_nnx().state(x, flax_nnx().Param) if is_module(x) else x
+        return nnx.state(x, nnx.Param) if is_module(x) else x
 
     return jax.tree.map(of_module, tree, is_leaf=is_module)
 
@@ -83,19 +92,19 @@ def value_and_grad_of_nnx(
     fun: Callable[..., Any], **options: Any
 ) -> Callable[..., Any]:
     """Calls `nnx.value_and_grad`, for gradients that are a `State` in each mode."""
-    takes = inspect.signature(flax_nnx().value_and_grad).parameters
+    takes = inspect.signature(nnx.value_and_grad).parameters
     # Older versions have no other mode.
     graph = {x: True for x in ("graph", "graph_updates") if x in takes}
-    return flax_nnx().value_and_grad(fun, **options, **graph)
+    return nnx.value_and_grad(fun, **options, **graph)
 
 
 def _variables(modules: Any) -> dict[Any, Any]:
     """Returns the variables of modules, by path: those of the modules, no copies."""
-    return dict(flax_nnx().to_flat_state(flax_nnx().state(modules)))
+    return dict(nnx.to_flat_state(nnx.state(modules)))
 
 
 def _state_of(variables: dict[Any, Any]) -> Any:
-    return flax_nnx().from_flat_state(list(variables.items()))
+    return nnx.from_flat_state(list(variables.items()))
 
 
 def parameters_of(tree: Any, grads: Any) -> Any:
@@ -111,14 +120,14 @@ def parameters_of(tree: Any, grads: Any) -> Any:
     def of_module(module, grads):
         if not is_module(module):
             return module
-        if not isinstance(grads, flax_nnx().State):
+        if not isinstance(grads, nnx.State):
             raise TypeError(
                 f"{type(module).__name__} is a Flax nnx model, whose gradients must be "
                 f"an nnx.State, got {type(grads).__name__}. Use the gradients of "
                 "optimizer.value_and_grad, without transform=."
             )
         variables = _variables(module)
-        return _state_of({x: variables[x] for x, _ in flax_nnx().to_flat_state(grads)})
+        return _state_of({x: variables[x] for x, _ in nnx.to_flat_state(grads)})
 
     return jax.tree.map(of_module, tree, grads, is_leaf=is_module)
 
@@ -140,8 +149,8 @@ def with_parameters(tree: Any, params: Any, *, in_place: bool) -> Any:
     def of_module(module, params):
         if not is_module(module):
             return params
-        module = module if in_place else flax_nnx().clone(module)
-        flax_nnx().update(module, params)
+        module = module if in_place else nnx.clone(module)
+        nnx.update(module, params)
         return module
 
     return jax.tree.map(of_module, tree, params, is_leaf=is_module)
@@ -159,27 +168,25 @@ class Changes:
         leaves = jax.tree.leaves(args, is_leaf=is_stateful)
         self._modules = list(filter(is_stateful, leaves))
         self._before = _copies(self._modules) if self._modules else {}
-        self._paths: list[Any] = []
 
-    def find(self) -> bool:
-        """Finds what the pass has changed; returns whether there is anything."""
+    def found(self) -> list[Any]:
+        """Returns the paths of the variables that have changed, after the pass."""
         changed = _changed(self._modules, self._before) if self._modules else {}
         # What did not change may belong to an outer trace.
-        self._paths = [
+        return [
             path
             for path, new in changed.items()
             if jax.tree.structure(new) == jax.tree.structure(self._before.get(path))
-            and not isinstance(new, flax_nnx().RngState)
+            and not isinstance(new, nnx.RngState)
         ]
-        return bool(self._paths)
 
-    def keep_if(self, flag: jax.Array) -> None:
-        """Gives what has changed its old values where the flag is False."""
-        if self._paths:
+    def keep_if(self, flag: jax.Array, paths: list[Any]) -> None:
+        """Gives variables their old values where the flag is False."""
+        if paths:
             after, select = _variables(self._modules), functools.partial(_select, flag)
             before = self._before
-            kept = {x: jax.tree.map(select, after[x], before[x]) for x in self._paths}
-            flax_nnx().update(self._modules, _state_of(kept))
+            kept = {x: jax.tree.map(select, after[x], before[x]) for x in paths}
+            nnx.update(self._modules, _state_of(kept))
 
 
 def _copies(modules: Any) -> dict[Any, Any]:
@@ -224,14 +231,14 @@ class Modules:
         self._leaves = [None if is_stateful(x) else x for x in leaves]
         self._context = contextlib.nullcontext()
         if self._modules:
-            self._context = flax_nnx().update_context(self)
+            self._context = nnx.update_context(self)
 
     def __enter__(self):
         """Takes the modules apart."""
         self._context.__enter__()
         self._graph, state = None, None
         if self._modules:
-            with flax_nnx().split_context(self) as context:
+            with nnx.split_context(self) as context:
                 self._graph, state = context.split(self._modules)
         self.tree = self._leaves, state
         return self
@@ -244,7 +251,6 @@ class Modules:
         leaves, state = jax.tree.map(lambda x: x, tree)  # Variables of this trace.
         if not self._modules:
             return self._treedef.unflatten(leaves), lambda: None
-        nnx = flax_nnx()
         with nnx.merge_context(self, inner=True) as context:
             nodes = context.merge(self._graph, state)
         for i, node in zip(self._places, nodes, strict=True):
@@ -256,13 +262,12 @@ class Modules:
             if not _changed(nodes, before) and nnx.graphdef(nodes) == graph:
                 return None
             with nnx.split_context(self) as context:
-                self._graph, state = context.split(nodes)
-            return state
+                return context.split(nodes)
 
         return self._treedef.unflatten(leaves), changes
 
     def write(self, changes: Any) -> None:
         """Brings the changes back into the modules."""
         if changes is not None:
-            with flax_nnx().merge_context(self, inner=False) as context:
-                context.merge(self._graph, changes)
+            with nnx.merge_context(self, inner=False) as context:
+                context.merge(*changes)

@@ -284,7 +284,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         value, grads, state, look = _retries.value_and_grad(
             options, scaled, has_aux, state, (params, *args), kwargs
         )
-        changes.find()
+        changed = changes.found()  # Before the new parameters are written.
         old = _modules.parameters_of(params, grads)
 
         def value_fn(proposed):
@@ -303,7 +303,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         )
         model = _modules.with_parameters(params, new, in_place=True)
         if options.skips or skip_if is not None:
-            changes.keep_if(state.last_step_applied)
+            changes.keep_if(state.last_step_applied, changed)
         return model, state, value
 
     def value_and_grad(
@@ -380,8 +380,10 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             scale = _gradients.scale_of_step(rule, state)
             value, grads = scaled(scale, *args, **kwargs)
             grads = _gradients.unscale(grads, scale, options.skips)
-            if changes.find() and rule.skip_nonfinite:
-                changes.keep_if(all_finite(grads, axis_name=options.axis_name))
+            changed = changes.found()
+            if changed and rule.skip_nonfinite:
+                finite = all_finite(grads, axis_name=options.axis_name)
+                changes.keep_if(finite, changed)
                 _gradients.warn_of_local_decision(options.axes, transform)
             return value, grads
 

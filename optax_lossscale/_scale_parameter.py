@@ -14,6 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from optax_lossscale import _check as check, _gradients, _modules, _state, _step, _tree
 from optax_lossscale._jaxprs.parts import varying_axes
+from optax_lossscale._modules import nnx
 from optax_lossscale._optimizer import LossScaleOptimizer
 from optax_lossscale._scaling import all_finite, on_all_devices, scale_up
 from optax_lossscale._step import Options
@@ -181,13 +182,13 @@ def with_loss_scale(
 
 
 def _scaled_loss(loss_fn, name, has_aux, params, /, *args, **kwargs) -> Any:
-    nnx = _modules.flax_nnx() if _modules.is_stateful(params) else None
-    if nnx is None and _modules.has_modules(params):
+    is_module = _modules.is_stateful(params)
+    if not is_module and _modules.has_modules(params):
         raise TypeError(
             "params must be an nnx module itself, not a tree with modules in it. Write "
             f"model.{name} = nnx.Param(jnp.float32(initial_scale)), and pass the model."
         )
-    tree = nnx.state(params) if nnx else params
+    tree = nnx.state(params) if is_module else params
     place, leaf, rest = _take_out(name, tree, "params")
     scale = jnp.clip(leaf, check.SMALLEST_SCALE, check.LARGEST_SCALE)
     # Zero means that an outer with_loss_scale scales the loss already.
@@ -199,7 +200,7 @@ def _scaled_loss(loss_fn, name, has_aux, params, /, *args, **kwargs) -> Any:
     args, kwargs = jax.tree.map(
         lambda x: _unscaled(x, scale), (args, kwargs), is_leaf=_modules.is_stateful
     )
-    if nnx is None:
+    if not is_module:
         out = loss_fn(inside, *args, **kwargs)
     else:
         nnx.update(params, inside)
@@ -217,7 +218,6 @@ def _unscaled(x: Any, scale: jax.Array) -> Any:
     """Unscales gradients with respect to an argument that is not the parameters."""
     if not _modules.is_stateful(x):
         return scale_gradient(x, 1 / scale)
-    nnx = _modules.flax_nnx()
     # A module of an outer trace cannot be changed, and gets no gradient here.
     with contextlib.suppress(sys.modules["flax.errors"].TraceContextError):
         if isinstance(x, nnx.Pytree):

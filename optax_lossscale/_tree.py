@@ -70,20 +70,30 @@ class Template:
     """What is left of a tree without its arrays, for a function that JAX traces.
 
     The function returns the arrays that `take` takes out. JAX may keep them for later;
-    `fill` puts others in their places.
+    `fill` puts others in their places. Whatever else leaves the function goes this way:
+    a variable outside of it would hold what the last trace wrote.
     """
 
     def __init__(self, is_chosen: Callable[[Any], bool] = is_array):
         """Takes a function that says which leaves count as arrays."""
-        self._is_chosen = is_chosen
+        self._is_chosen, self._is_filled = is_chosen, True
 
     def take(self, tree: Any) -> list[jax.Array]:
-        """Returns the arrays of a tree, and keeps the rest."""
+        """Returns the arrays of a tree, and keeps the rest.
+
+        Raises:
+          RuntimeError: If the tree before was never filled: this one would take its
+            place.
+        """
+        if not self._is_filled:
+            raise RuntimeError("JAX has traced a function twice that it traces once.")
+        self._is_filled = False
         arrays, self._join = split_arrays(tree, self._is_chosen)
         return arrays
 
     def fill(self, arrays: Sequence[Any]) -> Any:
         """Returns the tree that was taken last, with other arrays."""
+        self._is_filled = True
         return self._join(arrays)
 
 

@@ -5,11 +5,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arithmetic import TWO, half, mean, total
 from faults import FAULTS, Fault, W, X, assert_named, needs_devices
 from helpers import INF, exhaustive_but
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from tracing import TWO, half, line_of, mean, program_of, sites_of, total
+from tracing import line_of, program_of, sites_of
 
 from optax_lossscale.diagnostics import trace_numerics
 from optax_lossscale.diagnostics._trace.trace import summarize

@@ -9,8 +9,8 @@ import faulty_constructs  # noqa: F401
 import faulty_decisions  # noqa: F401
 import numpy as np
 import pytest
+from arithmetic import relative_errors
 from faults import FAULTS, assert_named, cases
-from tracing import errors
 
 from optax_lossscale.diagnostics import trace_numerics
 
@@ -43,9 +43,9 @@ def test_mended(fault):
         assert "this line in float32" not in trace.findings[0].message
         right = fault.by_hand(fault.right)(1.0)
     result = fault.by_hand(fault.program)(fault.scale)
-    broken = errors(result, right)
+    broken = relative_errors(result, right)
     assert np.isclose(trace.loss, result[0], rtol=1e-3, equal_nan=True)
-    mended = errors(fault.by_hand(fault.mended)(fault.scale), right)
+    mended = relative_errors(fault.by_hand(fault.mended)(fault.scale), right)
     assert not np.max(broken) < 5 * CLOSE
     assert np.max(mended) < CLOSE
     trace = trace_numerics(fault.mended, *fault.args, scale=fault.scale)
@@ -68,6 +68,6 @@ def test_scale(fault):
     assert f"Use that: initial_scale=2.0**{exponent}." in message
     assert "No loss scale" not in " ".join(str(trace).split())
     truth = fault.by_hand(fault.exact)(1.0)
-    (_, before), (_, after) = (errors(run(x), truth) for x in (1.0, largest))
+    (_, before), (_, after) = (relative_errors(run(x), truth) for x in (1.0, largest))
     assert before > 5 * CLOSE
     assert after < 2 * CLOSE

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arithmetic import TWO, half, total
 from flax import linen, nnx
 from jax import lax
-from tracing import TWO, half, line_of, sites_of, total
+from tracing import line_of, sites_of
 
 from optax_lossscale import autocast
 from optax_lossscale._jaxprs.lines import Source

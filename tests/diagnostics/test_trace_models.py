@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arithmetic import mean
 from faults import Fault, assert_named
 from flax import linen, nnx
 from helpers import exhaustive_but
-from tracing import mean
 
 X = np.full((2, 3), 10.0, np.float32)
 # In the model: 10 * 3 * 0.1 = 3 before the gain; then 3 * gain * 2 * weight.

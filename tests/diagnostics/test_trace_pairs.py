@@ -7,15 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arithmetic import TWO, half, total
 from helpers import INF, NAN, exhaustive_but
 from jax import lax
-from tracing import TWO, Findings, half, line_of, total
+from tracing import Findings, line_of
 
 from optax_lossscale.diagnostics import trace_numerics
 
 # The kind of each fault, and what makes it: numbers that `loss_fn` reads. The most
 # urgent comes first.
-FAULTS = {
+URGENCY = {
     "parameter": ("nonfinite_argument", {"params": NAN}),
     "data": ("nonfinite_argument", {"x": INF}),
     "overflow": ("forward", {"large": 300.0}),
@@ -59,8 +60,8 @@ def loss_fn(params, x, f):
 def arguments(*faults):
     values = dict(HEALTHY)
     for name in faults:
-        values |= FAULTS[name][1]
-    names = FAULTS.keys() - {"parameter", "data"}
+        values |= URGENCY[name][1]
+    names = URGENCY.keys() - {"parameter", "data"}
     params = {name: jnp.linspace(0.3, 1.7, 8) for name in names}
     params["overflow"] = params["overflow"].at[3].mul(values.pop("params"))
     x = jnp.ones(8).at[2].set(values.pop("x"))
@@ -89,14 +90,14 @@ def test_without_a_fault():
     assert [x.kind for x in findings] == ["fine"]
 
 
-CASES = [x for n in (1, 2) for x in itertools.combinations(FAULTS, n)]
+CASES = [x for n in (1, 2) for x in itertools.combinations(URGENCY, n)]
 DEFAULT = [x for x in CASES if len(x) == 1 or "underflow" in x]
 
 
 @pytest.mark.parametrize("faults", exhaustive_but(CASES, DEFAULT), ids="-".join)
 def test_the_more_urgent_comes_first(faults):
     findings = traced()(*arguments(*faults))
-    (first, *_), (last, *_) = (FAULTS[x] for x in (faults[0], faults[-1]))
+    (first, *_), (last, *_) = (URGENCY[x] for x in (faults[0], faults[-1]))
     messages = [x.message for x in findings]
     assert findings[0].kind == first, messages
     if len(faults) == 1:

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tracing import half, line_of, total
+from arithmetic import half, total
+from tracing import line_of
 
 from optax_lossscale import autocast
 from optax_lossscale.diagnostics import float32_lines, trace_numerics

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from arithmetic import TWO, half, total
 from helpers import exhaustive_but
-from tracing import TWO, half, total
 
 from optax_lossscale import DynamicLossScale, LossScaleOptimizer, autocast
 from optax_lossscale.diagnostics import trace_numerics

@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import linen, nnx
 from helpers import assert_same_bits, exhaustive_but, relaxed, to_numpy
+from networks import Net, in_one_call, in_two_calls
 
 from optax_lossscale import (
     LossScaleOptimizer,
@@ -23,18 +24,6 @@ from optax_lossscale import (
 X = np.sin(np.arange(32.0, dtype=np.float32)).reshape(8, 4)
 Y = X[:, :1] * X[:, 1:2]
 INNER = relaxed(optax.adamw(1e-2))
-
-
-class Net(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.hidden = nnx.Linear(4, 8, rngs=rngs)
-        self.norm = nnx.BatchNorm(8, rngs=rngs)
-        self.drop = nnx.Dropout(0.1, rngs=rngs)
-        self.output = nnx.Linear(8, 1, rngs=rngs)
-
-    def __call__(self, x):
-        return self.output(self.drop(nnx.relu(self.norm(self.hidden(x)))))
 
 
 def nnx_loss(model, x, y):
@@ -124,26 +113,10 @@ KINDS = {
 }
 
 
-def in_one_call(optimizer, loss_fn, **options):
-    def step(model, state):
-        return optimizer.minimize(loss_fn, model, state, X, Y, **options)
-
-    return step
-
-
-def in_two_calls(optimizer, loss_fn, **options):
-    def step(model, state):
-        grad_fn = optimizer.value_and_grad(loss_fn, state, **options)
-        loss, grads = grad_fn(model, X, Y)
-        return *optimizer.apply_gradients(grads, model, state), loss
-
-    return step
-
-
 def in_two_calls_of_optax(optimizer, loss_fn, **options):
-    def step(model, state):
+    def step(model, state, *args):
         grad_fn = optimizer.value_and_grad(loss_fn, state, **options)
-        loss, grads = grad_fn(model, X, Y)
+        loss, grads = grad_fn(model, *args)
         updates, state = optimizer.update(grads, state, model)
         if isinstance(model, nnx.Module):
             params = nnx.state(model, nnx.Param)
@@ -188,7 +161,7 @@ class TestAModel:
             step, losses = make_step(optimizer, loss_fn, **options), []
             step = (wrap or kind.jit)(step)
             for _ in range(5):
-                model, state, loss = step(model, state)
+                model, state, loss = step(model, state, X, Y)
                 losses.append(loss)
             assert losses[-1] < losses[0]
             ends.append([*contents(model), *losses])

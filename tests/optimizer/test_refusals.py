@@ -228,7 +228,7 @@ def test_a_float16_loss_warns_when_it_is_traced(wrap):
         lambda loss, p, s: optimizer.minimize(loss, p, s),
     ):
         step = wrap(functools.partial(call, loss_of(jnp.float16)))
-        with pytest.warns(UserWarning, match="float32") as caught:
+        with pytest.warns(UserWarning, match="The loss is float16") as caught:
             step(PARAMS, state)
         assert [warning.filename for warning in caught] == [__file__]
         if wrap is jax.jit:

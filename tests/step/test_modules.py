@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from helpers import assert_same_bits, relaxed, to_numpy
 from meshes import PARTS, WHOLE, mesh_of, over_devices, varying
+from networks import Net, in_one_call, in_two_calls
 
 from optax_lossscale import DynamicLossScale, LossScaleOptimizer, autocast
-
-nnx = pytest.importorskip("flax.nnx")
 
 X = np.sin(np.arange(64.0, dtype=np.float32)).reshape(8, 8)
 # Each operation of a pass compiles a program of its own without `jit`.
@@ -31,16 +31,7 @@ def assign(variable, value):
         variable.value = value
 
 
-class Model(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.hidden = nnx.Linear(8, 16, rngs=rngs)
-        self.norm = nnx.BatchNorm(16, rngs=rngs)
-        self.drop = nnx.Dropout(0.5, rngs=rngs)
-        self.output = nnx.Linear(16, 1, rngs=rngs)
-
-    def __call__(self, x):
-        return self.output(self.drop(nnx.relu(self.norm(self.hidden(x)))))
+Model = functools.partial(Net, features=8, width=16, rate=0.5)
 
 
 def loss_fn(model, x):
@@ -61,15 +52,6 @@ def start(model, inner=None, loss_scale=None, *, wrt=nnx.Param, **options):
 def values(model):
     """Copies the arrays of all variables, also keys and random counts, to NumPy."""
     return [to_numpy(x) for x in jax.tree.leaves(nnx.state(model))]
-
-
-def in_one_call(optimizer, loss_fn=None, **options):
-    def step(model, state, *args, **keywords):
-        return optimizer.minimize(
-            loss_fn or square, model, state, *args, **options, **keywords
-        )
-
-    return step
 
 
 def scanned(step):
@@ -214,21 +196,12 @@ def statistics(model):
 GOOD, BAD = np.float32([[1, 2, 3, 4], [5, 3, 1, 2]]), np.float32([[np.inf] * 4] * 2)
 
 
-def in_two_calls(optimizer):
-    def step(model, state, x):
-        loss, grads = optimizer.value_and_grad(square, state)(model, x)
-        model, state = optimizer.apply_gradients(grads, model, state)
-        return model, state, loss
-
-    return step
-
-
 class TestASkippedStepChangesNothing:
     @pytest.mark.parametrize("make", [in_one_call, in_two_calls])
     @pytest.mark.parametrize("wrap", [nnx.jit, jax.jit, EAGER])
     def test_in_a_step(self, make, wrap):
         optimizer, *begun = start(Statistics())
-        step = wrap(make(optimizer))
+        step = wrap(make(optimizer, square))
         model, state, _ = step(*begun, GOOD)
         before = statistics(model)
         model, state, _ = step(model, state, BAD)
@@ -247,7 +220,7 @@ class TestASkippedStepChangesNothing:
         bad = random.random(200) < 0.2
         xs[bad, 0, 1] = np.inf
         optimizer = LossScaleOptimizer(optax.sgd(0.01), rule)
-        run, ends = scanned(make(optimizer)), []
+        run, ends = scanned(make(optimizer, square)), []
         # The same program, to the bit: bad batches at the end stand for none.
         for order in (np.arange(200), np.argsort(bad, kind="stable")):
             model = Statistics()
@@ -266,7 +239,7 @@ class TestASkippedStepChangesNothing:
         optimizer, *_ = start(Statistics())
         models, states = members(None, jnp.zeros(2))
         before = statistics(models)
-        step = nnx.jit(nnx.vmap(make(optimizer)))
+        step = nnx.jit(nnx.vmap(make(optimizer, square)))
         models, states, _ = step(models, states, jnp.stack([GOOD, BAD]))
         assert states.skipped_steps.tolist() == [0, 1]
         for new, old in zip(statistics(models), before, strict=True):
@@ -282,7 +255,7 @@ class TestASkippedStepChangesNothing:
         def step(arrays, state, x):
             arrays, state = jax.tree.map(varying, (arrays, state))
             model = nnx.merge(graph, arrays)
-            model, state, _ = make(optimizer)(model, state, x)
+            model, state, _ = make(optimizer, square)(model, state, x)
             return jax.tree.map(lambda x: x[None], (nnx.state(model), state))
 
         xs = jnp.concatenate([GOOD, BAD])
@@ -309,7 +282,7 @@ class TestASkippedStepChangesNothing:
             optimizer, model, state = start(Statistics(), loss_scale=8.0, **options)
             before = statistics(model)
             x = GOOD if more else BAD
-            step = nnx.jit(in_one_call(optimizer, **more))
+            step = nnx.jit(in_one_call(optimizer, square, **more))
             model, state, _ = step(model, state, x)
             assert state.skipped_steps == 1
             assert_same_bits(statistics(model), before)
@@ -317,7 +290,7 @@ class TestASkippedStepChangesNothing:
     def test_but_a_fixed_scale_applies_it(self):
         for make in (in_one_call, in_two_calls):
             optimizer, model, state = start(Statistics(), loss_scale=8.0)
-            model, *_ = nnx.jit(make(optimizer))(model, state, BAD)
+            model, *_ = nnx.jit(make(optimizer, square))(model, state, BAD)
             assert not np.isfinite(model.norm.mean[...]).any()
 
 
@@ -547,5 +520,5 @@ def test_in_the_tree_mode_of_flax(retries):
     with nnx.set_graph_mode(False):
         optimizer, model, state = start(Layer(), retries=retries)
         before = model.linear.kernel[...]
-        in_one_call(optimizer)(model, state, GOOD)
+        in_one_call(optimizer, square)(model, state, GOOD)
         assert (model.linear.kernel[...] != before).all()

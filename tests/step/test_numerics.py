@@ -13,6 +13,7 @@ from meshes import mesh_of, over_devices
 from benchmarks import hlo
 from optax_lossscale import all_finite
 from optax_lossscale._scaling import exact_exp2, largest_magnitude
+from optax_lossscale._tree import Template
 
 pytestmark = pytest.mark.optimized
 FLOATS = ["float8_e5m2", "float8_e4m3fn", "float16", "bfloat16", "float32", "complex64"]
@@ -154,3 +155,13 @@ def test_powers_of_two_are_exact_and_within_the_bounds_of_a_scale():
     assert exact_exp2(exponents).tolist() == [
         *[2.0**-126] * 3, 8.0, *[2.0**126] * 2, 2.0**-126,
     ]  # fmt: skip
+
+
+def test_a_template_holds_one_tree_until_it_is_filled():
+    template = Template()
+    for name in ("first", "second"):
+        arrays = template.take({"name": name, "x": jnp.ones(2)})
+        assert template.fill(arrays)["name"] == name
+    template.take({"name": "third"})
+    with pytest.raises(RuntimeError, match="traced a function twice"):
+        template.take({"name": "fourth"})

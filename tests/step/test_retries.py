@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from arithmetic import half, normal
 from helpers import (
     INF,
     NAN,
@@ -38,10 +39,6 @@ every_wrap = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 # One operation after the other takes long to compile.
 SLOW = exhaustive_but(WRAPS.values(), [WRAPS["jit"]])
 compiled = pytest.mark.parametrize("wrap", SLOW, ids=WRAPS)
-
-
-def half(x):
-    return x.astype(jnp.float16)
 
 
 def with_gradient(param, x, identity=lambda x: x):
@@ -121,10 +118,6 @@ def assert_rounded(actual, desired):
             np.testing.assert_allclose(x, y, rtol=0, atol=2 * epsilon * np.abs(y).max())
         else:
             np.testing.assert_array_equal(x, y)
-
-
-def normal(*shape):
-    return np.random.default_rng(sum(shape)).standard_normal(shape, np.float32)
 
 
 class TestModel:

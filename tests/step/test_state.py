@@ -40,12 +40,10 @@ class TestSelectApplied:
         assert (inside == 1).all()
 
     def test_refuses_another_structure_and_no_state(self):
-        with pytest.raises(ValueError, match="exactly one"):
+        with pytest.raises(ValueError, match=r"exactly one .* got 0"):
             select_applied((), 1.0, 2.0)
-        with pytest.raises(ValueError, match="key"):
-            select_applied(self.state, {"a": 1.0}, {"b": 1.0})
-
-        for new, old in [(1.0, {"a": 1.0}), ({"a": 1.0}, 1.0)]:
+        tree = {"a": 1.0}
+        for new, old in [(tree, {"b": 1.0}), (1.0, tree), (tree, 1.0)]:
             with pytest.raises(ValueError, match="same structure"):
                 select_applied(self.state, new, old)
 

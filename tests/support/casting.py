@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from arithmetic import normal as normal
 
 from optax_lossscale import LossScaleOptimizer, autocast
 from optax_lossscale._jaxprs.parts import all_equations
@@ -18,12 +19,6 @@ def x64():
     from jax.experimental import enable_x64  # Older versions.
 
     return enable_x64(True)
-
-
-def normal(*shape, scale=1.0, seed=0):
-    """Returns random numbers, f32[shape]."""
-    numbers = np.random.default_rng(seed + sum(shape)).normal(size=shape)
-    return (scale * numbers).astype(np.float32)
 
 
 def compiled_step(f, params, *args):

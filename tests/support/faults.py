@@ -15,9 +15,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from tracing import by_hand, line_numbers
+from arithmetic import by_hand, normal
+from tracing import line_numbers
 
 from optax_lossscale import autocast
 from optax_lossscale.diagnostics import trace_numerics
@@ -26,12 +26,7 @@ FAULTS: dict[str, "Fault"] = {}
 needs_devices = pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
 
 
-def normal(*shape, std=1.0):
-    rng = np.random.default_rng(sum(shape))
-    return (std * rng.standard_normal(shape)).astype(np.float32)
-
-
-X, W = normal(8, 6), normal(6, 6, std=0.4)
+X, W = normal(8, 6), normal(6, 6, scale=0.4)
 
 
 def cast_to(dtype, mended=None):
@@ -157,30 +152,42 @@ def cases(is_asked=lambda fault: True):
 
 
 def assert_named(fault):
-    """Asserts that the trace names a fault at its line, with its kind."""
-    trace, rank = fault.trace, len(fault.before)
-    got = "; ".join(f"{x.kind}: {x.message}" for x in trace.findings)
-    got = f"expected {fault}, got {got}"
+    """Asserts that the trace names a fault: where it is, what mends it, what it is."""
     assert fault.lines, f"no line of {fault.file} ends in # {fault.mark}"
-    kinds = [x.kind for x in trace.findings[: rank + 1]]
-    assert kinds == [*fault.before, fault.kind], got
-    finding = trace.findings[rank]
+    found = fault.trace.findings
+    got = "; ".join(f"{x.kind}: {x.message}" for x in found)
+    got = f"expected {fault}, got {got}"
+    rank = len(fault.before)
+    assert [x.kind for x in found[: rank + 1]] == [*fault.before, fault.kind], got
+    assert_is_at_its_line(fault, found[rank], got)
+    assert_is_advised(fault, found[rank], got)
+    assert_is_described(fault, found[rank].operation, got)
+
+
+def assert_is_at_its_line(fault, finding, got):
     places = re.findall(rf"{Path(fault.file).name}:(\d+)", finding.message)
     places = list(map(int, places))
     # A decision also names what it chooses among.
     first = places if fault.kind == "decision" else places[:1]
     assert set(first) & set(fault.lines), got
     assert set(fault.sources) <= set(places), got
-    assert finding.operation.phase == fault.phase or not fault.phase, got
-    is_finite = fault.kind not in ("forward", "backward", "scale_too_high")
-    if fault.kind != "nonfinite_argument":
-        assert finding.operation.output.is_finite == is_finite, got
+
+
+def assert_is_advised(fault, finding, got):
     assert re.search(fault.says, finding.message), f"{got}, without {fault.says!r}"
     # What `autocast` is to keep in float32, if so.
     advised = {int(x) for x in re.findall(r':(\d+)"', finding.message)}
     assert advised in (set(), {*fault.lines, *fault.sources}), got
+
+
+def assert_is_described(fault, operation, got):
+    trace = fault.trace
+    assert operation.phase == fault.phase or not fault.phase, got
+    is_finite = fault.kind not in ("forward", "backward", "scale_too_high")
+    if fault.kind != "nonfinite_argument":
+        assert operation.output.is_finite == is_finite, got
     expected = {"in_rule": False, "opaque": False} | fault.operation
-    known = finding.operation.output._asdict() | finding.operation._asdict()
+    known = operation.output._asdict() | operation._asdict()
     assert {k: known[k] for k in expected} == expected, got
     text = " ".join(str(trace).split())
     assert ("in its backward rule" in text) == expected["in_rule"]

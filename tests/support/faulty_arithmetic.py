@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from faults import W, X, fault, needs_devices, normal
+from arithmetic import TWO, mean, normal, total
+from faults import W, X, fault, needs_devices
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
-from tracing import TWO, mean, total
 
 
 def distance(x, y):
@@ -269,7 +269,7 @@ def subnormal(cast, w):
     return total(jnp.sin(cast(w))) * 3e-7  # subnormal
 
 
-@fault(normal(2, 8, 8, std=0.3), normal(6, 8), **lost, default=True)
+@fault(normal(2, 8, 8, scale=0.3), normal(6, 8), **lost, default=True)
 def small_weight(cast, params, x):
     x = jnp.tanh(cast(x) @ cast(params[0]))
     return 2.0**-24 * total(jnp.square(x @ cast(params[1])))  # small_weight
@@ -312,7 +312,7 @@ def layers(depth=2, activation="relu", size=1e-9, batch=32, width=16):
     """Returns the arguments of a perceptron."""
     params, x = [], normal(batch, 8)
     for inner, outer in itertools.pairwise([8, *[width] * depth, 1]):
-        w = normal(inner, outer, std=inner**-0.5)
+        w = normal(inner, outer, scale=inner**-0.5)
         params.append((w, np.zeros(outer, np.float32)))
     return params, x, np.sin(2 * x[:, :1]), activation, size
 

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arithmetic import TWO, total
 from faults import fault, needs_devices
 from helpers import INF
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
-from tracing import TWO, total
 
 # The first operation that makes an inf.
 product, exponential = {"primitive": "mul"}, {"primitive": "exp"}

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from arithmetic import mean
 from faults import fault
 from jax import lax
-from tracing import mean
 
 rng = np.random.default_rng(0)
 X, W = (

@@ -16,7 +16,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of
-from optax_lossscale._tree import Template
+from optax_lossscale._tree import split_arrays
 from optax_lossscale.diagnostics._trace.twin import bind_on_refs, constants_of, walk
 
 # Seconds between two lines that say how far a run is.
@@ -103,7 +103,7 @@ class Tape:
         results = list(map(self._slot, kind.avals))
         numbers = [x.number for x in slots], [x.number for x in results]
         self._steps.append((kind.compiled, *numbers))
-        return kind.results.fill(results)
+        return kind.fill(results)
 
     def _slot_of(self, x):
         if isinstance(x, Slot):
@@ -190,13 +190,12 @@ class _Kind:
     """A function of arrays of some types, which is compiled once.
 
     Attributes:
-      results: The template of what the function returns.
+      fill: Puts arrays into what the function returns.
     """
 
     def __init__(self, function, treedef, avals, key):
         self._function, self._treedef, self._avals = function, treedef, avals
         self._key = key, treedef, avals
-        self.results = Template()
 
     def __hash__(self):
         return hash(self._key)
@@ -217,7 +216,10 @@ class _Kind:
 
     def _flat(self, *leaves):
         args = jax.tree.unflatten(self._treedef, leaves)
-        return self.results.take(self._function(*args))
+        # With a key, JAX may trace it again: under another mesh, or if it has forgotten
+        # the first time. Then the result is an equal tree.
+        arrays, self.fill = split_arrays(self._function(*args))
+        return arrays
 
     @functools.cached_property
     def avals(self):
