@@ -36,6 +36,11 @@ def is_module(x: Any) -> bool:
     return isinstance(x, _classes("flax.nnx", "Pytree"))
 
 
+def is_model(x: Any) -> bool:
+    """Whether `x` is a module that may hold parameters, unlike `nnx.Rngs`."""
+    return isinstance(x, _classes("flax.nnx", "Module"))
+
+
 def is_stateful(x: Any) -> bool:
     """Whether `x` is a module or a variable, which a pass may change in place."""
     return isinstance(x, _classes("flax.nnx", "Pytree", "Variable"))

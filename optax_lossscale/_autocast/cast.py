@@ -19,7 +19,7 @@ from optax_lossscale._autocast.roles import Role, mark, steps_of
 from optax_lossscale._autocast.states import Planner
 from optax_lossscale._hints import MODULES, hint, is_of_module
 from optax_lossscale._jaxprs import parts
-from optax_lossscale._modules import Modules, flax_nnx, is_stateful
+from optax_lossscale._modules import Modules, is_model, is_stateful
 from optax_lossscale._tree import (
     Args,
     Out,
@@ -215,8 +215,7 @@ def _opened(fun: Any) -> tuple[Any, tuple[Any, ...]]:
 def _roles(args, kwargs):
     """Returns the roles of the arrays of arguments, but for those of modules."""
     pairs = jax.tree.leaves_with_path((args, kwargs), is_leaf=is_stateful)
-    nnx = flax_nnx()
-    models = [path[:2] for path, x in pairs if nnx and isinstance(x, nnx.Module)]
+    models = [path[:2] for path, x in pairs if is_model(x)]
     held = [path[:2] for path, x in pairs if _is_traced(x) or is_stateful(x)]
     # Parameters may come after a name, but not by a name.
     first = (*models, *(path for path in held if path[0].idx == 0), None)[0]
