@@ -81,30 +81,34 @@ def differentiate(
     """
 
     def value_and_grad(*args, **kwargs):
-        def of_parts(*parts, **kwargs):
-            parts = list(parts)
+        def of_parts(*parts):
+            *parts, kwargs = parts
             for i, join in joins.items():
                 parts[i] = join(parts[i])
             return fun(*parts, **kwargs)
 
-        if kwargs:  # Flax nnx looks up their positions.
-            vars(of_parts)["__wrapped__"] = fun
-        given, joins = list(args), {}
-        for x in jax.tree.leaves(argnums):
+        is_one = not isinstance(argnums, tuple | list)
+        # One argument more: Flax takes no keyword that has no position.
+        given, joins, places = [*args, kwargs], {}, []
+        for x in [argnums] if is_one else argnums:
             i = getattr(x, "argnum", x)  # nnx.DiffState chooses variables.
-            if -len(args) <= i < len(args):  # Otherwise JAX says so.
-                given[i], joins[i] = _modules.differentiated(args[i])
-                if not given[i] and jax.tree.leaves(args[i]):
-                    raise TypeError(
-                        f"Argument {i} of loss_fn must hold a floating-point array, "
-                        f"got {reprlib.repr(types_of(args[i]))}. {ORDER}"
-                    )
+            if not -len(args) <= i < len(args) or i % len(args) in joins:
+                raise ValueError(
+                    "argnums must name each of some positional arguments once, got "
+                    f"{argnums!r} of {len(args)}."
+                )
+            i %= len(args)
+            given[i], joins[i] = _modules.differentiated(args[i])
+            if not given[i] and jax.tree.leaves(args[i]):
+                raise TypeError(
+                    f"Argument {i} of loss_fn must hold a floating-point array, "
+                    f"got {reprlib.repr(types_of(args[i]))}. {ORDER}"
+                )
+            places.append(x if hasattr(x, "argnum") else i)
         is_nnx = _modules.has_modules([given[i] for i in joins])
         transform = _modules.value_and_grad_of_nnx if is_nnx else jax.value_and_grad
-        transform = transform(of_parts, argnums=argnums, has_aux=has_aux)
-        value, grads = transform(*given, **kwargs)
-        is_one = not isinstance(argnums, tuple | list)
-        grads = [grads] if is_one else grads
+        transform = transform(of_parts, argnums=tuple(places), has_aux=has_aux)
+        value, grads = transform(*given)
         pairs = zip(joins.values(), grads, strict=True)
         grads = tuple(join(x, itertools.repeat(None)) for join, x in pairs)
         return value, grads[0] if is_one else grads
@@ -130,8 +134,8 @@ def scaled_grad(
     """
     check.function("loss_fn", fun)
     # eqx.filter_value_and_grad has no argnums: it uses the first argument.
-    chosen = {"argnums": argnums} if argnums else {}
-    transform = functools.partial(transform or differentiate, **chosen)
+    options = {"argnums": argnums} if argnums != 0 else {}
+    transform = functools.partial(transform or differentiate, **options)
 
     def value_and_grad(scale, /, *args, **kwargs):
         def loss_times_scale(*args, **kwargs):

@@ -62,12 +62,12 @@ def check_dtypes(inner: Any, state: Any, params: Any, grads: Any) -> None:
 
 def fit(inner: Any, grads: Any, state: Any, params: Any) -> bool:
     """Whether gradients and a state are those of parameters, all or some of them."""
-    try:
+    with contextlib.suppress(Exception):  # Other trees, which init may not take.
         chosen = grads if params is None else _none_like(grads, params)
-    except ValueError:
-        return False
-    made = (jax.eval_shape(lambda x=x: init(inner, x)) for x in (chosen, params))
-    return not difference(grads, chosen) and any(not difference(state, x) for x in made)
+        made = (jax.eval_shape(lambda x=x: init(inner, x)) for x in (chosen, params))
+        is_whole = not difference(grads, chosen)
+        return is_whole and any(not difference(state, x) for x in made)
+    return False
 
 
 def update(

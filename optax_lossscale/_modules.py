@@ -28,7 +28,8 @@ nnx: Any = _Nnx()
 def _classes(library: str, *names: str) -> tuple[type, ...]:
     """Returns classes of a library; none if nobody has imported it."""
     module = sys.modules.get(library)
-    return tuple(getattr(module, name) for name in names) if module else ()
+    # Another thread may be importing it.
+    return tuple(getattr(module, x) for x in names if hasattr(module, x))
 
 
 def is_module(x: Any) -> bool:

@@ -3,7 +3,7 @@
 import sys
 import warnings
 
-LIBRARIES = ("optax_lossscale", "jax", "optax", "equinox", "flax")
+LIBRARIES = ("optax_lossscale", "jax", "optax", "equinox", "flax", "haiku")
 
 
 def warn(message: str) -> None:

@@ -189,6 +189,9 @@ def measure(
 
     Only one way at a time is on the device. Of models, the arrays are arguments.
     """
+    parts, join = differentiated(params)
+    numbers = float, complex  # Those that a step trains become arrays.
+    params = join([jnp.asarray(x) if isinstance(x, numbers) else x for x in parts])
     arrays, join = split_arrays(params)
     arrays = [x if is_key(x) else jax.device_get(x) for x in arrays]
     inputs, join_batch = split_arrays(batch)

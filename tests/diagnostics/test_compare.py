@@ -120,6 +120,12 @@ def test_any_model_is_measured_and_preserved(loss_fn, make, batch, options):
         np.testing.assert_array_equal(x, y)
 
 
+def test_a_python_number_among_the_parameters():
+    params = PARAMS | {"scale": 2.0, "heads": 4}
+    rows = compare(lambda p, x: loss_fn(p, x) * p["scale"] / p["heads"], params, X)
+    assert rows[_compare.MINIMIZE]["applied"]
+
+
 def test_it_is_for_the_host():
     with pytest.raises(TypeError, match=r"compare .* call it outside of jit"):
         jax.jit(lambda x: compare(loss_fn, PARAMS, x))(X)

@@ -56,6 +56,12 @@ def gradients_of_other_names():
     optimizer.apply_gradients({"v": W["w"]}, W, optimizer.init(W))
 
 
+def gradients_that_a_partition_does_not_know():
+    inner = optax.partition({"a": optax.adam(1e-3)}, {"w": "a"})
+    optimizer = LossScaleOptimizer(inner)
+    optimizer.update({"v": W["w"]}, optimizer.init(W))
+
+
 def gradients_in_the_place_of_the_model():
     grads = nnx.state(Model(), nnx.Param)
     optimizer.apply_gradients(Model(), grads, optimizer.init(Model()))
@@ -107,6 +113,7 @@ def a_module_from_outside_of_a_scan():
         (state_of_a_layer, _hints.PARAMETERS),
         (gradients_of_other_shapes, _hints.PARAMETERS),
         (gradients_of_other_names, _hints.PARAMETERS),
+        (gradients_that_a_partition_does_not_know, _hints.PARAMETERS),
         (gradients_in_the_place_of_the_model, _hints.PARAMETERS),
         (an_axis_without_devices, _hints.DEVICES),
         (a_module_in_the_closure_of_autocast, _hints.MODULES),

@@ -267,8 +267,28 @@ def test_a_state_of_a_part_of_the_variables():
     assert (model.output.kernel[...] != kernels[1]).any()
 
 
-def test_another_number_of_arguments_than_those_to_differentiate():
+@pytest.mark.parametrize("argnums", [3, (0, 0), (0, -1), -2])
+def test_arguments_to_differentiate_that_are_none_or_come_twice(argnums):
     optimizer = LossScaleOptimizer(optax.sgd(0.5))
-    grad_fn = optimizer.value_and_grad(jnp.sum, optimizer.init(X), argnums=3)
-    with pytest.raises(TypeError, match="argnums=3 requires at least 4"):
+    grad_fn = optimizer.value_and_grad(jnp.sum, optimizer.init(X), argnums)
+    with pytest.raises(
+        ValueError, match=r"argnums must name each .* once, got .* of 1"
+    ):
         grad_fn(X)
+
+
+def only_by_keyword(model, x, *, y):
+    return nnx_loss(model, x, y)
+
+
+def of_any_keyword(model, x, **batch):
+    return nnx_loss(model, x, **batch)
+
+
+@pytest.mark.parametrize("loss_fn", [only_by_keyword, of_any_keyword])
+@pytest.mark.parametrize("retries", [0, 4])
+def test_keywords_without_a_position(loss_fn, retries):
+    optimizer, model = LossScaleOptimizer(INNER, retries=retries), Net()
+    state = optimizer.init(model)
+    *_, loss = optimizer.minimize(autocast(loss_fn), model, state, X, y=Y)
+    np.testing.assert_allclose(loss, nnx_loss(Net(), X, Y), rtol=1e-2)
