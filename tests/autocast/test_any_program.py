@@ -28,18 +28,18 @@ def assert_same_types(program, params, data):
     assert types[0] == types[1]
 
 
-@seeds(100, often=12)
+@seeds(60, often=8)
 def test_it_takes_any_program_and_keeps_its_types(seed):
     assert_same_types(Program(seed), *arguments(seed))
 
 
-@seeds(30, often=4)
+@seeds(20, often=2)
 def test_it_takes_any_program_with_float64(seed):
     with x64():
         assert_same_types(Program(seed), *arguments(seed, x64=True))
 
 
-@seeds(30, often=4)
+@seeds(20, often=2)
 def test_it_takes_any_program_with_a_symbolic_batch(seed):
     (batch,) = export.symbolic_shape("b")
     params, data = arguments(seed)
@@ -50,7 +50,7 @@ def test_it_takes_any_program_with_a_symbolic_batch(seed):
     assert_same_types(Program(seed), params, data)
 
 
-@seeds(60, often=6)
+@seeds(40, often=4)
 @jax.numpy_dtype_promotion("standard")
 def test_any_program_computes_near_float32(seed):
     (params, data), program = arguments(seed), Program(seed)
