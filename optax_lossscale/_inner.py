@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -41,6 +41,12 @@ def init(inner: Any, params: Any) -> Any:
     return inner.init(widen(without_constants(params)))
 
 
+def _states_of(inner: Any, *trees: Any) -> Iterator[Any]:
+    """Yields the shapes and dtypes of the state that `init` makes for each tree."""
+    # A closure, because a tree may hold functions, which JAX takes as no argument.
+    return (jax.eval_shape(lambda x=x: init(inner, x)) for x in trees)
+
+
 def check_dtypes(inner: Any, state: Any, params: Any, grads: Any) -> None:
     """Raises if a state is narrower than the one that `init` makes."""
     if not any(map(in_half, jax.tree.leaves(state))):
@@ -48,8 +54,8 @@ def check_dtypes(inner: Any, state: Any, params: Any, grads: Any) -> None:
     leaves = jax.tree.leaves_with_path(state)
     # The state may be of the parameters with a gradient alone. If it fits neither, the
     # step raises.
-    made = (jax.eval_shape(lambda x=x: init(inner, x)) for x in (params, grads))
-    alike = (x for x in map(jax.tree.leaves, made) if len(x) == len(leaves))
+    made = map(jax.tree.leaves, _states_of(inner, params, grads))
+    alike = (x for x in made if len(x) == len(leaves))
     for (path, x), wanted in zip(leaves, next(alike, ()), strict=False):
         if in_half(x) and x.dtype != wanted.dtype:
             raise TypeError(
@@ -64,7 +70,7 @@ def fit(inner: Any, grads: Any, state: Any, params: Any) -> bool:
     """Whether gradients and a state are those of parameters, all or some of them."""
     with contextlib.suppress(Exception):  # Other trees, which init may not take.
         chosen = grads if params is None else _none_like(grads, params)
-        made = (jax.eval_shape(lambda x=x: init(inner, x)) for x in (chosen, params))
+        made = _states_of(inner, chosen, params)
         is_whole = not difference(grads, chosen)
         return is_whole and any(not difference(state, x) for x in made)
     return False
