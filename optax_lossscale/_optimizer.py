@@ -117,9 +117,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             raise TypeError("inner_optimizer scales losses: scaling twice is a bug.")
         keras = (dynamic, initial_scale, dynamic_growth_steps)
         if loss_scale is None:
-            chosen = identifiers.keras_loss_scale(*keras)
+            rule = identifiers.keras_loss_scale(*keras)
         elif keras == (True, None, None):
-            chosen = identifiers.get_loss_scale(loss_scale)
+            rule = identifiers.get_loss_scale(loss_scale)
         else:
             raise ValueError(
                 "Pass either loss_scale or (dynamic, initial_scale, "
@@ -129,7 +129,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         self = _without_attributes(cls)
         self._options = Options(
             inner_optimizer=inner_optimizer,
-            loss_scale=chosen,
+            loss_scale=rule,
             axis_name=axis_name,
             check_loss=check.boolean("check_loss", check_loss),
             retries=0 if retries is None else check.count("retries", retries, least=0),

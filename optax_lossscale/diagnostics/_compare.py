@@ -158,7 +158,9 @@ def products_of(jaxpr: Any) -> str:
     return f"{sizes.count(2)} of {len(sizes)}"
 
 
-def run(program: Callable[..., Any], carry: Any, batch: Any, seconds: float) -> Any:
+def time_steps(
+    program: Callable[..., Any], carry: Any, batch: Any, seconds: float
+) -> Any:
     """Runs a compiled step from its start for about `seconds`.
 
     Returns:
@@ -183,7 +185,7 @@ def run(program: Callable[..., Any], carry: Any, batch: Any, seconds: float) -> 
 
 
 def measure(
-    chosen: dict[str, Way], params: Any, batch: tuple, seconds: float = SECONDS
+    ways: dict[str, Way], params: Any, batch: tuple, seconds: float = SECONDS
 ) -> dict[str, dict[str, Any]]:
     """Runs all ways in turns, each for about `seconds` in a turn; see `compare`.
 
@@ -196,8 +198,8 @@ def measure(
     arrays = [x if is_key(x) else jax.device_get(x) for x in arrays]
     inputs, join_batch = split_arrays(batch)
     inputs = jax.device_put(inputs)
-    rows, programs, times = {}, {}, {name: [] for name in chosen}
-    for name, way in chosen.items():
+    rows, programs, times = {}, {}, {name: [] for name in ways}
+    for name, way in ways.items():
 
         def init(arrays, way=way):
             return way.init(join(arrays))
@@ -218,7 +220,7 @@ def measure(
         for name, (init, program) in programs.items():
             # Copies, which the first step may overwrite.
             carry = jax.tree.map(jnp.copy, jax.device_put(arrays)), init(arrays)
-            times[name].append(run(program, carry, inputs, seconds))
+            times[name].append(time_steps(program, carry, inputs, seconds))
     for name, row in rows.items():
         ms, call_ms, applied = zip(*times[name], strict=True)
         row |= {"ms": statistics.median(ms), "low": min(ms), "high": max(ms)}
