@@ -16,11 +16,11 @@ from optax_lossscale._tree import difference, in_half, is_array, is_key, strongl
 def check_optimizer(inner: Any) -> None:
     """Raises if `inner` has no methods `init` and `update`."""
     if not all(callable(getattr(inner, x, None)) for x in ("init", "update")):
-        hint = " Call it to make an optimizer." if callable(inner) else ""
+        advice = " Call it to make an optimizer." if callable(inner) else ""
         got = getattr(inner, "__name__", reprlib.repr(inner))
         raise TypeError(
             "inner_optimizer must be an optax.GradientTransformation, or an object "
-            f"with methods init and update, got {got}.{hint}"
+            f"with methods init and update, got {got}.{advice}"
         )
 
 

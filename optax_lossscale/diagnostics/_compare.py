@@ -46,9 +46,9 @@ def compare(
 ) -> dict[str, dict[str, Any]]:
     """Measures your training step in float32, bfloat16 and float16, side by side.
 
-    It compiles the step in each way, runs all ways in turns on one device for about
-    ten seconds, and prints a table, and what limits your step. `params` stay as they
-    are. Run it where you train: a CPU says nothing of a GPU.
+    It prints a table, and says what limits your step. Run it where you train: a CPU
+    says nothing of a GPU. It compiles the step in each way, and runs all ways in turns
+    on one device for about ten seconds. `params` stay as they are.
 
     Args:
       loss_fn: The loss function, in float32 or as `autocast(loss_fn)`; called as
