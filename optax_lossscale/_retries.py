@@ -51,7 +51,7 @@ def value_and_grad(
     if not options.retries:
         value, grads = scaled(scale, *args, **kwargs)
         return value, _gradients.unscale(grads, scale, options.skips), state, None
-    _state.check_state(state, rule, options.retries)
+    _state.check_state(state, rule)
     with Modules((args, kwargs)) as modules:
         one_pass = _Pass(scaled, modules, scale)
         _check_effects(one_pass.jaxpr, options)
@@ -89,7 +89,8 @@ def value_and_grad(
         retries, look, grads, _ = _repeat(attempt, last)
     grads = list(map(_retried.bind, grads))
     grads = one_pass.unscaled(grads, lax.stop_gradient(rule(look.before)))
-    retries += jnp.asarray(state.retries, jnp.int32)
+    if state.retries is not None:  # None in a state from before they were switched on.
+        retries += jnp.asarray(state.retries, jnp.int32)
     retries = jnp.where(retries < 0, 2**31 - 1, retries)
     before, after = _tree.select(look.finite, look[:2], (old, first.after))
     look = Look(before, after, look.finite)

@@ -97,7 +97,7 @@ def take_step(
     inner = options.inner_optimizer
 
     # Look at the gradients.
-    _state.check_state(state, rule, options.retries)
+    _state.check_state(state, rule)
     _inner.check_dtypes(inner, state.inner_state, params, grads)
     _warn_of_scale_among(params)
     is_missing = grads is None and params is not None
