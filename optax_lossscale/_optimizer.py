@@ -16,7 +16,7 @@ from optax_lossscale._state import LossScaleOptimizerState, find_rule_state, fin
 from optax_lossscale._step import Options
 from optax_lossscale._tree import Args, Out, Tree, unbox
 
-# What a subclass must not override: `minimize` is one step, and calls no other method.
+# A subclass must not override these: `minimize` is one step, and calls none of them.
 STEP = ("init", "update", "value_and_grad", "apply_gradients", "minimize")
 
 

@@ -119,13 +119,14 @@ def with_loss_scale(
     Returns:
       A function with the arguments and results of `loss_fn`. Differentiate it in
       reverse mode, with respect to all parameters. Gradients have the dtypes of the
-      parameters: keep these in float32, and cast them in `loss_fn`. Gradients with
-      respect to other arguments are true, too, but may hold inf or nan. Gradients with
-      respect to arrays that `loss_fn` closes over, or to single variables of Flax nnx,
-      stay scaled. JAX refuses forward mode, because the backward pass checks the
-      gradients. For second derivatives in float16 use `jax.hessian` (forward over
-      reverse mode), which is scaled: reverse over reverse mode is not, and small values
-      become zero.
+      parameters: keep these in float32, and cast them in `loss_fn`.
+
+      Gradients with respect to other arguments are true as well, but may hold inf or
+      nan. Gradients with respect to arrays that `loss_fn` closes over, or to single
+      variables of Flax nnx, stay scaled. JAX refuses forward mode, because the backward
+      pass checks the gradients. For second derivatives in float16 use `jax.hessian`
+      (forward over reverse mode), which is scaled. Reverse over reverse mode is not:
+      small values become zero.
 
     Raises:
       TypeError: If `loss_fn` is no function, or, when called, if the loss is no
@@ -332,7 +333,7 @@ def scale_as_parameter(
         params = _modules.parameters_of(params, updates)
         place, old, params = _take_out(name, params, "params")
         _, flags, grads = _take_out(name, updates, "grads")
-        # No addition leads back from inf or nan: `report` says what does.
+        # No addition leads back from inf or nan: `report` says what to write.
         is_lost = ~jnp.isfinite(old)
         # One flag, or one for each example.
         look = _look_at(options, grads, state, jnp.any(flags != 0), is_lost)
@@ -351,7 +352,7 @@ def scale_as_parameter(
 def _look_at(
     options: Options, grads: Any, state: Any, overflow: jax.Array, is_lost: jax.Array
 ) -> _step.Look:
-    """Shows an overflow, of which the gradient of the scale tells, to the rule.
+    """Shows the rule an overflow, if the gradient of the scale tells of one.
 
     If the scale among the parameters is lost, the rule learns nothing, and the step is
     skipped.
