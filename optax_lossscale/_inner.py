@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import reprlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,9 +18,10 @@ def check_optimizer(inner: Any) -> None:
     """Raises if `inner` has no methods `init` and `update`."""
     if not all(callable(getattr(inner, x, None)) for x in ("init", "update")):
         hint = " Call it to make an optimizer." if callable(inner) else ""
+        got = getattr(inner, "__name__", reprlib.repr(inner))
         raise TypeError(
             "inner_optimizer must be an optax.GradientTransformation, or an object "
-            f"with methods init and update, got {inner!r}.{hint}"
+            f"with methods init and update, got {got}.{hint}"
         )
 
 

@@ -190,6 +190,12 @@ def _warn_of_scale_among(params: Any) -> None:
     """Warns of a scale among the parameters, and no `scale_as_parameter`."""
 
     def check(path, box):
+        if _tree.nodes_of(_state.LossScaleOptimizerState, params):
+            raise TypeError(
+                "params must not hold the state of an optimizer, got one in a "
+                f"{type(params).__name__}. Pass the parameters alone, as "
+                "train_state.params, and train_state.opt_state as the state."
+            )
         if [*map(_tree.is_float32_scalar, jax.tree.leaves(box))] == [True]:
             warn(
                 f"params{jax.tree_util.keystr(path)} is trained as any parameter. For "
