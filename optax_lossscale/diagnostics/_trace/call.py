@@ -237,5 +237,5 @@ def _mark_backward(sites):
 def is_autocast(equation: Any) -> bool:
     """Whether `autocast` made a cast."""
     is_cast = equation.primitive.name == "convert_element_type"
-    files = (x.file_name for x in lines.frames_of(equation))
+    files = (x.file_name for x in parts.frames_of(equation))
     return is_cast and any(x.startswith(lines.AUTOCAST) for x in files)
