@@ -18,11 +18,11 @@ from optax_lossscale._jaxprs import flow, parts, primitives
 from optax_lossscale._jaxprs.primitives import Kind, Trait
 
 FLOAT32 = jnp.dtype(jnp.float32)
-# None, but while diagnostics trace a program. Then it casts its constants, so that they
-# see its float32 numbers; and each `autocast` adds why it computes nothing, "" if it
-# does.
+# A list while the diagnostics trace a program, else None. Then `autocast` casts
+# constants in the program, where the trace sees their float32 values, and appends the
+# reason why it casts nothing, or "".
 NOTES: contextvars.ContextVar[list[str] | None]
-NOTES = contextvars.ContextVar("shown", default=None)
+NOTES = contextvars.ContextVar("NOTES", default=None)
 
 
 def run_plan(

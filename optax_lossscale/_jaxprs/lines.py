@@ -15,8 +15,9 @@ import jax
 from optax_lossscale._jaxprs import parts
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-# Its callers are the user's, as those of the other parts of the package are not.
-AUTOCAST = os.path.join(PACKAGE, "_autocast") + os.sep
+# Folders of this package whose callers may be the lines of operations. They say so
+# themselves. Of the other parts the callers are not: a call of `minimize`, say.
+PASSED: list[str] = []
 CUSTOM_VJP = jax.custom_vjp.__call__.__qualname__
 # A line in these packages is not the user's: the line that called them is, where the
 # dtype of a layer is chosen. In other libraries, both lines are named.
@@ -74,10 +75,9 @@ def source_of(equation: Any, caller: Source, *, is_backward: bool) -> Source:
     lines: list[Line] = []
     for frame in parts.frames_of(equation):
         in_rule |= is_backward and not lines and frame.function_name == CUSTOM_VJP
-        is_ours = frame.file_name.startswith(PACKAGE)
-        if is_ours and frame.file_name.startswith(AUTOCAST):
+        if frame.file_name.startswith(tuple(PASSED)):
             continue
-        if parts.is_border(frame) or is_ours:
+        if parts.is_border(frame) or frame.file_name.startswith(PACKAGE):
             break
         if _is_users(frame.file_name):
             lines.append((frame.file_name, frame.line_num, frame.function_name))
