@@ -188,6 +188,10 @@ class TestState:
         used = float(optimizer.current_loss_scale(state))
         assert 2 <= used <= 1024
         assert np.isfinite(scale) or used == 8  # It begins anew.
+        loss_fn = lambda x: 1e-3 * x**2  # noqa: E731
+        grad = optimizer.value_and_grad(loss_fn, state)(one)[1]
+        moved = wrap(lambda x, s: optimizer.minimize(loss_fn, x, s)[0])(one, state)
+        np.testing.assert_allclose((grad, moved), (2e-3, 0.999), rtol=1e-6)
         step = wrap(lambda g, s, loss: optimizer.update(g, s, one, value=loss)[1])
         for grad, loss, expected in (
             (1, 1, used),

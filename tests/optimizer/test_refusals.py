@@ -237,37 +237,6 @@ def test_a_float16_loss_warns_when_it_is_traced(wrap):
             wrap(functools.partial(call, loss_of(dtype)))(PARAMS, state)
 
 
-def test_arguments_of_the_loss_may_be_named_as_ours():
-    def loss(weights, *, loss_fn, params, state):
-        return jnp.sum(weights["w"]) * loss_fn * params * state
-
-    _, _, value = optimizer.minimize(
-        loss, PARAMS, state, loss_fn=2.0, params=3.0, state=4.0
-    )
-    assert value == 2 * 24
-
-
-class TestSelectApplied:
-    def test_python_numbers_promote(self):
-        skipped = state._replace(last_step_applied=np.array(False))
-        for new, old in ((0.5, 0), (1, 0.25), (jnp.float32(0.5), 0), (True, 2)):
-            assert float(select_applied(state, new, old)) == new
-            assert float(select_applied(skipped, new, old)) == old
-
-    @pytest.mark.parametrize(
-        ("new", "old"),
-        [
-            (0.5, np.int32(0)),
-            (np.ones(2, np.float32), np.zeros(2, np.int32)),
-            (1j, np.float32(0)),
-            (2, np.array(False)),
-        ],
-    )
-    def test_nothing_is_lost(self, new, old):
-        with pytest.raises(TypeError, match="dtype that can hold new"):
-            select_applied(state, {"x": new}, {"x": old})
-
-
 OPTIONS = {
     "dynamic": {},
     "check_loss": {"check_loss": True},
