@@ -18,6 +18,8 @@ def check_optimizer(inner: Any) -> None:
     """Raises if `inner` has no methods `init` and `update`."""
     if not all(callable(getattr(inner, x, None)) for x in ("init", "update")):
         hint = " Call it to make an optimizer." if callable(inner) else ""
+        if hasattr(inner, "tx"):  # nnx.Optimizer, TrainState.
+            hint = " Wrap the optimizer of Optax that it was made of, its tx."
         got = getattr(inner, "__name__", reprlib.repr(inner))
         raise TypeError(
             "inner_optimizer must be an optax.GradientTransformation, or an object "
