@@ -1,5 +1,6 @@
 """Runs a program in the dtypes that its plan says."""
 
+import contextlib
 import contextvars
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,8 +20,8 @@ from optax_lossscale._jaxprs.primitives import Kind, Trait
 
 FLOAT32 = jnp.dtype(jnp.float32)
 # A list while the diagnostics trace a program, else None. Then `autocast` casts
-# constants in the program, where the trace sees their float32 values, and appends the
-# reason why it casts nothing, or "".
+# constants in the program, where the trace sees their float32 values; it leaves casts
+# for products without a line; and it appends the reason why it casts nothing, or "".
 NOTES: contextvars.ContextVar[list[str] | None]
 NOTES = contextvars.ContextVar("NOTES", default=None)
 
@@ -107,7 +108,8 @@ class _Run:
 
     def held(self, atom: Any, state: State | None) -> Any:
         """Returns an operand as an array, in the dtype of a state."""
-        x = self.read(atom, state)
+        with _for_products(state == State.HALF):
+            x = self.read(atom, state)
         return x if isinstance(x, jax.Ref) else jnp.asarray(x)
 
     def follow(self, step: Step) -> None:
@@ -130,7 +132,8 @@ class _Run:
         is_wide = State.HALF not in states or self.plan.program.layers[step].is_norm
         if is_wide or is_rounded or _spreads(step):
             wide = parts.bind(equation, [self.read(x, State.WIDE) for x in inputs])
-            results = list(map(self._cast, wide, states))
+            with _for_products(is_rounded):
+                results = list(map(self._cast, wide, states))
             is_named = self.is_saved is not None and step.kind == Kind.ARITHMETIC
             if is_named and State.HALF in states and not is_rounded:
                 # `policy.is_saved`: saved in place of the product, which is as large.
@@ -274,6 +277,12 @@ NESTED = {
     "custom_jvp_call": _run_custom,
     "custom_vjp_call": _run_custom,
 }
+
+
+def _for_products(is_so: bool) -> Any:
+    """A context manager: for diagnostics, casts have the line of what reads them."""
+    is_shown = is_so and NOTES.get() is not None
+    return parts.standing(parts.nowhere()) if is_shown else contextlib.nullcontext()
 
 
 def _spreads(step: Step) -> bool:

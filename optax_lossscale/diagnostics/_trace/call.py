@@ -169,7 +169,7 @@ class Traced:
         self._constants = twin.constants_of(self.closed)
         self.reason = reasons[-1] if reasons else ""
         self.equations = list(parts.all_equations(self.closed.jaxpr))
-        self.is_autocast = any(map(is_autocast, self.equations))
+        self.is_autocast = "" in reasons
         results = (x.aval for equation in self.equations for x in equation.outvars)
         halves = {x.dtype.name for x in results if in_half(x)}
         self.computes_in_dtype = self.dtype in halves

@@ -219,7 +219,9 @@ def advice_of(fault: Fault) -> str:
     is_cast = operation.primitive in CASTS and not fault.is_autocast
     text += " without a cast back" * (is_cast and fault.cause == "range")
     if places:
-        text += f", and the lines that feed it: {places}"
+        is_before = fault.kind == "precision"
+        others = "lines that feed it" if is_before else "others that read this number"
+        text += f", and the {others}: {places}"
     text += passed
     if places and passed:
         text += ". diagnostics.float32_lines finds the fewest lines that it takes"
