@@ -112,9 +112,9 @@ def differentiate(
                 )
             places.append(x if hasattr(x, "argnum") else i)
         is_nnx = _modules.has_modules([given[i] for i in joins])
-        transform = _modules.value_and_grad_of_nnx if is_nnx else jax.value_and_grad
-        transform = transform(of_parts, argnums=tuple(places), has_aux=has_aux)
-        value, grads = transform(*given)
+        library = _modules.value_and_grad_of_nnx if is_nnx else jax.value_and_grad
+        of_library = library(of_parts, argnums=tuple(places), has_aux=has_aux)
+        value, grads = of_library(*given)
         pairs = zip(joins.values(), grads, strict=True)
         grads = tuple(join(x, itertools.repeat(None)) for join, x in pairs)
         return value, grads[0] if is_one else grads
@@ -144,7 +144,7 @@ def scaled_grad(
     options = {"argnums": argnums} if argnums != 0 else {}
     transform = functools.partial(transform or differentiate, **options)
 
-    def value_and_grad(scale, /, *args, **kwargs):
+    def of_scale(scale, /, *args, **kwargs):
         def loss_times_scale(*args, **kwargs):
             out = fun(*args, **kwargs)
             loss = loss_of(out, has_aux)
@@ -160,7 +160,7 @@ def scaled_grad(
         _warn_of_local_loss(loss_of(value, has_aux), grads, transform)
         return value, grads
 
-    return value_and_grad
+    return of_scale
 
 
 def check_argnums(transform: Callable[..., Any] | None) -> None:
