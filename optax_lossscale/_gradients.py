@@ -15,7 +15,13 @@ from jax.core import Tracer
 
 from optax_lossscale import _check as check, _modules
 from optax_lossscale._commit import barrier_on_cpu, is_recording
-from optax_lossscale._hints import MODULES, hint, is_of_module
+from optax_lossscale._hints import (
+    MODULES,
+    SHARED,
+    hint,
+    is_of_module,
+    is_of_shared_module,
+)
 from optax_lossscale._jaxprs.parts import has_name, varying_axes
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
@@ -132,7 +138,8 @@ def scaled_grad(
       transform: A function like `jax.value_and_grad`; None lets the arguments decide.
       argnums: Which positional arguments to differentiate with respect to.
     """
-    check.function("loss_fn", fun)
+    check.function("loss_fn", fun, ORDER)
+    check.argnums("argnums", argnums, ORDER)
     # eqx.filter_value_and_grad has no argnums: it uses the first argument.
     options = {"argnums": argnums} if argnums != 0 else {}
     transform = functools.partial(transform or differentiate, **options)
@@ -147,7 +154,7 @@ def scaled_grad(
 
         if kwargs:  # Flax nnx looks up their positions.
             vars(loss_times_scale)["__wrapped__"] = fun
-        with hint(MODULES, is_of_module):
+        with hint(MODULES, is_of_module), hint(SHARED, is_of_shared_module):
             result = transform(loss_times_scale, has_aux=True)(*args, **kwargs)
         value, grads = _unpack(result)
         _warn_of_local_loss(loss_of(value, has_aux), grads, transform)
@@ -248,7 +255,8 @@ def loss_of(out: Any, has_aux: bool) -> Any:
     """Returns the loss in the result of a loss function."""
     is_pair = isinstance(out, tuple | list) and len(out) == 2
     loss = out[0] if has_aux and is_pair else out
-    if (has_aux and not is_pair) or not is_inexact(loss):
+    is_real = is_inexact(loss) and not jnp.iscomplexobj(loss)
+    if (has_aux and not is_pair) or not is_real:
         wanted = "a floating-point scalar" + ", and auxiliary data" * has_aux
         raise TypeError(
             f"With has_aux={has_aux} loss_fn must return {wanted}, got {types_of(out)}."

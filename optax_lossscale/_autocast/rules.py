@@ -1,27 +1,16 @@
 """Functions with derivatives of their own: `jax.custom_jvp` and `jax.custom_vjp`."""
 
-import functools
 from collections.abc import Callable, Sequence
-from concurrent import futures
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.source_info_util import current, user_context
 
 from optax_lossscale._autocast.program import Step, read
 from optax_lossscale._autocast.states import Plan, Planner, States
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._tree import Template, is_inexact, split_arrays
-
-
-@functools.cache
-def nowhere() -> Any:
-    """Returns a traceback without a line of the user: that of a thread."""
-    with futures.ThreadPoolExecutor(1) as threads:
-        closed = threads.submit(jax.make_jaxpr(lambda x: -x), 0.0).result()
-    return closed.eqns[0].source_info.traceback
 
 
 class Call:
@@ -30,7 +19,7 @@ class Call:
     def __init__(self, run: Callable, planner: Planner, step: Step, plan: Plan):
         """Takes what runs plans, and what it needs for the function itself."""
         self._run, self._planner, self._step, self._plan = run, planner, step, plan
-        self._traceback = current().traceback  # JAX calls the rules later.
+        self._traceback = parts.here()  # JAX calls the rules later.
         self._numbers = list(map(plan.program.number, plan.program.jaxpr.invars))
         self._outputs = _floats(plan.outputs, step.equation.outvars)
 
@@ -63,16 +52,18 @@ class Call:
           The results, and the states of the others.
         """
         pairs = zip(map(jax.typeof, args), states, strict=True)
-        float32 = jnp.dtype(jnp.float32)
-        types = [x if state is None else x.update(dtype=float32) for x, state in pairs]
+        types = [
+            x if state is None else parts.type_like(x, dtype=jnp.dtype(jnp.float32))
+            for x, state in pairs
+        ]
         # JAX keeps what it traces here, with its lines, also for other callers.
-        with user_context(nowhere()):
+        with parts.standing(parts.nowhere()):
             closed = jax.make_jaxpr(function)(*types)
         callers = (*self._step.callers, self._step.equation)
         program = read(closed, self._planner.dtype, numbers, callers)
         plan = self._planner.plan(program, states, (None,) * len(program.outputs))
         others = plan.outputs[len(outputs) :]
-        with user_context(self._traceback):
+        with parts.standing(self._traceback):
             wished = *outputs, *others
             # It names nothing to save: JAX cannot transpose a name.
             return self._run(self._planner, plan, args, wished, is_saved=None), others

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 
 from optax_lossscale import LossScaleOptimizer, _hints, autocast
 
@@ -50,6 +51,29 @@ def closed_over(use):
         use(lambda params: model(X) * loss_fn(params))
 
     return call
+
+
+def two_models(model, other):
+    return model(X) + other(X)
+
+
+def shared(transform=None, **options):
+    """Returns a call of `minimize` with a model in two arguments."""
+
+    def call():
+        model, repeats = Model(), LossScaleOptimizer(MOMENTUM, **options)
+        minimize(model, model, repeats, two_models, model, transform=transform)
+
+    return call
+
+
+def part_of_a_module_in_the_batch():
+    model = Model()
+
+    def loss_fn(model, batch):
+        return model(X) + jnp.mean(batch["layer"](X))
+
+    minimize(model, model, optimizer, loss_fn, {"layer": model.layer})
 
 
 def module_from_outside_of_a_scan():
@@ -98,6 +122,12 @@ MISTAKES = {
         ),
         "from outside of a scan": module_from_outside_of_a_scan,
     },
+    _hints.SHARED: {
+        "in two arguments": shared(),
+        "in two arguments, with retries": shared(retries=3),
+        "in two arguments, by nnx": shared(transform=nnx.value_and_grad),
+        "a part in the batch": part_of_a_module_in_the_batch,
+    },
 }
 CASES = [
     pytest.param(hint, mistake, id=name)
@@ -119,6 +149,35 @@ def test_what_the_note_on_modules_says_to_write():
     transform = nnx.value_and_grad
     minimize(W, W, optimizer, net_and_params, model, transform=transform)
     assert (model.norm.mean[...] != before).any()
+
+
+def test_what_the_note_on_a_module_in_two_arguments_says_to_write():
+    model, alone = Model(), Model()
+    minimize(model, model, optimizer, two_models, nnx.clone(model))
+    other = Model()(X)
+    minimize(alone, alone, optimizer, lambda model: model(X) + other)
+    for x, y in zip(*map(jax.tree.leaves, map(nnx.state, (model, alone))), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert (model.norm.bias[...] != Model().norm.bias[...]).all()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "The water is at trace level.",
+        "Encountered an unexpected tracer from a different trace level.",
+        "Why: Inconsistent aliasing detected",
+    ],
+)
+def test_an_error_of_the_loss_itself_has_no_note(words):
+    def loss_fn(params):
+        raise ValueError(words)
+
+    for model in (W, Model()):
+        with pytest.raises(ValueError, match=words) as caught:
+            minimize(model, model, optimizer, loss_fn)
+        notes = getattr(caught.value, "__notes__", ())
+        assert not {_hints.MODULES, _hints.SHARED}.intersection(notes)
 
 
 def test_an_error_of_the_inner_optimizer_itself_has_no_note():
@@ -149,6 +208,33 @@ class TestWords:
         state = optimizer.init(Model())
         with pytest.raises(TypeError, match=r"Argument 0 .*The order is minimize"):
             optimizer.minimize(Model(), lambda model: model(X), state)
+
+    def test_of_gradients_in_the_place_of_the_loss(self):
+        with pytest.raises(TypeError, match=r"^loss_fn .*, apply_gradients\(grads"):
+            optimizer.minimize(W, W, optimizer.init(W))
+
+    @pytest.mark.parametrize("batch", [X, {"x": X}, (X, X), "x"])
+    def test_of_a_batch_in_the_place_of_argnums(self, batch):
+        words = r"^argnums must be an integer .*value_and_grad\(loss_fn, state\)\(par"
+        with pytest.raises(TypeError, match=words):
+            optimizer.value_and_grad(loss_fn, optimizer.init(W), batch)
+
+    def test_of_a_complex_loss(self):
+        with pytest.raises(TypeError, match=r"floating-point scalar, got complex64"):
+            minimize(W, W, optimizer, lambda params: loss_fn(params).astype(complex))
+
+    def test_of_a_train_state_in_the_place_of_its_parts(self):
+        state = TrainState.create(apply_fn=None, params=W, tx=optimizer)
+        for call in (
+            lambda: optimizer.minimize(
+                lambda state: loss_fn(state.params), state, state.opt_state
+            ),
+            lambda: optimizer.init(state),
+        ):
+            with pytest.raises(TypeError, match=r"in a TrainState\. .*\.params, and"):
+                call()
+        with pytest.raises(ValueError, match=r"got TrainState\. .*\.opt_state\. "):
+            optimizer.minimize(loss_fn, W, state)
 
     @pytest.mark.parametrize("options", [{}, {"dtype": jnp.bfloat16}])
     def test_of_autocast_as_a_context(self, options):

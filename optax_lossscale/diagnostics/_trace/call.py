@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _check as check
+from optax_lossscale import _autocast, _check as check
 from optax_lossscale._autocast.evaluate import NOTES
 from optax_lossscale._gradients import loss_of
-from optax_lossscale._jaxprs import lines, parts
+from optax_lossscale._jaxprs import parts
 from optax_lossscale._scaling import scale_up
 from optax_lossscale._tree import in_half, is_argument, is_inexact, types_of
 from optax_lossscale.diagnostics import _bits, _common
@@ -237,5 +237,5 @@ def _mark_backward(sites):
 def is_autocast(equation: Any) -> bool:
     """Whether `autocast` made a cast."""
     is_cast = equation.primitive.name == "convert_element_type"
-    files = (x.file_name for x in lines.frames_of(equation))
-    return is_cast and any(x.startswith(lines.AUTOCAST) for x in files)
+    files = (x.file_name for x in parts.frames_of(equation))
+    return is_cast and any(x.startswith(_autocast.FOLDER) for x in files)
