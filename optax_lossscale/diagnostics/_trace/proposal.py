@@ -125,7 +125,8 @@ def float32_lines(
       loss_fn: `autocast(f)`. Called as `loss_fn(params, *args, **kwargs)`; returns a
         real scalar loss, or the loss and auxiliary data if `has_aux`. Lines that it
         keeps in float32 already are proposed, too.
-      params: The parameters, any pytree. Its floating-point arrays are differentiated.
+      params: The parameters, any pytree or model. What `minimize` trains of it is
+        differentiated.
       *args: More arguments.
       state: The state, for its loss scale: a pytree that holds one
         `LossScaleOptimizerState`.
