@@ -238,8 +238,8 @@ def report(state: Any, params: Any = None) -> Report:
       What to do: nothing, as far as the state tells. If the loss does not fall, see
       that the gradients come from optimizer.value_and_grad or minimize, and run
       diagnostics.trace_numerics(loss_fn, params, batch, state=state). If the
-      evaluation alone is nan, see that select_applied keeps returned batch statistics
-      of skipped steps.
+      evaluation alone is nan, see that select_applied keeps returned batch
+      statistics of skipped steps.
     """
     state = find_state(state)
     check_host("report (or check_health)", (state, params))
