@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_lossscale._hints import PARAMETERS
 from optax_lossscale._modules import has_settings
 from optax_lossscale._tree import difference, in_half, is_array, is_key, strongly_typed
 
@@ -17,6 +18,8 @@ def check_optimizer(inner: Any) -> None:
     """Raises if `inner` has no methods `init` and `update`."""
     if not all(callable(getattr(inner, x, None)) for x in ("init", "update")):
         advice = " Call it to make an optimizer." if callable(inner) else ""
+        if hasattr(inner, "tx"):  # nnx.Optimizer, TrainState.
+            advice = " Wrap the optimizer of Optax that it was made of, its tx."
         got = getattr(inner, "__name__", reprlib.repr(inner))
         raise TypeError(
             "inner_optimizer must be an optax.GradientTransformation, or an object "
@@ -81,7 +84,19 @@ def fit(inner: Any, grads: Any, state: Any, params: Any) -> bool:
 def update(
     inner: Any, updates: Any, state: Any, params: Any, extra_args: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Runs the optimizer in at least float32; updates are None where gradients are.
+    """Runs the optimizer in at least float32; updates are None where gradients are."""
+    try:
+        return _update(inner, updates, state, params, extra_args)
+    except Exception as error:
+        if not fit(inner, updates, state, params):
+            error.add_note(PARAMETERS)
+        raise
+
+
+def _update(
+    inner: Any, updates: Any, state: Any, params: Any, extra_args: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Runs the optimizer, whichever parts of the parameters it knows.
 
     Parts of the parameters may have no gradient, such as the functions in an Equinox
     model. The state may belong to all parameters, or to those with a gradient.
@@ -89,7 +104,8 @@ def update(
     extra_args = arguments_of(inner.update, extra_args)
 
     def update_all(updates, params, extra_args):
-        return inner.update(widen(updates), state, widen(params), **extra_args)
+        updates, new = inner.update(widen(updates), state, widen(params), **extra_args)
+        return updates, strongly_typed(new)
 
     is_whole = jax.tree.structure(updates) == jax.tree.structure(params)
     if params is None or is_whole:

@@ -1,5 +1,6 @@
 """Runs a program in the dtypes that its plan says."""
 
+import contextlib
 import contextvars
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,22 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.source_info_util import current_name_stack, user_context
 
 from optax_lossscale._autocast import policy
 from optax_lossscale._autocast.policy import State, is_float32
 from optax_lossscale._autocast.program import Step
-from optax_lossscale._autocast.rules import Call, nowhere
+from optax_lossscale._autocast.rules import Call
 from optax_lossscale._autocast.states import Plan, Planner, States
-from optax_lossscale._jaxprs import flow, parts, primitives
+from optax_lossscale._jaxprs import flow, parts
 from optax_lossscale._jaxprs.primitives import Kind, Trait
 
 FLOAT32 = jnp.dtype(jnp.float32)
-# None, but while diagnostics trace a program. Then it casts its constants, so that they
-# see its float32 numbers; and each `autocast` adds why it computes nothing, "" if it
-# does.
+# A list while the diagnostics trace a program, else None. Then `autocast` casts
+# constants in the program, where the trace sees their float32 values; it leaves casts
+# for products without a line; and it appends the reason why it casts nothing, or "".
 NOTES: contextvars.ContextVar[list[str] | None]
-NOTES = contextvars.ContextVar("shown", default=None)
+NOTES = contextvars.ContextVar("NOTES", default=None)
 
 
 def run_plan(
@@ -92,14 +92,14 @@ class _Run:
         number = self.plan.program.scalar(atom)
         state = state if is_float32(atom.aval) else None
         if number is not None:
-            if state is None:
-                return _weak(number, atom.aval)
             # Without the barrier JAX would round it while tracing.
-            if NOTES.get() is not None and number == number:
+            if state is not None and NOTES.get() is not None and number == number:
                 return self._cast(jax.lax.optimization_barrier(number), state)
-            dtype = self.dtype_of(state)
-            return _weak(number.astype(dtype), atom.aval.update(dtype=dtype))
-        x = atom.val if hasattr(atom, "val") else self._values[atom]
+            number = number if state is None else number.astype(self.dtype_of(state))
+            python = number.item()  # weakly typed
+            is_weak = atom.aval.weak_type and jax.typeof(python).dtype == number.dtype
+            return python if is_weak else number
+        x = atom.val if parts.is_literal(atom) else self._values[atom]
         if state is None or x.dtype == self.dtype_of(state):
             return x
         if atom not in self._casts:  # Cast once: it has one other dtype.
@@ -108,17 +108,13 @@ class _Run:
 
     def held(self, atom: Any, state: State | None) -> Any:
         """Returns an operand as an array, in the dtype of a state."""
-        x = self.read(atom, state)
+        with _for_products(state == State.HALF):
+            x = self.read(atom, state)
         return x if isinstance(x, jax.Ref) else jnp.asarray(x)
 
     def follow(self, step: Step) -> None:
         """Runs a step."""
-        source = step.equation.source_info
-        names = current_name_stack() + source.name_stack
-        # Without a line, it is in the rule of a function, which has the line.
-        is_known = source.traceback is not nowhere()
-        traceback = source.traceback if is_known else None
-        with user_context(traceback, name_stack=names):
+        with parts.standing_like(step.equation):
             method = NESTED.get(step.name, _run_call) if step.bodies else _Run.bind
             results = zip(step.equation.outvars, method(self, step), strict=True)
             self._values.update(results)
@@ -136,7 +132,8 @@ class _Run:
         is_wide = State.HALF not in states or self.plan.program.layers[step].is_norm
         if is_wide or is_rounded or _spreads(step):
             wide = parts.bind(equation, [self.read(x, State.WIDE) for x in inputs])
-            results = list(map(self._cast, wide, states))
+            with _for_products(is_rounded):
+                results = list(map(self._cast, wide, states))
             is_named = self.is_saved is not None and step.kind == Kind.ARITHMETIC
             if is_named and State.HALF in states and not is_rounded:
                 # `policy.is_saved`: saved in place of the product, which is as large.
@@ -163,12 +160,6 @@ class _Run:
     def outputs(self, step: Step) -> States:
         """Returns the states of the results of a step."""
         return tuple(self.plan.states.get(x) for x in step.equation.outvars)
-
-
-def _weak(number: Any, aval: Any) -> Any:
-    """Returns a number of a type; as Python's number, if that is weakly typed."""
-    is_python = aval.weak_type and jax.typeof(number.item()) == aval
-    return number.item() if is_python else number
 
 
 def _run_cond(run: _Run, step: Step) -> list[Any]:
@@ -263,8 +254,7 @@ def _run_call(run: _Run, step: Step) -> list[Any]:
     if "in_shardings" not in params:
         return body(*args)
     before, after = params["in_shardings"], params["out_shardings"]
-    kinds = {type(x).__name__ for x in (*before, *after)}
-    is_plain = kinds <= {"UnspecifiedValue"} and not plan.program.is_shared
+    is_plain = not (parts.is_placed(step.equation) or plan.program.is_shared)
     # For diagnostics, a call has the line that an old jaxpr has not.
     if is_plain and NOTES.get() is None:
         return body(*args)
@@ -289,11 +279,17 @@ NESTED = {
 }
 
 
+def _for_products(is_so: bool) -> Any:
+    """A context manager: for diagnostics, casts have the line of what reads them."""
+    is_shown = is_so and NOTES.get() is not None
+    return parts.standing(parts.nowhere()) if is_shown else contextlib.nullcontext()
+
+
 def _spreads(step: Step) -> bool:
     """Whether it may bring a number to several places, so that its derivative adds."""
     shape = step.equation.outvars[0].aval.shape
     shapes = [x.aval.shape for x in step.equation.invars]
-    if primitives.has(step.name, Trait.ELEMENTWISE):
+    if step.has(Trait.ELEMENTWISE):
         # It broadcasts by itself, and its derivative would add up in half precision.
         return any(x not in ((), shape) for x in shapes)
     same_size = [np.prod(x) == np.prod(shape) for x in shapes]

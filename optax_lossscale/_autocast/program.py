@@ -20,6 +20,7 @@ from optax_lossscale._jaxprs.lines import (
     scope_of,
     source_of,
 )
+from optax_lossscale._jaxprs.parts import variable_of
 from optax_lossscale._jaxprs.primitives import Kind, Trait
 from optax_lossscale._tree import is_inexact
 
@@ -58,11 +59,15 @@ class Step:
         """The name of the primitive."""
         return self.equation.primitive.name
 
+    def has(self, trait: Trait) -> bool:
+        """Whether its primitive has a trait, or one of several."""
+        return primitives.has(self.name, trait)
+
     @property
     def is_parallel(self) -> bool:
         """Whether each result is of one operand, as in sorting several arrays alike."""
         counts = len(self.equation.invars), len(self.equation.outvars)
-        return primitives.has(self.name, Trait.PARALLEL) and counts[0] == counts[1]
+        return self.has(Trait.PARALLEL) and counts[0] == counts[1]
 
     def source(self) -> Source:
         """Returns where it stands in the user's code."""
@@ -85,7 +90,7 @@ class Step:
     @functools.cached_property
     def inputs(self) -> list[Any]:
         """The variables among its operands; None for a number."""
-        return [_variable(x) for x in self.equation.invars]
+        return [variable_of(x) for x in self.equation.invars]
 
 
 @dataclasses.dataclass(eq=False)
@@ -112,7 +117,7 @@ class Program:
 
     def number(self, atom: Any) -> Any:
         """Returns the number that an operand is or is filled with; None otherwise."""
-        if _variable(atom) is None:
+        if variable_of(atom) is None:
             is_empty = atom.aval.dtype == jax.dtypes.float0  # An integer's gradient.
             is_number = not is_empty and not atom.aval.shape
             return np.asarray(atom.val, atom.aval.dtype)[()] if is_number else None
@@ -123,15 +128,15 @@ class Program:
         number, aval = self.number(atom), atom.aval
         if number is None or aval.shape:
             return None
-        is_same = jax.typeof(number).update(weak_type=aval.weak_type) == aval
-        return number if is_same or _variable(atom) is None else None
+        like = parts.type_like(jax.typeof(number), weak_type=aval.weak_type)
+        return number if like == aval or variable_of(atom) is None else None
 
     def role(self, atom: Any) -> Role:
         """Returns what an operand is made of: of data, if nobody marked it."""
         if self.number(atom) is not None:
             return Role.NUMBER
         is_array = isinstance(atom.aval, ShapedArray)  # and no reference
-        return self.roles.get(_variable(atom), Role.DATA) if is_array else Role.DATA
+        return self.roles.get(variable_of(atom), Role.DATA) if is_array else Role.DATA
 
     @functools.cached_property
     def layers(self) -> Layers:
@@ -141,7 +146,7 @@ class Program:
     @functools.cached_property
     def outputs(self) -> list[Any]:
         """The variables among its results; None for a number."""
-        return [_variable(x) for x in self.jaxpr.outvars]
+        return [variable_of(x) for x in self.jaxpr.outvars]
 
     @functools.cached_property
     def repeats(self) -> bool:
@@ -151,10 +156,9 @@ class Program:
         `jax.checkpoint`, where the user says what is saved, or complex numbers, which
         JAX's policies cannot save.
         """
-        effects = {type(x).__name__ for x in self.jaxpr.effects}
         types = [x.aval.dtype for step in self.steps for x in step.equation.outvars]
         is_complex = any(getattr(x, "kind", "") == "c" for x in types)
-        if effects - {"NamedAxisEffect"} or is_complex:
+        if is_complex or not parts.only_exchanges(self.jaxpr):
             return False
         bodies = [body for step in self.steps for body, _ in step.bodies]
         is_flat = all(x.name not in ("scan", "remat2") for x in self.steps)
@@ -210,7 +214,7 @@ def _note_mask(program: Program, equation: Any, numbers: Sequence[Any]) -> None:
     """Notes the two numbers of a mask: of what was a bool, for example."""
     unknown = [x for x, y in zip(equation.invars, numbers, strict=True) if y is None]
     if len(unknown) == 1:
-        is_bool, variable = unknown[0].aval.dtype == bool, _variable(unknown[0])
+        is_bool, variable = unknown[0].aval.dtype == bool, variable_of(unknown[0])
         known = (np.False_, np.True_) if is_bool else program.masks.get(variable, ())
         given = [[x if y is None else y for y in numbers] for x in known]
         found = [_folded_number(equation, x) for x in given]
@@ -222,19 +226,15 @@ def _squares(jaxpr: Any) -> set[Any]:
     """Returns the products of an array with itself; `jnp.vdot(x, x)` reshapes both."""
     sources, squares = {}, set()
     for equation in jaxpr.eqns:
-        name, operands = equation.primitive.name, map(_variable, equation.invars)
+        name, operands = equation.primitive.name, map(variable_of, equation.invars)
         if name == "reshape":
             (new,) = equation.outvars
             sources[new] = next(operands), new.aval.shape
-        elif name in ("mul", "dot_general"):
+        elif name == "dot_general" or primitives.has(name, Trait.TIMES):
             first, second = (sources.get(x, x) for x in operands)
             if first is not None and first == second:
                 squares.update(equation.outvars)
     return squares
-
-
-def _variable(atom: Any) -> Any:
-    return None if hasattr(atom, "val") else atom
 
 
 def _bodies(
@@ -266,7 +266,7 @@ def _ends_by_floats(equation: Any) -> bool:
     if equation.primitive.name != "while":
         return False
     condition, _ = parts.opened(equation.params["cond_jaxpr"])
-    asked = {_variable(x) for step in condition.eqns for x in step.invars}
+    asked = {variable_of(x) for step in condition.eqns for x in step.invars}
     return any(is_inexact(x.aval) for x in condition.invars if x in asked)
 
 

@@ -12,9 +12,12 @@ from typing import Any
 
 import jax
 
+from optax_lossscale._jaxprs import parts
+
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-# Its callers are the user's, as those of the other parts of the package are not.
-AUTOCAST = os.path.join(PACKAGE, "_autocast") + os.sep
+# Folders of this package whose callers may be the lines of operations. They say so
+# themselves. Of the other parts the callers are not: a call of `minimize`, say.
+PASSED: list[str] = []
 CUSTOM_VJP = jax.custom_vjp.__call__.__qualname__
 # A line in these packages is not the user's: the line that called them is, where the
 # dtype of a layer is chosen. In other libraries, both lines are named.
@@ -22,9 +25,6 @@ FRAMEWORKS = (
     "jax", "jaxlib", "flax", "haiku", "equinox", "keras", "optax", "chex", "jmp",
     "einops", "optree",
 )  # fmt: skip
-# Who calls a function that older versions of JAX keep the jaxpr of. Newer ones keep no
-# frames outside of it.
-BORDERS = ("trace_to_jaxpr", "trace_to_jaxpr_dynamic")
 # What consoles call their input. Other names in angle brackets are of generated code.
 CONSOLES = re.compile(
     r"<([a-z]+-input|input|stdin|console|command|doctest|string|exec)\b"
@@ -61,12 +61,6 @@ class Source:
         return own_of([(self.file, self.line, self.function), *self.callers])
 
 
-def frames_of(equation: Any) -> Sequence[Any]:
-    """Returns the frames in which JAX made an equation, the innermost first."""
-    traceback = equation.source_info.traceback
-    return () if traceback is None else traceback.frames
-
-
 def source_of(equation: Any, caller: Source, *, is_backward: bool) -> Source:
     """Returns the innermost line of the user, and those that called it.
 
@@ -79,12 +73,11 @@ def source_of(equation: Any, caller: Source, *, is_backward: bool) -> Source:
     """
     in_rule = False
     lines: list[Line] = []
-    for frame in frames_of(equation):
+    for frame in parts.frames_of(equation):
         in_rule |= is_backward and not lines and frame.function_name == CUSTOM_VJP
-        is_ours = frame.file_name.startswith(PACKAGE)
-        if is_ours and frame.file_name.startswith(AUTOCAST):
+        if frame.file_name.startswith(tuple(PASSED)):
             continue
-        if frame.function_name in BORDERS or is_ours:
+        if parts.is_border(frame) or frame.file_name.startswith(PACKAGE):
             break
         if _is_users(frame.file_name):
             lines.append((frame.file_name, frame.line_num, frame.function_name))
@@ -102,8 +95,8 @@ def functions_of(equation: Any) -> set[Function]:
 
     Those that run the jaxpr which holds it are not among them: see `source_of`.
     """
-    frames = frames_of(equation)
-    inside = itertools.takewhile(lambda x: x.function_name not in BORDERS, frames)
+    frames = parts.frames_of(equation)
+    inside = itertools.takewhile(lambda x: not parts.is_border(x), frames)
     return {(x.file_name, x.function_name, x.function_start_line) for x in inside}
 
 
@@ -133,11 +126,11 @@ def own_of(lines: Sequence[Line]) -> Line:
 
 def scope_of(equation: Any, outer: str) -> str:
     """Returns the named scopes, `Model/Block_0` for example, without transforms."""
-    names = str(equation.source_info.name_stack)
-    names = re.sub(r"\b(?:jvp|transpose|vmap|jit|pjit|remat|checkpoint)\(", "(", names)
-    names = names.replace("(", "").replace(")", "").replace("rematted_computation", "")
-    parts = [part for part in names.split("/") if part]
-    middle = len(parts) // 2
-    if equation.primitive.name == "remat2" and parts[:middle] == parts[middle:]:
-        parts = parts[:middle]  # In the backward pass JAX gives it its scopes twice.
-    return "/".join([outer, *parts] if outer else parts)
+    text = parts.scopes_of(equation)
+    text = re.sub(r"\b(?:jvp|transpose|vmap|jit|pjit|remat|checkpoint)\(", "(", text)
+    text = text.replace("(", "").replace(")", "").replace("rematted_computation", "")
+    names = [name for name in text.split("/") if name]
+    middle = len(names) // 2
+    if equation.primitive.name == "remat2" and names[:middle] == names[middle:]:
+        names = names[:middle]  # In the backward pass JAX gives it its scopes twice.
+    return "/".join([outer, *names] if outer else names)

@@ -1,12 +1,15 @@
-"""The parts of jaxprs and of types that JAX does not document, each read here alone.
+"""What JAX does not document about jaxprs, types and lines: each is read here alone.
 
-Some of their names depend on the version of JAX.
+Some of the names depend on the version of JAX.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
+from concurrent import futures
 from typing import Any
 
 import jax
+from jax.extend import source_info_util
 
 # The parameters that hold the jaxpr of a call.
 CALLED = ("jaxpr", "call_jaxpr")
@@ -15,11 +18,19 @@ CALLED = ("jaxpr", "call_jaxpr")
 ON_AXIS = "NamedAxisEffect"
 WRITES = {"WriteEffect", "AccumEffect"}
 HARMLESS = {ON_AXIS, "ReadEffect", *WRITES}
+# Who calls a function that older versions of JAX keep the jaxpr of. Newer ones keep no
+# frames outside of it.
+BORDERS = ("trace_to_jaxpr", "trace_to_jaxpr_dynamic")
 
 
 def opened(x: Any) -> tuple[Any, Sequence[Any]]:
     """Returns a jaxpr and its constants, closed or not."""
-    return (x.jaxpr, x.consts) if hasattr(x, "jaxpr") else (x, ())
+    return (x.jaxpr, x.consts) if is_closed(x) else (x, ())
+
+
+def is_closed(x: Any) -> bool:
+    """Whether a jaxpr holds the arrays that it closes over."""
+    return hasattr(x, "jaxpr")
 
 
 def is_jaxpr(x: Any) -> bool:
@@ -32,9 +43,19 @@ def is_literal(atom: Any) -> bool:
     return hasattr(atom, "val")
 
 
+def variable_of(atom: Any) -> Any:
+    """Returns an operand that is a variable; None if it is a number."""
+    return None if is_literal(atom) else atom
+
+
 def is_ref(atom: Any) -> bool:
     """Whether an operand or a result of an equation is a `jax.Ref`."""
     return hasattr(atom.aval, "inner_aval")
+
+
+def type_like(type_: Any, **changes: Any) -> Any:
+    """Returns the type of an array with another `dtype` or `weak_type`."""
+    return type_.update(**changes)
 
 
 def called_jaxpr(equation: Any) -> Any:
@@ -81,6 +102,11 @@ def has_side_effects(equation: Any) -> bool:
     return not _effects(equation) <= HARMLESS
 
 
+def only_exchanges(jaxpr: Any) -> bool:
+    """Whether a jaxpr has no effect but that devices exchange arrays."""
+    return _effects(jaxpr) <= {ON_AXIS}
+
+
 def writes_refs(jaxpr: Any) -> bool:
     """Whether a jaxpr writes a `jax.Ref` of outside."""
     return not _effects(jaxpr).isdisjoint(WRITES)
@@ -106,7 +132,61 @@ def explicit_axes(x: Any) -> tuple[Any, ...]:
 
 def has_name(axis: Any) -> bool:
     """Whether an axis has a name of the user: `jax.pmap` without one makes its own."""
-    return not str(axis).startswith("_internal")
+    return not str(axis).startswith(("_internal", "<axis"))  # The second: older JAX.
+
+
+def is_placed(equation: Any) -> bool:
+    """Whether a `jit` says how its arguments or its results are sharded."""
+    shardings = equation.params["in_shardings"] + equation.params["out_shardings"]
+    return any(type(x).__name__ != "UnspecifiedValue" for x in shardings)
+
+
+def frames_of(equation: Any) -> Sequence[Any]:
+    """Returns the frames in which JAX made an equation, the innermost first."""
+    traceback = equation.source_info.traceback
+    return () if traceback is None else traceback.frames
+
+
+def is_border(frame: Any) -> bool:
+    """Whether the frames outside of this one are those of the first call alone."""
+    return frame.function_name in BORDERS
+
+
+def scopes_of(equation: Any) -> str:
+    """Returns the named scopes and the transformations that an equation is in."""
+    return str(equation.source_info.name_stack)
+
+
+def here() -> Any:
+    """Returns the traceback that equations get now."""
+    return source_info_util.current().traceback
+
+
+@functools.cache
+def nowhere() -> Any:
+    """Returns a traceback with no line of the user's, made in a fresh thread."""
+    with futures.ThreadPoolExecutor(1) as threads:
+        closed = threads.submit(jax.make_jaxpr(lambda x: -x), 0.0).result()
+    return closed.eqns[0].source_info.traceback
+
+
+def has_line(equation: Any) -> bool:
+    """Whether an equation has a traceback: not so in the rule of a function."""
+    return equation.source_info.traceback is not nowhere()
+
+
+def standing(traceback: Any) -> Any:
+    """A context manager: equations made in it get a traceback."""
+    return source_info_util.user_context(traceback)
+
+
+def standing_like(equation: Any) -> Any:
+    """A context manager: equations made in it get the line and scopes of this one."""
+    source = equation.source_info
+    names = source_info_util.current_name_stack() + source.name_stack
+    # Without a line, it is in the rule of a function, which has the line.
+    traceback = source.traceback if has_line(equation) else None
+    return source_info_util.user_context(traceback, name_stack=names)
 
 
 def context_of(equation: Any) -> Any:

@@ -53,6 +53,10 @@ NOTHING = (
     "that the gradients come from optimizer.value_and_grad or minimize, and run "
     "diagnostics.trace_numerics(loss_fn, params, batch, state=state)."
 )
+STATISTICS = (
+    " If the evaluation alone is nan, see that select_applied keeps returned batch "
+    "statistics of skipped steps."
+)
 TRACE = (
     "Run diagnostics.trace_numerics(loss_fn, params, batch, state=state) with the "
     "arguments of a skipped step. It names the line where inf or nan begins."
@@ -141,7 +145,8 @@ class Report(NamedTuple):
         }
         lines = textwrap.wrap(self.diagnosis, 79)
         lines += [f"  {name:15}  {text}" for name, text in rows.items() if text]
-        lines += ["What to do:"] if self.advice else textwrap.wrap(NOTHING, 79)
+        nothing = NOTHING + STATISTICS * bool(self.skipped_steps)
+        lines += ["What to do:"] if self.advice else textwrap.wrap(nothing, 79)
         for number, item in enumerate(self.advice, start=1):
             lines += textwrap.wrap(f"{number}. {item}", 79, subsequent_indent="   ")
         return "\n".join(lines)
@@ -232,7 +237,9 @@ def report(state: Any, params: Any = None) -> Report:
         skipped steps    1, of which 1 in a row
       What to do: nothing, as far as the state tells. If the loss does not fall, see
       that the gradients come from optimizer.value_and_grad or minimize, and run
-      diagnostics.trace_numerics(loss_fn, params, batch, state=state).
+      diagnostics.trace_numerics(loss_fn, params, batch, state=state). If the
+      evaluation alone is nan, see that select_applied keeps returned batch
+      statistics of skipped steps.
     """
     state = find_state(state)
     check_host("report (or check_health)", (state, params))

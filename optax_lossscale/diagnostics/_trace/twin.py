@@ -142,7 +142,7 @@ def _wide_dtype(dtype: Any) -> Any:
 def _widen_parameter(x: Any) -> Any:
     if parts.is_jaxpr(x):
         widened = _widen_jaxpr(*parts.opened(x))
-        return widened if hasattr(x, "jaxpr") else widened.jaxpr
+        return widened if parts.is_closed(x) else widened.jaxpr
     if isinstance(x, tuple):
         widened = map(_widen_parameter, x)
         return type(x)(*widened) if hasattr(x, "_fields") else tuple(widened)
