@@ -12,7 +12,7 @@ import numpy as np
 
 from optax_lossscale import _check as check
 from optax_lossscale._autocast import choices as choices_lib, reasons
-from optax_lossscale._autocast.evaluate import NOTES, run_plan
+from optax_lossscale._autocast.evaluate import NOTES, evaluate
 from optax_lossscale._autocast.policy import State, is_float32
 from optax_lossscale._autocast.program import Step, read
 from optax_lossscale._autocast.roles import Role, mark, steps_of
@@ -244,7 +244,7 @@ def _evaluate(closed, arrays, dtype, choices, called_with, roles):
     program = read(closed, dtype, programs=None if choices else {})
     program = mark(program, roles, {})
     plan = planner.plan(program, inputs, (State.WIDE,) * len(outputs))
-    results = run_plan(planner, plan, arrays, outputs, is_saved=True)
+    results = evaluate(planner, plan, arrays, outputs, is_saved=True)
     results = list(map(jnp.asarray, results))  # Known numbers are no arrays yet.
     # A solver is float32 as a whole; what you name in it is no mistake.
     opaque = (x for x in steps_of(program.steps) if missing and not x.bodies)
