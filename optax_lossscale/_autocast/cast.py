@@ -250,7 +250,7 @@ def _evaluate(closed, arrays, dtype, choices, called_with, roles):
     opaque = (x for x in steps_of(program.steps) if missing and not x.bodies)
     for step in opaque:
         for x in parts.equations_in(step.equation):
-            is_chosen(Step(x, step.kind, (*step.callers, step.equation)))
+            is_chosen(Step(x, step.kind, step.path))
     for choice in sorted(missing, key=lambda x: x.name):
         warn(
             f"float32 has something in which autocast casts nothing: {choice.name}. "

@@ -66,8 +66,7 @@ class Call:
         # JAX keeps what it traces here, with its lines, also for other callers.
         with parts.standing(parts.nowhere()):
             closed = jax.make_jaxpr(function)(*types)
-        callers = (*self._step.callers, self._step.equation)
-        program = read(closed, self._planner.dtype, numbers, callers)
+        program = read(closed, self._planner.dtype, numbers, self._step.path)
         plan = self._planner.plan(program, states, (None,) * len(program.outputs))
         others = plan.outputs[len(outputs) :]
         with parts.standing(self._traceback):
