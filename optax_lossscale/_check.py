@@ -43,13 +43,14 @@ def _between(low: float, high: float, wanted: str) -> Callable[[str, Any], float
     return check
 
 
-def _of(is_right: Callable[[Any], bool], wanted: str) -> Callable[[str, Any], Any]:
+def _of(is_right: Callable[[Any], bool], wanted: str) -> Callable[..., Any]:
     """Makes a check that returns a value, if it is of the right kind."""
 
-    def check(name, value):
+    def check(name, value, advice=""):
         if not is_right(value):
             # Not all of a model that was passed in place of its loss function.
-            raise TypeError(f"{name} must be {wanted}, got {reprlib.repr(value)}.")
+            words = f"{name} must be {wanted}, got {reprlib.repr(value)}. {advice}"
+            raise TypeError(words.rstrip())
         return value
 
     return check
@@ -65,6 +66,15 @@ boolean = _of(lambda x: isinstance(x, bool), "True or False")
 function = _of(callable, "a function")
 
 
+def _are_argnums(value: Any) -> bool:
+    places = value if isinstance(value, tuple | list) else [value]
+    # nnx.DiffState has an argnum.
+    return all(isinstance(getattr(x, "argnum", x), numbers.Integral) for x in places)
+
+
+argnums = _of(_are_argnums, "an integer or a tuple of integers")
+
+
 def count(name: str, value: Any, least: int = 1) -> int:
     """Returns `value` as an int, if it is a whole number of at least `least`."""
     if not least <= _number(name, value) < 2**31 or value != int(value):
@@ -78,7 +88,7 @@ def dtype(name: str, value: Any) -> str:
     """Returns the name of a dtype, if it is floating-point with at most 16 bits."""
     try:
         dtype = jnp.dtype(value)
-    except TypeError:
+    except (TypeError, ValueError):
         raise TypeError(f"{name} must be a dtype or its name, got {value!r}.") from None
     if not is_half(dtype):
         raise ValueError(

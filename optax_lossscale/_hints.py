@@ -4,8 +4,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 PARAMETERS = (
-    "Pass grads of the structure and shapes of params, and the state that init made "
-    "for these params."
+    "Pass grads of the structure and shapes of params, and the state that init of this "
+    "optimizer made for these params."
 )
 DEVICES = (
     "axis_name of LossScaleOptimizer must be an axis of jax.pmap, jax.shard_map or "
@@ -17,6 +17,10 @@ MODULES = (
     "argument: to the function, and to nnx.scan or nnx.jit around it, which replace "
     "those of JAX. If the first argument of a loss is no module, but a later one "
     "changes, minimize and value_and_grad need transform=nnx.value_and_grad."
+)
+SHARED = (
+    "A Flax nnx module, or a part of one, is in two arguments, with gradients in only "
+    "one of them. Pass it once. For a copy without gradients, pass nnx.clone(model)."
 )
 
 
@@ -38,4 +42,17 @@ def is_of_axis(error: Exception) -> bool:
 
 def is_of_module(error: Exception) -> bool:
     """Whether a module of Flax nnx belongs to another trace."""
-    return "trace level" in str(error)
+    # By its name, because nobody may have imported Flax.
+    is_of_trace = type(error).__name__ == "TraceContextError"
+    return is_of_trace or _begins(
+        error, "Cannot extract graph node from different trace"
+    )
+
+
+def is_of_shared_module(error: Exception) -> bool:
+    """Whether a module of Flax nnx is differentiated in one place, not in another."""
+    return _begins(error, "Inconsistent aliasing detected")
+
+
+def _begins(error: Exception, words: str) -> bool:
+    return type(error) is ValueError and str(error).startswith(words)

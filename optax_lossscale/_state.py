@@ -17,11 +17,16 @@ from optax_lossscale._warn import warn
 # Where a state comes from, and where it goes: a checkpoint may return a dictionary.
 ORDER = (
     "The order is minimize(loss_fn, params, state, *batch), value_and_grad(loss_fn, "
-    "state), update(grads, state, params), apply_gradients(grads, params, state)."
+    "state)(params, *batch), update(grads, state, params), apply_gradients(grads, "
+    "params, state)."
 )
-SOURCES = f"Pass what init or a step returned; restore into the state of init. {ORDER}"
+SOURCES = (
+    "Pass the state that optimizer.init(params) or the last step returned; restore a "
+    f"checkpoint into the state of init. {ORDER}"
+)
 OUTERMOST = (
-    "Put the rest of the chain inside, and make a new state: "
+    "Pass the LossScaleOptimizerState alone, as train_state.opt_state. Of a chain, put "
+    "the rest inside, and make a new state: "
     "LossScaleOptimizer(optax.chain(optax.clip(1.0), inner))."
 )
 # The counters that every state has.

@@ -107,6 +107,7 @@ def take_step(
             f"grads must be a pytree like the parameters, got {got}. Write "
             "apply_gradients(grads, params, state), also for Keras's zip of the two."
         )
+    params = _inner.parameters_as_arrays(params, grads)
     skips = options.skips or skip_if is not None or look is not None
     if look is None:
         look = look_at(rule, grads, state.loss_scale_state, axis_name)
@@ -136,17 +137,13 @@ def take_step(
         grads, extra = inputs
         if "value_fn" in extra:  # For a line search, which wants the gradients, too.
             extra = {"grad": grads} | extra
-        arguments = grads, inner_state, params
-        with _hints.hint(
-            _hints.PARAMETERS, lambda _: not _inner.fit(inner, *arguments)
-        ):
-            updates, inner_state = _inner.update(inner, *arguments, extra)
+        updates, inner_state = _inner.update(inner, grads, inner_state, params, extra)
         if adds:
             # Python integers among the parameters stay Python integers.
             result = _inner.apply_updates(params, updates)
         else:
             result = _inner.narrow_like(updates, grads)
-        return result, _tree.strongly_typed(inner_state)
+        return result, inner_state
 
     result, inner_state = commit(
         applied,
@@ -154,7 +151,7 @@ def take_step(
         keep,
         (grads, extra),
         _tree.strongly_typed(state.inner_state),
-        _inner.parameters_as_arrays(params, grads),
+        params,
     )
 
     # Record.
@@ -193,6 +190,12 @@ def _warn_of_scale_among(params: Any) -> None:
     """Warns of a scale among the parameters, and no `scale_as_parameter`."""
 
     def check(path, box):
+        if _tree.nodes_of(_state.LossScaleOptimizerState, params):
+            raise TypeError(
+                "params must not hold the state of an optimizer, got one in a "
+                f"{type(params).__name__}. Pass the parameters alone, as "
+                "train_state.params, and train_state.opt_state as the state."
+            )
         if [*map(_tree.is_float32_scalar, jax.tree.leaves(box))] == [True]:
             warn(
                 f"params{jax.tree_util.keystr(path)} is trained as any parameter. For "

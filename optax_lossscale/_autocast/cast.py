@@ -43,7 +43,7 @@ class _Scalar(Protocol):
     def dtype(self) -> np.dtype[Any]: ...
 
 
-Dtype = Literal["float16", "bfloat16"] | np.dtype[Any] | type[Any] | _Scalar
+Dtype = Literal["float16", "bfloat16", "float32"] | np.dtype[Any] | type[Any] | _Scalar
 
 
 @overload
@@ -89,7 +89,8 @@ def autocast(
         but not over a module that it changes. If it is an `autocast` already, its
         `dtype` changes, and `float32` is added to it. Without `fun` the result is a
         decorator: `@autocast(dtype=jnp.bfloat16)`.
-      dtype: The dtype to compute in: float16 or bfloat16.
+      dtype: The dtype to compute in: float16 or bfloat16; or float32, which returns
+        the function as it is.
       float32: What to keep in float32, with its derivative; one or several. A function,
         a class or a method: all that runs inside of it, also in a library. The name of
         a `jax.named_scope`, or of a module that names its scope, as Flax and Haiku do:
@@ -128,19 +129,23 @@ def autocast(
     """
     if fun is None:
         return _Decorator(autocast, dtype=dtype, float32=float32)
-    if isinstance(fun, str):
+    is_scalar = isinstance(fun, type) and hasattr(fun, "dtype")  # jnp.float16.
+    if isinstance(fun, str | np.dtype) or is_scalar:
         raise TypeError(f"fun must be a function, got {fun!r}. {USAGE}")
     check.function("fun", fun)
-    name = check.dtype("dtype", dtype)
-    if name not in ("float16", "bfloat16"):
+    is_off = dtype in ("float32", jnp.float32)
+    name = "float32" if is_off else check.dtype("dtype", dtype)
+    if name not in ("float16", "bfloat16", "float32"):
         raise ValueError(
-            f"dtype must be float16 or bfloat16, got {dtype!r}. To compute in another "
-            "dtype, call the function itself."
+            f"dtype must be float16, bfloat16 or float32, got {dtype!r}. To compute in "
+            "another dtype, call the function itself."
         )
     choices = choices_lib.choices_of(float32)
     if (inner := function_of(fun)) is not None:
         fun, choices = inner, [*vars(fun)["float32"], *choices]
     given: Any = fun
+    if is_off:
+        return given
     written, held = _opened(given)
 
     told: list[str] = []  # It warns once.
@@ -161,7 +166,7 @@ def autocast(
             named = {"args": args, "kwargs": kwargs}
             roles = _roles((*held, *args), kwargs)
             roles += (Role.PARAMETER,) * (len(arrays) - len(roles))  # of modules
-            arrays, reason = _evaluate(closed, arrays, name, choices, named, roles)
+            arrays, reason = _computed(closed, arrays, name, choices, named, roles)
             if (notes := NOTES.get()) is not None:
                 notes.append(f"{reason}." if reason else "")
             if reason and not told:
@@ -223,8 +228,8 @@ def _roles(args, kwargs):
     return tuple(roles[path[:2] == first] for path, x in pairs if _is_traced(x))
 
 
-def _evaluate(closed, arrays, dtype, choices, called_with, roles):
-    """Runs a jaxpr with the policy; returns results, and why it casts no product."""
+def _computed(closed, arrays, dtype, choices, called_with, roles):
+    """Follows the policy; returns the results, and why it casts no product."""
     matches, missing = choices_lib.chooser(choices)
 
     def is_chosen(step: Step) -> bool:
@@ -234,20 +239,18 @@ def _evaluate(closed, arrays, dtype, choices, called_with, roles):
         is_ours = all(is_float32(x) for x in types if is_inexact(x))
         return is_ours and matches(step)
 
-    def states(variables, state):
-        return tuple(state if is_float32(x.aval) else None for x in variables)
-
+    inputs, outputs = (
+        tuple(State.WIDE if is_float32(x.aval) else None for x in variables)
+        for variables in (closed.jaxpr.invars, closed.jaxpr.outvars)
+    )
     planner = Planner(dtype, is_chosen if choices else lambda step: False)
-    inputs = states(closed.jaxpr.invars, State.WIDE)
-    outputs = states(closed.jaxpr.outvars, State.WIDE)
-    # The caller reads the results in float32.
     program = read(closed, dtype, programs=None if choices else {})
-    program = mark(program, roles, {})
-    plan = planner.plan(program, inputs, (State.WIDE,) * len(outputs))
+    # The caller reads the results in float32.
+    plan = planner.plan(mark(program, roles, {}), inputs, outputs)
     results = evaluate(planner, plan, arrays, outputs, is_saved=True)
     results = list(map(jnp.asarray, results))  # Known numbers are no arrays yet.
     # A solver is float32 as a whole; what you name in it is no mistake.
-    opaque = (x for x in steps_of(program.steps) if missing and not x.bodies)
+    opaque = (x for x in steps_of(plan.program.steps) if missing and not x.bodies)
     for step in opaque:
         for x in parts.equations_in(step.equation):
             is_chosen(Step(x, step.kind, step.path))

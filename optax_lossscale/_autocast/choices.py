@@ -15,8 +15,12 @@ ONE_LAYER = (
     'For one layer of several, write with jax.named_scope("name"): around its call, '
     'and float32="name".'
 )
-# What to do if a choice matches nothing: a function, a line, a scope.
+# What to do if a choice matches nothing: a function, a class, a line, a scope.
 CASTS = "If it casts by itself, remove its casts."
+NO_CALL = (
+    "It inherits __call__, whose lines are those of the base class. Define __call__ in "
+    f"it, which may call that of super(). {ONE_LAYER}"
+)
 NO_LINE = (
     "The innermost line of your code counts, and its number may have changed: ask "
     f"diagnostics.float32_lines again. {CASTS}"
@@ -61,7 +65,9 @@ def _choice(chosen: Any) -> Choice:
             f"{reprlib.repr(chosen)}. {ONE_LAYER}"
         )
     name = getattr(chosen, "__qualname__", repr(chosen))
-    return Choice(name, lambda x: not functions.isdisjoint(x.functions()), CASTS)
+    inherits = inspect.isclass(chosen) and "__call__" not in vars(chosen)
+    advice = NO_CALL if inherits else CASTS
+    return Choice(name, lambda x: not functions.isdisjoint(x.functions()), advice)
 
 
 def choices_of(float32: Any) -> list[Choice]:

@@ -1,5 +1,6 @@
 """Evaluates a program in the dtypes that its plan says."""
 
+import contextlib
 import contextvars
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,8 +19,8 @@ from optax_lossscale._jaxprs.primitives import Kind, Trait
 
 FLOAT32 = jnp.dtype(jnp.float32)
 # A list while the diagnostics trace a program, else None. Then `autocast` casts
-# constants in the program, where the trace sees their float32 values, and appends the
-# reason why it casts nothing, or "".
+# constants in the program, where the trace sees their float32 values; it leaves casts
+# for products without a line; and it appends the reason why it casts nothing, or "".
 NOTES: contextvars.ContextVar[list[str] | None]
 NOTES = contextvars.ContextVar("NOTES", default=None)
 
@@ -89,7 +90,8 @@ class _Evaluator:
 
     def held(self, atom: Any, state: State | None) -> Any:
         """Returns an operand as an array; if it is float32, in the dtype of a state."""
-        x = self._read(atom, state)
+        with _for_products(state == State.HALF):
+            x = self._read(atom, state)
         return x if isinstance(x, jax.Ref) else jnp.asarray(x)
 
     def _read(self, atom, state):
@@ -149,7 +151,8 @@ class _Evaluator:
         is_wide = State.HALF not in states or self._plan.program.layers[step].is_norm
         if is_wide or is_rounded or _spreads(step):
             wide = parts.bind(equation, [self._read(x, State.WIDE) for x in inputs])
-            results = list(map(self._cast, wide, states))
+            with _for_products(is_rounded):
+                results = list(map(self._cast, wide, states))
             is_named = self._is_saved is not None and step.kind == Kind.ARITHMETIC
             if is_named and State.HALF in states and not is_rounded:
                 # So that `policy.is_saved` saves it, and not the product, which is as
@@ -276,6 +279,12 @@ def _cast_before(_x, cast):
 @_cast_before.defjvp
 def _(primals, tangents):
     return primals[1], tangents[0].astype(primals[1].dtype)
+
+
+def _for_products(is_so: bool) -> Any:
+    """A context manager: for diagnostics, casts have the line of what reads them."""
+    is_shown = is_so and NOTES.get() is not None
+    return parts.standing(parts.nowhere()) if is_shown else contextlib.nullcontext()
 
 
 def _spreads(step: Step) -> bool:

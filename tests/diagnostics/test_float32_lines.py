@@ -94,7 +94,8 @@ def test_a_healthy_program_needs_no_line(scale):
 
     found = float32_lines(autocast(loss_fn), W, scale=scale)
     assert (found.lines, found.verified) == ([], True)
-    assert "No line needs float32" in str(found)
+    assert "No line needs float32 within 1%" in str(found)
+    assert ("the largest that fits" in str(found)) == (scale is None)
     assert found.scale == (scale or trace_numerics(autocast(loss_fn), W).largest_scale)
     assert error_with([], loss_fn, W, scale=found.scale) < CLOSE
 
@@ -159,9 +160,3 @@ def test_it_is_for_autocast(loss_fn, match):
 def test_wrong_arguments(error, match, options):
     with pytest.raises(error, match=match):
         float32_lines(autocast(lambda w: jnp.sum(w @ w)), jnp.eye(2), **options)
-
-
-def test_under_jit():
-    loss_fn = autocast(lambda w: jnp.sum(w @ w))
-    with pytest.raises(TypeError, match="float32_lines is for the host"):
-        jax.jit(lambda w: float32_lines(loss_fn, w).scale)(jnp.eye(2))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from arithmetic import half, mean, total
 from distributed import mean_over_devices
 from flax import nnx
 from helpers import assert_close, exhaustive_but, plain_step
@@ -23,12 +24,18 @@ from runs import finish_all, free_port, start
 from optax_lossscale import DynamicLossScale, LossScaleOptimizer
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
+INDEX = np.arange(8, dtype=np.float32)  # a number of each device
 # Of the ways to train, with and without a scale among the parameters.
 CASES = list(itertools.product(distributed.WAYS, [None, "loss_scale"]))
 BY_DEFAULT = [("pmap", None), ("shard_map", None), ("sharded jit", None)]
 BY_DEFAULT += [("shard_map", "loss_scale")]
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+
+
+def on_each(tree):
+    """Returns the arrays of a tree, once for each of eight devices."""
+    return jax.tree.map(lambda x: np.stack([x] * 8), tree)
 
 
 def averaging(average):
@@ -75,46 +82,38 @@ class TestRetries:
 
     RULE = DynamicLossScale(2.0**20)
 
-    def make_step(self, way, axis_name=None):
-        """Makes a step of eight examples, one on each device."""
+    def step(self, way, bad, axis_name=None):
+        """Takes a step with one number on each of eight devices, one of them bad."""
         optimizer = LossScaleOptimizer(
             optax.sgd(0.5, momentum=0.9), self.RULE, axis_name=axis_name, retries=24
         )
-        mesh = mesh_of(batch=8)
 
         def loss_fn(param, x):
-            products = param.astype(jnp.float16) * x.astype(jnp.float16)
-            loss = jnp.mean(products.astype(jnp.float32))
+            loss = mean(half(param) * half(x))
             return loss if way == "sharded jit" else mean_over_devices(loss)
 
-        def minimize(param, state, x):
-            return optimizer.minimize(loss_fn, param, state, x)
-
+        x = np.full(8, 0.125, np.float32)
+        x[3] = bad
+        args = (np.float32(1), optimizer.init(np.float32(1))), x
+        places = [NamedSharding(mesh_of(batch=8), spec) for spec in (WHOLE, PARTS)]
+        start, x = map(jax.device_put, args, places)
+        step = functools.partial(optimizer.minimize, loss_fn)
         if way == "shard_map":
-            minimize = over_devices((WHOLE, WHOLE, PARTS), WHOLE)(minimize)
-        minimize = jax.jit(minimize, donate_argnums=(0, 1))
+            step = over_devices((WHOLE, WHOLE, PARTS), WHOLE)(step)
+        return jax.device_get(jax.jit(step, donate_argnums=(0, 1))(*start, x))
 
-        def step(bad):
-            start = np.float32(1), optimizer.init(np.float32(1))
-            x = np.full(8, 0.125, np.float32)
-            x[3] = bad
-            whole, parts = (NamedSharding(mesh, spec) for spec in (WHOLE, PARTS))
-            args = *jax.device_put(start, whole), jax.device_put(x, parts)
-            return jax.device_get(minimize(*args))
-
-        return step
-
-    @pytest.mark.parametrize("way", [("sharded jit",), ("shard_map", "batch")])
-    def test_all_take_the_step(self, way):
-        step = self.make_step(*way)
-        param, state, loss = step(bad=64.0)
-        mean = 64.875 / 8
-        assert (param, loss) == (1 - 0.5 * mean, mean)
-        assert state.inner_state[0].trace == mean
+    @pytest.mark.parametrize(
+        ("way", "axis_name"), [("sharded jit", None), ("shard_map", "batch")]
+    )
+    def test_all_take_the_step(self, way, axis_name):
+        param, state, loss = self.step(way, 64.0, axis_name)
+        expected = 64.875 / 8
+        assert (param, loss) == (1 - 0.5 * expected, expected)
+        assert state.inner_state[0].trace == expected
         assert state.loss_scale_state[:2] == (2**12, 1)
         assert (state.skipped_steps, state.retries) == (0, 8)
         # No scale helps if the loss of one device is not finite.
-        param, state, _ = step(bad=np.nan)
+        param, state, _ = self.step(way, np.nan, axis_name)
         assert (param, state.skipped_steps, state.retries) == (1, 1, 0)
 
     def test_gradients_that_vary_over_one_of_two_axes(self):
@@ -124,8 +123,7 @@ class TestRetries:
         params = np.arange(8, dtype=np.float32).reshape(4, 2)
 
         def loss_fn(params):
-            half = params.astype(jnp.float16).astype(jnp.float32)
-            return jnp.sum(half**2)
+            return total(jnp.square(half(params).astype(jnp.float32)))
 
         specs, mesh = (P("p"), P()), mesh_of(p=4, d=2)
 
@@ -139,27 +137,29 @@ class TestRetries:
         np.testing.assert_array_equal(params, 0)
 
     def test_devices_that_would_repeat_apart_are_refused(self):
-        message = r"retries=24, axis_name must contain 'batch', got None"
-        with pytest.raises(ValueError, match=message):
-            self.make_step("shard_map")(bad=64.0)
-
         x = np.ones(8, np.float32)
         optimizer = LossScaleOptimizer(optax.sgd(0.5), 2.0**20, retries=24)
-        state = optimizer.init(np.float32(1))
-        mean = averaging(mean_over_devices)
-        with pytest.raises(ValueError, match=message):
-            jax.pmap(
-                lambda x: optimizer.minimize(jnp.square, x, state, transform=mean),
+        start = x[0], optimizer.init(x[0])
+        averaged = {"transform": averaging(mean_over_devices)}
+
+        def square_of_largest(w, x):
+            return (w * jax.lax.pmax(x, "batch")) ** 2
+
+        for call in (
+            lambda: self.step("shard_map", bad=64.0),
+            lambda: jax.pmap(
+                lambda x: optimizer.minimize(jnp.square, x, start[1], **averaged),
                 "batch",
-            )(x)
-        # Also where they communicate in the forward pass alone.
-        with pytest.raises(ValueError, match=message):
-            jax.vmap(
-                lambda x: optimizer.minimize(
-                    lambda w, x: (w * jax.lax.pmax(x, "batch")) ** 2, x, state, x
-                ),
+            )(x),
+            # Also where they communicate in the forward pass alone.
+            lambda: jax.vmap(
+                lambda x: optimizer.minimize(square_of_largest, *start, x),
                 axis_name="batch",
-            )(x)
+            )(x),
+        ):
+            message = "retries=24, axis_name must contain 'batch', got None"
+            with pytest.raises(ValueError, match=message):
+                call()
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_some_members_of_an_ensemble_on_each_device(self, kind):
@@ -168,8 +168,7 @@ class TestRetries:
 
         def step(params, state):
             def loss_fn(params):
-                products = (params * shared).astype(jnp.float16)
-                return jnp.mean(products.astype(jnp.float32) ** 2)
+                return mean(half(params * shared).astype(jnp.float32) ** 2)
 
             return optimizer.minimize(loss_fn, params, state)
 
@@ -189,8 +188,8 @@ class TestRetries:
         optimizer = LossScaleOptimizer(optax.sgd(0.5), self.RULE, retries=24)
 
         def loss_fn(w):
-            size = jnp.float16(4) ** jax.lax.axis_index("i").astype(jnp.float16)
-            return (w.astype(jnp.float16) * size).astype(jnp.float32)
+            size = jnp.float16(4) ** half(jax.lax.axis_index("i"))
+            return total(half(w) * size)
 
         # Without `jit`, where the members are tracers all the same.
         @functools.partial(jax.vmap, axis_name="i")
@@ -252,7 +251,7 @@ def test_updates_of_sharded_parameters_from_a_state_of_zeros():
         updates, state = optimizer.update(grads, optimizer.init(jnp.zeros(1)))
         return jax.lax.psum((updates, state.inner_state), "batch")
 
-    grads = np.arange(8, dtype=np.float32)
+    grads = INDEX.copy()
     updates, state = any_update(grads)
     assert (updates, state[0].trace) == (-14, 28)
     grads[5] = np.nan
@@ -311,16 +310,14 @@ def test_init_places_the_moments_with_the_parameters(place):
     params = jax.device_put(params, shardings)
     optimizer = LossScaleOptimizer(optax.sgd(0.1, 0.9))
 
-    def assert_placed(state):
+    with jax.set_mesh(mesh) if in_mesh else contextlib.nullcontext():
+        begun = optimizer.init(params)
+        _, after = jax.jit(optimizer.apply_gradients)(params, params, begun)
+    for state in (begun, after):
         trace = state.inner_state[0].trace
         assert trace["w"].dtype == jnp.float32
         for name, wanted in shardings.items():
             assert trace[name].sharding.is_equivalent_to(wanted, trace[name].ndim)
-
-    with jax.set_mesh(mesh) if in_mesh else contextlib.nullcontext():
-        state = optimizer.init(params)
-        assert_placed(state)
-        assert_placed(jax.jit(optimizer.apply_gradients)(params, params, state)[1])
 
 
 def unchecked_shard_map(f):
@@ -338,20 +335,15 @@ def unchecked_shard_map(f):
 class TestMinimizeWithoutAveraging:
     """Where JAX does not average the gradients of replicated parameters itself."""
 
-    x = np.arange(8, dtype=np.float32)
-
     def step(self, per_device, axis_name="batch", **options):
         optimizer = LossScaleOptimizer(optax.sgd(0.5), axis_name=axis_name)
-
-        def loss_fn(params, x):
-            return 0.5 * (params - x) ** 2
+        start = on_each((np.float32(1), optimizer.init(np.float32(1))))
 
         def step(params, state, x):
-            return optimizer.minimize(loss_fn, params, state, x, **options)[:2]
+            loss_fn = lambda params: 0.5 * (params - x) ** 2  # noqa: E731
+            return optimizer.minimize(loss_fn, params, state, **options)[:2]
 
-        start = np.float32(1), optimizer.init(np.float32(1))
-        start = jax.tree.map(lambda x: np.stack([x] * 8), start)
-        params, state = jax.jit(per_device(step))(*start, self.x)
+        params, state = jax.jit(per_device(step))(*start, INDEX)
         assert state.last_step_applied.all()
         return params.tolist()
 
@@ -364,9 +356,24 @@ class TestMinimizeWithoutAveraging:
         params = self.step(per_device, transform=averaging(mean_over_devices))
         assert params == [1 - 0.5 * (1 - 3.5)] * 8
 
-    def test_members_may_train_apart(self, per_device):
-        params = self.step(per_device, axis_name=None)
-        assert params == (1 - 0.5 * (1 - self.x)).tolist()
+    def test_without_a_name_warns_and_trains_apart(self, per_device):
+        calls = r"pmean\(grads, 'batch'\).*of its own, use jax\.pmap without axis_name"
+        with pytest.warns(UserWarning, match=calls):
+            params = self.step(per_device, axis_name=None)
+        assert params == (1 - 0.5 * (1 - INDEX)).tolist()
+
+
+@pytest.mark.parametrize("is_pmap", [False, True])
+def test_members_may_train_apart(is_pmap):
+    optimizer = LossScaleOptimizer(optax.sgd(0.5))
+
+    def step(params, x):
+        state = optimizer.init(params)
+        return optimizer.minimize(lambda w: 0.5 * (w - x) ** 2, params, state)[0]
+
+    step = jax.pmap(step) if is_pmap else over_devices(PARTS, PARTS)(jax.vmap(step))
+    found = step(np.ones(8, np.float32), INDEX)
+    assert found.tolist() == (1 - 0.5 * (1 - INDEX)).tolist()
 
 
 def local_loss(params, x):
@@ -389,8 +396,6 @@ def loss_of_stages(params, x):
 class TestLocalLoss:
     """`jax.shard_map` sums the gradients of devices that share their parameters."""
 
-    x = np.arange(8, dtype=np.float32)
-
     def step(self, loss_fn, spec=WHOLE, transform=jax.value_and_grad, **options):
         """Makes a step from ones to new parameters, and the arguments to call it with.
 
@@ -403,7 +408,7 @@ class TestLocalLoss:
             minimize = functools.partial(optimizer.minimize, transform=transform)
             return minimize(loss_fn, params, optimizer.init(params), x)[0]
 
-        return step, jax.tree.map(lambda _: np.ones(8, np.float32), spec), self.x
+        return step, jax.tree.map(lambda _: np.ones(8, np.float32), spec), INDEX
 
     @pytest.mark.parametrize("options", [{}, {"axis_name": "batch", "retries": 2}])
     def test_of_shared_parameters_warns(self, options):
@@ -430,7 +435,7 @@ class TestLocalLoss:
     def test_of_sharded_parameters_is_quiet(self):
         spec = {"own": PARTS, "shared": WHOLE}
         step, *args = self.step(loss_of_stages, spec, axis_name="batch")
-        np.testing.assert_array_equal(step(*args)["own"], 1 - self.x / 8)
+        np.testing.assert_array_equal(step(*args)["own"], 1 - INDEX / 8)
 
 
 class TestBatchStatistics:
@@ -452,8 +457,7 @@ class TestBatchStatistics:
         graph, params, rest = nnx.split(model, nnx.Param, ...)
 
         def loss_fn(model, x, factor):
-            half = model(x).astype(jnp.float16) * factor.astype(jnp.float16)
-            return jnp.mean(half.astype(jnp.float32))
+            return mean(half(model(x)) * half(factor))
 
         def step(params, rest, state, x, factor):
             model = nnx.merge(graph, params, rest)
@@ -464,16 +468,14 @@ class TestBatchStatistics:
             params, state = optimizer.apply_gradients(grads, params, state)
             return params, nnx.state(model, nnx.BatchStat), state
 
-        start = jax.tree.map(
-            lambda x: np.stack([x] * 8), (params, rest, optimizer.init(params))
-        )
+        start = on_each((params, rest, optimizer.init(params)))
         return jax.pmap(step, name)(*start, self.x, self.factors)
 
     def test_of_all_devices_are_those_of_the_decision(self):
         params, rest, state = self.train("batch")
         assert state.skipped_steps.tolist() == [1] * 8
         for x in jax.tree.leaves((params, rest)):
-            np.testing.assert_array_equal(x, np.stack([x[0]] * 8))
+            np.testing.assert_array_equal(x, on_each(x[0]))
 
     def test_without_a_name_warn(self):
         name = r"\('batch',\)"
@@ -487,23 +489,20 @@ class TestBatchStatistics:
 
 @pytest.mark.parametrize("retries", [0, 4])
 def test_devices_with_a_scale_and_a_loss_of_their_own(retries):
-    x = np.arange(8, dtype=np.float32)
     optimizer = LossScaleOptimizer(optax.sgd(0.5), retries=retries)
 
     def step(params, state, x, convert=lambda x: x):
         state = jax.tree.map(convert, state)
-        params, state, _ = optimizer.minimize(
-            lambda params: jnp.sum(params * x), params, state
-        )
+        loss_fn = lambda params: jnp.sum(params * x)  # noqa: E731
+        params, state, _ = optimizer.minimize(loss_fn, params, state)
         return params, jax.tree.map(lambda x: x[None], state)
 
     def run(**options):
-        function = over_devices((PARTS, WHOLE, PARTS), PARTS)(
-            functools.partial(step, **options)
-        )
-        return function(np.ones(8, np.float32), optimizer.init(x), x)[0]
+        over = over_devices((PARTS, WHOLE, PARTS), PARTS)
+        args = np.ones(8, np.float32), optimizer.init(INDEX), INDEX
+        return over(functools.partial(step, **options))(*args)[0]
 
-    np.testing.assert_array_equal(run(convert=varying), 1 - 0.5 * x)
+    np.testing.assert_array_equal(run(convert=varying), 1 - 0.5 * INDEX)
     if retries:
         with pytest.raises(ValueError, match="axis_name must contain 'batch', got"):
             run()

@@ -1,15 +1,11 @@
 """The dynamic loss scale: what is particular to it."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from helpers import OUT_OF_BOUNDS, assert_same_bits, replay
+from helpers import assert_same_bits, replay
 
-from optax_lossscale import DynamicLossScale, LossScaleOptimizer
+from optax_lossscale import DynamicLossScale
 
 
 @pytest.mark.parametrize(("finite", "end"), [(False, 2.0**-126), (True, 2.0**126)])
@@ -26,23 +22,6 @@ def test_a_counter_restored_beyond_the_interval_still_grows(interval):
     state = scale.init()._replace(good_steps=jnp.int32(2**31 - 1))
     state, _ = scale.update(1.0, state)
     assert (state.loss_scale, state.good_steps) == (16, 0)
-
-
-@pytest.mark.parametrize("restored", OUT_OF_BOUNDS)
-def test_a_scale_set_by_hand_loses_no_gradient(restored):
-    optimizer = LossScaleOptimizer(optax.sgd(0.5))
-    params = jnp.array([1.0, 2.0], jnp.float32)
-    state = optax.tree.set(optimizer.init(params), loss_scale=jnp.float32(restored))
-
-    def loss_fn(params):
-        return 1e-3 * jnp.sum(params**2)
-
-    grads = optimizer.value_and_grad(loss_fn, state)(params)[1]
-    np.testing.assert_allclose(grads, 2e-3 * params, rtol=1e-6)
-    step = jax.jit(functools.partial(optimizer.minimize, loss_fn))
-    after, state, _ = step(params, state)
-    np.testing.assert_allclose(after, params - 1e-3 * params, rtol=1e-6)
-    assert 1 <= optimizer.current_loss_scale(state) <= 2.0**126
 
 
 @pytest.mark.parametrize("saved", [1, 2])

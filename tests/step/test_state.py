@@ -50,3 +50,21 @@ class TestSelectApplied:
     def test_refuses_other_shapes(self):
         with pytest.raises(ValueError, match=r"structure and shapes. .*\(2,\)"):
             select_applied(self.state, jnp.ones(2), jnp.ones(3))
+
+    def test_python_numbers_promote(self):
+        for new, old in ((0.5, 0), (1, 0.25), (jnp.float32(0.5), 0), (True, 2)):
+            assert float(select_applied(self.state, new, old)) == new
+            assert float(select_applied(self.skipped, new, old)) == old
+
+    @pytest.mark.parametrize(
+        ("new", "old"),
+        [
+            (0.5, np.int32(0)),
+            (np.ones(2, np.float32), np.zeros(2, np.int32)),
+            (1j, np.float32(0)),
+            (2, np.array(False)),
+        ],
+    )
+    def test_refuses_a_dtype_that_cannot_hold_both(self, new, old):
+        with pytest.raises(TypeError, match="dtype that can hold new"):
+            select_applied(self.state, {"x": new}, {"x": old})
