@@ -44,7 +44,7 @@ class Step:
       equation: The equation.
       kind: What the policy does with it.
       callers: The equations that hold it, the outermost first.
-      bodies: The programs in it, each with the indices of the operands that it reads.
+      bodies: The programs in it, each with the indices of its operands.
       carry: The indices of the operands that are the state of a loop.
     """
 
