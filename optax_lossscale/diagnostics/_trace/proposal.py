@@ -163,7 +163,7 @@ def float32_lines(
       (0, True)
     """
     name = "float32_lines"
-    with jax.transfer_guard("allow"):  # It is asked for numbers on the host.
+    with steps.call_on_host():
 
         def call(function):
             return make_call(name, function, params, args, kwargs, has_aux)

@@ -26,8 +26,6 @@ PATIENCE = 5
 LARGE = 2**14
 # A step of one operation compiles in half the time so. Newer versions have it no more.
 SIMPLER = ("xla_cpu_use_fusion_emitters", False)
-# How many kinds of steps are kept for other programs.
-KEPT = 2**10
 
 
 def key_of(function: Callable[..., Any], equation: Any) -> Hashable:
@@ -228,10 +226,29 @@ class _Kind:
         return self.compiled.eval_shape(*self._avals)
 
 
-@functools.lru_cache(KEPT)
+# The kinds of steps of the last call; during a call, those of the one before come second.
+# On a CPU each takes about 1.6 MB.
+_kinds: list[dict[_Kind, _Kind]] = [{}]
+
+
 def _known(kind):
     """Returns the first kind that equals this one."""
-    return kind
+    known = next((x[kind] for x in _kinds if kind in x), kind)
+    return _kinds[0].setdefault(kind, known)
+
+
+@contextlib.contextmanager
+def call_on_host() -> Iterator[None]:
+    """For a call that asks for numbers on the host.
+
+    What it compiles is kept for the next call, which may be about the same program.
+    """
+    _kinds.insert(0, {})
+    try:
+        with jax.transfer_guard("allow"):
+            yield
+    finally:
+        del _kinds[1:]
 
 
 def _options(is_one, is_large):
