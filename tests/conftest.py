@@ -1,5 +1,6 @@
 """Set-up of the tests: eight CPU devices, strict dtypes, reproducible examples."""
 
+import dataclasses
 import doctest
 import gc
 import os
@@ -97,6 +98,19 @@ def pytest_runtest_call(item):
         if jax.device_count() < 8 and "Number of devices" in str(error):
             pytest.skip("needs 8 devices")
         raise
+
+
+def pytest_make_parametrize_id(val):
+    """Names options and numbers by themselves, and a rule by its class."""
+    if dataclasses.is_dataclass(val) and not isinstance(val, type):
+        return type(val).__name__
+    if isinstance(val, dict | tuple | list):
+        items = val.items() if isinstance(val, dict) else enumerate(val)
+        words = {k: pytest_make_parametrize_id(x) or x for k, x in items}
+        if all(isinstance(x, str | int | float | None) for x in words.values()):
+            equals = "{}={}" if isinstance(val, dict) else "{1}"
+            return ", ".join(equals.format(*x) for x in words.items()) or repr(val)
+    return None
 
 
 def pytest_report_header():

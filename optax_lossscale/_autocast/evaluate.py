@@ -15,7 +15,7 @@ from optax_lossscale._autocast.policy import State, is_float32
 from optax_lossscale._autocast.program import Step
 from optax_lossscale._autocast.rules import Call
 from optax_lossscale._autocast.states import Plan, Planner, States
-from optax_lossscale._jaxprs import flow, parts, primitives
+from optax_lossscale._jaxprs import flow, parts
 from optax_lossscale._jaxprs.primitives import Kind, Trait
 
 FLOAT32 = jnp.dtype(jnp.float32)
@@ -289,7 +289,7 @@ def _spreads(step: Step) -> bool:
     """Whether it may bring a number to several places, so that its derivative adds."""
     shape = step.equation.outvars[0].aval.shape
     shapes = [x.aval.shape for x in step.equation.invars]
-    if primitives.has(step.name, Trait.ELEMENTWISE):
+    if step.has(Trait.ELEMENTWISE):
         # It broadcasts by itself, and its derivative would add up in half precision.
         return any(x not in ((), shape) for x in shapes)
     same_size = [np.prod(x) == np.prod(shape) for x in shapes]

@@ -132,7 +132,7 @@ def explicit_axes(x: Any) -> tuple[Any, ...]:
 
 def has_name(axis: Any) -> bool:
     """Whether an axis has a name of the user: `jax.pmap` without one makes its own."""
-    return not str(axis).startswith("_internal")
+    return not str(axis).startswith(("_internal", "<axis"))  # The second: older JAX.
 
 
 def is_placed(equation: Any) -> bool:

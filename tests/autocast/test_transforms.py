@@ -170,7 +170,7 @@ def test_bfloat16():
 
 
 @pytest.mark.filterwarnings("ignore:autocast computes nothing")
-def test_a_loop_that_counts_is_half_and_one_that_compares_float32():
+def test_a_loop_that_counts_is_half_one_that_compares_is_not():
     def counts(x):
         goes_on = lambda state: state[1] < 3  # noqa: E731
         step = lambda state: (state[0] @ P["w"] + x, state[1] + 1)  # noqa: E731
@@ -527,7 +527,7 @@ def test_a_rule_that_masks_what_a_product_returned():
     check(lambda p, x: jnp.mean((masked(x @ p["w"]) @ p["w"]) ** 2), P, X)
 
 
-def test_a_rule_that_takes_the_steps_of_a_float32_loop_again_is_float32():
+def test_a_rule_that_repeats_a_float32_loop_is_float32():
     """As in solvers of differential equations, whose loops end by floats."""
 
     def step(w, y):

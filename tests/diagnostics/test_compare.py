@@ -126,11 +126,6 @@ def test_a_python_number_among_the_parameters():
     assert rows[_compare.MINIMIZE]["applied"]
 
 
-def test_it_is_for_the_host():
-    with pytest.raises(TypeError, match=r"compare .* call it outside of jit"):
-        jax.jit(lambda x: compare(loss_fn, PARAMS, x))(X)
-
-
 def test_float32_is_named_as_jax_multiplies_it():
     names = {
         Device("cpu"): "float32",

@@ -170,7 +170,3 @@ class TestDescribeNonfinite:
     def test_all_of_a_leaf_and_a_bare_array(self):
         (found,) = describe_nonfinite(jnp.full((4, 5), NAN, jnp.float32))
         assert found == ("grads", (4, 5), "float32", 0, 20, (0, 0))
-
-    def test_is_for_the_host(self):
-        with pytest.raises(TypeError, match="describe_nonfinite is for the host"):
-            jax.jit(lambda grads: len(describe_nonfinite(grads)))(GOOD)

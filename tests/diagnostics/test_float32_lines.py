@@ -160,9 +160,3 @@ def test_it_is_for_autocast(loss_fn, match):
 def test_wrong_arguments(error, match, options):
     with pytest.raises(error, match=match):
         float32_lines(autocast(lambda w: jnp.sum(w @ w)), jnp.eye(2), **options)
-
-
-def test_under_jit():
-    loss_fn = autocast(lambda w: jnp.sum(w @ w))
-    with pytest.raises(TypeError, match="float32_lines is for the host"):
-        jax.jit(lambda w: float32_lines(loss_fn, w).scale)(jnp.eye(2))

@@ -264,10 +264,6 @@ class TestArguments:
         assert re.match(r"0 of \d+ operations", first)
         assert re.match(r"\d+ of \d+ operations", last)
 
-    def test_under_jit(self):
-        with pytest.raises(TypeError, match="trace_numerics is for the host"):
-            jax.jit(lambda w: trace_numerics(loss_fn, w).loss)(TWO)
-
 
 def test_report_and_table():
     def loss_fn(w):

@@ -236,28 +236,6 @@ class TestWords:
         with pytest.raises(ValueError, match=r"got TrainState\. .*\.opt_state\. "):
             optimizer.minimize(loss_fn, W, state)
 
-    def test_of_a_chain_around_the_optimizer(self):
-        state = optax.chain(optax.clip(1.0), optimizer).init(W)
-        with pytest.raises(
-            ValueError, match=r"inside, .*LossScaleOptimizer\(optax\.ch"
-        ):
-            optimizer.minimize(loss_fn, W, state)
-
-    @pytest.mark.parametrize(
-        "call",
-        [
-            lambda state: optimizer.value_and_grad(loss_fn, state),
-            lambda state: optimizer.get_scaled_loss(jnp.ones(()), state),
-            lambda state: optimizer.get_unscaled_gradients(W, state),
-            lambda state: optimizer.minimize(loss_fn, W, state),
-            lambda state: optimizer.update(W, state, W),
-        ],
-    )
-    @pytest.mark.parametrize("rule", ["headroom", 8.0])
-    def test_of_the_state_of_another_rule(self, call, rule):
-        with pytest.raises(ValueError, match="Use the loss_scale that the state was"):
-            call(LossScaleOptimizer(MOMENTUM, rule).init(W))
-
     @pytest.mark.parametrize("options", [{}, {"dtype": jnp.bfloat16}])
     def test_of_autocast_as_a_context(self, options):
         words = r"Write loss_fn = autocast\(loss_fn, dtype"

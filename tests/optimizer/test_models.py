@@ -173,7 +173,7 @@ class TestAModel:
         loss_fn = autocast(kind.loss_fn)
         trace = diagnostics.trace_numerics(loss_fn, model, X, Y, scale=8.0)
         assert "agree with float32" in str(trace)
-        lines = diagnostics.float32_lines(loss_fn, model, X, Y)
+        lines = diagnostics.float32_lines(loss_fn, model, X, Y, scale=8.0)
         assert (lines.verified, lines.lines) == (True, [])
         assert_same_bits(contents(model), before)
 

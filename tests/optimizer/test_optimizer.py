@@ -249,15 +249,3 @@ class TestState:
                 assert new["w"].tolist() == [expected] * 2
                 assert new["n"].tolist() == [0, 1]
                 assert new["n"].dtype == params["n"].dtype
-
-    @pytest.mark.parametrize("method", ["update", "apply_gradients", "minimize"])
-    def test_a_state_of_others_is_refused(self, method):
-        optimizer = LossScaleOptimizer(optax.sgd(0.1))
-        chained = optax.chain(optimizer, optax.scale(1.0)).init(self.params)
-        arguments = {
-            "update": (self.params, chained),
-            "apply_gradients": (self.params, self.params, chained),
-            "minimize": (lambda p: jnp.sum(p["w"]), self.params, chained),
-        }
-        with pytest.raises(ValueError, match="must be the LossScaleOptimizerState"):
-            getattr(optimizer, method)(*arguments[method])

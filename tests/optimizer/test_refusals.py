@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, serialization
 from helpers import WRAPS, relaxed
 
 from optax_lossscale import (
@@ -184,7 +184,7 @@ class TestWhatDoesNotFit:
             LossScaleOptimizer(relaxed(inner(0.5)))
             for inner in (optax.adam, optax.amsgrad)
         )
-        with pytest.raises(ValueError, match=r"init made for (?s:.*)AmsgradState"):
+        with pytest.raises(ValueError, match=r"this optimizer (?s:.*)AmsgradState"):
             wrap(adam.update)(GRADS, amsgrad.init(PARAMS), PARAMS)
 
 
@@ -201,21 +201,65 @@ def test_a_forgotten_has_aux_with_a_string_in_it():
             call()
 
 
-@pytest.mark.parametrize(
-    "damaged", [None, {}, {"loss_scale": np.float32(8)}, np.float32(8), ()]
-)
-def test_a_state_without_a_scale_is_refused_where_it_is_first_read(damaged):
-    broken = state._replace(loss_scale_state=damaged)
-    for call in (
-        lambda: optimizer.value_and_grad(loss_fn, broken),
-        lambda: optimizer.minimize(loss_fn, PARAMS, broken),
-        lambda: optimizer.get_scaled_loss(1.0, broken),
-        lambda: optimizer.get_unscaled_gradients(GRADS, broken),
-        lambda: optimizer.current_loss_scale(broken),
-        lambda: optimizer.update(GRADS, broken),
-    ):
-        with pytest.raises(ValueError, match="loss_scale_state must be DynamicLoss"):
-            call()
+# Every call that takes a state.
+CALLS = {
+    "value_and_grad": lambda s: optimizer.value_and_grad(loss_fn, s),
+    "get_scaled_loss": lambda s: optimizer.get_scaled_loss(1.0, s),
+    "get_unscaled_gradients": lambda s: optimizer.get_unscaled_gradients(GRADS, s),
+    "current_loss_scale": optimizer.current_loss_scale,
+    "dynamic_counter": optimizer.dynamic_counter,
+    "minimize": lambda s: optimizer.minimize(loss_fn, PARAMS, s),
+    "update": lambda s: optimizer.update(GRADS, s, PARAMS),
+    "apply_gradients": lambda s: optimizer.apply_gradients(GRADS, PARAMS, s),
+}
+READERS = [*CALLS][:5]
+
+
+def of_rule(rule):
+    return lambda _: LossScaleOptimizer(optax.sgd(0.5), rule).init(PARAMS)
+
+
+def with_rule_state(x):
+    return lambda state: state._replace(loss_scale_state=x)
+
+
+def of_dictionaries(state):
+    return serialization.msgpack_restore(serialization.to_bytes(state))
+
+
+KIND = "loss_scale_state must be DynamicLoss.*Use the loss_scale that the state was"
+# How to make a state that is wrong, what is said, and the calls that take it.
+WRONG = {
+    "of another rule": (of_rule("headroom"), KIND, ["dynamic_counter"]),
+    "of a fixed scale": (of_rule(8.0), KIND, ["dynamic_counter"]),
+    **{
+        f"with {x} in place of the scale": (
+            with_rule_state(x),
+            KIND,
+            ["dynamic_counter"],
+        )
+        for x in (None, {}, {"loss_scale": np.float32(8)}, np.float32(8), ())
+    },
+    "restored as dictionaries": (of_dictionaries, "restore into the state of init", []),
+    "none": (lambda state: (), "exactly one .* got 0|must be the LossScaleOpt", []),
+    "two": (lambda state: {"a": state, "b": state}, "exactly one .* got 2|inside", []),
+    "in a chain": (
+        lambda state: (state, optax.EmptyState()),
+        r"must be the LossScaleOptimizerState.* inside, .*Optimizer\(optax\.chain",
+        READERS,
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "message", "takers"), WRONG.values(), ids=WRONG)
+def test_a_wrong_state_is_refused_by_every_call(make, message, takers):
+    wrong = make(state)
+    for name, call in CALLS.items():
+        if name in takers:
+            call(wrong)
+        else:
+            with pytest.raises(ValueError, match=message):
+                call(wrong)
 
 
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)

@@ -188,15 +188,3 @@ class TestReading:
         assert fixed.dynamic_growth_steps is None
         assert fixed.dynamic_counter(fixed.init(None)) is None
         assert fixed.current_loss_scale(fixed.init(None)) == 4
-
-    def test_none_or_several_states_are_refused(self):
-        for bad, count in (((), 0), ({"a": state, "b": state}, 2)):
-            for read in (
-                optimizer.current_loss_scale,
-                optimizer.dynamic_counter,
-                lambda s: optimizer.get_scaled_loss(1.0, s),
-                lambda s: optimizer.get_unscaled_gradients(1.0, s),
-                lambda s: optimizer.value_and_grad(abs, s),
-            ):
-                with pytest.raises(ValueError, match=f"exactly one .* got {count}"):
-                    read(bad)

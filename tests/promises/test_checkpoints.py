@@ -96,7 +96,7 @@ def test_the_scale_among_the_parameters(library, tmp_path):
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-def test_arrays_are_restored_to_the_devices_of_the_state_that_is_passed(tmp_path):
+def test_arrays_are_restored_to_the_devices_of_the_passed_state(tmp_path):
     optimizer = LossScaleOptimizer(optax.adam(0.1))
 
     def on(devices):
@@ -139,7 +139,7 @@ def test_a_step_of_the_leaves_can_be_exported():
     assert_same_bits(after, step(leaves, GOOD))
 
 
-def test_second_moments_become_zero_in_float16_and_not_in_bfloat16():
+def test_second_moments_vanish_in_float16_but_not_in_bfloat16():
     optimizer = LossScaleOptimizer(optax.adam(0.1))
     small = jax.tree.map(lambda x: np.float32(1e-4) * x, GOOD)
     _, state = jax.jit(optimizer.update)(small, optimizer.init(PARAMS))
@@ -205,19 +205,6 @@ class TestOtherStates:
         ]:
             with pytest.raises(ValueError, match=wanted):
                 optimizer.update(GOOD, state)
-
-    def test_a_tree_of_dicts_is_no_state(self):
-        saved = serialization.to_bytes(self.DYNAMIC.init(PARAMS))
-        restored = serialization.msgpack_restore(saved)
-        optimizer = self.DYNAMIC
-        for call in (
-            lambda: optimizer.update(GOOD, restored, PARAMS),
-            lambda: optimizer.value_and_grad(optax.tree.sum, restored),
-            lambda: optimizer.minimize(optax.tree.sum, PARAMS, restored),
-            lambda: optimizer.current_loss_scale({"opt_state": restored}),
-        ):
-            with pytest.raises(ValueError, match="restore into the state of init"):
-                call()
 
     def test_ways_to_go_on(self, tmp_path):
         update = jax.jit(self.DYNAMIC.update)

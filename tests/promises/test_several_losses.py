@@ -173,7 +173,7 @@ class TestGradientPenalty:
             *state, distance = step(*state, images, key)
         return state, distance
 
-    def test_trains_as_in_float32_with_a_scale_inside_and_not_without(self):
+    def test_trains_as_in_float32_only_with_a_scale_inside(self):
         _, wanted = self.train(self.step_of(in_float32, 1.0, 1.0))
         _, alike = self.train(self.step_of(autocast, 1.0, 1.0))
         _, lost = self.train(self.step_of(autocast, 1e-9, 1.0))
@@ -203,7 +203,7 @@ def forward(function):
         (jax.grad, jax.grad, (2.0**23, 1.0), False),
     ],
 )
-def test_each_backward_pass_of_a_physics_informed_network_needs_a_scale(
+def test_each_backward_pass_of_a_physics_network_needs_a_scale(
     first, second, scales, is_right
 ):
     """A rod of one meter is displaced by up to 0.1 micrometers: u'' = -load."""

@@ -28,7 +28,7 @@ CASES = [
     DynamicLossScale(2.0**10, 7, 4.0, 0.25, 0.5, 2.0**20, 3, True),
     HeadroomLossScale(dtype=jnp.float8_e5m2, min_margin=2),
 ]
-every_rule = pytest.mark.parametrize("rule", CASES, ids=repr)
+every_rule = pytest.mark.parametrize("rule", CASES)
 
 
 @every_rule

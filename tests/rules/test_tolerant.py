@@ -1,24 +1,22 @@
 """The tolerant loss scale: what is particular to it."""
 
-import hypothesis.strategies as st
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import replay
-from hypothesis import given
 
 from optax_lossscale import DynamicLossScale, TolerantLossScale, TolerantLossScaleState
 
 F, T = False, True
-# Of one length: one program.
-finite_runs = st.lists(st.booleans(), min_size=40, max_size=40)
 
 
-@given(finite_runs)
-def test_without_tolerance_it_is_the_dynamic_one(run):
+def test_without_tolerance_it_is_the_dynamic_one():
+    run = np.random.default_rng(0).random(1000) < 0.8
     arguments = {"initial_scale": 16.0, "growth_interval": 3}
     tolerant, _ = replay(TolerantLossScale(0, **arguments), run)
     dynamic, _ = replay(DynamicLossScale(**arguments), run)
     assert tolerant.loss_scale.tolist() == dynamic.loss_scale.tolist()
+    assert len(set(dynamic.loss_scale.tolist())) > 5
 
 
 # In float32 0.15 * 100 is above 15, and 0.09 * 300 above 27.

@@ -108,7 +108,7 @@ def test_passes_that_run_again_change_it_once():
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5)
 
 
-def test_in_a_tree_beside_arrays_and_constants_with_auxiliary_data():
+def test_in_a_tree_beside_arrays_and_constants():
     def loss_with_bias(params, x):
         model, bias = params["model"], params["bias"]
         loss = jnp.mean((model(x) + bias - 1) ** 2) / params["heads"]
@@ -418,19 +418,22 @@ def layer_step(change, optimizer=None):
     return step
 
 
+@functools.cache
+def changed_by_nnx(change, wrap):
+    """Returns the contents of the layer after a step without our optimizer."""
+    model = layer()
+    wrap(layer_step(change))(model, None, GOOD)
+    return contents(model)
+
+
 @pytest.mark.parametrize("wrap", [nnx.jit, pytest.param(lambda f: f, id="eager")])
 @with_and_without_retries
 class TestWhatAPassChanges:
     @pytest.mark.parametrize("change", [*CHANGES, *STRUCTURES, variables])
     def test_is_kept(self, change, retries, wrap):
-        ends = []
-        for is_ours in (False, True):
-            optimizer, model, state = start(layer(), retries=retries)
-            step = layer_step(change, optimizer if is_ours else None)
-            wrap(step)(model, state, GOOD)
-            ends.append(contents(model))
-        expected, found = ends
-        assert found == expected != contents(layer())
+        optimizer, model, state = start(layer(), retries=retries)
+        wrap(layer_step(change, optimizer))(model, state, GOOD)
+        assert contents(model) == changed_by_nnx(change, wrap) != contents(layer())
 
     @pytest.mark.parametrize("change", CHANGES)
     def test_comes_back_after_a_skipped_step(self, change, retries, wrap):

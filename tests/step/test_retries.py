@@ -120,44 +120,40 @@ def assert_rounded(actual, desired):
             np.testing.assert_array_equal(x, y)
 
 
-class TestModel:
-    """A float16 model with dropout, batch statistics, a schedule and other data."""
+def loss_of_a_model(params, stats, key, x, identity=lambda x: x):
+    """Of a float16 model with dropout, batch statistics and other data."""
+    hidden = identity(half(x) @ half(params["w1"]))
+    wide = hidden.astype(jnp.float32)
+    mean, var = jnp.mean(wide, 0), jnp.var(wide, 0)
+    kept = jax.random.bernoulli(key, 0.5, hidden.shape)
+    hidden = jnp.tanh(half((wide - mean) / jnp.sqrt(var + 0.01))) * half(kept)
+    out = (hidden @ half(params["w2"])).astype(jnp.float32)
+    stats = 0.9 * stats + 0.1 * jnp.stack([mean, var])
+    return jnp.sum((out - x[:, :4]) ** 2), (stats, kept, key)
 
-    x = normal(16, 8)
-    params = {"w1": normal(8, 16) / 3, "w2": normal(16, 4) / 4}
+
+@pytest.mark.optimized
+@compiled
+def test_a_model_takes_the_step_of_a_lower_scale(wrap):
+    (identity, passes), traces = counting(), []
+
+    def loss_fn(*args):
+        traces.append(1)
+        return loss_of_a_model(*args, identity)
+
+    weights = {"w1": normal(8, 16) / 3, "w2": normal(16, 4) / 4}
+    args = jnp.zeros((2, 16)), jax.random.key(4), normal(16, 8)
     inner = optax.adamw(optax.linear_schedule(0.1, 0.0, 50))
-
-    @staticmethod
-    def loss_fn(params, stats, key, x, identity=lambda x: x):
-        hidden = identity(half(x) @ half(params["w1"]))
-        wide = hidden.astype(jnp.float32)
-        mean, var = jnp.mean(wide, 0), jnp.var(wide, 0)
-        kept = jax.random.bernoulli(key, 0.5, hidden.shape)
-        hidden = jnp.tanh(half((wide - mean) / jnp.sqrt(var + 0.01))) * half(kept)
-        out = (hidden @ half(params["w2"])).astype(jnp.float32)
-        stats = 0.9 * stats + 0.1 * jnp.stack([mean, var])
-        return jnp.sum((out - x[:, :4]) ** 2), (stats, kept, key)
-
-    @pytest.mark.optimized
-    @compiled
-    def test_takes_the_step_of_a_lower_scale(self, wrap):
-        (identity, passes), traces = counting(), []
-
-        def loss_fn(*args):
-            traces.append(1)
-            return self.loss_fn(*args, identity)
-
-        args = jnp.zeros((2, 16)), jax.random.key(4), self.x
-        step, start = begin(loss_fn, self.params, self.inner, has_aux=True)
-        step = wrap(step)
-        params, state = step(self.params, start, *args)[:2]
-        assert state.retries >= 9
-        assert counts_of(passes) == (1 + state.retries, 1 + state.retries)
-        assert len(traces) == 1
-        check_step(step, self.params, start, *args)
-        # And once more, with moments that are not zero.
-        state = state._replace(loss_scale_state=start.loss_scale_state)
-        check_step(step, params, state, *args)
+    step, start = begin(loss_fn, weights, inner, has_aux=True)
+    step = wrap(step)
+    params, state = step(weights, start, *args)[:2]
+    assert state.retries >= 9
+    assert counts_of(passes) == (1 + state.retries, 1 + state.retries)
+    assert len(traces) == 1
+    check_step(step, weights, start, *args)
+    # And once more, with moments that are not zero.
+    state = state._replace(loss_scale_state=start.loss_scale_state)
+    check_step(step, params, state, *args)
 
 
 # Of each step of a training, the gradient. The loss is not finite if it is not.
@@ -178,7 +174,7 @@ RULES = [
 ]
 
 
-def by_hand(rule, state, x, retries):
+def step_by_hand(rule, state, x, retries):
     """Returns the rule's state and its decision, the retries, and the gradient."""
     count, first = 0, None
     while True:
@@ -195,7 +191,7 @@ def by_hand(rule, state, x, retries):
         state, count = new, count + 1
 
 
-@pytest.mark.parametrize("case", exhaustive_but(RULES, RULES[1::2]), ids=str)
+@pytest.mark.parametrize("case", exhaustive_but(RULES, RULES[1::2]))
 def test_the_rule_sees_the_overflows_and_then_the_gradients(case):
     rule, retries, skipped = case
     identity, passes = counting()
@@ -205,7 +201,9 @@ def test_the_rule_sees_the_overflows_and_then_the_gradients(case):
     for x in GRADS:
         before, expected = state, param
         param, state, _ = step(param, state, jnp.float32(x))
-        scale_state, taken, count, grad = by_hand(rule, before.loss_scale_state, x, 5)
+        scale_state, taken, count, grad = step_by_hand(
+            rule, before.loss_scale_state, x, 5
+        )
         assert_same_bits(state.loss_scale_state, scale_state)
         assert state.last_step_applied == taken
         assert counts_of(passes) == (1 + count, 1 + count)
@@ -457,7 +455,7 @@ class TestRefs:
         assert outside[...] == 2
 
 
-def test_a_step_without_an_overflow_has_the_bits_of_one_without_retries():
+def test_without_an_overflow_a_step_is_that_without_retries():
     """Also where the transform hides both passes in one scan."""
 
     def transform(fun, **options):

@@ -198,9 +198,7 @@ def test_a_leaf_that_is_no_scale_heals_at_the_first_step(leaf):
 
 @pytest.mark.parametrize("rule", [RULE, FixedLossScale(64.0)])
 @pytest.mark.parametrize("value", [INF, -INF, NAN])
-def test_a_leaf_that_was_restored_as_inf_or_nan_is_named_and_keeps_the_rest(
-    rule, value
-):
+def test_a_leaf_restored_as_inf_or_nan_is_named_and_mended(rule, value):
     """A float16 checkpoint does so: no sum leads back from there."""
     optimizer, reader = scaler(rule=rule), LossScaleOptimizer(optax.sgd(1), rule)
     step, trainer = make_trainer(

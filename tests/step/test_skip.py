@@ -32,8 +32,9 @@ class TestSkip:
     inner = relaxed(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)))
 
     # Under jit a CPU branches; without it, each device selects.
-    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-    @pytest.mark.parametrize("bad", [INF, NAN])
+    @pytest.mark.parametrize(
+        ("wrap", "bad"), [(WRAPS["eager"], INF), (jax.jit, NAN)], ids=WRAPS
+    )
     def test_is_differentiated_as_a_step_that_changes_nothing(self, bad, wrap):
         optimizer = LossScaleOptimizer(
             self.inner, DynamicLossScale(growth_interval=1), check_loss=True
@@ -156,25 +157,20 @@ class TestUpdate:
         text = jax.export.export(jax.jit(step), platforms=["cpu"])(*shapes)
         assert count_branches(text.mlir_module()) == branches
 
-    @pytest.mark.parametrize("wrap", [jax.jit, lambda f: jax.jit(jax.grad(f))])
-    @pytest.mark.parametrize("inner", [optax.adam(0.1), optax.sgd(0.1, momentum=0.9)])
-    def test_a_skipped_first_step_changes_nothing(self, inner, wrap):
+    def test_a_skipped_first_step_changes_nothing_of_value_and_derivative(self):
         # Adam divides by zero in an update from its first state.
-        optimizer, step = self.step_of(inner)
+        optimizer, step = self.step_of(optax.adam(0.1))
         bad = self.good.at[3, 5].set(NAN)
 
-        def distance(params, skipped):
+        def distance(params, *batches):
             state = optimizer.init(params)
-            if skipped:
-                params, state = step(params, state, bad)
-            params, state = step(params, state, self.good)
+            for grads in batches:
+                params, state = step(params, state, grads)
             return jnp.sum(params**2)
 
-        function = wrap(functools.partial(distance, skipped=True))
-        assert_close(
-            function(self.params),
-            wrap(functools.partial(distance, skipped=False))(self.params),
-        )
+        function = jax.jit(jax.value_and_grad(distance))
+        expected = function(self.params, self.good)
+        assert_close(function(self.params, bad, self.good), expected)
 
     @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
     def test_updates_may_be_python_numbers(self, wrap):

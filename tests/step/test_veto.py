@@ -62,7 +62,7 @@ def test_a_veto_keeps_all_but_the_scale(way):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @every_way
-def test_without_jit_in_any_dtype_with_a_scale_that_checks_nothing(way, dtype):
+def test_without_jit_in_any_dtype_at_a_fixed_scale(way, dtype):
     optimizer = LossScaleOptimizer(optax.sgd(0.5, 0.9), 8)
     step = step_of(way, optimizer)
     params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
