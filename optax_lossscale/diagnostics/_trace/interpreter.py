@@ -24,8 +24,7 @@ from optax_lossscale.diagnostics._trace.twin import Value, widen
 # Moves that change signs alone.
 SIGNS = ("abs", "neg")
 # They compute nothing; what has no name enters or leaves a loop, a branch or a device.
-PASSIVE = names_of(Kind.MOVE) | names_of(Kind.SPREAD)
-PASSIVE |= {"", "convert_element_type", "reduce_precision"}
+PASSIVE = names_of(Kind.MOVE) | {"", "convert_element_type", "reduce_precision"}
 
 
 class Interpreter:

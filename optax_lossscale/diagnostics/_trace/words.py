@@ -241,10 +241,8 @@ def explain(fault: Fault, scale: float | None = None) -> NumericFinding:
     if fault.kind == "decision":
         text += f": chosen among numbers that {fault.dtype} cannot tell apart; if "
         text += "training is fine, leave it."
-        is_half_there = fault.sources or any(
-            is_half(x.dtype) for x in fault.operation.inputs
-        )
-        text += f" If not, {advice}." * bool(is_half_there)
+        halves = [x for x in fault.operation.inputs if is_half(x.dtype)]
+        text += f" If not, {advice}." * bool(fault.sources or halves)
     elif scale is None:
         text = f"{text}. {why_of(fault)}".strip() + f" No loss scale helps: {advice}."
     else:
