@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from optax_lossscale._jaxprs import lines
 from optax_lossscale._jaxprs.primitives import Trait, names_of
 from optax_lossscale._tree import is_half
@@ -204,6 +206,20 @@ class NumericOperation(NamedTuple):
         own = [x for x in self.callers if not lines.is_installed(x[0])]
         calls = "".join(f", called from {named(*x)}" for x in own[:CALLERS])
         return f"{self.name} at {self.place}{calls}, {self.dtype}[{shape}], {phase}"
+
+
+def spacing(operation: NumericOperation) -> tuple[int, int] | None:
+    """Returns the spacing of half precision at the largest term, and that, as log2.
+
+    None if nothing is in half precision, or all is zero.
+    """
+    ranges = operation.output, *operation.inputs  # Of a running sum, the first.
+    halves = [x.dtype for x in ranges if is_half(x.dtype)]
+    largest = max(x.largest for x in ranges)
+    if not halves or not largest:
+        return None
+    top = math.floor(math.log2(largest))
+    return top - jnp.finfo(halves[0]).nmant, top
 
 
 def named(file: str, line: int, function: str) -> str:

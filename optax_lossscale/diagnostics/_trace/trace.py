@@ -206,10 +206,8 @@ def trace_numerics(
 
         call = make_call(name, loss_fn, params, args, kwargs, has_aux)
         traced = Traced(call, dtype)
-        is_autocast = (
-            function_of(getattr(loss_fn, "without_scale", loss_fn)) is not None
-        )
-        nothing = traced.reason if is_autocast else ""
+        cast = getattr(loss_fn, "without_scale", loss_fn)
+        nothing = "" if function_of(cast) is None else traced.reason
         traced.is_autocast &= not nothing
         search = Search(traced.at, closeness(traced.dtype), scale)
         run, best = search.run, search.best

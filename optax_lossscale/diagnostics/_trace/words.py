@@ -4,8 +4,6 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
 from optax_lossscale._tree import is_half
 from optax_lossscale.diagnostics import _common
 from optax_lossscale.diagnostics._bits import limits_of
@@ -13,6 +11,7 @@ from optax_lossscale.diagnostics._trace.sites import (
     NumericOperation,
     NumericRange,
     named,
+    spacing,
 )
 
 # A scale that is at most this many bits too high comes down within a few skipped steps.
@@ -140,20 +139,6 @@ def begins(operation: NumericOperation) -> str:
     """Returns "inf begins", "inf and nan begin" and the like."""
     kinds = kinds_of(operation.output)
     return f"{kinds} begin{'s' * (' and ' not in kinds)}"
-
-
-def spacing(operation: NumericOperation) -> tuple[int, int] | None:
-    """Returns the spacing of half precision at the largest term, and that, as log2.
-
-    None if nothing is in half precision, or all is zero.
-    """
-    ranges = operation.output, *operation.inputs  # Of a running sum, the first.
-    halves = [x.dtype for x in ranges if is_half(x.dtype)]
-    largest = max(x.largest for x in ranges)
-    if not halves or not largest:
-        return None
-    top = math.floor(math.log2(largest))
-    return top - jnp.finfo(halves[0]).nmant, top
 
 
 def lines_to_pass(operations: Iterable[NumericOperation], is_autocast: bool) -> str:
