@@ -106,12 +106,17 @@ def table(found: dict[str, Any]) -> str:
 
 
 def short_table(found: dict[str, Any]) -> str:
-    """Returns the table of the README: what float16 gives."""
+    """Returns the table of the README: what half precision gives."""
     name, *_ = MODELS
     rows, device = _by_way(found)[name], found[name]["machine"]["device"]
-    titles = FLOAT32, "JAX's default (TF32)", "autocast to float16"
+    titles = {
+        FLOAT32: FLOAT32,
+        TF32: "JAX's default (TF32)",
+        OURS: "autocast to float16",
+        BFLOAT16: BFLOAT16,
+    }
     cells = []
-    for title, way in zip(titles, (FLOAT32, TF32, OURS), strict=True):
+    for way, title in titles.items():
         ms, size = _numbers(rows[way])
         speedup = rows[FLOAT32]["ms"] / rows[way]["ms"]
         cells.append([title, ms, f"{speedup:.1f}x", f"{size} GB"])

@@ -112,9 +112,9 @@ def differentiate(
                 )
             places.append(x if hasattr(x, "argnum") else i)
         is_nnx = _modules.has_modules([given[i] for i in joins])
-        transform = _modules.value_and_grad_of_nnx if is_nnx else jax.value_and_grad
-        transform = transform(of_parts, argnums=tuple(places), has_aux=has_aux)
-        value, grads = transform(*given)
+        library = _modules.value_and_grad_of_nnx if is_nnx else jax.value_and_grad
+        of_library = library(of_parts, argnums=tuple(places), has_aux=has_aux)
+        value, grads = of_library(*given)
         pairs = zip(joins.values(), grads, strict=True)
         grads = tuple(join(x, itertools.repeat(None)) for join, x in pairs)
         return value, grads[0] if is_one else grads
@@ -144,7 +144,7 @@ def scaled_grad(
     options = {"argnums": argnums} if argnums != 0 else {}
     transform = functools.partial(transform or differentiate, **options)
 
-    def value_and_grad(scale, /, *args, **kwargs):
+    def of_scale(scale, /, *args, **kwargs):
         def loss_times_scale(*args, **kwargs):
             out = fun(*args, **kwargs)
             loss = loss_of(out, has_aux)
@@ -160,7 +160,7 @@ def scaled_grad(
         _warn_of_local_loss(loss_of(value, has_aux), grads, transform)
         return value, grads
 
-    return value_and_grad
+    return of_scale
 
 
 def check_argnums(transform: Callable[..., Any] | None) -> None:
@@ -173,31 +173,38 @@ def check_argnums(transform: Callable[..., Any] | None) -> None:
         )
 
 
-def _unreduced_axes(
-    transform: Callable[..., Any] | None, is_asked: Callable[[Any], bool]
-) -> tuple[Any, ...]:
-    """Returns those of the axes of devices along which nobody reduces gradients.
+def _unreduced_axes(transform: Callable[..., Any] | None) -> tuple[Any, ...]:
+    """Returns the named axes of devices along which JAX reduces no gradients.
 
     `jax.shard_map` adds up the gradients of replicated parameters by itself, but not
     with `check_vma=False`, and `jax.pmap` never does.
     """
-    if is_users(transform):
-        return ()
-    mapped = jax.sharding.get_abstract_mesh().manual_axes
-    # Only of axes that are asked for: each adds an operation to the step.
-    axes = sorted(filter(is_asked, mapped), key=str)
-    return tuple(x for x in axes if not varying_axes(lax.axis_index(x)))
+
+    def is_unreduced(axis):
+        # Over an axis without a name nobody can reduce.
+        index = jax.eval_shape(lambda: lax.axis_index(axis))
+        return has_name(axis) and not varying_axes(index)
+
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    unreduced = filter(is_unreduced, sorted(axes, key=str))
+    return () if is_users(transform) else tuple(unreduced)
 
 
 def check_averaging(
     axes: tuple[Hashable, ...], transform: Callable[..., Any] | None
 ) -> None:
-    """Raises if devices would update their parameters by gradients of their own."""
-    for axis in _unreduced_axes(transform, lambda x: x in axes):
-        raise ValueError(
+    """Raises, or warns, if `minimize` leaves each device its own gradients."""
+    for axis in _unreduced_axes(transform):
+        words = (
             "minimize cannot average gradients in jax.pmap or shard_map(check_vma="
             f"False). Call value_and_grad, jax.lax.pmean(grads, {axis!r}), "
             "apply_gradients; or use jax.shard_map(check_vma=True)."
+        )
+        if axis in axes:
+            raise ValueError(words)
+        warn(
+            f"{words} If each device trains parameters of its own, use "
+            "jax.pmap without axis_name, or jax.shard_map(check_vma=True)."
         )
 
 
@@ -205,12 +212,7 @@ def warn_of_local_decision(
     axes: tuple[Hashable, ...], transform: Callable[..., Any] | None
 ) -> None:
     """Warns if each device decides by itself whether a model keeps its changes."""
-
-    def is_open(axis):
-        # Over an axis without a name nobody can reduce.
-        return axis not in axes and has_name(axis)
-
-    if names := _unreduced_axes(transform, is_open):
+    if names := tuple(x for x in _unreduced_axes(transform) if x not in axes):
         warn(
             f"Each device of {names} decides by its own gradients whether variables of "
             "the model, such as batch statistics, take back their old values. If you "
@@ -258,8 +260,10 @@ def loss_of(out: Any, has_aux: bool) -> Any:
     is_real = is_inexact(loss) and not jnp.iscomplexobj(loss)
     if (has_aux and not is_pair) or not is_real:
         wanted = "a floating-point scalar" + ", and auxiliary data" * has_aux
+        advice = " Write has_aux=True." if is_pair and not has_aux else ""
         raise TypeError(
             f"With has_aux={has_aux} loss_fn must return {wanted}, got {types_of(out)}."
+            + advice
         )
     return loss
 

@@ -17,11 +17,13 @@ from optax_lossscale._tree import difference, in_half, is_array, is_key, strongl
 def check_optimizer(inner: Any) -> None:
     """Raises if `inner` has no methods `init` and `update`."""
     if not all(callable(getattr(inner, x, None)) for x in ("init", "update")):
-        hint = " Call it to make an optimizer." if callable(inner) else ""
+        advice = " Call it to make an optimizer." if callable(inner) else ""
+        if hasattr(inner, "tx"):  # nnx.Optimizer, TrainState.
+            advice = " Wrap the optimizer of Optax that it was made of, its tx."
         got = getattr(inner, "__name__", reprlib.repr(inner))
         raise TypeError(
             "inner_optimizer must be an optax.GradientTransformation, or an object "
-            f"with methods init and update, got {got}.{hint}"
+            f"with methods init and update, got {got}.{advice}"
         )
 
 
@@ -72,9 +74,9 @@ def check_dtypes(inner: Any, state: Any, params: Any, grads: Any) -> None:
 def fit(inner: Any, grads: Any, state: Any, params: Any) -> bool:
     """Whether gradients and a state are those of parameters, all or some of them."""
     with contextlib.suppress(Exception):  # Other trees, which init may not take.
-        chosen = grads if params is None else _none_like(grads, params)
-        made = _states_of(inner, chosen, params)
-        is_whole = not difference(grads, chosen)
+        trained = grads if params is None else _none_like(grads, params)
+        made = _states_of(inner, trained, params)
+        is_whole = not difference(grads, trained)
         return is_whole and any(not difference(state, x) for x in made)
     return False
 
@@ -109,13 +111,13 @@ def _update(
     if params is None or is_whole:
         return update_all(updates, params, extra_args)
     try:
-        chosen = _none_like(updates, params)
+        trained = _none_like(updates, params)
     except ValueError:
         # The structures differ, as with optax.lookahead.
         return update_all(updates, params, extra_args)
-    of_chosen = jax.eval_shape(lambda params: inner.init(widen(params)), chosen)
-    if jax.tree.structure(of_chosen) == jax.tree.structure(state):
-        return update_all(updates, chosen, extra_args)
+    of_trained = jax.eval_shape(lambda params: inner.init(widen(params)), trained)
+    if jax.tree.structure(of_trained) == jax.tree.structure(state):
+        return update_all(updates, trained, extra_args)
     params = without_constants(params)
     if "grad" in extra_args:
         extra_args = extra_args | {"grad": _zeros_for_none(extra_args["grad"], params)}
@@ -147,14 +149,14 @@ def without_constants(params: Any) -> Any:
     """
     numbers = () if has_settings(params) else (float, complex)
 
-    def chosen(leaf):
+    def number(leaf):
         if not hasattr(leaf, "dtype"):
             return leaf if isinstance(leaf, numbers) else None
         is_int = jnp.issubdtype(leaf.dtype, jnp.integer)
         is_number = not is_key(leaf) and not (is_int and jnp.iinfo(leaf.dtype).bits < 8)
         return leaf if is_number else None
 
-    return jax.tree.map(chosen, params)
+    return jax.tree.map(number, params)
 
 
 def parameters_as_arrays(params: Any, grads: Any) -> Any:

@@ -79,19 +79,19 @@ def differentiated(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
     only_arrays = has_settings(tree)
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_module)
 
-    def is_part(x):
+    def has_gradient(x):
         is_number = _tree.is_array(x) or not only_arrays
         return is_module(x) or (_tree.is_inexact(x) and is_number)
 
-    chosen = list(map(is_part, leaves))
+    are_parts = list(map(has_gradient, leaves))
 
     def join(parts, rest=leaves):
-        parts, pairs = iter(parts), zip(chosen, rest, strict=False)
+        parts, pairs = iter(parts), zip(are_parts, rest, strict=False)
         return treedef.unflatten(
             [next(parts) if is_part else x for is_part, x in pairs]
         )
 
-    return list(itertools.compress(leaves, chosen)), join
+    return list(itertools.compress(leaves, are_parts)), join
 
 
 def value_and_grad_of_nnx(

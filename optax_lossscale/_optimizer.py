@@ -21,24 +21,26 @@ STEP = ("init", "update", "value_and_grad", "apply_gradients", "minimize")
 
 
 class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
-    """Wraps an optimizer with loss scaling.
+    """Wraps an optimizer with loss scaling, for training in float16.
+
+    `minimize` takes a whole training step. `value_and_grad` and `update` are its two
+    halves, for use wherever Optax, Flax or Equinox take an optimizer.
 
     The loss is multiplied by a scale, so that float16 gradients neither underflow
     nor overflow; the gradients are divided by it in float32. A step whose
     gradients are not finite is skipped: parameters and inner state stay exactly
     as they were.
 
-    It is an `optax.GradientTransformationExtraArgs`, for use wherever Optax, Flax or
-    Equinox take one. In a chain put it outermost: `optax.clip` before the check would
-    turn an inf into a finite number, and the step would be applied.
+    In a chain put it outermost: `optax.clip` before the check would turn an inf into a
+    finite number, and the step would be applied.
 
     The derivatives through a step, as in MAML, are those of the step without loss
-    scaling. Through a skipped step they may be nan: wrap the outer optimizer, too, and
-    it skips its step. With `retries` there are only forward-mode derivatives.
+    scaling. Through a skipped step they may be nan: wrap the outer optimizer as well,
+    and it skips its step. With `retries` there are only forward-mode derivatives.
 
     Args:
-      inner_optimizer: A `GradientTransformation`, or an object with methods `init`
-        and `update` (`optax.MultiSteps`).
+      inner_optimizer: The optimizer to wrap: a `GradientTransformation`, or an object
+        with methods `init` and `update` (`optax.MultiSteps`).
       loss_scale: A `LossScale`, a number (fixed), or a name that `get_loss_scale`
         knows. The default is made from the next three arguments.
       dynamic: Whether the scale adapts by itself.
@@ -48,16 +50,14 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
       axis_name: A name, or tuple of names, of mapped axes (`jax.pmap`,
         `jax.shard_map`). All devices of these axes skip together. Gradients are
         not reduced: reduce them before the update, as without loss scaling.
-      check_loss: Whether to skip a step also if its loss is not finite. A lower scale
-        does not help then, so the scale stays as it is, whatever the gradients are,
-        and `nonfinite_loss_steps` counts the step. `update` and `apply_gradients`
-        need the loss as `value=`; `minimize` has it.
-      retries: How often `minimize` may repeat the pass of one step, 0 by default.
-        After an overflow the rule lowers the scale, and the whole pass runs again, so
-        that the batch is not lost: 24 retries bring a scale from 2**24 to 1. A step is
-        skipped, as without retries, if all of them are used up, if its loss is not
-        finite, or if the rule keeps the scale. The other methods repeat nothing, and
-        warn.
+      check_loss: Whether to skip a step also if its loss is not finite. The scale then
+        stays as it is, because a lower one does not help, and `nonfinite_loss_steps`
+        counts the step. `update` and `apply_gradients` need the loss as `value=`.
+      retries: How often `minimize` may repeat the pass of one step after an overflow,
+        at a lower scale, so that the batch is not lost: 24 retries bring a scale from
+        2**24 to 1. A step is skipped, as without retries, if all of them are used up,
+        if its loss is not finite, or if the rule keeps the scale. The other methods
+        repeat nothing, and warn.
 
     Raises:
       ValueError: If `loss_scale` comes with `dynamic`, `initial_scale` or
@@ -111,15 +111,15 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         dynamic_growth_steps: int | None = None,
         axis_name: Hashable | None = None,
         check_loss: bool = False,
-        retries: int | None = None,
+        retries: int = 0,
     ):
         if isinstance(inner_optimizer, LossScaleOptimizer):
             raise TypeError("inner_optimizer scales losses: scaling twice is a bug.")
         keras = (dynamic, initial_scale, dynamic_growth_steps)
         if loss_scale is None:
-            chosen = identifiers.keras_loss_scale(*keras)
+            rule = identifiers.keras_loss_scale(*keras)
         elif keras == (True, None, None):
-            chosen = identifiers.get_loss_scale(loss_scale)
+            rule = identifiers.get_loss_scale(loss_scale)
         else:
             raise ValueError(
                 "Pass either loss_scale or (dynamic, initial_scale, "
@@ -129,10 +129,10 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         self = _without_attributes(cls)
         self._options = Options(
             inner_optimizer=inner_optimizer,
-            loss_scale=chosen,
+            loss_scale=rule,
             axis_name=axis_name,
             check_loss=check.boolean("check_loss", check_loss),
-            retries=0 if retries is None else check.count("retries", retries, least=0),
+            retries=check.count("retries", retries, least=0),
         )
         check_optimizer(inner_optimizer)
         return self
@@ -177,7 +177,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
 
         Args:
           params: The parameters: any pytree, or a model of any library. Of a Flax nnx
-            model, the state is that of its `nnx.Param`; for a part of them, pass
+            model, its `nnx.Param` count; for a part of them, pass
             `nnx.state(model, filter)`. Leaves that are not numbers, such as functions
             in an Equinox model, are left out.
 
@@ -186,7 +186,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           the inner optimizer's arrays are float32.
 
         Raises:
-          TypeError: If the inner optimizer scales losses itself.
+          TypeError: If the inner optimizer scales losses itself, or the parameters hold
+            the state of an optimizer, as a `TrainState` does.
 
         Warns:
           UserWarning: If the parameters hold a float32 scalar named "loss_scale", as
@@ -208,11 +209,11 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     ) -> tuple[Tree, LossScaleOptimizerState, Out]:
         """Takes one whole training step: loss, gradients, update.
 
-        You cannot reduce gradients over devices in between. So under `jax.pmap`, use
-        `value_and_grad` and `apply_gradients`.
+        Call it inside your compiled step. Under `jax.pmap` use `value_and_grad` and
+        `apply_gradients` instead, and average the gradients in between.
 
-        The inner optimizer gets the extra arguments `value` (the loss), `grad` and
-        `value_fn`, which line searches need.
+        A line search works (`optax.lbfgs`): the inner optimizer gets the extra
+        arguments `value` (the loss), `grad` and `value_fn`.
 
         Args:
           loss_fn: Called with `params`, `*args` and `**kwargs`; returns a real
@@ -239,9 +240,10 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             to other arguments; with `retries`, if devices communicate along an axis
             that `axis_name` does not name, and for a reverse-mode derivative.
           TypeError: If the loss is not a real scalar; if `params` hold no
-            floating-point number; if `transform` returns no value; if `skip_if` does
-            not return a bool; if the inner state came back in half precision; with
-            `retries`, if `loss_fn` writes a `jax.Ref` of outside.
+            floating-point number, or the state of an optimizer; if `transform` returns
+            no value; if `skip_if` does not return a bool; if the inner state came back
+            in half precision; with `retries`, if `loss_fn` writes a `jax.Ref` from
+            outside.
 
         Warns:
           UserWarning: If the scale of `state` is a constant in a function that JAX
@@ -317,8 +319,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     ) -> Callable[Args, tuple[Out, Any]]:
         """Makes a function that returns the value and unscaled gradients of `fun`.
 
-        Call this inside the training step, with the current state. A function that you
-        make once before the loop keeps the first scale.
+        Write `loss, grads = optimizer.value_and_grad(fun, state)(params, x)` inside the
+        training step, with the current state. A function that you make once before the
+        loop keeps the first scale.
 
         Args:
           fun: Returns a real scalar loss, or the loss and auxiliary data if `has_aux`.
@@ -327,9 +330,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           has_aux: Whether `fun` returns auxiliary data as well.
           transform: Your own function in place of `jax.value_and_grad`, for example one
             that averages gradients over devices. It must return the value with the
-            gradients, which `jax.grad` does not. By default the arguments decide: Flax
-            differentiates nnx models, with respect to `nnx.Param`, and JAX all other
-            floating-point numbers.
+            gradients, which `jax.grad` does not. By default Flax differentiates nnx
+            models, with respect to `nnx.Param`, and JAX all other floating-point
+            numbers.
 
         Returns:
           A function with the arguments of `fun` and the results of
@@ -344,9 +347,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         Raises:
           ValueError: If `state` holds no `LossScaleOptimizerState` or several, or the
             state of another rule.
-          TypeError: When called, if the loss is not a real scalar, if an argument to
-            differentiate holds no floating-point number, or if `transform` returns no
-            value.
+          TypeError: If `fun` is no function, or `argnums` are no integers; when called,
+            if the loss is not a real scalar, if an argument to differentiate holds no
+            floating-point number, or if `transform` returns no value.
 
         Warns:
           UserWarning: If the scale of `state` is a constant in a function that JAX
@@ -524,12 +527,11 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     @overload
     def get_scaled_loss(self, loss: jax.typing.ArrayLike, state: Any) -> jax.Array: ...
     def get_scaled_loss(self, loss: Any, state: Any) -> Any:
-        """Multiplies a loss by the current scale.
+        """Multiplies a loss by the current scale, to compute gradients by hand.
 
-        You need it only to compute gradients by hand, together with
-        `get_unscaled_gradients`. Call both inside the training step, with the same,
-        current state. A function that you make once before the loop keeps the first
-        scale.
+        Divide them by `get_unscaled_gradients` afterwards. Call both inside the
+        training step, with the same, current state. A function that you make once
+        before the loop keeps the first scale.
 
         Args:
           loss: An array or Python number, or a function that returns one and nothing

@@ -55,7 +55,7 @@ def value_and_grad(
     with Modules((args, kwargs)) as modules:
         one_pass = _Pass(scaled, modules, scale)
         _check_effects(one_pass.jaxpr, options)
-        value, grads = one_pass.run(scale, one_pass.constants)
+        value, grads = one_pass(scale, one_pass.constants)
         value, changes = one_pass.value.fill(value)
         modules.write(changes)
     loss = _gradients.loss_of(value, has_aux)
@@ -72,7 +72,7 @@ def value_and_grad(
     def attempt(last):
         retries, look, _, _ = last
         scale = lax.stop_gradient(rule(look.after))
-        _, grads = one_pass.run(scale, [_pin(x, scale) for x in one_pass.constants])
+        _, grads = one_pass(scale, [_pin(x, scale) for x in one_pass.constants])
         retries += 1
         look, again = judge(grads, look.after, scale, retries)
         return retries, look, grads, again
@@ -123,7 +123,7 @@ class _Pass:
         before = _before_cast(closed.jaxpr, results[self._n :])
         self.jaxpr = closed.jaxpr.replace(outvars=results[: self._n] + before)
 
-    def run(self, scale: jax.Array, constants: Sequence[Any]) -> tuple[Any, Any]:
+    def __call__(self, scale: jax.Array, constants: Sequence[Any]) -> tuple[Any, Any]:
         """Returns the arrays of the value, and those of the scaled gradients."""
         results = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, constants))(scale)
         value, grads = results[: self._n], _tree.strongly_typed(results[self._n :])

@@ -43,7 +43,7 @@ class _Scalar(Protocol):
     def dtype(self) -> np.dtype[Any]: ...
 
 
-Dtype = Literal["float16", "bfloat16"] | np.dtype[Any] | type[Any] | _Scalar
+Dtype = Literal["float16", "bfloat16", "float32"] | np.dtype[Any] | type[Any] | _Scalar
 
 
 @overload
@@ -89,7 +89,8 @@ def autocast(
         but not over a module that it changes. If it is an `autocast` already, its
         `dtype` changes, and `float32` is added to it. Without `fun` the result is a
         decorator: `@autocast(dtype=jnp.bfloat16)`.
-      dtype: The dtype to compute in: float16 or bfloat16.
+      dtype: The dtype to compute in: float16 or bfloat16; or float32, which returns
+        the function as it is.
       float32: What to keep in float32, with its derivative; one or several. A function,
         a class or a method: all that runs inside of it, also in a library. The name of
         a `jax.named_scope`, or of a module that names its scope, as Flax and Haiku do:
@@ -128,18 +129,22 @@ def autocast(
     """
     if fun is None:
         return _Decorator(autocast, dtype=dtype, float32=float32)
-    if isinstance(fun, str):
+    is_scalar = isinstance(fun, type) and hasattr(fun, "dtype")  # jnp.float16.
+    if isinstance(fun, str | np.dtype) or is_scalar:
         raise TypeError(f"fun must be a function, got {fun!r}. {USAGE}")
     check.function("fun", fun)
-    name = check.dtype("dtype", dtype)
-    if name not in ("float16", "bfloat16"):
+    is_off = dtype in ("float32", jnp.float32)
+    name = "float32" if is_off else check.dtype("dtype", dtype)
+    if name not in ("float16", "bfloat16", "float32"):
         raise ValueError(
-            f"dtype must be float16 or bfloat16, got {dtype!r}. To compute in another "
-            "dtype, call the function itself."
+            f"dtype must be float16, bfloat16 or float32, got {dtype!r}. To compute in "
+            "another dtype, call the function itself."
         )
     choices = choices_lib.choices_of(float32)
     if (inner := function_of(fun)) is not None:
         fun, choices = inner, [*vars(fun)["float32"], *choices]
+    if is_off:
+        return fun
     given: Any = fun
     written, held = _opened(given)
 

@@ -26,6 +26,7 @@ class Choice:
     def __init__(self, chosen: Any):
         """Takes what the user passed; TypeError if it is of another kind."""
         self.name, self._line, self._scope = "", "", ()
+        self._inherits_call = False
         self._functions: set[Function] = set()
         if hasattr(chosen, "file") and hasattr(chosen, "line"):
             chosen = f"{chosen.file}:{chosen.line}"
@@ -46,6 +47,7 @@ class Choice:
                 f"got {reprlib.repr(chosen)}. {ONE_LAYER}"
             )
         self.name = getattr(chosen, "__qualname__", repr(chosen))
+        self._inherits_call = inspect.isclass(chosen) and "__call__" not in vars(chosen)
 
     def matches(self, step: Step) -> bool:
         """Whether a step is in it."""
@@ -61,6 +63,11 @@ class Choice:
     def advice(self) -> str:
         """What to do if it matches nothing."""
         advice = "If it casts by itself, remove its casts."
+        if self._inherits_call:
+            return (
+                "It inherits __call__, whose lines are those of the base class. Define "
+                f"__call__ in it, which may call that of super(). {ONE_LAYER}"
+            )
         if self._line:
             return (
                 "The innermost line of your code counts, and its number may have "

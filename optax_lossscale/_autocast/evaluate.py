@@ -1,5 +1,6 @@
 """Runs a program in the dtypes that its plan says."""
 
+import contextlib
 import contextvars
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,13 +15,13 @@ from optax_lossscale._autocast.policy import State, is_float32
 from optax_lossscale._autocast.program import Step
 from optax_lossscale._autocast.rules import Call
 from optax_lossscale._autocast.states import Plan, Planner, States
-from optax_lossscale._jaxprs import flow, parts, primitives
+from optax_lossscale._jaxprs import flow, parts
 from optax_lossscale._jaxprs.primitives import Kind, Trait
 
 FLOAT32 = jnp.dtype(jnp.float32)
 # A list while the diagnostics trace a program, else None. Then `autocast` casts
-# constants in the program, where the trace sees their float32 values, and appends the
-# reason why it casts nothing, or "".
+# constants in the program, where the trace sees their float32 values; it leaves casts
+# for products without a line; and it appends the reason why it casts nothing, or "".
 NOTES: contextvars.ContextVar[list[str] | None]
 NOTES = contextvars.ContextVar("NOTES", default=None)
 
@@ -107,7 +108,8 @@ class _Run:
 
     def held(self, atom: Any, state: State | None) -> Any:
         """Returns an operand as an array, in the dtype of a state."""
-        x = self.read(atom, state)
+        with _for_products(state == State.HALF):
+            x = self.read(atom, state)
         return x if isinstance(x, jax.Ref) else jnp.asarray(x)
 
     def follow(self, step: Step) -> None:
@@ -130,7 +132,8 @@ class _Run:
         is_wide = State.HALF not in states or self.plan.program.layers[step].is_norm
         if is_wide or is_rounded or _spreads(step):
             wide = parts.bind(equation, [self.read(x, State.WIDE) for x in inputs])
-            results = list(map(self._cast, wide, states))
+            with _for_products(is_rounded):
+                results = list(map(self._cast, wide, states))
             is_named = self.is_saved is not None and step.kind == Kind.ARITHMETIC
             if is_named and State.HALF in states and not is_rounded:
                 # `policy.is_saved`: saved in place of the product, which is as large.
@@ -276,11 +279,17 @@ NESTED = {
 }
 
 
+def _for_products(is_so: bool) -> Any:
+    """A context manager: for diagnostics, casts have the line of what reads them."""
+    is_shown = is_so and NOTES.get() is not None
+    return parts.standing(parts.nowhere()) if is_shown else contextlib.nullcontext()
+
+
 def _spreads(step: Step) -> bool:
     """Whether it may bring a number to several places, so that its derivative adds."""
     shape = step.equation.outvars[0].aval.shape
     shapes = [x.aval.shape for x in step.equation.invars]
-    if primitives.has(step.name, Trait.ELEMENTWISE):
+    if step.has(Trait.ELEMENTWISE):
         # It broadcasts by itself, and its derivative would add up in half precision.
         return any(x not in ((), shape) for x in shapes)
     same_size = [np.prod(x) == np.prod(shape) for x in shapes]

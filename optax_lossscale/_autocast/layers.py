@@ -50,14 +50,15 @@ class Layers(collections.defaultdict[Any, Layer]):
         for step in program.steps:
             inputs = [x for x in step.inputs if x and program.number(x) is None]
             sources, results = list(map(self._source, inputs)), step.equation.outvars
-            if primitives.has(step.name, Trait.KEEPS) and len(step.inputs) == 1:
+            if step.has(Trait.KEEPS) and len(step.inputs) == 1:
                 self._sources.update(zip(results, sources, strict=False))
                 continue
             if len(inputs) == 2 and results and policy.is_float32(results[0].aval):
                 self._find(step, inputs, results[0])
-            is_linear = len(inputs) == {"add": 2, "mul": 1, "div": 1}.get(step.name)
-            is_sum = is_linear and self._products.issuperset(sources)
-            if is_sum or step.kind == Kind.PRODUCT:
+            is_scaled = step.has(Trait.TIMES | Trait.OVER) and len(inputs) == 1
+            is_linear = is_scaled or (step.has(Trait.PLUS) and len(inputs) == 2)
+            is_product = is_linear and self._products.issuperset(sources)
+            if is_product or step.kind == Kind.PRODUCT:
                 self._products.update(results)
             self._trace(step, inputs, results)
 
@@ -66,12 +67,12 @@ class Layers(collections.defaultdict[Any, Layer]):
 
     def _find(self, step, inputs, result):
         """Notes what a step of two arrays is in a layer."""
-        if step.name == "sub" and self._is_own(*inputs):
+        if step.has(Trait.MINUS) and self._is_own(*inputs):
             self._centered[result] = inputs[0]
-        if step.name not in ("add", "mul"):
+        if not step.has(Trait.PLUS | Trait.TIMES):
             return
         for large, part in (inputs, inputs[::-1]):
-            layer = self._layer(step.name == "mul", large, part, result)
+            layer = self._layer(step.has(Trait.TIMES), large, part, result)
             if layer is not None:
                 self[step] = layer
                 if layer.is_norm:
@@ -125,6 +126,6 @@ class Layers(collections.defaultdict[Any, Layer]):
 
 
 def _is_of_norm(step):
-    traits, kind = Trait.SUM | Trait.POWER, primitives.kind_of(step.name)
+    kind = primitives.kind_of(step.name)
     is_move = Kind.MOVE in (step.kind, kind) or step.bodies
-    return is_move or kind in policy.FOLLOWERS or primitives.has(step.name, traits)
+    return is_move or kind in policy.FOLLOWERS or step.has(Trait.SUM | Trait.POWER)

@@ -68,13 +68,14 @@ def kind_of(equation: Any, dtype: Any, known: Sequence[Any], is_square: bool) ->
         return Kind.FLOAT32 if is_wide else kind
     if name == "reduce_sum" and math.prod(old.shape[x] for x in params["axes"]) == 1:
         return Kind.MOVE
-    if name == "sub" and known == [None, None]:
+    if primitives.has(name, Trait.MINUS) and known == [None, None]:
         # A small difference of large numbers: half precision has lost its digits.
         return Kind.FLOAT32
-    if name == "div" and known[1] is None:
+    if primitives.has(name, Trait.OVER) and known[1] is None:
         return Kind.FLOAT32
-    factors = [x for x in (known if name in ("mul", "div") else ()) if x is not None]
-    if is_square or not all(map(is_moderate, factors)):
+    has_factors = primitives.has(name, Trait.TIMES | Trait.OVER)
+    factors = [x for x in known if x is not None]
+    if is_square or (has_factors and not all(map(is_moderate, factors))):
         return Kind.FLOAT32
     return kind
 

@@ -59,11 +59,15 @@ class Step:
         """The name of the primitive."""
         return self.equation.primitive.name
 
+    def has(self, trait: Trait) -> bool:
+        """Whether its primitive has a trait, or one of several."""
+        return primitives.has(self.name, trait)
+
     @property
     def is_parallel(self) -> bool:
         """Whether each result is of one operand, as in sorting several arrays alike."""
         counts = len(self.equation.invars), len(self.equation.outvars)
-        return primitives.has(self.name, Trait.PARALLEL) and counts[0] == counts[1]
+        return self.has(Trait.PARALLEL) and counts[0] == counts[1]
 
     def source(self) -> Source:
         """Returns where it stands in the user's code."""
@@ -226,7 +230,7 @@ def _squares(jaxpr: Any) -> set[Any]:
         if name == "reshape":
             (new,) = equation.outvars
             sources[new] = next(operands), new.aval.shape
-        elif name in ("mul", "dot_general"):
+        elif name == "dot_general" or primitives.has(name, Trait.TIMES):
             first, second = (sources.get(x, x) for x in operands)
             if first is not None and first == second:
                 squares.update(equation.outvars)

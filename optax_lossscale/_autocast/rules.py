@@ -1,11 +1,14 @@
 """Functions with derivatives of their own: `jax.custom_jvp` and `jax.custom_vjp`."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
+from jax.tree_util import Partial
 
 from optax_lossscale._autocast.program import Step, read
 from optax_lossscale._autocast.states import Plan, Planner, States
@@ -28,8 +31,11 @@ class Call:
 
     def _written_of(self, args, mask):
         """Returns the function as it is written, of the arguments of a mask."""
-        taken, join = _part(args, mask)
-        return lambda *taken: parts.bind(self._step.equation, join(taken)), taken
+
+        def written(*taken):
+            return parts.bind(self._step.equation, _joined(taken, mask, args))
+
+        return written, list(compress(args, mask))
 
     def _follow(
         self,
@@ -81,9 +87,8 @@ class Call:
                 out, tangents = jax.jvp(written, tuple(taken), args[n:])
                 return out, floats.take(tangents)
 
-            moved, _ = _part(tangents, is_moved)
-            states, _ = _part(inputs, is_moved)
-            args, states = [*primals, *moved], (*inputs, *states)
+            args = [*primals, *compress(tangents, is_moved)]
+            states = *inputs, *compress(inputs, is_moved)
             wished = (*outputs, *self._outputs)
             results, _ = self._follow(function, args, states, wished, self._numbers)
             return results[:m], floats.fill(results[m:])
@@ -95,61 +100,54 @@ class Call:
     def custom_vjp(self) -> Callable[..., list[Any]]:
         """Returns the function with the rule of a `jax.custom_vjp`."""
         inputs, outputs = self._plan.inputs, self._plan.outputs
-        variables = self._step.equation.invars
         # The function may close over arrays, which have no gradient.
         consts = self._step.equation.params.get("num_consts", 0)
-        about: dict[Any, Any] = {}  # the residuals, by the arguments with gradients
 
         def forward(*args):
             mask = [i >= consts and x.perturbed for i, x in enumerate(args)]
             args = [x.value for x in args]
+            pullback = Template(lambda _: True)
 
             def function(*args):
                 written, taken = self._written_of(args, mask)
-                out, backward = jax.vjp(written, *taken)
-                residuals, treedef = jax.tree.flatten(backward)
-                about[tuple(mask)] = [treedef]
-                return out, residuals
+                out, pull = jax.vjp(written, *taken)
+                return out, pullback.take(pull)
 
             numbers, n = self._numbers, len(outputs)
             results, states = self._follow(function, args, inputs, outputs, numbers)
-            about[tuple(mask)].append(states)
-            marks = tuple(() if x else None for x in mask)
-            return results[:n], (marks, results[n:])
+            # A pytree, so that what is known of the residuals stays with them.
+            pull = functools.partial(self._pull, pullback, states, mask)
+            return results[:n], Partial(pull, results[n:])
 
-        def backward(saved, cotangents):
-            marks, residuals = saved
-            mask = tuple(x is not None for x in marks)
-            treedef, saved = about[mask]
-            taken, join = split_arrays(list(map(_array, cotangents)), is_inexact)
-            n, floats = len(saved), Template(is_inexact)
-
-            def function(*args):
-                return floats.take(treedef.unflatten(args[:n])(join(args[n:])))
-
-            args, states = [*residuals, *taken], (*saved, *self._outputs)
-            (held, _), (given, _) = _part(inputs, mask), _part(variables, mask)
-            wished = _floats(held, given)
-            grads, _ = self._follow(function, args, states, wished)
-            _, fill = _part([None] * len(mask), mask)
-            return tuple(fill(floats.fill(grads)))
+        def backward(pull, cotangents):
+            return pull(cotangents)
 
         function = jax.custom_vjp(self._primal)
         function.defvjp(forward, backward, symbolic_zeros=True)
         return function
 
+    def _pull(self, pullback, states, mask, residuals, cotangents):
+        """Returns the gradients of the arguments; None for those outside of a mask."""
+        taken, join = split_arrays(list(map(_array, cotangents)), is_inexact)
+        n, floats = len(residuals), Template(is_inexact)
 
-def _part(
-    values: Sequence[Any], mask: Sequence[bool]
-) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
-    """Returns the values of a mask, and what joins others with the rest."""
-    pairs = list(zip(values, mask, strict=True))
+        def function(*args):
+            return floats.take(pullback.fill(args[:n])(join(args[n:])))
 
-    def join(taken):
-        rest = iter(taken)
-        return [next(rest) if is_taken else x for x, is_taken in pairs]
+        held, given = self._plan.inputs, self._step.equation.invars
+        wished = _floats(compress(held, mask), compress(given, mask))
+        args, states = [*residuals, *taken], (*states, *self._outputs)
+        grads, _ = self._follow(function, args, states, wished)
+        return tuple(_joined(floats.fill(grads), mask, [None] * len(mask)))
 
-    return [x for x, is_taken in pairs if is_taken], join
+
+def _joined(
+    taken: Iterable[Any], mask: Sequence[bool], others: Sequence[Any]
+) -> list[Any]:
+    """Returns the values of a mask, and others in the other places."""
+    rest = iter(taken)
+    pairs = zip(mask, others, strict=True)
+    return [next(rest) if is_taken else x for is_taken, x in pairs]
 
 
 def _array(x: Any) -> Any:
@@ -158,6 +156,6 @@ def _array(x: Any) -> Any:
     return jnp.zeros(kind.shape, kind.dtype) if isinstance(x, SymbolicZero) else x
 
 
-def _floats(states: Sequence[Any], variables: Sequence[Any]) -> States:
+def _floats(states: Iterable[Any], variables: Iterable[Any]) -> States:
     pairs = zip(states, variables, strict=True)
     return tuple(state for state, x in pairs if is_inexact(x.aval))

@@ -11,7 +11,7 @@ from optax_lossscale._autocast import policy
 from optax_lossscale._autocast.policy import State, is_float32
 from optax_lossscale._autocast.program import Program, Step
 from optax_lossscale._jaxprs import primitives
-from optax_lossscale._jaxprs.primitives import Kind
+from optax_lossscale._jaxprs.primitives import Kind, Trait
 
 States = tuple[State | None, ...]
 # Calls that save nothing of their own, so that a number may be cast before it enters.
@@ -151,7 +151,7 @@ class Planner:
         """Returns the state of an operand. In a sum, a filled array is an array."""
         number = plan.program.number(atom)
         # Flax subtracts zeros, which changes nothing.
-        is_sum = step.name == "add" or (step.name == "sub" and number != 0)
+        is_sum = step.has(Trait.PLUS) or (step.has(Trait.MINUS) and number != 0)
         is_filled = number is not None and atom.aval.shape
         return State.WIDE if is_sum and is_filled else self._state(plan, atom)
 

@@ -132,7 +132,7 @@ def explicit_axes(x: Any) -> tuple[Any, ...]:
 
 def has_name(axis: Any) -> bool:
     """Whether an axis has a name of the user: `jax.pmap` without one makes its own."""
-    return not str(axis).startswith("_internal")
+    return not str(axis).startswith(("_internal", "<axis"))  # The second: older JAX.
 
 
 def is_placed(equation: Any) -> bool:
@@ -170,6 +170,11 @@ def nowhere() -> Any:
     return closed.eqns[0].source_info.traceback
 
 
+def has_line(equation: Any) -> bool:
+    """Whether an equation has a traceback: not so in the rule of a function."""
+    return equation.source_info.traceback is not nowhere()
+
+
 def standing(traceback: Any) -> Any:
     """A context manager: equations made in it get a traceback."""
     return source_info_util.user_context(traceback)
@@ -178,10 +183,9 @@ def standing(traceback: Any) -> Any:
 def standing_like(equation: Any) -> Any:
     """A context manager: equations made in it get the line and scopes of this one."""
     source = equation.source_info
-    # Without a line, it is in the rule of a function, which has the line.
-    is_known = source.traceback is not nowhere()
     names = source_info_util.current_name_stack() + source.name_stack
-    traceback = source.traceback if is_known else None
+    # Without a line, it is in the rule of a function, which has the line.
+    traceback = source.traceback if has_line(equation) else None
     return source_info_util.user_context(traceback, name_stack=names)
 
 

@@ -29,6 +29,8 @@ class Trait(enum.Flag):
       CHEAP: The backward pass may run it again, rather than read what it returned.
       KEEPS: It returns the numbers of its operand, in other places or several times.
       PARALLEL: Each result is of the operand in its place.
+      PLUS, MINUS, TIMES, OVER: It is the sum, the difference, the product or the
+        quotient of its operands.
       SUM: It adds up, so its results are exact where they are subnormal.
       POWER: It is a power or a root.
       REWRITTEN: Compilers rewrite it together with the next operation, which rounds
@@ -46,6 +48,10 @@ class Trait(enum.Flag):
     CHEAP = enum.auto()
     KEEPS = enum.auto()
     PARALLEL = enum.auto()
+    PLUS = enum.auto()
+    MINUS = enum.auto()
+    TIMES = enum.auto()
+    OVER = enum.auto()
     SUM = enum.auto()
     POWER = enum.auto()
     REWRITTEN = enum.auto()
@@ -67,9 +73,11 @@ TABLE = [
     # small and harmless, so silu(x) is in half precision where x is.
     (Kind.BOUNDED, SIMPLE, "cos erf logistic sign sin tanh"),
     # They round once, and stay near their operands: as wide as those.
-    (Kind.ARITHMETIC, SIMPLE | Trait.SUM, "add add_any sub"),
-    (Kind.ARITHMETIC, SIMPLE | Trait.REWRITTEN, "mul"),
-    (Kind.ARITHMETIC, SIMPLE | Trait.REWRITTEN | Trait.POLE, "div"),
+    (Kind.ARITHMETIC, SIMPLE | Trait.SUM | Trait.PLUS, "add"),
+    (Kind.ARITHMETIC, SIMPLE | Trait.SUM, "add_any"),  # of gradients: in no layer
+    (Kind.ARITHMETIC, SIMPLE | Trait.SUM | Trait.MINUS, "sub"),
+    (Kind.ARITHMETIC, SIMPLE | Trait.REWRITTEN | Trait.TIMES, "mul"),
+    (Kind.ARITHMETIC, SIMPLE | Trait.REWRITTEN | Trait.POLE | Trait.OVER, "div"),
     # They round nothing: as wide as what they move.
     (Kind.MOVE, SIMPLE, "abs clamp max min neg select_n"),
     (Kind.MOVE, Trait.KEEPS | SIMPLE, "copy stop_gradient"),

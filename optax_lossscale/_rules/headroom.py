@@ -131,11 +131,11 @@ class HeadroomLossScale(AdaptiveLossScale):
         old_peak = _number_in_range(state.peak, -256.0, limit - old_margin - exponent)
         overflowed = jnp.asarray(unbox(state.overflowed), bool)
 
-        seen = largest > 0
-        x = jnp.log2(jnp.where(seen, largest, 1.0))
+        nonzero = largest > 0
+        x = jnp.log2(jnp.where(nonzero, largest, 1.0))
         released = _lower(old_peak, (old_peak - x) / self.release_steps)
         sunk = _lower(old_peak, 1 / self.growth_interval)
-        peak = jnp.where(seen, jnp.maximum(x, released), jnp.maximum(sunk, -256.0))
+        peak = jnp.where(nonzero, jnp.maximum(x, released), jnp.maximum(sunk, -256.0))
         # Leave 2**-10 bits of slack: otherwise rounding could floor the exponent one
         # too low and halve a scale that should be kept.
         left = limit - peak - exponent - 2.0**-10

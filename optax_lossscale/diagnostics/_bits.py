@@ -16,6 +16,10 @@ from jax import lax
 
 # Fewer numbers than this fit into an int32 count.
 COUNTABLE = 2**31
+# Of float32: the bits of the mantissa, without the implicit leading one, the bias of
+# the exponent, and the bits of infinity.
+MANTISSA, BIAS = 23, 127
+INFINITY = 255 << MANTISSA
 
 
 class Limits(NamedTuple):
@@ -52,87 +56,55 @@ def limits_of(dtype: str) -> Limits:
     )
 
 
-def is_wide(x: jax.Array) -> bool:
-    """Whether the magnitudes of `x` are float64 numbers."""
-    return x.dtype in (jnp.float64, jnp.complex128)
-
-
 def magnitudes(x: Any) -> list[jax.Array]:
-    """Returns the bits of |x| as integers: i32, or i64 for float64.
+    """Returns the bits of |x| in float32 as integers, i32.
 
     A complex array gives two results, one for each part. Narrower dtypes are converted
-    to float32, which holds all their numbers. Infinity is `infinity(bits)`; nan is
-    larger.
+    without loss; float64 is rounded, or flushed to zero. nan is larger than `INFINITY`.
     """
     x = jnp.asarray(x)
     parts = (lax.real(x), lax.imag(x)) if jnp.iscomplexobj(x) else (x,)
-    floating, integer = jnp.float32, jnp.int32
-    if is_wide(x):
-        floating, integer = jnp.float64, jnp.int64
-    bits = (lax.bitcast_convert_type(p.astype(floating), integer) for p in parts)
-    return [b & jnp.iinfo(integer).max for b in bits]
-
-
-def mantissa_bits(bits: jax.Array) -> int:
-    """Returns the number of mantissa bits, without the implicit leading one."""
-    return 23 if bits.dtype == jnp.int32 else 52
-
-
-def infinity(bits: jax.Array) -> int:
-    """Returns the bits of infinity."""
-    n = mantissa_bits(bits)
-    return jnp.iinfo(bits.dtype).max >> n << n
+    bits = (lax.bitcast_convert_type(p.astype(jnp.float32), jnp.int32) for p in parts)
+    return [b & 2**31 - 1 for b in bits]
 
 
 def exponents(bits: jax.Array) -> jax.Array:
     """Returns e with 2**e <= |x| < 2**(e+1), i32; for zero, the smallest e minus 1."""
-    n = mantissa_bits(bits)
-    bias = infinity(bits) >> n + 1
-    width = jnp.iinfo(bits.dtype).bits
-    subnormal = (width - 1) - lax.clz(bits) - (bias - 1 + n)
-    biased = bits >> n
-    return jnp.where(biased > 0, biased - bias, subnormal).astype(jnp.int32)
+    subnormal = 31 - lax.clz(bits) - (BIAS - 1 + MANTISSA)
+    biased = bits >> MANTISSA
+    return jnp.where(biased > 0, biased - BIAS, subnormal)
 
 
 def mantissas(bits: jax.Array) -> jax.Array:
-    """Returns |x| / 2**e, in [1, 2), times 2**mantissa_bits, as an integer."""
-    n = mantissa_bits(bits)
-    leading = jnp.iinfo(bits.dtype).bits - 1 - n
-    shift = jnp.maximum(lax.clz(bits) - leading, 0)
-    return jnp.where(bits >> n > 0, (bits & (1 << n) - 1) | 1 << n, bits << shift)
+    """Returns |x| / 2**e, in [1, 2), times 2**MANTISSA, as an integer."""
+    one = 1 << MANTISSA
+    shift = jnp.maximum(lax.clz(bits) - (31 - MANTISSA), 0)
+    return jnp.where(bits >= one, (bits & one - 1) | one, bits << shift)
 
 
 def log2_mantissas(bits: jax.Array) -> jax.Array:
     """Returns log2(|x| / 2**e), f32, in [0, 1]; exactly 0 for powers of two."""
-    ratio = mantissas(bits).astype(jnp.float32) * 2.0 ** -mantissa_bits(bits)
+    ratio = mantissas(bits).astype(jnp.float32) * 2.0**-MANTISSA
     return jnp.log2(ratio)
 
 
-def threshold_bits(
-    limit: float, scale: jax.Array, bits: jax.Array, *, inclusive: bool
-) -> jax.Array:
+def threshold_bits(limit: float, scale: jax.Array, *, inclusive: bool) -> jax.Array:
     """Returns the bits of the smallest number that reaches the limit when scaled.
 
-    The number is rounded to its own precision; it is exact if the scale is a power of
-    two.
+    The number is rounded to float32; it is exact if the scale is a power of two.
 
     Args:
       limit: A positive number.
       scale: f32[], a normal number.
-      bits: Any array of the integer dtype to return.
       inclusive: Whether a product equal to the limit reaches it.
     """
-    n = mantissa_bits(bits)
+    n = MANTISSA
     mantissa, exponent = math.frexp(limit)
     if not inclusive:
         mantissa += 2.0 ** -(n + 1)  # The next larger number.
-    if bits.dtype == jnp.int64:
-        limit = math.ldexp(mantissa, exponent)
-        quotient = jnp.float64(limit) / scale.astype(jnp.float64)
-        return lax.bitcast_convert_type(quotient, jnp.int64)
     # The quotient may be subnormal in float32, or outside its range.
     (scale_bits,) = magnitudes(scale)
-    unit = scale_bits & (1 << n) - 1 | 127 << n  # In [1, 2).
+    unit = scale_bits & (1 << n) - 1 | BIAS << n  # In [1, 2).
     unit = lax.bitcast_convert_type(unit, jnp.float32)
     quotient = lax.bitcast_convert_type(jnp.float32(2 * mantissa) / unit, jnp.int32)
     biased = (quotient >> n) + (exponent - 1 - exponents(scale_bits))
@@ -140,7 +112,7 @@ def threshold_bits(
     # Shifts round down; the two minus signs make it round up.
     subnormal = -(-(fraction | 1 << n) >> jnp.clip(1 - biased, 0, 31))
     normal = jnp.clip(biased, 1, 255) << n | fraction
-    finite = jnp.minimum(normal, infinity(bits))
+    finite = jnp.minimum(normal, INFINITY)
     return jnp.where(biased > 0, finite, subnormal).astype(jnp.int32)
 
 
@@ -153,8 +125,8 @@ def reduce_counts(
 
     Args:
       masks: bool[k, ...], all of the same shape.
-      largest: The numbers to find the maxima of: i32[k, ...] or i64[k, ...], of the
-        same shape, not negative.
+      largest: The numbers to find the maxima of: i32[k, ...], of the same shape, not
+        negative.
 
     Returns:
       The counts, f32[len(masks), k], exact up to 2**24; and the maxima, 0 if there are

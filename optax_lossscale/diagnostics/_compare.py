@@ -46,9 +46,9 @@ def compare(
 ) -> dict[str, dict[str, Any]]:
     """Measures your training step in float32, bfloat16 and float16, side by side.
 
-    It compiles the step in each way, runs all ways in turns on one device for about
-    ten seconds, and prints a table, and what limits your step. `params` stay as they
-    are. Run it where you train: a CPU says nothing of a GPU.
+    It prints a table, and says what limits your step. Run it where you train: a CPU
+    says nothing of a GPU. It compiles the step in each way, and runs all ways in turns
+    on one device for about ten seconds. `params` stay as they are.
 
     Args:
       loss_fn: The loss function, in float32 or as `autocast(loss_fn)`; called as
@@ -158,7 +158,9 @@ def products_of(jaxpr: Any) -> str:
     return f"{sizes.count(2)} of {len(sizes)}"
 
 
-def run(program: Callable[..., Any], carry: Any, batch: Any, seconds: float) -> Any:
+def time_steps(
+    program: Callable[..., Any], carry: Any, batch: Any, seconds: float
+) -> Any:
     """Runs a compiled step from its start for about `seconds`.
 
     Returns:
@@ -183,7 +185,7 @@ def run(program: Callable[..., Any], carry: Any, batch: Any, seconds: float) -> 
 
 
 def measure(
-    chosen: dict[str, Way], params: Any, batch: tuple, seconds: float = SECONDS
+    ways: dict[str, Way], params: Any, batch: tuple, seconds: float = SECONDS
 ) -> dict[str, dict[str, Any]]:
     """Runs all ways in turns, each for about `seconds` in a turn; see `compare`.
 
@@ -196,8 +198,8 @@ def measure(
     arrays = [x if is_key(x) else jax.device_get(x) for x in arrays]
     inputs, join_batch = split_arrays(batch)
     inputs = jax.device_put(inputs)
-    rows, programs, times = {}, {}, {name: [] for name in chosen}
-    for name, way in chosen.items():
+    rows, programs, times = {}, {}, {name: [] for name in ways}
+    for name, way in ways.items():
 
         def init(arrays, way=way):
             return way.init(join(arrays))
@@ -218,7 +220,7 @@ def measure(
         for name, (init, program) in programs.items():
             # Copies, which the first step may overwrite.
             carry = jax.tree.map(jnp.copy, jax.device_put(arrays)), init(arrays)
-            times[name].append(run(program, carry, inputs, seconds))
+            times[name].append(time_steps(program, carry, inputs, seconds))
     for name, row in rows.items():
         ms, call_ms, applied = zip(*times[name], strict=True)
         row |= {"ms": statistics.median(ms), "low": min(ms), "high": max(ms)}

@@ -64,7 +64,7 @@ def _log2(scale: jax.Array) -> jax.Array:
     (bits,) = _bits.magnitudes(scale)
     log2 = _bits.exponents(bits).astype(jnp.float32) + _bits.log2_mantissas(bits)
     log2 = jnp.where(bits == 0, -jnp.inf, log2)
-    log2 = jnp.where(bits < _bits.infinity(bits), log2, scale)
+    log2 = jnp.where(bits < _bits.INFINITY, log2, scale)
     return jnp.where(jnp.signbit(scale) & (bits > 0), jnp.nan, log2)
 
 

@@ -71,11 +71,11 @@ def plot_exponents(
     axes, ink = _get_axes(ax)
     total = max(counts.sum() + sum(others), 1)
     low, *_, high = np.add(_boundaries(dtype), [-8, 0, 8])
-    seen = np.flatnonzero(counts)
-    if seen.size:
-        kept = slice(seen[0], seen[-1] + 1)
+    filled = np.flatnonzero(counts)
+    if filled.size:
+        kept = slice(filled[0], filled[-1] + 1)
         percent = 100 * counts[kept] / total
-        edges = exponents[seen[0]] + np.arange(len(percent) + 1)
+        edges = exponents[filled[0]] + np.arange(len(percent) + 1)
         scaled = edges + np.log2(scale)
         style = {"color": ink, "linewidth": 1.5, "zorder": 3}
         axes.stairs(percent, edges, label="before scaling", **style)

@@ -53,6 +53,10 @@ NOTHING = (
     "that the gradients come from optimizer.value_and_grad or minimize, and run "
     "diagnostics.trace_numerics(loss_fn, params, batch, state=state)."
 )
+STATISTICS = (
+    " If the evaluation alone is nan, see that select_applied keeps returned batch "
+    "statistics of skipped steps."
+)
 TRACE = (
     "Run diagnostics.trace_numerics(loss_fn, params, batch, state=state) with the "
     "arguments of a skipped step. It names the line where inf or nan begins."
@@ -141,7 +145,8 @@ class Report(NamedTuple):
         }
         lines = textwrap.wrap(self.diagnosis, 79)
         lines += [f"  {name:15}  {text}" for name, text in rows.items() if text]
-        lines += ["What to do:"] if self.advice else textwrap.wrap(NOTHING, 79)
+        nothing = NOTHING + STATISTICS * bool(self.skipped_steps)
+        lines += ["What to do:"] if self.advice else textwrap.wrap(nothing, 79)
         for number, item in enumerate(self.advice, start=1):
             lines += textwrap.wrap(f"{number}. {item}", 79, subsequent_indent="   ")
         return "\n".join(lines)
@@ -150,28 +155,29 @@ class Report(NamedTuple):
 def report(state: Any, params: Any = None) -> Report:
     """Says how loss scaling is doing, and what to do next.
 
-    Training is not healthy if 100 steps in a row were skipped although the scale was at
-    its minimum (for a rule without `min_scale`, such as `FixedLossScale`: although the
-    scale did not fall); if 1,000 steps in a row were skipped for any reason but
-    `skip_if`; if the loss scale is nan, or not between 2**-126 and 2**126; or if
-    `params` are given, and are not finite or the inner state holds nan. `check_health`
-    raises an error then.
+    Print it on the host, between steps: it waits for the state. With `params` it also
+    names the leaves that are not finite.
 
-    Call it on the host, between steps: it waits for the state. It does not see the
-    loss function. If that divides by an overflow, as a norm may, it returns zeros and
-    finite gradients, and training stops unnoticed. `trace_numerics` finds that. Nor
-    does it see whether a trainer scales the loss.
+    Training is not healthy, and `check_health` raises an error, if
 
-    It does not see the rule either. So it does not know whether a fixed scale skips
-    steps at all, and takes a veto (`skip_if`) right after an overflow at a fixed scale
-    for another overflow. It shows the scale in the state as it is. If you restored that
-    scale or set it by hand, it may be out of the rule's bounds;
-    `optimizer.current_loss_scale(state)` clips it.
+    - 100 steps in a row were skipped although the scale was at its minimum (for a rule
+      without `min_scale`, such as `FixedLossScale`: although the scale did not fall);
+    - 1,000 steps in a row were skipped for any reason but `skip_if`;
+    - the loss scale is nan, or not between 2**-126 and 2**126;
+    - `params` are given, and are not finite, or the inner state holds nan.
 
-    As long as no gradient overflows, a dynamic scale does not know how far below the
-    range of float16 the gradients lie. Gradients of 2**-60 are zero until the scale has
-    doubled about 20 times, which takes 40,000 steps by default. If the loss does not
-    fall, ask `suggest_loss_scale` for a higher scale.
+    The state does not tell everything:
+
+    - The loss function. If that divides by an overflow, as a norm may, it returns zeros
+      and finite gradients, and training stops unnoticed: `trace_numerics` finds that.
+      Nor does the state tell whether a trainer scales the loss.
+    - The rule. So the report does not know whether a fixed scale skips steps at all,
+      and takes a veto (`skip_if`) right after an overflow at a fixed scale for another
+      overflow. It shows the scale as it is: if you restored it or set it by hand, it
+      may be out of the bounds, to which `optimizer.current_loss_scale(state)` clips it.
+    - Gradients far below the range of float16. Those of 2**-60 are zero until a dynamic
+      scale has doubled about 20 times, which takes 40,000 steps by default. If the loss
+      does not fall, ask `suggest_loss_scale` for a higher scale.
 
     Args:
       state: The state after a step; a pytree that holds one
@@ -181,12 +187,11 @@ def report(state: Any, params: Any = None) -> Report:
         one of these limits, or else the one with the most skipped steps, then with the
         most retries, then with the lowest scale. An array with first axes as long as
         theirs counts as theirs.
-      params: The parameters, batch statistics or a model: any pytree. If it is given,
-        the report names the leaves that are not finite, in the inner state, too, and
-        counts inf and nan. Checked gradients keep these away from parameters, but
-        parameters of float16 may overflow when a new value is rounded, and batch
-        statistics come from the forward pass. An inf in the inner state counts as
-        healthy, because some optimizers begin with it.
+      params: The parameters, batch statistics or a model: any pytree. Of each leaf that
+        is not finite, in the inner state as well, the report counts inf and nan. These
+        reach parameters of float16 when a new value is rounded, and batch statistics
+        from the forward pass, although gradients are checked. An inf in the inner state
+        counts as healthy, because some optimizers begin with it.
 
     Returns:
       A `Report`. Print it, or read its numbers.
@@ -232,7 +237,9 @@ def report(state: Any, params: Any = None) -> Report:
         skipped steps    1, of which 1 in a row
       What to do: nothing, as far as the state tells. If the loss does not fall, see
       that the gradients come from optimizer.value_and_grad or minimize, and run
-      diagnostics.trace_numerics(loss_fn, params, batch, state=state).
+      diagnostics.trace_numerics(loss_fn, params, batch, state=state). If the
+      evaluation alone is nan, see that select_applied keeps returned batch
+      statistics of skipped steps.
     """
     state = find_state(state)
     check_host("report (or check_health)", (state, params))

@@ -12,9 +12,6 @@ from optax_lossscale._scaling import exact_exp2
 from optax_lossscale._tree import inexact_leaves
 from optax_lossscale.diagnostics import _bits
 
-# Larger than any exponent.
-NO_LIMIT = 2**20
-
 
 def suggest_loss_scale(
     grads: Any, dtype: Any = "float16", margin: float = 2.0
@@ -33,7 +30,7 @@ def suggest_loss_scale(
 
     Args:
       grads: Unscaled gradients, any pytree, as `value_and_grad` returns them. None
-        and integer leaves are ignored.
+        and integer leaves are ignored, and float64 is converted to float32.
       dtype: The dtype that gradients are computed in: "float16", "bfloat16", or a
         float8.
       margin: How many bits to leave free above the largest gradient.
@@ -65,18 +62,11 @@ def suggest_loss_scale(
 @functools.partial(jax.jit, static_argnames=("dtype", "margin"))
 def _suggest(leaves: list[jax.Array], dtype: str, margin: float) -> jax.Array:
     mantissa, exponent = math.frexp(_bits.limits_of(dtype).largest * 2.0**-margin)
-    maxima = {}
-    for bits in (bits for x in leaves if x.size for bits in _bits.magnitudes(x)):
-        maxima.setdefault(bits.dtype, []).append(jnp.max(bits))
-    finite, highest = jnp.asarray(True), jnp.asarray(NO_LIMIT, jnp.int32)
+    limit = int(math.ldexp(mantissa, _bits.MANTISSA + 1))
+    maxima = [jnp.max(bits) for x in leaves if x.size for bits in _bits.magnitudes(x)]
     # Stacked: XLA would recompute a chain of scalars wherever its result is used.
-    for largest in map(jnp.stack, maxima.values()):
-        limit = int(math.ldexp(mantissa, _bits.mantissa_bits(largest) + 1))
-        above = (_bits.mantissas(largest) > limit).astype(jnp.int32)
-        fits = exponent - 1 - _bits.exponents(largest) - above
-        fits = jnp.where(largest > 0, fits, NO_LIMIT)
-        finite = finite & jnp.all(largest < _bits.infinity(largest))
-        highest = jnp.minimum(highest, jnp.min(fits))
-    says = finite & (highest < NO_LIMIT)
-    scale = exact_exp2(highest.astype(jnp.float32))
-    return jnp.where(says, scale, jnp.float32(1))
+    largest = jnp.max(jnp.stack([jnp.zeros((), jnp.int32), *maxima]))
+    above = (_bits.mantissas(largest) > limit).astype(jnp.int32)
+    fits = exponent - 1 - _bits.exponents(largest) - above
+    scale = exact_exp2(fits.astype(jnp.float32))
+    return jnp.where((largest > 0) & (largest < _bits.INFINITY), scale, jnp.float32(1))

@@ -21,6 +21,8 @@ from optax_lossscale.diagnostics._common import named_leaves, on_auto_axes, scal
 LEAVES_SHOWN = 12
 # Leaves of so many numbers are counted together: that compiles faster.
 JOINED, GROUPED = 2**16, 2**20
+# The exponents of float32, subnormal numbers included.
+FIRST, LAST = -149, 127
 
 
 class Underflow(NamedTuple):
@@ -166,7 +168,8 @@ def underflow_stats(grads: Any, state: Any, dtype: Any = "float16") -> Underflow
     Args:
       grads: Unscaled gradients, any pytree, as `value_and_grad` returns them, best
         computed in float32: a number that was flushed to zero while it was computed
-        counts as zero. None and integer leaves are ignored.
+        counts as zero. None and integer leaves are ignored, and float64 is converted to
+        float32.
       state: A pytree that holds one `LossScaleOptimizerState`, or the scale itself, a
         number from 2**-126 to 2**126.
       dtype: The dtype that gradients are computed in: "float16", "bfloat16", or a
@@ -210,14 +213,11 @@ def _stats(
 ) -> tuple[Underflow, jax.Array]:
     """Returns an `Underflow` of all leaves, and a row for each leaf, f32[n, 7]."""
     order, tables = [], [jnp.zeros((0, len(Underflow._fields)), jnp.float32)]
-    thresholds = {
-        wide: _thresholds(scale, wide, dtype)
-        for wide in set(map(_bits.is_wide, leaves))
-    }
+    thresholds = _thresholds(scale, dtype)
     for numbers in _together(leaves, lambda x: (x.dtype, x.size)):
         some = [leaves[i] for i in numbers]
         x = some[0][None] if len(some) == 1 else jnp.stack(list(map(jnp.ravel, some)))
-        counts, largest = _count(x, thresholds[_bits.is_wide(x)])
+        counts, largest = _count(x, thresholds)
         room = _headroom(largest, scale, dtype)
         size = some[0].size * (1 + jnp.iscomplexobj(x))
         sizes = jnp.full_like(room, size)
@@ -232,21 +232,20 @@ def _stats(
     return Underflow._make(table[0]), table[1:]
 
 
-def _thresholds(scale: jax.Array, wide: bool, dtype: str) -> list[jax.Array]:
+def _thresholds(scale: jax.Array, dtype: str) -> list[jax.Array]:
     """Returns the bits of the smallest numbers of each kind.
 
     They are not flushed when scaled, not flushed without scaling, normal when scaled,
     and infinite when scaled.
     """
     limits, one = _bits.limits_of(dtype), jnp.ones((), jnp.float32)
-    like = jnp.zeros((), jnp.int64 if wide else jnp.int32)
     wanted = (
         (limits.flushed, scale, False),
         (limits.flushed, one, False),
         (limits.normal, scale, True),
         (limits.overflow, scale, limits.tie_overflows),
     )
-    return [_bits.threshold_bits(x, s, like, inclusive=i) for x, s, i in wanted]
+    return [_bits.threshold_bits(x, s, inclusive=i) for x, s, i in wanted]
 
 
 def _count(x: jax.Array, thresholds: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -261,7 +260,7 @@ def _count(x: jax.Array, thresholds: list[jax.Array]) -> tuple[jax.Array, jax.Ar
             (bits > 0) & (bits < unscaled),
             bits >= overflow,
         ]
-        finite = jnp.where(bits < _bits.infinity(bits), bits, 0)
+        finite = jnp.where(bits < _bits.INFINITY, bits, 0)
         return _bits.reduce_counts(masks, finite)
 
     counts, largest = zip(*map(count, _bits.magnitudes(x)), strict=True)
@@ -297,9 +296,8 @@ class ExponentHistogram(NamedTuple):
     """How many numbers have each exponent.
 
     Attributes:
-      exponents: i32[n], all possible exponents, ascending: -149 to 127, or -1074 to
-        1023 if there is a float64 leaf.
-      counts: f32[n], how many numbers have 2**e <= |x| < 2**(e+1).
+      exponents: i32[277], all exponents of float32, ascending: -149 to 127.
+      counts: f32[277], how many numbers have 2**e <= |x| < 2**(e+1).
       zeros: f32[], how many are zero.
       infs: f32[], how many are infinite.
       nans: f32[], how many are nan.
@@ -327,7 +325,8 @@ def exponent_histogram(grads: Any) -> ExponentHistogram:
 
     Args:
       grads: Gradients, any pytree; unscaled ones for `plot_exponents`. None and integer
-        leaves are ignored, and a complex number counts as two.
+        leaves are ignored, a complex number counts as two, and float64 is converted to
+        float32.
 
     Returns:
       `ExponentHistogram`; its size does not depend on the gradients' values or shapes.
@@ -347,9 +346,8 @@ def exponent_histogram(grads: Any) -> ExponentHistogram:
 
 @jax.jit
 def _histogram(leaves: list[jax.Array]) -> ExponentHistogram:
-    first, last = (-1074, 1023) if any(map(_bits.is_wide, leaves)) else (-149, 127)
     # One array: zeros come before the smallest exponent, inf and nan after the largest.
-    bins = jnp.zeros(last - first + 4, jnp.float32)
+    bins = jnp.zeros(LAST - FIRST + 4, jnp.float32)
 
     def count(place):
         # Faster on CPU than comparing or sorting, and needs constant memory.
@@ -357,12 +355,12 @@ def _histogram(leaves: list[jax.Array]) -> ExponentHistogram:
         return zeros.at[place].add(1, mode="promise_in_bounds")
 
     for bits in (b for x in _joined(leaves) for b in _bits.magnitudes(x)):
-        # inf and nan share an exponent, and float32's is an ordinary one in float64.
-        place = jnp.where(bits > 0, _bits.exponents(bits) - first + 1, 0)
-        place = jnp.where(bits == _bits.infinity(bits), bins.size - 2, place)
-        place = jnp.where(bits > _bits.infinity(bits), bins.size - 1, place)
+        # inf and nan share an exponent.
+        place = jnp.where(bits > 0, _bits.exponents(bits) - FIRST + 1, 0)
+        place = jnp.where(bits == _bits.INFINITY, bins.size - 2, place)
+        place = jnp.where(bits > _bits.INFINITY, bins.size - 1, place)
         bins = bins + on_auto_axes(count, place).astype(jnp.float32)
-    exponents = first + jnp.arange(bins.size - 3, dtype=jnp.int32)
+    exponents = FIRST + jnp.arange(bins.size - 3, dtype=jnp.int32)
     return ExponentHistogram(exponents, bins[1:-2], bins[0], bins[-2], bins[-1])
 
 

@@ -309,8 +309,9 @@ class Inheriting(Instance):
     ("args", "options", "error", "message"),
     [
         ((3,), {}, TypeError, "fun must be a function, got 3"),
-        ((jnp.sum, "float32"), {}, ValueError, "dtype must be .* got 'float32'"),
-        ((jnp.sum, "float8_e5m2"), {}, ValueError, "float16 or bfloat16, got 'float8"),
+        ((jnp.float16,), {}, TypeError, r"got .*float16.*Write loss_fn = autocast\("),
+        ((jnp.sum, "float64"), {}, ValueError, "dtype must be .* got 'float64'"),
+        ((jnp.sum, "float8_e5m2"), {}, ValueError, "bfloat16 or float32, got 'float8"),
         ((jnp.sum,), {"float32": 3}, TypeError, "float32 must .* got 3"),
         ((jnp.sum,), {"float32": ["a.py:1", 3]}, TypeError, "float32 must .* got 3"),
         ((jnp.sum,), {"float32": ""}, TypeError, "float32 must .* got ''"),
@@ -320,6 +321,16 @@ class Inheriting(Instance):
 def test_errors(args, options, error, message):
     with pytest.raises(error, match=message):
         autocast(*args, **options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", jnp.float32, np.float32, W.dtype])
+def test_float32_returns_the_function_as_it_is(dtype):
+    def f(x):
+        return x @ W
+
+    assert autocast(f, dtype) is f
+    assert autocast(autocast(f), dtype, float32="a scope") is f
+    assert autocast(dtype=dtype)(f) is f
 
 
 NO_FUNCTIONS = [Instance(), Inheriting, jnp.float32, jnp.add, max, partial(jnp.add, 1)]

@@ -174,7 +174,13 @@ def test_in_libraries(case):
     assert errors(jax.jit(jax.value_and_grad(cast))(params, X), wanted) < 0.01
 
 
+class Last(Block):
+    def __init__(self):
+        self.size = 8
+
+
 UNMATCHED = {
+    r"Last. It inherits __call__.* Define __call__ in it": Last,
     "Block.__call__. If it casts by itself": Block.__call__,
     "kept. A string is the name of a scope": "kept",
     "test_choices.py:1. .* its number may have changed: ask": "test_choices.py:1",

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from casting import dtypes
+from jax.extend.core import Primitive
 
 from optax_lossscale import autocast
 from optax_lossscale._jaxprs import primitives
@@ -78,3 +79,17 @@ def test_moves_between_products_stay_half(move):
 
     ones = jnp.ones((4, 4))
     assert dtypes(f, ones, ones, names=["mul"]) == [jnp.float16]
+
+
+def test_a_primitive_like_add_needs_one_row_of_the_table_and_no_more(monkeypatch):
+    plus = Primitive("plus")
+    plus.def_abstract_eval(lambda x, y: x)
+    monkeypatch.setitem(primitives._ROWS, "plus", primitives._ROWS["add"])
+
+    def f(p, x):
+        h = x @ p["w"]
+        return plus.bind(h, jnp.broadcast_to(p["b"], h.shape)) @ p["w"]
+
+    params = {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}
+    found = dtypes(autocast(f), params, jnp.ones((2, 4)), names=["plus"])
+    assert found == [jnp.float16]

@@ -79,18 +79,6 @@ def test_what_never_runs_and_empty_arrays(loss_fn):
     assert "exp" not in {x.primitive for x in ran}
 
 
-def test_numbers_beside_parameters_are_settings():
-    """As the rates of dropout in the models of Equinox."""
-
-    def loss_fn(params):
-        w = half(params["w"])
-        return total(w * w if params["rate"] > 0.25 else w)
-
-    trace = trace_numerics(loss_fn, {"w": jnp.full(2, 300.0), "rate": 0.5})
-    assert trace.first_nonfinite.primitive == "mul"
-    assert trace_numerics(lambda w: total(half(w) * 2), 3.0).loss == 6
-
-
 def test_a_program_in_float32():
     trace = trace_numerics(lambda w: total(w * 6e4), TWO)
     assert not trace.computes_in_dtype

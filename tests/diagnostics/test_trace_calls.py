@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections import Counter
 
 import jax
@@ -188,7 +189,7 @@ class TestArguments:
         [
             (TWO, "return a scalar loss, got"),
             ((TWO[0], TWO), "must return a floating-point scalar, got"),
-            (np.complex64(1), "real"),
+            (np.complex64(1), "floating-point scalar, got complex64"),
             ("a", "must return a floating-point scalar, got str"),
         ],
     )
@@ -247,8 +248,11 @@ class TestArguments:
             trace_numerics(loss_fn, TWO)
         assert "Pass a smaller batch" in caught.value.__notes__[0]
 
-    def test_it_says_how_far_it_is(self, monkeypatch, capsys):
+    def test_it_says_how_far_it_is_if_somebody_watches(self, monkeypatch, capsys):
         monkeypatch.setattr(steps, "PATIENCE", 0.0)
+        trace_numerics(loss_fn, TWO)
+        assert capsys.readouterr().err == ""  # A log is no terminal.
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
         trace_numerics(loss_fn, TWO)
         first, *_, last = capsys.readouterr().err.splitlines()
         assert re.match(r"0 of \d+ operations", first)

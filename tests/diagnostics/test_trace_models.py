@@ -1,15 +1,22 @@
 """`trace_numerics` names the user's line in models: of each framework, and faulty."""
 
+import re
+
 import equinox as eqx
 import faulty_transformer
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from arithmetic import mean
+from arithmetic import mean, normal
 from faults import Fault, assert_named
 from flax import linen, nnx
 from helpers import exhaustive_but
+
+from optax_lossscale import LossScaleOptimizer
+from optax_lossscale.diagnostics import trace_numerics
+from optax_lossscale.diagnostics._trace.call import gradients_of, make_call
 
 X = np.full((2, 3), 10.0, np.float32)
 # In the model: 10 * 3 * 0.1 = 3 before the gain; then 3 * gain * 2 * weight.
@@ -122,6 +129,60 @@ def test_models_of_each_framework(case):
     loss_fn, params = make(**options)
     mark = f"{kind}: {name}"
     assert_named(Fault(loss_fn, (params, X), __file__, mark, operation=operation))
+
+
+class Normed(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.gain, self.table = 2.0, nnx.Variable(jnp.ones(2))
+        self.layer, self.norm = nnx.Linear(3, 2, rngs=rngs), nnx.BatchNorm(2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.layer(x)) * self.gain * self.table
+
+
+class Scaled(eqx.Module):
+    w: jax.Array
+    rate: float
+
+    def __call__(self, x):
+        return x @ self.w * (2 if self.rate > 0.25 else 1)  # a setting
+
+
+def normed(params, x, statistics):
+    y = x @ params["w"] * params["gain"] - statistics["mean"]
+    return mean(y), {"mean": y.mean(0)}
+
+
+W = np.float32([[0.5, -1], [2, 0.1], [-0.3, 1]])
+AVERAGES = {"mean": np.zeros(2, np.float32)}
+TRAINED = {
+    "a number in a dict": (normed, {"w": W, "gain": 2.0}, AVERAGES),
+    "None": (normed, {"w": W, "gain": np.float32(2), "none": None}, AVERAGES),
+    "nnx": (lambda model, x: mean(model(x) ** 2), Normed()),
+    "nnx in a dict": (
+        lambda params, x: mean((params["model"](x) * params["scale"]) ** 2),
+        {"model": Normed(), "scale": 2.0},
+    ),
+    "equinox": (lambda model, x: mean(model(x)), Scaled(jnp.asarray(W), 0.5)),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_it_differentiates_what_a_step_differentiates(name):
+    loss_fn, params, *more = TRAINED[name]
+    args, has_aux = (params, normal(4, 3), *more), bool(more)
+    optimizer = LossScaleOptimizer(optax.sgd(0.1))
+    step = optimizer.value_and_grad(loss_fn, optimizer.init(params), has_aux=has_aux)
+    _, wanted = step(*args)
+    call = make_call("trace_numerics", loss_fn, params, args[1:], {}, has_aux)
+    _, arrays, names, count = call
+    _, grads = gradients_of(call)(1.0, arrays)
+    for x, y in zip(grads, jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)
+    assert not re.search("mean|var|table|rate", " ".join(names[:count]))
+    trace = trace_numerics(loss_fn, *args, has_aux=has_aux)
+    assert trace.findings[0].kind == "fine"
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # Of -1e9, in NumPy.

@@ -101,7 +101,7 @@ def test_an_error_that_the_largest_scale_leaves():
     assert finding.kind == "precision"
     place = "matrix product at model.py:11, in loss_fn, float"
     assert finding.message.startswith(place)
-    advice = 'No loss scale helps: compute this line in float32 (float32="'
+    advice = 'compute this line in float32, by autocast(loss_fn, float32="'
     assert advice in finding.message
 
 
@@ -193,7 +193,7 @@ def test_float32_is_advised_only_where_it_is_right(cause, found, why, advice):
     message = words.explain(Fault("forward", operation(**found), cause)).message
     assert why in message
     assert advice in message
-    assert ("in float32 (float32=" in message) == ("float32_nonfinite" not in found)
+    assert ("in float32, by autocast(" in message) == ("float32_nonfinite" not in found)
 
 
 @pytest.mark.parametrize("cause", ["flushed", "rounded"])

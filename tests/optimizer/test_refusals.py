@@ -184,7 +184,7 @@ class TestWhatDoesNotFit:
             LossScaleOptimizer(relaxed(inner(0.5)))
             for inner in (optax.adam, optax.amsgrad)
         )
-        with pytest.raises(ValueError, match=r"init made for (?s:.*)AmsgradState"):
+        with pytest.raises(ValueError, match=r"this optimizer (?s:.*)AmsgradState"):
             wrap(adam.update)(GRADS, amsgrad.init(PARAMS), PARAMS)
 
 

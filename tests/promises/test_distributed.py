@@ -356,9 +356,24 @@ class TestMinimizeWithoutAveraging:
         params = self.step(per_device, transform=averaging(mean_over_devices))
         assert params == [1 - 0.5 * (1 - 3.5)] * 8
 
-    def test_members_may_train_apart(self, per_device):
-        params = self.step(per_device, axis_name=None)
+    def test_without_a_name_warns_and_trains_apart(self, per_device):
+        calls = r"pmean\(grads, 'batch'\).*of its own, use jax\.pmap without axis_name"
+        with pytest.warns(UserWarning, match=calls):
+            params = self.step(per_device, axis_name=None)
         assert params == (1 - 0.5 * (1 - INDEX)).tolist()
+
+
+@pytest.mark.parametrize("is_pmap", [False, True])
+def test_members_may_train_apart(is_pmap):
+    optimizer = LossScaleOptimizer(optax.sgd(0.5))
+
+    def step(params, x):
+        state = optimizer.init(params)
+        return optimizer.minimize(lambda w: 0.5 * (w - x) ** 2, params, state)[0]
+
+    step = jax.pmap(step) if is_pmap else over_devices(PARTS, PARTS)(jax.vmap(step))
+    found = step(np.ones(8, np.float32), INDEX)
+    assert found.tolist() == (1 - 0.5 * (1 - INDEX)).tolist()
 
 
 def local_loss(params, x):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _autocast, _check as check
+from optax_lossscale import _autocast, _check as check, _modules
 from optax_lossscale._autocast.evaluate import NOTES
 from optax_lossscale._gradients import loss_of
 from optax_lossscale._jaxprs import parts
@@ -80,11 +80,10 @@ def make_call(
             f"{one} is on {sorted(map(str, here))}, and {other} on "
             f"{sorted(map(str, there))}. Pass all arrays on the same devices."
         )
-    first = leaves[: len(jax.tree.leaves(params))]
-    floats = [i for i, x in enumerate(first) if is_inexact(x) and not callable(x)]
-    # Beside arrays, Python numbers are settings, as in the models of Equinox.
-    arrays = [i for i in floats if is_argument(first[i])]
-    chosen = {i: first[i] for i in arrays or floats}
+    parts, _ = _modules.differentiated(params)
+    trained = set(map(id, jax.tree.leaves(_modules.trainable(parts))))
+    first = enumerate(leaves[: len(jax.tree.leaves(params))])
+    chosen = {i: x for i, x in first if id(x) in trained and is_inexact(x)}
     count = len(chosen)
     if not chosen:
         raise TypeError(
@@ -169,7 +168,7 @@ class Traced:
         self._constants = twin.constants_of(self.closed)
         self.reason = reasons[-1] if reasons else ""
         self.equations = list(parts.all_equations(self.closed.jaxpr))
-        self.is_autocast = any(map(is_autocast, self.equations))
+        self.is_autocast = "" in reasons
         results = (x.aval for equation in self.equations for x in equation.outvars)
         halves = {x.dtype.name for x in results if in_half(x)}
         self.computes_in_dtype = self.dtype in halves

@@ -167,24 +167,27 @@ def fault_of(run: Run, key: int, close: float) -> Fault:
       key: Its site.
       close: How far results may be from float32.
     """
-    (kind, cause, before), outline = _cause(run, key, close), run.outline
-    others = [k for k in before if run.site(k).source != run.site(key).source]
+    (kind, cause, others), outline = _cause(run, key, close), run.outline
+    others = [k for k in others if run.site(k).source != run.site(key).source]
     operation, *sources = map(run.operation, [key, *others])
     known = outline.dtype, outline.is_autocast
     return Fault(kind, operation, cause, tuple(sources), *known)
 
 
 def _cause(run: Run, key: int, close: float) -> tuple[str, str, list[int]]:
-    """Returns the kind of a fault, its cause, and the sites before that made it."""
+    """Returns the kind of a fault, its cause, and other sites to change.
+
+    These are those before that made it; of a cast, those that read it.
+    """
     site, result = run.site(key), run.range(key)
     kind = "backward" if site.phase == "backward" else "forward"
     if run.is_bad(key) or run.exceeds(key):
         cause, before = _cause_of_nonfinite(run, key)
-        return kind, cause, before
+        return kind, cause, before or run.ran(site.readers)
     if is_underflow(run, key):
         limits = run.limit(key)
         is_small = limits is not None and 0 < result.float32_largest < limits.normal
-        return "underflow", "small" if is_small else "", []
+        return "underflow", "small" if is_small else "", run.ran(site.readers)
     if site.is_decision or site.primitive in CHOOSERS:
         return "decision", "decided", _rounded_before(run, key)
     operation, cause = run.operation(key), ""

@@ -12,7 +12,7 @@ from jax import lax
 from jax.core import Tracer
 
 from optax_lossscale._jaxprs import lines, parts
-from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of
+from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of, names_of
 from optax_lossscale._tree import in_half, is_inexact
 from optax_lossscale.diagnostics._trace import twin
 from optax_lossscale.diagnostics._trace.bodies import BODIES, Place
@@ -23,6 +23,9 @@ from optax_lossscale.diagnostics._trace.twin import Value, widen
 
 # Moves that change signs alone.
 SIGNS = ("abs", "neg")
+# They compute nothing; what has no name enters or leaves a loop, a branch or a device.
+PASSIVE = names_of(Kind.MOVE) | names_of(Kind.SPREAD)
+PASSIVE |= {"", "convert_element_type", "reduce_precision"}
 
 
 class Interpreter:
@@ -41,6 +44,7 @@ class Interpreter:
         """
         self.sites: dict[int, Site] = {}
         self._scale, self._numbers = scale, {}
+        self._held: dict[int, list[Site]] = {}  # By site, the casts that it moves.
 
     def interpret(self, jaxpr: Any, args: Sequence[Value], place: Place) -> list[Value]:
         """Evaluates a jaxpr, of its constants and its arguments."""
@@ -117,7 +121,23 @@ class Interpreter:
                 rows = [self.sites[i].row for i in site.inputs]
                 origins = Origins(rows, site.constants, is_elementwise)
             place.recorder.add(number, *x.pair(x.differs), origins)
+        self._note_readers(number, place)
         return x._replace(site=number)
+
+    def _note_readers(self, number, place):
+        """Notes of casts for products which these are, and gives them their line."""
+        site = self.sites[number]
+        casts = [x for i in site.inputs for x in self._held.get(i, ())]
+        casts = [site] if site.is_for_products else casts
+        if not casts or place.phase == "backward":
+            return
+        if site.primitive in PASSIVE:
+            self._held[number] = casts
+            return
+        for x in casts:
+            if not x.readers:
+                x.source, x.scope = site.source, site.scope
+            x.readers.append(number)
 
     def _follow(self, equation, inputs, place):
         name = equation.primitive.name
@@ -174,6 +194,8 @@ class Interpreter:
             is_move = in_half(inputs[0].real) and reals[0].dtype == jnp.float32
         about = {"primitive": name, "opaque": opaque, "constants": tuple(constants)}
         about["inputs"] = [x.site for x in numbers]
+        about["is_for_products"] = name == "convert_element_type" and in_half(reals[0])
+        about["is_for_products"] &= not parts.has_line(equation)
         about["same"] = inputs[0].site if is_move and len(inputs) == 1 else None
         values = []
         for i, (real, wide) in enumerate(zip(reals, wides, strict=True)):

@@ -75,7 +75,8 @@ class Float32Lines(NamedTuple):
       >>> from optax_lossscale import autocast, diagnostics
       >>> loss_fn = autocast(lambda w: jnp.sum(w @ w))
       >>> print(diagnostics.float32_lines(loss_fn, jnp.eye(2)))
-      No line needs float32 at the loss scale 2^14 within 1% (loss 0%, gradients 0%).
+      No line needs float32 within 1% at the loss scale 2^14, the largest that fits
+        (loss 0%, gradients 0%).
     """
 
     lines: list[Float32Line]
@@ -117,14 +118,15 @@ def float32_lines(
     which float32 program was meant: remove the casts, and wrap it in `autocast`.
     `trace_numerics` judges such a function line by line, as it is.
 
-    Call it on the host with the arguments of a step, as `trace_numerics`. It says on
-    stderr how far it is.
+    Call it on the host with the arguments of a step, as `trace_numerics`. At a terminal
+    or in a notebook it says on stderr how far it is.
 
     Args:
       loss_fn: `autocast(f)`. Called as `loss_fn(params, *args, **kwargs)`; returns a
         real scalar loss, or the loss and auxiliary data if `has_aux`. Lines that it
         keeps in float32 already are proposed, too.
-      params: The parameters, any pytree. Its floating-point arrays are differentiated.
+      params: The parameters, any pytree or model. What `minimize` trains of it is
+        differentiated.
       *args: More arguments.
       state: The state, for its loss scale: a pytree that holds one
         `LossScaleOptimizerState`.
@@ -204,7 +206,7 @@ def float32_lines(
         after, before = (effect(frozenset(x)) for x in (kept or (), ()))
         keys = [key for line, (_, key) in suspects.items() if line in (kept or ())]
         proposal = [_describe(search, key) for key in keys]
-        text = _message(search, kept, len(lines), after, before)
+        text = _message(search, is_given, kept, len(lines), after, before)
         errors = after.loss, after.gradients
         return Float32Lines(proposal, search.run.scale, *errors, kept is not None, text)
 
@@ -297,11 +299,14 @@ def _severity(run: Run, key: int) -> tuple[float, ...]:
     return *leaves_range, causes.is_underflow(run, key), is_own, error
 
 
-def _message(search: Search, kept: Any, count: int, after: Any, before: Any) -> str:
-    """Says what these lines do, of so many that use half precision."""
+def _message(
+    search: Search, is_given: bool, kept: Any, count: int, after: Any, before: Any
+) -> str:
+    """Says what these lines do, of so many that use half precision, at which scale."""
     first, *_ = verdict.find_all(search)
     at = f"at the loss scale {words.power(search.run.scale)}"
-    text = f"{at} within {100 * search.close:g}% ({after}"
+    at += ", the largest that fits" * (search.run.scale > 1 and not is_given)
+    text = f"within {100 * search.close:g}% {at} ({after}"
     if kept is None:
         loss, norms = search.run.losses[1], search.run.norms[:, 0]
         is_finite = math.isfinite(loss) and np.isfinite(norms).all()

@@ -47,6 +47,9 @@ class Site:
       row: The site with the same magnitudes: itself, but for moves.
       is_decision: Whether it is a comparison or a place rather than a number.
       opaque: Whether it could not run in float32.
+      is_for_products: Whether `autocast` cast it for those that read it.
+      readers: Of such a cast, the sites that compute with it. It has the line of the
+        first: with these in float32 there is no cast.
     """
 
     dtype: str
@@ -60,6 +63,8 @@ class Site:
     constants: tuple[float, ...] = ()
     is_decision: bool = False
     opaque: bool = False
+    is_for_products: bool = False
+    readers: list[int] = dataclasses.field(default_factory=list)
 
 
 def ratio(part: float, whole: float) -> float:

@@ -17,6 +17,7 @@ from jax.extend.core import jaxpr_as_fun
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of
 from optax_lossscale._tree import split_arrays
+from optax_lossscale.diagnostics._common import is_watched
 from optax_lossscale.diagnostics._trace.twin import bind_on_refs, constants_of, walk
 
 # Seconds between two lines that say how far a run is.
@@ -253,12 +254,12 @@ def _is_known(option):
 
 
 def teller() -> Callable[[str], None]:
-    """Returns a function that writes texts on stderr, but none soon after another."""
+    """Returns a function that writes texts for whoever watches, but not too many."""
     told = time.monotonic()
 
     def tell(text):
         nonlocal told
-        if time.monotonic() - told > PATIENCE:
+        if time.monotonic() - told > PATIENCE and is_watched():
             told = time.monotonic()
             print(text, file=sys.stderr, flush=True)
 

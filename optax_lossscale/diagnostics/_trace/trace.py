@@ -157,7 +157,8 @@ def trace_numerics(
     Args:
       loss_fn: Called as `loss_fn(params, *args, **kwargs)`; returns a real scalar loss,
         or the loss and auxiliary data if `has_aux`. Trace several losses one by one.
-      params: The parameters, any pytree. Its floating-point arrays are differentiated.
+      params: The parameters, any pytree or model. What `minimize` trains of it is
+        differentiated.
       *args: More arguments. Arrays are arguments of the compiled program; everything
         else is passed as it is.
       state: The state, for its loss scale: a pytree that holds one

@@ -202,14 +202,14 @@ def why_of(fault: Fault) -> str:
 
 
 def advice_of(fault: Fault) -> str:
-    """Returns what to do: "compute this line in float32 (float32="model.py:3")"."""
+    """Returns what to do: "compute this line in float32, by autocast(...)"."""
     if fault.cause in GUARDS:
         return GUARDS[fault.cause]
     operation, sources = fault.operation, fault.sources
     is_own = operation.own[:2] == (operation.file, operation.line)
     line = "this line" if is_own else f"the call at {named(*operation.own)}"
     passed = lines_to_pass([*sources, operation], fault.is_autocast)
-    passed = f" ({passed})" if passed else ""
+    passed = f", by autocast(loss_fn, {passed})" if passed else ""
     places = "; ".join(dict.fromkeys(x.place for x in sources))
     if places and fault.cause in ("flushed", "rounded", "decided"):
         passed = passed or ", and cast nothing in between"
@@ -219,7 +219,9 @@ def advice_of(fault: Fault) -> str:
     is_cast = operation.primitive in CASTS and not fault.is_autocast
     text += " without a cast back" * (is_cast and fault.cause == "range")
     if places:
-        text += f", and the lines that feed it: {places}"
+        is_before = fault.kind == "precision"
+        others = "lines that feed it" if is_before else "others that read this number"
+        text += f", and the {others}: {places}"
     text += passed
     if places and passed:
         text += ". diagnostics.float32_lines finds the fewest lines that it takes"
@@ -256,7 +258,11 @@ def nonfinite_argument(
     name: str, more: int, is_parameter: bool, held: str, operation: NumericOperation
 ) -> NumericFinding:
     """Says that an argument held inf or nan, and so many others."""
-    kind, fix = "argument", "Look for the bad example in the data"
+    kind = "argument"
+    fix = (
+        "Look for the bad example in the data. Keep batch statistics of skipped steps "
+        "out by select_applied"
+    )
     if is_parameter:
         kind, fix = "parameter", "Restore a checkpoint from before"
     others = f" (and {more} more)" if more else ""
