@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import INF, NAN, WRAPS
+from helpers import INF, NAN, every_wrap
 
 from optax_lossscale.diagnostics import suggest_loss_scale
 
@@ -46,7 +46,7 @@ class TestSuggestLossScale:
                 assert suggest_loss_scale(above, dtype, 0) == 2.0 ** (exponent - 1)
                 assert suggest_loss_scale(at, dtype, 3.0) == 2.0 ** (exponent - 3)
 
-    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+    @every_wrap
     def test_gradients_that_say_nothing(self, wrap):
         suggest = wrap(suggest_loss_scale)
         zeros = jnp.zeros((0, 2)), jnp.zeros(3)

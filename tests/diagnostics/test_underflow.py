@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from casting import x64
-from helpers import INF, NAN, WRAPS, assert_same_bits, signature
+from helpers import INF, NAN, assert_same_bits, every_wrap, signature
 from hypothesis import given, strategies as st
 
 from optax_lossscale import LossScaleOptimizer
@@ -139,7 +139,7 @@ class TestUnderflowStats:
         "int": np.arange(7),
     }
 
-    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+    @every_wrap
     def test_by_hand(self, wrap):
         stats = wrap(underflow_stats)(self.grads, 2.0**8)
         assert list(stats.leaves) == ["grads['b']", "grads['w']"]
@@ -177,7 +177,7 @@ class TestUnderflowStats:
         assert overall.headroom == np.float32(math.log2(65504) - 3)
         assert exponent_histogram(grads).zeros == 1
 
-    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+    @every_wrap
     def test_without_numbers_all_is_zero(self, wrap):
         key = jax.random.key(0)
         for grads in (None, (), [jnp.arange(3), None], jnp.zeros((0, 3)), [key]):

@@ -15,6 +15,7 @@ from helpers import (
     assert_close,
     assert_same_bits,
     count_branches,
+    every_wrap,
     relaxed,
 )
 
@@ -176,7 +177,7 @@ class TestUpdate:
         expected = function(self.params, self.good)
         assert_close(function(self.params, bad, self.good), expected)
 
-    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+    @every_wrap
     def test_updates_may_be_python_numbers(self, wrap):
         inner = optax.stateless(lambda g, p=None: jax.tree.map(lambda _: -0.5, g))
         params = {"a": jnp.float32(1), "b": jnp.ones(2, jnp.float16)}
