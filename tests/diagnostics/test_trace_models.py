@@ -158,11 +158,7 @@ W = np.float32([[0.5, -1], [2, 0.1], [-0.3, 1]])
 AVERAGES = {"mean": np.zeros(2, np.float32)}
 TRAINED = {
     "a number in a dict": (normed, lambda: {"w": W, "gain": 2.0}, AVERAGES),
-    "None": (
-        normed,
-        lambda: {"w": W, "gain": np.float32(2), "none": None},
-        AVERAGES,
-    ),
+    "None": (normed, lambda: {"w": W, "gain": np.float32(2), "none": None}, AVERAGES),
     "nnx": (lambda model, x: mean(model(x) ** 2), Normed),
     "nnx in a dict": (
         lambda params, x: mean((params["model"](x) * params["scale"]) ** 2),
