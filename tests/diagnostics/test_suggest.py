@@ -24,8 +24,9 @@ def suggested_exponent(largest, dtype, margin):
 class TestSuggestLossScale:
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_any_float32(self, dtype):
-        bits = np.random.default_rng(0).integers(1, 0x7F800000, 100, np.int32)
-        x = bits.view(np.float32)
+        some = np.random.default_rng(0).integers(1, 0x7F800000, 100, np.int32)
+        # Subnormal and normal numbers: the smallest and the largest.
+        x = np.int32([1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, *some]).view(np.float32)
         numbers = [Fraction(float(y)) for y in x]
         for margin in (0, 0.3, 2.0):
             suggest = functools.partial(suggest_loss_scale, dtype=dtype, margin=margin)
