@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx, serialization
-from helpers import WRAPS, relaxed
+from helpers import every_wrap, relaxed
 
 from optax_lossscale import (
     FixedLossScale,
@@ -155,7 +155,7 @@ def test_a_veto_that_is_no_flag(flag):
             call()
 
 
-@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+@every_wrap
 class TestWhatDoesNotFit:
     def test_gradients_of_other_shapes(self, wrap):
         optimizer = LossScaleOptimizer(optax.sgd(0.5, momentum=0.9))
@@ -252,7 +252,7 @@ def test_a_wrong_state_is_refused_by_every_call(make, message, takers):
                 call(wrong)
 
 
-@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+@every_wrap
 def test_a_float16_loss_warns_when_it_is_traced(wrap):
     def loss_of(dtype):
         return lambda params: jnp.sum(params["w"]).astype(dtype)

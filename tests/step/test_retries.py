@@ -17,6 +17,7 @@ from helpers import (
     BackoffOnly,
     assert_close,
     assert_same_bits,
+    every_wrap,
     exhaustive_but,
     relaxed,
     signature,
@@ -35,7 +36,6 @@ from optax_lossscale._jaxprs.parts import all_equations
 
 RULE = DynamicLossScale(2.0**24)
 ONE = jax.device_put(np.float32(1))
-every_wrap = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 # One operation after the other takes long to compile.
 SLOW = exhaustive_but(WRAPS.values(), [WRAPS["jit"]])
 compiled = pytest.mark.parametrize("wrap", SLOW, ids=WRAPS)
