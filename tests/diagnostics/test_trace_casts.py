@@ -163,3 +163,21 @@ def test_a_cast_of_the_user_keeps_its_line():
 
     first, *_ = trace_numerics(autocast(loss_fn), PARAMS, X).findings
     assert first.operation.line == line_of("the user's", __file__)
+
+
+def test_one_layer_of_several_on_a_line_is_named_by_its_scope():
+    def loss_fn(w, x):
+        for name in "abc":
+            with jax.named_scope(f"layer_{name}"):
+                x = BIG ** (name == "b") * (x @ w[name]) ** 2
+        return jnp.mean(x) * 1e-9
+
+    first, *_ = trace_numerics(autocast(loss_fn), PARAMS, X).findings
+    assert first.operation.scope == "layer_c"
+    assert ' write with jax.named_scope("name"): around its call' in first.message
+    mended = autocast(loss_fn, float32="layer_c")
+    first, *_ = trace_numerics(mended, PARAMS, X, scale=1.0).findings
+    assert first.kind == "fine", first.message
+    # The only product of its line is named by that.
+    first, *_ = trace_numerics(autocast(squared), PARAMS, X).findings
+    assert "named_scope" not in first.message

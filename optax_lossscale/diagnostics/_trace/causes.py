@@ -170,7 +170,9 @@ def fault_of(run: Run, key: int, close: float) -> Fault:
     (kind, cause, others), outline = _cause(run, key, close), run.outline
     others = [k for k in others if run.site(k).source != run.site(key).source]
     operation, *sources = map(run.operation, [key, *others])
-    known = outline.dtype, outline.is_autocast
+    forward = (x for x in run.sites.values() if x.phase == "forward")
+    lines = [x.source.own for x in forward if kind_of(x.primitive) == Kind.PRODUCT]
+    known = outline.dtype, outline.is_autocast, lines.count(operation.own)
     return Fault(kind, operation, cause, tuple(sources), *known)
 
 

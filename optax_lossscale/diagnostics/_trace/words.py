@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from optax_lossscale._autocast.choices import ONE_LAYER
 from optax_lossscale._tree import is_half
 from optax_lossscale.diagnostics import _common
 from optax_lossscale.diagnostics._bits import limits_of
@@ -66,6 +67,7 @@ class Fault(NamedTuple):
       sources: The operations of other lines to change, too, in order of execution.
       dtype: The dtype in question.
       is_autocast: Whether `autocast` made the program.
+      products: How many matrix products its line computes in the forward pass.
     """
 
     kind: str
@@ -74,6 +76,7 @@ class Fault(NamedTuple):
     sources: tuple[NumericOperation, ...] = ()
     dtype: str = "float16"
     is_autocast: bool = True
+    products: int = 1
 
 
 RANGE = "The largest {noun} would be 2^{size:.1f}; {dtype} ends at 2^{end:.0f}."
@@ -211,7 +214,10 @@ def advice_of(fault: Fault) -> str:
     if places and passed:
         text += ". diagnostics.float32_lines finds the fewest lines that it takes"
     text += ", or make its inputs smaller" * (fault.cause == "range")
-    return text + ", or keep its inputs away from zero" * (fault.cause == "pole")
+    text += ", or keep its inputs away from zero" * (fault.cause == "pole")
+    # A line that calls a whole model is more than one wants.
+    is_more = passed and fault.products > 1
+    return f"{text}. {ONE_LAYER.removesuffix('.')}" if is_more else text
 
 
 def explain(fault: Fault, scale: float | None = None) -> NumericFinding:
