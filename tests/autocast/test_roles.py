@@ -74,20 +74,16 @@ DATA = {
     "a product times a column of data": lambda p, x, d: (x @ p.w) * x[:, :1],
     "a norm times data": lambda p, x, d: rms(x @ p.w) * d,
     "a norm plus data": lambda p, x, d: rms(x @ p.w) * p.b + d,
-    "a norm plus a table of parameters": lambda p, x, d: (
-        (rms((x @ p.w).reshape(2, 8, 8)) * p.b + p.v).reshape(16, 8)
-    ),
+    "a norm plus a table of parameters":
+        lambda p, x, d: (rms((x @ p.w).reshape(2, 8, 8)) * p.b + p.v).reshape(16, 8),
     "an offset of data by a parameter": lambda p, x, d: (x - p.t) @ p.w + p.t,
-    "an offset in a call": lambda p, x, d: (
-        jax.jit(lambda x, t: jnp.abs(x - t))(x, p.t) @ p.w + p.t
-    ),
-    "an offset through a loop": lambda p, x, d: (
-        lax.scan(lambda _, x: (None, x - p.t), None, x)[1] @ p.w + p.t
-    ),
+    "an offset in a call":
+        lambda p, x, d: jax.jit(lambda x, t: jnp.abs(x - t))(x, p.t) @ p.w + p.t,
+    "an offset through a loop":
+        lambda p, x, d: lax.scan(lambda _, x: (None, x - p.t), None, x)[1] @ p.w + p.t,
     "what is made of an offset of data": lambda p, x, d: (x - p.t) @ p.w + 2 * p.t,
-    "a parameter that another one takes to data": lambda p, x, d: (
-        (x - p.t * p.b) @ p.w + p.b
-    ),
+    "a parameter that another one takes to data":
+        lambda p, x, d: (x - p.t * p.b) @ p.w + p.b,
     "a gate of its own mean": lambda p, x, d: gated(x @ p.w) * p.b + p.b,
     "an envelope of its own squares": lambda p, x, d: (
         (lambda h: h * jnp.exp(-jnp.square(h).sum(-1, keepdims=True)))(x @ p.w)
@@ -97,41 +93,32 @@ DATA = {
     "a mask of two large numbers": lambda p, x, d: x @ p.w * jnp.where(x > 0, 1e6, 1.0),
     "a decay of data in a loop": lambda p, x, d: repeated(lambda h: h * d, x @ p.w),
     "a learned decay in a loop": lambda p, x, d: repeated(lambda h: h * p.b, x @ p.w),
-    "a learned decay in a call in a loop": lambda p, x, d: (
-        repeated(lambda h: jax.jit(jnp.multiply)(h, p.b), x @ p.w)
-    ),
-    "a step size of data": lambda p, x, d: (
-        repeated(lambda h: h + x[:, :1] * (x @ p.w), x @ p.w)
-    ),
+    "a learned decay in a call in a loop":
+        lambda p, x, d: repeated(lambda h: jax.jit(jnp.multiply)(h, p.b), x @ p.w),
+    "a step size of data":
+        lambda p, x, d: repeated(lambda h: h + x[:, :1] * (x @ p.w), x @ p.w),
 }  # fmt: skip
 PARTS = {
-    "a bias that an L2 term reads first": lambda p, x, d: (
-        [x.mean() + jnp.sum(p.b**2), x @ p.w + p.b][1]
-    ),
-    "a bias that is found finite first": lambda p, x, d: (
-        jnp.where(jnp.isfinite(p.b).all(), x @ p.w + p.b, 0)
-    ),
+    "a bias that an L2 term reads first":
+        lambda p, x, d: [x.mean() + jnp.sum(p.b**2), x @ p.w + p.b][1],
+    "a bias that is found finite first":
+        lambda p, x, d: jnp.where(jnp.isfinite(p.b).all(), x @ p.w + p.b, 0),
     "a bias and its distance to an offset": lambda p, x, d: (
         [(x - p.t).mean() + jnp.sum((p.b - p.t) ** 2), x @ p.w + p.b][1]
     ),
-    "a bias of parameters and numbers": lambda p, x, d: (
-        x @ p.w + jnp.where(jnp.arange(8) < 4, p.b * p.t, 0)
-    ),
-    "a bias behind a barrier with data": lambda p, x, d: (
-        (lambda p, x: x @ p.w + p.b)(*lax.optimization_barrier((p, x)))
-    ),
+    "a bias of parameters and numbers":
+        lambda p, x, d: x @ p.w + jnp.where(jnp.arange(8) < 4, p.b * p.t, 0),
+    "a bias behind a barrier with data":
+        lambda p, x, d: (lambda p, x: x @ p.w + p.b)(*lax.optimization_barrier((p, x))),
     "a bias in calls of a call": lambda p, x, d: (
         jax.jit(lambda p, x: jax.checkpoint(lambda p, x: x @ p.w + p.b)(p, x))(p, x)
     ),
-    "biases of stacked layers": lambda p, x, d: (
-        lax.scan(lambda h, b: (h @ p.w + b, None), x @ p.w, p.m)[0]
-    ),
-    "a gain of a norm in a loop": lambda p, x, d: (
-        repeated(lambda h: rms(h) * p.b, x @ p.w)
-    ),
-    "a gain after a product in a loop": lambda p, x, d: (
-        repeated(lambda h: h + jax.nn.relu(h @ p.w) * p.b, x @ p.w)
-    ),
+    "biases of stacked layers":
+        lambda p, x, d: lax.scan(lambda h, b: (h @ p.w + b, None), x @ p.w, p.m)[0],
+    "a gain of a norm in a loop":
+        lambda p, x, d: repeated(lambda h: rms(h) * p.b, x @ p.w),
+    "a gain after a product in a loop":
+        lambda p, x, d: repeated(lambda h: h + jax.nn.relu(h @ p.w) * p.b, x @ p.w),
     "a mask that is scaled": lambda p, x, d: x @ p.w * ((1 - masked(x)) / 0.9),
     "a mask that is selected": lambda p, x, d: x @ p.w * jnp.where(x > 0, 1.0, 0.5),
 }  # fmt: skip

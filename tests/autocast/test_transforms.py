@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from casting import (
     check,
+    compiled_step,
     dtypes,
     equations,
     error,
@@ -16,7 +17,6 @@ from casting import (
     normal,
     products,
     saved,
-    value_and_grad,
 )
 from helpers import exhaustive_but
 from jax import lax
@@ -297,7 +297,7 @@ def test_inside_of_jit_shard_map_and_scan():
         return mean_square(p, lax.scan(lambda h, _: (f(h), None), x, length=2)[0])
 
     wanted = jax.value_and_grad(lambda p, x: mean_square(p, dense(p, dense(p, x))))
-    assert errors(value_and_grad(loop, 1.0, P, X), wanted(P, X)) < 0.01
+    assert errors(compiled_step(loop, P, X)(1.0), wanted(P, X)) < 0.01
 
 
 def test_precision_and_other_dtypes_stay():

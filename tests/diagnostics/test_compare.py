@@ -21,7 +21,8 @@ def loss_fn(params, x):
 
 
 def loss_and_aux(params, x):
-    return loss_fn(params, x), {"x": x}
+    """Reads Python numbers among the parameters, too."""
+    return loss_fn(params, x) * params["scale"] / params["heads"], {"x": x}
 
 
 class Net(nnx.Module):
@@ -105,9 +106,14 @@ def test_somebody_who_watches_sees_the_progress(monkeypatch, capsys):
             {"optimizer": LossScaleOptimizer(optax.sgd(0.1))},
             marks=pytest.mark.exhaustive,
         ),
-        (autocast(loss_and_aux), lambda: PARAMS, (X,), {"has_aux": True}),
+        (
+            autocast(loss_and_aux),
+            lambda: PARAMS | {"scale": 2.0, "heads": 4},
+            (X,),
+            {"has_aux": True},
+        ),
     ],
-    ids=["nnx", "equinox", "auxiliary data"],
+    ids=["nnx", "equinox", "numbers and auxiliary data"],
 )
 def test_any_model_is_measured_and_preserved(loss_fn, make, batch, options):
     def contents(model):
@@ -116,14 +122,9 @@ def test_any_model_is_measured_and_preserved(loss_fn, make, batch, options):
     model = make()
     rows = compare(loss_fn, model, *batch, **options)
     assert rows[_compare.MINIMIZE]["products"][0] != "0"
+    assert rows[_compare.MINIMIZE]["applied"]
     for x, y in zip(contents(model), contents(make()), strict=True):
         np.testing.assert_array_equal(x, y)
-
-
-def test_a_python_number_among_the_parameters():
-    params = PARAMS | {"scale": 2.0, "heads": 4}
-    rows = compare(lambda p, x: loss_fn(p, x) * p["scale"] / p["heads"], params, X)
-    assert rows[_compare.MINIMIZE]["applied"]
 
 
 def test_float32_is_named_as_jax_multiplies_it():

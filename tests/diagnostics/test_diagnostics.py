@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import INF, NAN, WRAPS
+from helpers import INF, NAN, every_wrap
 
 from optax_lossscale import DynamicLossScale, LossScale, LossScaleOptimizer, all_finite
 from optax_lossscale.diagnostics import (
@@ -47,7 +47,7 @@ def run(*grads, loss_scale=None, **options):
 
 
 class TestMetrics:
-    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+    @every_wrap
     def test_values_and_dtypes(self, wrap):
         state = run(GOOD, BAD, BAD, GOOD, loss_scale=DynamicLossScale(4.0))
         found = wrap(metrics)(state)
@@ -61,7 +61,7 @@ class TestMetrics:
             "stuck_steps": (0, "int32"),
         }
 
-    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+    @every_wrap
     def test_logarithms(self, wrap):
         read, state = wrap(metrics), run()
 
@@ -115,7 +115,7 @@ class TestMetrics:
 
 
 class TestNonfiniteLeaves:
-    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+    @every_wrap
     def test_names_what_describe_nonfinite_names(self, wrap):
         for grads in (GOOD, BAD, {}, None, [BAD, jnp.float16(NAN), jnp.arange(2)]):
             found = wrap(nonfinite_leaves)(grads)

@@ -136,25 +136,6 @@ def test_report(capsys, monkeypatch):
         assert f"{way.name} 1.0000 {run.precision:.1%}"[:-1] + " 2 2^10 25.0" in text
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "fix"),
-    [
-        ("--steps", "0", "must be a whole number from 1 to 10000"),
-        ("--batch-size", "big\nish", "must be a whole number from 256 to 1048576"),
-        ("--optimizer", "lion", "choose from"),
-        ("--plot", "x.gif", "must be a .png file in a directory that exists"),
-    ],
-)
-def test_bad_values_are_refused_in_one_line(option, value, fix, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        digits.main([option, value])
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert f"argument {option}: " in err
-    assert repr(value)[1:-1] in err
-    assert fix in err
-
-
 def check_figure(path):
     """Checks that every way has been drawn in its color."""
     from matplotlib.colors import to_rgb

@@ -79,22 +79,6 @@ def test_a_ratio_counts_up_to_the_clip_unless_it_does_harm():
     assert metrics["largest_difference"] == pytest.approx(np.log(2))
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("--minibatches=3", "must divide the number of problems, 16, got 3"),
-        ("--heads=3", "must divide the width, 32, got 3"),
-        ("--dtype=half", "must be one of float32, bfloat16, float16, got 'half'"),
-    ],
-)
-def test_a_bad_argument_gets_one_line(argument, message, tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(argument, "--out", str(tmp_path / "run"))
-    name, _ = argument.split("=")
-    error = f"python -m examples.grpo: error: argument {name}: {message}\n"
-    assert capsys.readouterr().err == error
-
-
 class Died(Exception):
     """Stands for the end of a process."""
 

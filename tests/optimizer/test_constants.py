@@ -115,9 +115,7 @@ def moved_by(inner):
     """Returns the model after one step."""
     optimizer, model = LossScaleOptimizer(inner), WithInteger(jnp.ones(2, jnp.float32))
     moved, *_ = optimizer.minimize(
-        lambda model: jnp.sum(model.w**2) / model.heads,
-        model,
-        optimizer.init(model),
+        lambda model: jnp.sum(model.w**2) / model.heads, model, optimizer.init(model)
     )
     return moved
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import WRAPS, assert_same_bits, relaxed, signature
+from helpers import assert_same_bits, every_wrap, relaxed, signature
 
 from optax_lossscale import LossScaleOptimizer
 
@@ -27,7 +27,7 @@ def train(optimizer, loss_fn, params, steps, wrap=lambda f: f, state=None):
     return params
 
 
-@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+@every_wrap
 def test_momenta_of_large_gradients_do_not_overflow(wrap):
     def loss_fn(params):
         return jnp.sum((params * jnp.float16(4e4)).astype(jnp.float32))
@@ -60,7 +60,7 @@ def halved(state, dtype):
     return state._replace(inner_state=jax.tree.map(half, state.inner_state))
 
 
-@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+@every_wrap
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("params_dtype", [*HALVES, "float32"])
 def test_moments_that_come_back_in_half_precision_are_refused(
@@ -145,7 +145,7 @@ def test_a_line_search_evaluates_what_it_returns():
 
 
 @pytest.mark.parametrize("inner", [optax.sgd(0.5), optax.sgd(0.25, momentum=0.5)])
-@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+@every_wrap
 def test_float8_parameters_train_as_with_optax_alone(wrap, inner):
     """Of numbers that float8 holds exactly: what remains is the order of casts."""
     params = expected = jnp.array([1, -2], jnp.float8_e4m3fn)

@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import INF, NAN, OUT_OF_BOUNDS, WRAPS, assert_close, relaxed, signature
+from helpers import (
+    INF,
+    NAN,
+    OUT_OF_BOUNDS,
+    assert_close,
+    every_wrap,
+    relaxed,
+    signature,
+)
 
 from optax_lossscale import (
     DynamicLossScale,
@@ -61,11 +69,9 @@ class TestConstruction:
 
     def test_refuses_to_scale_twice(self):
         scaler = LossScaleOptimizer(optax.sgd(1.0))
-        with pytest.raises(TypeError, match="scaling twice"):
-            LossScaleOptimizer(scaler)
-        hidden = LossScaleOptimizer(optax.chain(optax.clip(1.0), scaler))
-        with pytest.raises(TypeError, match="scaling twice"):
-            hidden.init(jnp.ones(3))
+        for inner in (scaler, optax.chain(optax.clip(1.0), scaler)):
+            with pytest.raises(TypeError, match="scaling twice"):
+                LossScaleOptimizer(inner).init(jnp.ones(3))
 
 
 def test_is_a_gradient_transformation_by_type_and_by_unpacking():
@@ -77,7 +83,7 @@ def test_is_a_gradient_transformation_by_type_and_by_unpacking():
     assert isinstance(state, LossScaleOptimizerState)
 
 
-@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+@every_wrap
 def test_keras_example(wrap):
     def square(x):
         return x**2
@@ -163,7 +169,7 @@ class TestState:
             params, state, loss = step(params, state)
         assert (params["x"], loss) == (0.25, 0.25)
 
-    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+    @every_wrap
     def test_a_restored_state_of_python_numbers(self, wrap):
         schedule = optax.piecewise_constant_schedule(1.0, {1: 0.5, 2: 0.5})
         optimizer = LossScaleOptimizer(relaxed(optax.sgd(schedule)))
@@ -178,7 +184,7 @@ class TestState:
         if not jax.config.jax_enable_x64:  # where Python's integers are int64
             assert signature(state) == signature(start)
 
-    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+    @every_wrap
     @pytest.mark.parametrize("scale", OUT_OF_BOUNDS)
     def test_a_scale_out_of_bounds_heals_in_any_step(self, wrap, scale):
         rule = DynamicLossScale(8.0, min_scale=2.0, max_scale=1024.0)
@@ -203,7 +209,7 @@ class TestState:
             assert metrics(after)["loss_scale"] == expected
             assert signature(after) == signature(optimizer.init(one))
 
-    @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+    @every_wrap
     @pytest.mark.parametrize("convert", [lambda x: x, np.asarray, lambda x: x.item()])
     def test_check_loss_may_differ_from_that_of_the_saved_state(self, wrap, convert):
         one = jnp.float32(1)
@@ -231,21 +237,21 @@ class TestState:
         assert params == empty
         assert state.last_step_applied
 
-    def test_integer_parameters_and_their_float0_gradients(self):
+    @every_wrap
+    def test_integer_parameters_and_their_float0_gradients(self, wrap):
         params = {"w": jnp.ones(2, jnp.float32), "n": jnp.arange(2), "none": None}
         float0 = np.zeros(2, jax.dtypes.float0)
         optimizer = LossScaleOptimizer(
             optax.masked(optax.scale(-0.5), {"w": True, "n": False, "none": False})
         )
-        for wrap in WRAPS.values():
-            state = optimizer.init(params)
-            for factor, expected in ((1, 0.5), (NAN, 1)):
-                grads = {"w": factor * params["w"], "n": float0, "none": None}
-                updates, _ = wrap(optimizer.update)(grads, state, params)
-                assert updates["w"].tolist() == [expected - 1] * 2
-                assert updates["n"].dtype == jax.dtypes.float0
-                assert updates["none"] is None
-                new, _ = wrap(optimizer.apply_gradients)(grads, params, state)
-                assert new["w"].tolist() == [expected] * 2
-                assert new["n"].tolist() == [0, 1]
-                assert new["n"].dtype == params["n"].dtype
+        state = optimizer.init(params)
+        for factor, expected in ((1, 0.5), (NAN, 1)):
+            grads = {"w": factor * params["w"], "n": float0, "none": None}
+            updates, _ = wrap(optimizer.update)(grads, state, params)
+            assert updates["w"].tolist() == [expected - 1] * 2
+            assert updates["n"].dtype == jax.dtypes.float0
+            assert updates["none"] is None
+            new, _ = wrap(optimizer.apply_gradients)(grads, params, state)
+            assert new["w"].tolist() == [expected] * 2
+            assert new["n"].tolist() == [0, 1]
+            assert new["n"].dtype == params["n"].dtype

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx, serialization
-from helpers import WRAPS, relaxed
+from helpers import every_wrap, relaxed
 
 from optax_lossscale import (
     FixedLossScale,
@@ -123,16 +123,6 @@ class TestRetries:
         with pytest.raises(error, match=r"^retries must"):
             LossScaleOptimizer(optax.sgd(0.5), retries=bad)
 
-    @pytest.mark.filterwarnings("ignore:update repeats nothing")
-    def test_a_state_from_before(self):
-        before = self.optimizer.init(PARAMS)._replace(retries=None)
-        for call in (
-            lambda: self.optimizer.minimize(loss_fn, PARAMS, before),
-            lambda: self.optimizer.update(GRADS, before),
-        ):
-            with pytest.raises(ValueError, match=r"retries is None.*_replace\(r"):
-                call()
-
     @pytest.mark.parametrize(
         "call",
         [
@@ -165,7 +155,7 @@ def test_a_veto_that_is_no_flag(flag):
             call()
 
 
-@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+@every_wrap
 class TestWhatDoesNotFit:
     def test_gradients_of_other_shapes(self, wrap):
         optimizer = LossScaleOptimizer(optax.sgd(0.5, momentum=0.9))
@@ -262,7 +252,7 @@ def test_a_wrong_state_is_refused_by_every_call(make, message, takers):
                 call(wrong)
 
 
-@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+@every_wrap
 def test_a_float16_loss_warns_when_it_is_traced(wrap):
     def loss_of(dtype):
         return lambda params: jnp.sum(params["w"]).astype(dtype)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import INF, NAN, WRAPS, BackoffOnly, assert_same_bits, signature
+from helpers import INF, NAN, BackoffOnly, assert_same_bits, every_wrap, signature
 from jax import lax
 from ways import as_given, by_apply_gradients, by_minimize, by_update, every_way
 
@@ -47,7 +47,7 @@ def counts(state):
     )
 
 
-@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+@every_wrap
 @every_way
 def test_step_by_step(way, wrap):
     optimizer = LossScaleOptimizer(optax.sgd(0.5, momentum=0.5), SCALE, check_loss=True)

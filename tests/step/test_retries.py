@@ -17,6 +17,7 @@ from helpers import (
     BackoffOnly,
     assert_close,
     assert_same_bits,
+    every_wrap,
     exhaustive_but,
     relaxed,
     signature,
@@ -35,7 +36,6 @@ from optax_lossscale._jaxprs.parts import all_equations
 
 RULE = DynamicLossScale(2.0**24)
 ONE = jax.device_put(np.float32(1))
-every_wrap = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 # One operation after the other takes long to compile.
 SLOW = exhaustive_but(WRAPS.values(), [WRAPS["jit"]])
 compiled = pytest.mark.parametrize("wrap", SLOW, ids=WRAPS)
@@ -271,6 +271,15 @@ def test_is_compiled_once_and_takes_donated_and_restored_states():
     # The count saturates.
     full = state._replace(retries=jnp.int32(2**31 - 2), loss_scale_state=RULE.init())
     assert step(param, full, ONE)[1].retries == 2**31 - 1
+
+
+@compiled
+def test_a_state_from_before_retries_counts_from_zero(wrap):
+    step, state = begin(with_gradient)
+    _, expected, _ = wrap(step)(ONE, state, ONE)
+    _, after, _ = wrap(step)(ONE, state._replace(retries=None), ONE)
+    assert_same_bits(after, expected)
+    assert after.retries == 9
 
 
 def square(params, x):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import INF, NAN, WRAPS, assert_same_bits
+from helpers import INF, NAN, WRAPS, assert_same_bits, every_wrap
 from jax import lax
 from meshes import PARTS, WHOLE, over_devices
 
@@ -17,7 +17,6 @@ TWO, FOUR = jax.device_put(np.float32(2)), jax.device_put(np.float32(4))
 DTYPES = ["float8_e5m2", "float16", "bfloat16", "float32", "complex64"]
 DTYPES += ["float64"] * jax.config.jax_enable_x64
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-every_wrap = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 
 
 def pull_back(scale, x, gradient):

@@ -7,13 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import INF, NAN, WRAPS, assert_same_bits, relaxed
+from helpers import INF, NAN, assert_same_bits, every_wrap, relaxed
 from meshes import PARTS, WHOLE, over_devices
 from ways import by_minimize, every_way
 
 from optax_lossscale import DynamicLossScale, LossScaleOptimizer
 
-every_wrap = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 PARAMS = {"w": np.array([0.5, -0.0], np.float32), "b": np.float32(-3)}
 ONE = jax.device_put(np.float32(1))
 

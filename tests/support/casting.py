@@ -38,11 +38,6 @@ def compiled_step(f, params, *args):
     return at_scale
 
 
-def value_and_grad(f, scale, params, *args):
-    """Returns the loss and the unscaled gradients, of a compiled step."""
-    return compiled_step(f, params, *args)(scale)
-
-
 def errors(found, wanted):
     """Returns the worst relative error of the loss and of the gradients; nan is inf."""
     (loss, grads), (true_loss, true_grads) = found, wanted

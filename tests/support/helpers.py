@@ -19,6 +19,7 @@ from optax_lossscale import (
 )
 
 WRAPS = {"eager": lambda f: f, "jit": jax.jit}
+every_wrap = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parents[1]
 RECIPES = ROOT / "docs" / "recipes"
