@@ -124,6 +124,7 @@ class Layers(collections.defaultdict[Any, Layer]):
 
 
 def _is_of_norm(step):
-    kind = primitives.kind_of(step.name)
-    is_move = Kind.MOVE in (step.kind, kind) or step.bodies
-    return is_move or kind in policy.FOLLOWERS or step.has(Trait.SUM | Trait.POWER)
+    """Whether a step moves, scales, sums up or takes powers, or holds such steps."""
+    kinds = {step.kind, primitives.kind_of(step.name)}
+    follows = not kinds.isdisjoint(policy.FOLLOWERS)
+    return follows or step.bodies or step.has(Trait.SUM | Trait.POWER)

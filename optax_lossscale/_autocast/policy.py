@@ -90,7 +90,7 @@ def is_moderate(factor: Any) -> bool:
 
 def is_float32(x: Any) -> bool:
     """Whether an array, or its type, is float32."""
-    return str(getattr(x, "dtype", "")) == "float32"
+    return getattr(x, "dtype", None) == np.float32
 
 
 def _is_default(precision: Any) -> bool:

@@ -92,6 +92,13 @@ def test_casts_by_hand_are_named():
     assert "by itself" not in str(trace_numerics(autocast(loss_fn), W, X))
 
 
+def test_a_jitted_function_that_ran_before_is_still_autocast():
+    jitted, x, w = jax.jit(autocast(overflowing)), 10 * X, 10 * W
+    jitted(w, x)
+    message = trace_numerics(jitted, w, x).findings[0].message
+    assert f'test_lines.py:{line_of("beyond", __file__)}")' in message
+
+
 def overflowing(w, x):
     h = x @ w
     h = h @ (5000 * w)  # beyond

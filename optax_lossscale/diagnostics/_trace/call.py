@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _check as check, _modules
+from optax_lossscale import _autocast, _check as check, _modules
 from optax_lossscale._autocast.evaluate import NOTES
 from optax_lossscale._gradients import loss_of
 from optax_lossscale._jaxprs import parts
@@ -168,7 +168,9 @@ class Traced:
         self._constants = twin.constants_of(self.closed)
         self.reason = reasons[-1] if reasons else ""
         self.equations = list(parts.all_equations(self.closed.jaxpr))
-        self.is_autocast = "" in reasons
+        # A jitted function that ran before is not traced again, and leaves no reasons.
+        made = map(_is_in_autocast, self.equations)
+        self.is_autocast = "" in reasons if reasons else any(made)
         results = (x.aval for equation in self.equations for x in equation.outvars)
         halves = {x.dtype.name for x in results if in_half(x)}
         self.computes_in_dtype = self.dtype in halves
@@ -223,6 +225,13 @@ class Traced:
         about = interpreter.sites, named, parameters, loss.site, ends
         outline = Outline(self.dtype, *about, self.is_autocast)
         return tape.compiled(results), recorder, outline
+
+
+def _is_in_autocast(equation):
+    """Whether `autocast` made a cast, or its function did."""
+    is_cast = equation.primitive.name == "convert_element_type"
+    files = (x.file_name for x in parts.frames_of(equation))
+    return is_cast and any(x.startswith(_autocast.FOLDER) for x in files)
 
 
 def _mark_backward(sites):
