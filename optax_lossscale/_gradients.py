@@ -83,7 +83,7 @@ def differentiate(
     """Makes a function like that of `jax.value_and_grad`, for models of any library.
 
     The arguments decide: Flax differentiates its nnx modules, and JAX everything else.
-    What has no gradient, such as a function or an integer, has None in its place.
+    Leaves without a gradient, such as functions and integers, have None in their place.
     """
 
     def value_and_grad(*args, **kwargs):
@@ -225,7 +225,7 @@ def _warn_of_local_loss(loss: Any, grads: Any, transform: Callable[..., Any]) ->
 
     `jax.shard_map` adds up such gradients. An axis along which a parameter varies is
     left out: there, each device may train a part of the model by a loss of its own.
-    Its gradient varies, too.
+    Its gradient varies as well.
     """
     axes = varying_axes(loss).difference(*map(varying_axes, inexact_leaves(grads)))
     if axes and not is_users(transform):

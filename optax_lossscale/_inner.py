@@ -30,7 +30,7 @@ def check_optimizer(inner: Any) -> None:
 def arguments_of(
     function: Callable[..., Any], extra_args: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns those of the arguments that a function takes."""
+    """Returns the extra arguments that a function takes."""
     parameters = inspect.signature(function).parameters.values()
     if any(x.kind == x.VAR_KEYWORD for x in parameters):
         return extra_args
@@ -38,7 +38,7 @@ def arguments_of(
 
 
 def init(inner: Any, params: Any) -> Any:
-    """Returns a state in at least float32, for what is a number in `params`.
+    """Returns a state in at least float32, for the numbers in `params`.
 
     Optimizers make their state in the dtypes of the parameters. In float16, momenta
     overflow and squares of gradients underflow, even if the gradients are float32.

@@ -105,7 +105,7 @@ def value_and_grad_of_nnx(
 
 
 def _variables(modules: Any) -> dict[Any, Any]:
-    """Returns the variables of modules, by path: those of the modules, no copies."""
+    """Returns the variables of modules, by path: the variables themselves."""
     return dict(nnx.to_flat_state(nnx.state(modules)))
 
 
@@ -163,9 +163,9 @@ def with_parameters(tree: Any, params: Any, *, in_place: bool) -> Any:
 
 
 class Changes:
-    """What a pass changes in the variables among its arguments.
+    """Changes of a pass in the variables among its arguments, to take back.
 
-    It may change batch statistics, for example. Random counts and keys go on, whatever
+    A pass changes batch statistics, for example. Random counts and keys go on, whatever
     the step does.
     """
 
@@ -178,7 +178,7 @@ class Changes:
     def found(self) -> list[Any]:
         """Returns the paths of the variables that have changed, after the pass."""
         changed = _changed(self._modules, self._before) if self._modules else {}
-        # What did not change may belong to an outer trace.
+        # A variable that did not change may belong to an outer trace.
         return [
             path
             for path, new in changed.items()
@@ -264,7 +264,7 @@ class Modules:
         before, graph = _copies(nodes), nnx.graphdef(nodes)
 
         def changes():
-            # What did not change may belong to an outer trace.
+            # A variable that did not change may belong to an outer trace.
             if not _changed(nodes, before) and nnx.graphdef(nodes) == graph:
                 return None
             with nnx.split_context(self) as context:

@@ -16,7 +16,7 @@ from optax_lossscale._state import LossScaleOptimizerState, find_rule_state, fin
 from optax_lossscale._step import Options
 from optax_lossscale._tree import Args, Out, Tree, unbox
 
-# What a subclass must not override: `minimize` is one step, and calls no other method.
+# A subclass must not override these: `minimize` is one step, and calls none of them.
 STEP = ("init", "update", "value_and_grad", "apply_gradients", "minimize")
 
 
@@ -63,8 +63,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
       ValueError: If `loss_scale` comes with `dynamic`, `initial_scale` or
         `dynamic_growth_steps`, or `dynamic=False` with `dynamic_growth_steps` or
         without `initial_scale`; if an argument is out of its range.
-      TypeError: If an argument is of the wrong type, or `inner_optimizer` is a
-        `LossScaleOptimizer`.
+      TypeError: If an argument is of the wrong type.
 
     Examples:
       The whole step in one call, which is also the fastest way:
@@ -113,8 +112,6 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         check_loss: bool = False,
         retries: int = 0,
     ):
-        if isinstance(inner_optimizer, LossScaleOptimizer):
-            raise TypeError("inner_optimizer scales losses: scaling twice is a bug.")
         keras = (dynamic, initial_scale, dynamic_growth_steps)
         if loss_scale is None:
             rule = identifiers.keras_loss_scale(*keras)
@@ -235,10 +232,10 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           The new parameters, the new state, and the result of `loss_fn`.
 
         Raises:
-          ValueError: If `state` is not a `LossScaleOptimizerState`, or is one from
-            before `retries` was switched on; if `transform` differentiates with respect
-            to other arguments; with `retries`, if devices communicate along an axis
-            that `axis_name` does not name, and for a reverse-mode derivative.
+          ValueError: If `state` is not a `LossScaleOptimizerState`; if `transform`
+            differentiates with respect to other arguments; with `retries`, if devices
+            communicate along an axis that `axis_name` does not name, and for a
+            reverse-mode derivative.
           TypeError: If the loss is not a real scalar; if `params` hold no
             floating-point number, or the state of an optimizer; if `transform` returns
             no value; if `skip_if` does not return a bool; if the inner state came back

@@ -35,7 +35,7 @@ def value_and_grad(
 
     Args:
       options: The arguments of the optimizer.
-      scaled: What `scaled_grad` made of the loss function.
+      scaled: The function that `scaled_grad` made of the loss function.
       has_aux: Whether that returns a loss and auxiliary data.
       state: The state before the step.
       args: The arguments of the loss function, first the parameters.
@@ -51,7 +51,7 @@ def value_and_grad(
     if not options.retries:
         value, grads = scaled(scale, *args, **kwargs)
         return value, _gradients.unscale(grads, scale, options.skips), state, None
-    _state.check_state(state, rule, options.retries)
+    _state.check_state(state, rule)
     with Modules((args, kwargs)) as modules:
         one_pass = _Pass(scaled, modules, scale)
         _check_effects(one_pass.jaxpr, options)
@@ -89,7 +89,8 @@ def value_and_grad(
         retries, look, grads, _ = _repeat(attempt, last)
     grads = list(map(_retried.bind, grads))
     grads = one_pass.unscaled(grads, lax.stop_gradient(rule(look.before)))
-    retries += jnp.asarray(state.retries, jnp.int32)
+    if state.retries is not None:  # None in a state from before they were switched on.
+        retries += jnp.asarray(state.retries, jnp.int32)
     retries = jnp.where(retries < 0, 2**31 - 1, retries)
     before, after = _tree.select(look.finite, look[:2], (old, first.after))
     look = Look(before, after, look.finite)
@@ -100,8 +101,7 @@ class _Pass:
     """A pass as a program of the scale: the loss is traced once, and runs often.
 
     Attributes:
-      value: The template of what the program returns first: the value, and the changes
-        in modules.
+      value: The template of the first results: the value, and the changes in modules.
       jaxpr: The program.
       constants: The arrays that it closes over.
     """
@@ -147,8 +147,8 @@ def _repeat(attempt: Callable[[Any], Any], last: Any) -> Any:
         # devices share: JAX gives it to each of them, and the branch once more.
         if parts.varying_axes(again(last)):
             return attempt(last)
-        # Always taken. On TPU, XLA copies what a loop reads to the chip before it runs,
-        # even if it ends at once; of what a branch reads it copies nothing before.
+        # Always taken. On TPU, XLA copies the operands of a loop to the chip before it
+        # runs, even if it ends at once; those of a branch it does not copy before.
         return lax.cond(again(last), attempt, lambda last: last, last)
 
     if is_recording() or any(isinstance(x, Tracer) for x in jax.tree.leaves(last)):
@@ -158,7 +158,7 @@ def _repeat(attempt: Callable[[Any], Any], last: Any) -> Any:
     return last
 
 
-# The identity, in forward mode, too: JAX's error of a reverse-mode derivative would be
+# The identity, also in forward mode. JAX's error of a reverse-mode derivative would be
 # about a loop that nobody wrote.
 _retried = Primitive("retried")
 _retried.def_impl(lambda x: x)
@@ -191,7 +191,7 @@ def _before_cast(jaxpr: Jaxpr, grads: Sequence[Any]) -> list[Any]:
 
 
 def _check_effects(jaxpr: Jaxpr, options: Options) -> None:
-    """Raises if a pass does what it must not do twice, or not on one device alone."""
+    """Raises if a pass must not run twice, or not on one device alone."""
     if parts.writes_refs(jaxpr):
         raise TypeError(
             f"With retries={options.retries}, loss_fn must not write a jax.Ref of "
@@ -219,7 +219,7 @@ def _check_axes(axes: Iterable[Any], options: Options) -> None:
 
 
 def _pin(x: Any, scale: jax.Array) -> Any:
-    """Returns `x`; keeps XLA from computing what follows from it before the loop."""
+    """Returns `x`; XLA computes nothing that depends on the result before the loop."""
     if isinstance(x, jax.Ref):
         return x
     # For jax_debug_key_reuse, a pass or a barrier uses a key up; a clone is a new one.

@@ -119,13 +119,14 @@ def with_loss_scale(
     Returns:
       A function with the arguments and results of `loss_fn`. Differentiate it in
       reverse mode, with respect to all parameters. Gradients have the dtypes of the
-      parameters: keep these in float32, and cast them in `loss_fn`. Gradients with
-      respect to other arguments are true, too, but may hold inf or nan. Gradients with
-      respect to arrays that `loss_fn` closes over, or to single variables of Flax nnx,
-      stay scaled. JAX refuses forward mode, because the backward pass checks the
-      gradients. For second derivatives in float16 use `jax.hessian` (forward over
-      reverse mode), which is scaled: reverse over reverse mode is not, and small values
-      become zero.
+      parameters: keep these in float32, and cast them in `loss_fn`.
+
+      Gradients with respect to other arguments are true as well, but may hold inf or
+      nan. Gradients with respect to arrays that `loss_fn` closes over, or to single
+      variables of Flax nnx, stay scaled. JAX refuses forward mode, because the backward
+      pass checks the gradients. For second derivatives in float16 use `jax.hessian`
+      (forward over reverse mode), which is scaled. Reverse over reverse mode is not:
+      small values become zero.
 
     Raises:
       TypeError: If `loss_fn` is no function, or, when called, if the loss is no
@@ -280,10 +281,10 @@ def scale_as_parameter(
     as of `optax.masked` and `optax.partition`, needs an entry there, of any value; a
     function of the parameters works as it is. `HeadroomLossScale` sees the gradients
     after the trainer has changed them: clipping makes them look smaller than they were
-    in the backward pass. A line search (`optax.lbfgs`) needs `value`, `grad` and
-    `value_fn`, which few trainers pass to `update`. Gradients of each example, as
-    `optax.contrib.dpsgd` takes them, may have one flag each: put the optimizer of
-    differential privacy inside. Then one example that overflows skips the step.
+    in the backward pass. A line search (`optax.lbfgs`) needs `minimize`. Gradients of
+    each example, as `optax.contrib.dpsgd` takes them, may have one flag each: put the
+    optimizer of differential privacy inside. Then one example that overflows skips the
+    step.
 
     Args:
       optimizer: The optimizer. Its inner optimizer and its rule do not see the scale.
@@ -332,15 +333,10 @@ def scale_as_parameter(
         params = _modules.parameters_of(params, updates)
         place, old, params = _take_out(name, params, "params")
         _, flags, grads = _take_out(name, updates, "grads")
-        # No addition leads back from inf or nan: `report` says what does.
+        # No addition leads back from inf or nan: `report` says what to write.
         is_lost = ~jnp.isfinite(old)
         # One flag, or one for each example.
         look = _look_at(options, grads, state, jnp.any(flags != 0), is_lost)
-        if "grad" in extra_args:
-            _, _, extra_args["grad"] = _take_out(name, extra_args["grad"], "grads")
-        if (of_all := extra_args.get("value_fn")) is not None:
-            of_rest = jax.tree_util.Partial(lambda params: of_all(place(params, old)))
-            extra_args["value_fn"] = of_rest
         updates, state = _step.take_step(
             options, grads, params, state, extra_args, skip_if, look, adds=False
         )
@@ -356,13 +352,13 @@ def scale_as_parameter(
 def _look_at(
     options: Options, grads: Any, state: Any, overflow: jax.Array, is_lost: jax.Array
 ) -> _step.Look:
-    """Shows an overflow, of which the gradient of the scale tells, to the rule.
+    """Shows the rule an overflow, if the gradient of the scale tells of one.
 
     If the scale among the parameters is lost, the rule learns nothing, and the step is
     skipped.
     """
     rule = options.loss_scale
-    _state.check_state(state, rule, options.retries)
+    _state.check_state(state, rule)
     true_grads = jax.tree.map(
         lambda x: jnp.where(overflow, jnp.nan, x) if _tree.is_inexact(x) else x, grads
     )

@@ -125,7 +125,7 @@ def find_state(state: Any) -> LossScaleOptimizerState:
     return states[0]
 
 
-def check_state(state: Any, rule: LossScale, retries: int) -> None:
+def check_state(state: Any, rule: LossScale) -> None:
     """Raises if `state` is none, or belongs to other options or has other shapes."""
     inside = _tree.nodes_of(LossScaleOptimizerState, state)
     leaves = jax.tree.leaves([x.loss_scale_state for x in inside], is_leaf=is_stateful)
@@ -143,14 +143,8 @@ def check_state(state: Any, rule: LossScale, retries: int) -> None:
     scale_state = state.loss_scale_state
     if jax.tree.structure(scale_state) != jax.tree.structure(jax.eval_shape(rule.init)):
         raise ValueError(_other_rule(scale_state, rule))
-    if retries and state.retries is None:
-        raise ValueError(
-            f"state.retries is None, but the optimizer has retries={retries}. Write "
-            "state._replace(retries=jnp.int32(0)) to go on from it."
-        )
     check_scalar("loss_scale_state.loss_scale", _tree.unbox(scale_state.loss_scale))
-    names = "last_step_applied", *COUNTERS
-    for name in (*names, "retries") if retries else names:
+    for name in ("last_step_applied", *COUNTERS):
         check_scalar(name, getattr(state, name))
 
 

@@ -90,14 +90,14 @@ def take_step(
       extra: Extra arguments of the inner optimizer.
       skip_if: Whether to skip the step, or None; see `LossScaleOptimizer.update`.
       look: The rule's look at the gradients; None if it has not looked yet.
-      adds: Whether the result is the parameters, or else the updates: those of a
-        skipped step are -0.0.
+      adds: Whether the result is the parameters, or else the updates, which are -0.0
+        in a skipped step.
     """
     rule, axis_name = options.loss_scale, options.axis_name
     inner = options.inner_optimizer
 
     # Look at the gradients.
-    _state.check_state(state, rule, options.retries)
+    _state.check_state(state, rule)
     _inner.check_dtypes(inner, state.inner_state, params, grads)
     _warn_of_scale_among(params)
     is_missing = grads is None and params is not None
@@ -135,7 +135,7 @@ def take_step(
 
     def run(inputs, inner_state, params):
         grads, extra = inputs
-        if "value_fn" in extra:  # For a line search, which wants the gradients, too.
+        if "value_fn" in extra:  # For a line search, which also wants the gradients.
             extra = {"grad": grads} | extra
         updates, inner_state = _inner.update(inner, grads, inner_state, params, extra)
         if adds:

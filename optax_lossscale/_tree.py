@@ -67,7 +67,7 @@ def split_arrays(
 
 
 class Template:
-    """What is left of a tree without its arrays, for a function that JAX traces.
+    """The rest of a tree without its arrays, for a function that JAX traces.
 
     The function returns the arrays that `take` takes out. JAX may keep them for later;
     `fill` puts others in their places. Whatever else leaves the function goes this way:
@@ -129,7 +129,7 @@ def types_of(tree: Any) -> Any:
 
 
 def map_named(function: Callable[[Any, Any], Any], name: str, tree: Any) -> Any:
-    """Maps what has this name in a tree, given its path; the rest stays."""
+    """Maps the nodes of this name in a tree, given their paths; the rest stays."""
 
     def is_named(path, _):
         return bool(path) and jax.tree_util.keystr(path[-1:], simple=True) == name

@@ -12,7 +12,7 @@ import numpy as np
 
 from optax_lossscale import _check as check
 from optax_lossscale._autocast import choices as choices_lib, reasons
-from optax_lossscale._autocast.evaluate import NOTES, run_plan
+from optax_lossscale._autocast.evaluate import NOTES, evaluate
 from optax_lossscale._autocast.policy import State, is_float32
 from optax_lossscale._autocast.program import Step, read
 from optax_lossscale._autocast.roles import Role, mark, steps_of
@@ -143,9 +143,9 @@ def autocast(
     choices = choices_lib.choices_of(float32)
     if (inner := function_of(fun)) is not None:
         fun, choices = inner, [*vars(fun)["float32"], *choices]
-    if is_off:
-        return fun
     given: Any = fun
+    if is_off:
+        return given
     written, held = _opened(given)
 
     told: list[str] = []  # It warns once.
@@ -166,7 +166,7 @@ def autocast(
             named = {"args": args, "kwargs": kwargs}
             roles = _roles((*held, *args), kwargs)
             roles += (Role.PARAMETER,) * (len(arrays) - len(roles))  # of modules
-            arrays, reason = _evaluate(closed, arrays, name, choices, named, roles)
+            arrays, reason = _computed(closed, arrays, name, choices, named, roles)
             if (notes := NOTES.get()) is not None:
                 notes.append(f"{reason}." if reason else "")
             if reason and not told:
@@ -228,8 +228,8 @@ def _roles(args, kwargs):
     return tuple(roles[path[:2] == first] for path, x in pairs if _is_traced(x))
 
 
-def _evaluate(closed, arrays, dtype, choices, called_with, roles):
-    """Runs a jaxpr with the policy; returns results, and why it casts no product."""
+def _computed(closed, arrays, dtype, choices, called_with, roles):
+    """Follows the policy; returns the results, and why it casts no product."""
     matches, missing = choices_lib.chooser(choices)
 
     def is_chosen(step: Step) -> bool:
@@ -239,23 +239,21 @@ def _evaluate(closed, arrays, dtype, choices, called_with, roles):
         is_ours = all(is_float32(x) for x in types if is_inexact(x))
         return is_ours and matches(step)
 
-    def states(variables, state):
-        return tuple(state if is_float32(x.aval) else None for x in variables)
-
+    inputs, outputs = (
+        tuple(State.WIDE if is_float32(x.aval) else None for x in variables)
+        for variables in (closed.jaxpr.invars, closed.jaxpr.outvars)
+    )
     planner = Planner(dtype, is_chosen if choices else lambda step: False)
-    inputs = states(closed.jaxpr.invars, State.WIDE)
-    outputs = states(closed.jaxpr.outvars, State.WIDE)
-    # The caller reads the results in float32.
     program = read(closed, dtype, programs=None if choices else {})
-    program = mark(program, roles, {})
-    plan = planner.plan(program, inputs, (State.WIDE,) * len(outputs))
-    results = run_plan(planner, plan, arrays, outputs, is_saved=True)
+    # The caller reads the results in float32.
+    plan = planner.plan(mark(program, roles, {}), inputs, outputs)
+    results = evaluate(planner, plan, arrays, outputs, is_saved=True)
     results = list(map(jnp.asarray, results))  # Known numbers are no arrays yet.
     # A solver is float32 as a whole; what you name in it is no mistake.
-    opaque = (x for x in steps_of(program.steps) if missing and not x.bodies)
+    opaque = (x for x in steps_of(plan.program.steps) if missing and not x.bodies)
     for step in opaque:
         for x in parts.equations_in(step.equation):
-            is_chosen(Step(x, step.kind, (*step.callers, step.equation)))
+            is_chosen(Step(x, step.kind, step.path))
     for choice in sorted(missing, key=lambda x: x.name):
         warn(
             f"float32 has something in which autocast casts nothing: {choice.name}. "

@@ -1,5 +1,6 @@
 """What the user keeps in float32, by `float32=`: which steps of a program that is."""
 
+import dataclasses
 import functools
 import inspect
 import re
@@ -14,71 +15,59 @@ ONE_LAYER = (
     'For one layer of several, write with jax.named_scope("name"): around its call, '
     'and float32="name".'
 )
+# What to do if a choice matches nothing: a function, a class, a line, a scope.
+CASTS = "If it casts by itself, remove its casts."
+NO_CALL = (
+    "It inherits __call__, whose lines are those of the base class. Define __call__ in "
+    f"it, which may call that of super(). {ONE_LAYER}"
+)
+NO_LINE = (
+    "The innermost line of your code counts, and its number may have changed: ask "
+    f"diagnostics.float32_lines again. {CASTS}"
+)
+NO_SCOPE = (
+    "A string is the name of a scope, which Flax nnx and Equinox do not have: pass the "
+    f"class or the function itself. {ONE_LAYER}"
+)
 
 
+@dataclasses.dataclass(frozen=True)
 class Choice:
     """One line, function, class or scope.
 
     Attributes:
       name: How it is called in a warning.
+      matches: Whether a step is in it.
+      advice: What to do if it matches nothing.
     """
 
-    def __init__(self, chosen: Any):
-        """Takes what the user passed; TypeError if it is of another kind."""
-        self.name, self._line, self._scope = "", "", ()
-        self._inherits_call = False
-        self._functions: set[Function] = set()
-        if hasattr(chosen, "file") and hasattr(chosen, "line"):
-            chosen = f"{chosen.file}:{chosen.line}"
-        if isinstance(chosen, str) and chosen.strip("/"):
-            self.name = chosen.replace("\\", "/")
-            if re.fullmatch(r".+:\d+", chosen):
-                self._line = f"/{self.name}"
-            else:
-                # Haiku names parameters "mlp/~/linear", and the scope "mlp/linear".
-                names = chosen.strip("/").split("/")
-                self._scope = tuple(x for x in names if x != "~")
-            return
-        self._functions = set(_functions(chosen))
-        if not self._functions:
-            raise TypeError(
-                'float32 must hold lines ("file.py:123"), functions, methods, classes '
-                'with methods of their own, or names of scopes ("encoder/attention"), '
-                f"got {reprlib.repr(chosen)}. {ONE_LAYER}"
-            )
-        self.name = getattr(chosen, "__qualname__", repr(chosen))
-        self._inherits_call = inspect.isclass(chosen) and "__call__" not in vars(chosen)
+    name: str
+    matches: Callable[[Step], bool]
+    advice: str
 
-    def matches(self, step: Step) -> bool:
-        """Whether a step is in it."""
-        if self._functions:
-            return not self._functions.isdisjoint(step.functions())
-        if self._line:
-            return any(x.endswith(self._line) for x in _places(step))
-        names, n = step.scope().split("/"), len(self._scope)
-        pieces = (tuple(names[i : i + n]) for i in range(len(names)))
-        return self._scope in pieces
 
-    @property
-    def advice(self) -> str:
-        """What to do if it matches nothing."""
-        advice = "If it casts by itself, remove its casts."
-        if self._inherits_call:
-            return (
-                "It inherits __call__, whose lines are those of the base class. Define "
-                f"__call__ in it, which may call that of super(). {ONE_LAYER}"
-            )
-        if self._line:
-            return (
-                "The innermost line of your code counts, and its number may have "
-                "changed: ask diagnostics.float32_lines again. " + advice
-            )
-        if self._scope:
-            return (
-                "A string is the name of a scope, which Flax nnx and Equinox do not "
-                f"have: pass the class or the function itself. {ONE_LAYER}"
-            )
-        return advice
+def _choice(chosen: Any) -> Choice:
+    """Returns what the user passed; TypeError if it is of another kind."""
+    if hasattr(chosen, "file") and hasattr(chosen, "line"):
+        chosen = f"{chosen.file}:{chosen.line}"
+    if isinstance(chosen, str) and chosen.strip("/"):
+        name = chosen.replace("\\", "/")
+        if re.fullmatch(r".+:\d+", chosen):
+            return Choice(name, functools.partial(_is_at, f"/{name}"), NO_LINE)
+        # Haiku names parameters "mlp/~/linear", and the scope "mlp/linear".
+        names = tuple(x for x in chosen.strip("/").split("/") if x != "~")
+        return Choice(name, functools.partial(_is_within, names), NO_SCOPE)
+    functions = set(_functions(chosen))
+    if not functions:
+        raise TypeError(
+            'float32 must hold lines ("file.py:123"), functions, methods, classes with '
+            'methods of their own, or names of scopes ("encoder/attention"), got '
+            f"{reprlib.repr(chosen)}. {ONE_LAYER}"
+        )
+    name = getattr(chosen, "__qualname__", repr(chosen))
+    inherits = inspect.isclass(chosen) and "__call__" not in vars(chosen)
+    advice = NO_CALL if inherits else CASTS
+    return Choice(name, lambda x: not functions.isdisjoint(x.functions()), advice)
 
 
 def choices_of(float32: Any) -> list[Choice]:
@@ -89,7 +78,7 @@ def choices_of(float32: Any) -> list[Choice]:
     several = list(chosen) if is_several and not any(is_one) else [chosen]
     # The gradient of the loss has no line: it is float32 already.
     several = [x for x in several if getattr(x, "line", None) != 0]
-    return [x if isinstance(x, Choice) else Choice(x) for x in several]
+    return [x if isinstance(x, Choice) else _choice(x) for x in several]
 
 
 def chooser(choices: list[Choice]) -> tuple[Callable[[Step], bool], set[Choice]]:
@@ -105,10 +94,16 @@ def chooser(choices: list[Choice]) -> tuple[Callable[[Step], bool], set[Choice]]
     return is_chosen, missing
 
 
-def _places(step: Step) -> list[str]:
+def _is_at(line: str, step: Step) -> bool:
     source = step.source()
     pairs = source.own[:2], (source.file, source.line)
-    return [f"/{file}:{line}".replace("\\", "/") for file, line in pairs]
+    places = [f"/{file}:{number}".replace("\\", "/") for file, number in pairs]
+    return any(x.endswith(line) for x in places)
+
+
+def _is_within(scope: tuple[str, ...], step: Step) -> bool:
+    names, n = tuple(step.scope().split("/")), len(scope)
+    return scope in [names[i : i + n] for i in range(len(names))]
 
 
 def _functions(chosen: Any) -> Iterator[Function]:

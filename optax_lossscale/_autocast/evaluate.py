@@ -1,4 +1,4 @@
-"""Runs a program in the dtypes that its plan says."""
+"""Evaluates a program in the dtypes that its plan says."""
 
 import contextlib
 import contextvars
@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from optax_lossscale._autocast import policy
@@ -26,7 +25,7 @@ NOTES: contextvars.ContextVar[list[str] | None]
 NOTES = contextvars.ContextVar("NOTES", default=None)
 
 
-def run_plan(
+def evaluate(
     planner: Planner,
     plan: Plan,
     args: Sequence[Any],
@@ -34,15 +33,15 @@ def run_plan(
     *,
     is_saved: bool | None = False,
 ) -> list[Any]:
-    """Runs a program.
+    """Returns the results of a program.
 
     Args:
       planner: What made the plan.
       plan: The plan of the program.
       args: Its arguments, in float32 or half precision.
       outputs: The states of the results; those of the plan if None.
-      is_saved: Whether the backward pass would read what the program saves: not so
-        where it computes all again, or where the user wrote the derivative. None in
+      is_saved: Whether the backward pass would read what the program saves: False where
+        it recomputes everything, or where the user wrote the derivative. None in
         `jax.checkpoint`, where the user says what is saved.
     """
     outputs, program = plan.outputs if outputs is None else outputs, plan.program
@@ -50,10 +49,10 @@ def run_plan(
         function = _function(planner, plan, outputs, is_saved=False)
         options = {"prevent_cse": False, "policy": policy.is_saved}
         return jax.checkpoint(function, **options)(*map(jnp.asarray, args))
-    run = _Run(planner, plan, args, is_saved)
+    evaluator = _Evaluator(planner, plan, args, is_saved)
     for step in program.steps:
-        run.follow(step)
-    return list(map(run.held, program.jaxpr.outvars, outputs))
+        evaluator.follow(step)
+    return list(map(evaluator.held, program.jaxpr.outvars, outputs))
 
 
 def _function(
@@ -62,138 +61,213 @@ def _function(
     """Returns a program as a function: the same each time, so JAX traces it once."""
 
     def function(*args):
-        return run_plan(planner, plan, args, outputs, is_saved=is_saved)
+        return evaluate(planner, plan, args, outputs, is_saved=is_saved)
 
     return planner.functions.setdefault((plan, outputs, is_saved), function)
 
 
-class _Run:
-    """One run of a program."""
+class _Evaluator:
+    """The arrays of a program, and how they are computed.
+
+    Its public methods return the results of a step: of one with programs in it by the
+    primitive, else by `bind`.
+    """
 
     def __init__(self, planner, plan, args, is_saved):
-        self.planner, self.plan, self.is_saved = planner, plan, is_saved
+        self._planner, self._plan, self._is_saved = planner, plan, is_saved
         jaxpr = plan.program.jaxpr
         variables = (*jaxpr.constvars, *jaxpr.invars)
         arrays = (*plan.program.consts, *args)
         self._values: dict[Any, Any] = dict(zip(variables, arrays, strict=True))
         self._casts: dict[Any, Any] = {}
 
-    def dtype_of(self, state: State | None) -> Any:
-        """Returns the dtype of a float32 number in a state."""
-        return jnp.dtype(self.planner.dtype) if state == State.HALF else FLOAT32
+    def follow(self, step: Step) -> None:
+        """Computes a step."""
+        with parts.standing_like(step.equation):
+            nested = NESTED.get(step.name, _Evaluator.call)
+            results = (nested if step.bodies else _Evaluator.bind)(self, step)
+            self._values.update(zip(step.equation.outvars, results, strict=True))
 
-    def _cast(self, x, state):
-        dtype = self.dtype_of(state)
-        is_there = state is None or x.dtype == dtype
-        return x if is_there else jax.lax.convert_element_type(x, dtype)
+    def held(self, atom: Any, state: State | None) -> Any:
+        """Returns an operand as an array; if it is float32, in the dtype of a state."""
+        with _for_products(state == State.HALF):
+            x = self._read(atom, state)
+        return x if isinstance(x, jax.Ref) else jnp.asarray(x)
 
-    def read(self, atom: Any, state: State | None) -> Any:
-        """Returns an operand; if it is float32, in the dtype of a state."""
-        number = self.plan.program.scalar(atom)
+    def _read(self, atom, state):
+        """Returns an operand; if it is known, as a number."""
+        number = self._plan.program.scalar(atom)
         state = state if is_float32(atom.aval) else None
         if number is not None:
             # Without the barrier JAX would round it while tracing.
             if state is not None and NOTES.get() is not None and number == number:
                 return self._cast(jax.lax.optimization_barrier(number), state)
-            number = number if state is None else number.astype(self.dtype_of(state))
+            number = number if state is None else number.astype(self._dtype(state))
             python = number.item()  # weakly typed
             is_weak = atom.aval.weak_type and jax.typeof(python).dtype == number.dtype
             return python if is_weak else number
         x = atom.val if parts.is_literal(atom) else self._values[atom]
-        if state is None or x.dtype == self.dtype_of(state):
+        if state is None or x.dtype == self._dtype(state):
             return x
         if atom not in self._casts:  # Cast once: it has one other dtype.
             self._casts[atom] = self._cast(x, state)
         return self._casts[atom]
 
-    def held(self, atom: Any, state: State | None) -> Any:
-        """Returns an operand as an array, in the dtype of a state."""
-        with _for_products(state == State.HALF):
-            x = self.read(atom, state)
-        return x if isinstance(x, jax.Ref) else jnp.asarray(x)
+    def _dtype(self, state):
+        return jnp.dtype(self._planner.dtype) if state == State.HALF else FLOAT32
 
-    def follow(self, step: Step) -> None:
-        """Runs a step."""
-        with parts.standing_like(step.equation):
-            method = NESTED.get(step.name, _run_call) if step.bodies else _Run.bind
-            results = zip(step.equation.outvars, method(self, step), strict=True)
-            self._values.update(results)
+    def _cast(self, x, state):
+        dtype = self._dtype(state)
+        is_there = state is None or x.dtype == dtype
+        return x if is_there else jax.lax.convert_element_type(x, dtype)
+
+    def _states(self, step):
+        """Returns the states of the results of a step."""
+        return tuple(self._plan.states[x] for x in step.equation.outvars)
+
+    def _operands(self, step):
+        """Returns the operands of a step with programs in it as arrays."""
+        return list(map(self.held, step.equation.invars, self._plan.operands[step]))
+
+    def _body(self, step, index, outputs=None):
+        """Returns a program in a step as a function; `outputs` are its states."""
+        plan = self._plan.bodies[step][index]
+        is_saved = self._is_saved and step.name != "while"
+        if step.name == "remat2":
+            is_saved = None
+        outputs = plan.outputs if outputs is None else outputs
+        return _function(self._planner, plan, outputs, is_saved=is_saved)
 
     def bind(self, step: Step) -> list[Any]:
-        """Returns the results of a step without programs in it."""
-        equation, states = step.equation, self.outputs(step)
+        """Computes a step without programs in it."""
+        equation, states = step.equation, self._states(step)
         inputs, params = equation.invars, equation.params
         if step.name == "convert_element_type" and step.kind == Kind.MOVE:
             x = self.held(inputs[0], states[0])
             is_weak = inputs[0].aval.weak_type and states[0] != State.HALF
             # The gradient of this cast is weakly typed, as without `autocast`.
             return [jax.lax.convert_element_type(x, x.dtype) if is_weak else x]
-        is_rounded = step in self.plan.rounded
-        is_wide = State.HALF not in states or self.plan.program.layers[step].is_norm
+        is_rounded = step in self._plan.rounded
+        is_wide = State.HALF not in states or self._plan.program.layers[step].is_norm
         if is_wide or is_rounded or _spreads(step):
-            wide = parts.bind(equation, [self.read(x, State.WIDE) for x in inputs])
+            wide = parts.bind(equation, [self._read(x, State.WIDE) for x in inputs])
             with _for_products(is_rounded):
                 results = list(map(self._cast, wide, states))
-            is_named = self.is_saved is not None and step.kind == Kind.ARITHMETIC
+            is_named = self._is_saved is not None and step.kind == Kind.ARITHMETIC
             if is_named and State.HALF in states and not is_rounded:
-                # `policy.is_saved`: saved in place of the product, which is as large.
+                # So that `policy.is_saved` saves it, and not the product, which is as
+                # large.
                 return [checkpoint_name(x, "autocast") for x in results]
             return results
         if params.get("preferred_element_type") is not None:
-            params = params | {"preferred_element_type": self.dtype_of(State.HALF)}
+            params = params | {"preferred_element_type": self._dtype(State.HALF)}
         held = states if step.is_parallel else [State.HALF] * len(inputs)
-        return parts.bind(equation, list(map(self.read, inputs, held)), params)
+        return parts.bind(equation, list(map(self._read, inputs, held)), params)
 
-    def body(self, step: Step, index: int, outputs: States | None = None) -> Callable:
-        """Returns a program in a step as a function."""
-        plan = self.plan.bodies[step][index]
-        is_saved = self.is_saved and step.name != "while"
-        if step.name == "remat2":
-            is_saved = None
-        outputs = plan.outputs if outputs is None else outputs
-        return _function(self.planner, plan, outputs, is_saved=is_saved)
+    def cond(self, step: Step) -> list[Any]:
+        """Computes a branch."""
+        index, *operands = self._operands(step)
+        outputs = self._states(step)
+        bodies = [self._body(step, i, outputs) for i in range(len(step.bodies))]
+        functions = [lambda x, body=body: body(*x) for body in bodies]
+        return flow.switch(step.equation, index, functions, operands)
 
-    def arguments(self, step: Step) -> list[Any]:
-        """Returns the operands of a call as arrays."""
-        return list(map(self.held, step.equation.invars, self.plan.operands[step]))
+    def scan(self, step: Step) -> list[Any]:
+        """Computes a `scan`."""
+        consts, carry, xs = flow.scan_parts(step.equation, step.equation.invars)
+        states, _, inputs = flow.scan_parts(step.equation, self._plan.operands[step])
+        outputs, (plan,) = self._states(step), self._plan.bodies[step]
+        n = len(carry)
+        body = self._body(step, 0, (*outputs[:n], *plan.outputs[n:]))
+        casts = [
+            self.held(x, state) if state == State.HALF else None
+            for x, state in zip(consts, states, strict=True)
+        ]
+        # The derivative adds up over the iterations what the constants get: in float32.
+        consts = [self.held(x, State.WIDE) for x in consts]
+        carry = list(map(self.held, carry, outputs[:n]))
+        xs = list(map(self.held, xs, inputs))
 
-    def outputs(self, step: Step) -> States:
-        """Returns the states of the results of a step."""
-        return tuple(self.plan.states.get(x) for x in step.equation.outvars)
+        def iterate(carry, x):
+            pairs = zip(consts, casts, strict=True)
+            given = [x if cast is None else _cast_before(x, cast) for x, cast in pairs]
+            results = body(*given, *carry, *x)
+            return results[:n], results[n:]
+
+        carry, ys = flow.scan(step.equation, iterate, carry, xs)
+        return [*carry, *ys]
+
+    def while_loop(self, step: Step) -> list[Any]:
+        """Computes a `while`."""
+        equation, outputs = step.equation, self._states(step)
+        asked, consts, carry = flow.while_parts(equation, equation.invars)
+        asked, consts = (
+            [self.held(x, State.WIDE) for x in part] for part in (asked, consts)
+        )
+        condition, body = self._body(step, 0), self._body(step, 1, outputs)
+        return flow.while_loop(
+            equation,
+            lambda state: condition(*asked, *state)[0],
+            lambda state: body(*consts, *state),
+            list(map(self.held, carry, outputs)),
+        )
+
+    def shard_map(self, step: Step) -> list[Any]:
+        """Computes a `jax.shard_map`."""
+        equation, states = step.equation, self._plan.operands[step]
+        specs, axes = tuple(equation.params["in_specs"]), parts.manual_axes(equation)
+        args = []
+        for x, state, spec in zip(equation.invars, states, specs, strict=True):
+            # Where devices have the same array, its derivative is a sum over them.
+            is_split = set(jax.tree.leaves(tuple(spec))) >= set(axes)
+            args.append(self.held(x, state if is_split else State.WIDE))
+        outputs = list(equation.params["out_specs"])
+        return flow.shard_map(equation, self._body(step, 0), specs, outputs)(*args)
+
+    def checkpoint(self, step: Step) -> list[Any]:
+        """Computes a call under `jax.checkpoint`."""
+        options = {x: step.equation.params[x] for x in ("prevent_cse", "policy")}
+        return jax.checkpoint(self._body(step, 0), **options)(*self._operands(step))
+
+    def custom(self, step: Step) -> list[Any]:
+        """Computes a call of a function with a derivative of its own."""
+        (plan,) = self._plan.bodies[step]
+        call = Call(evaluate, self._planner, step, plan)
+        is_jvp = step.name == "custom_jvp_call"
+        function = call.custom_jvp() if is_jvp else call.custom_vjp()
+        return function(*self._operands(step))
+
+    def call(self, step: Step) -> list[Any]:
+        """Computes another call."""
+        body, args = self._body(step, 0), self._operands(step)
+        (plan,) = self._plan.bodies[step]
+        for i, x in enumerate(plan.program.jaxpr.invars):
+            # One cast for all calls, so that their gradients add up in float32.
+            if plan.inputs[i] == State.HALF and x in plan.read_wide:
+                args[i] = self.held(step.equation.invars[i], State.WIDE)
+        params = step.equation.params
+        if step.name == "program_order":  # It is about the equations of this body.
+            closed = jax.make_jaxpr(body)(*args)
+            return parts.bind(step.equation, args, params | {"call_jaxpr": closed})
+        if "in_shardings" not in params:
+            return body(*args)
+        is_plain = not (parts.is_placed(step.equation) or plan.program.is_shared)
+        # For diagnostics, a call has the line that an old jaxpr has not.
+        if is_plain and NOTES.get() is None:
+            return body(*args)
+        before, after = params["in_shardings"], list(params["out_shardings"])
+        return jax.jit(body, in_shardings=before, out_shardings=after)(*args)
 
 
-def _run_cond(run: _Run, step: Step) -> list[Any]:
-    index, *operands = run.arguments(step)
-    outputs = run.outputs(step)
-    bodies = [run.body(step, i, outputs) for i in range(len(step.bodies))]
-    functions = [lambda x, body=body: body(*x) for body in bodies]
-    return flow.switch(step.equation, index, functions, operands)
-
-
-def _run_scan(run: _Run, step: Step) -> list[Any]:
-    variables = step.equation.invars
-    consts, carry, xs = flow.scan_parts(step.equation, variables)
-    outputs, (plan,) = run.outputs(step), run.plan.bodies[step]
-    n = len(carry)
-    body = run.body(step, 0, (*outputs[:n], *plan.outputs[n:]))
-    states, _, inputs = flow.scan_parts(step.equation, run.plan.operands[step])
-    casts = [
-        run.held(x, state) if state == State.HALF else None
-        for x, state in zip(consts, states, strict=True)
-    ]
-    # The derivative adds up over the iterations what the constants get: in float32.
-    consts = [run.held(x, State.WIDE) for x in consts]
-    carry = list(map(run.held, carry, outputs[:n]))
-    xs = list(map(run.held, xs, inputs))
-
-    def iterate(carry, x):
-        pairs = zip(consts, casts, strict=True)
-        given = [x if cast is None else _cast_before(x, cast) for x, cast in pairs]
-        results = body(*given, *carry, *x)
-        return results[:n], results[n:]
-
-    carry, ys = flow.scan(step.equation, iterate, carry, xs)
-    return [*carry, *ys]
+NESTED = {
+    "cond": _Evaluator.cond,
+    "scan": _Evaluator.scan,
+    "while": _Evaluator.while_loop,
+    "shard_map": _Evaluator.shard_map,
+    "remat2": _Evaluator.checkpoint,
+    "custom_jvp_call": _Evaluator.custom,
+    "custom_vjp_call": _Evaluator.custom,
+}
 
 
 @jax.custom_jvp
@@ -207,78 +281,6 @@ def _(primals, tangents):
     return primals[1], tangents[0].astype(primals[1].dtype)
 
 
-def _run_while(run: _Run, step: Step) -> list[Any]:
-    asked, consts, carry = flow.while_parts(step.equation, step.equation.invars)
-    outputs = run.outputs(step)
-    asked, consts = (
-        [run.held(x, State.WIDE) for x in part] for part in (asked, consts)
-    )
-    condition, body = run.body(step, 0), run.body(step, 1, outputs)
-    return flow.while_loop(
-        step.equation,
-        lambda state: condition(*asked, *state)[0],
-        lambda state: body(*consts, *state),
-        list(map(run.held, carry, outputs)),
-    )
-
-
-def _run_shard_map(run: _Run, step: Step) -> list[Any]:
-    equation, specs = step.equation, step.equation.params["in_specs"]
-    axes, args = parts.manual_axes(equation), []
-    for x, state, spec in zip(
-        equation.invars, run.plan.operands[step], specs, strict=True
-    ):
-        # Where devices have the same array, its derivative is a sum over them.
-        is_split = set(jax.tree.leaves(tuple(spec))) >= set(axes)
-        args.append(run.held(x, state if is_split else State.WIDE))
-    outputs = list(equation.params["out_specs"])
-    return flow.shard_map(equation, run.body(step, 0), tuple(specs), outputs)(*args)
-
-
-def _run_checkpoint(run: _Run, step: Step) -> list[Any]:
-    options = {x: step.equation.params[x] for x in ("prevent_cse", "policy")}
-    return jax.checkpoint(run.body(step, 0), **options)(*run.arguments(step))
-
-
-def _run_call(run: _Run, step: Step) -> list[Any]:
-    body, args = run.body(step, 0), run.arguments(step)
-    (plan,) = run.plan.bodies[step]
-    for i, x in enumerate(plan.program.jaxpr.invars):
-        # One cast for all calls, so that their gradients add up in float32.
-        if plan.inputs[i] == State.HALF and x in plan.read_wide:
-            args[i] = run.held(step.equation.invars[i], State.WIDE)
-    params = step.equation.params
-    if step.name == "program_order":  # It is about the equations of this body.
-        closed = jax.make_jaxpr(body)(*args)
-        return parts.bind(step.equation, args, params | {"call_jaxpr": closed})
-    if "in_shardings" not in params:
-        return body(*args)
-    before, after = params["in_shardings"], params["out_shardings"]
-    is_plain = not (parts.is_placed(step.equation) or plan.program.is_shared)
-    # For diagnostics, a call has the line that an old jaxpr has not.
-    if is_plain and NOTES.get() is None:
-        return body(*args)
-    return jax.jit(body, in_shardings=before, out_shardings=list(after))(*args)
-
-
-def _run_custom(run: _Run, step: Step) -> list[Any]:
-    (plan,) = run.plan.bodies[step]
-    call = Call(run_plan, run.planner, step, plan)
-    is_jvp = step.name == "custom_jvp_call"
-    return (call.custom_jvp() if is_jvp else call.custom_vjp())(*run.arguments(step))
-
-
-NESTED = {
-    "cond": _run_cond,
-    "scan": _run_scan,
-    "while": _run_while,
-    "shard_map": _run_shard_map,
-    "remat2": _run_checkpoint,
-    "custom_jvp_call": _run_custom,
-    "custom_vjp_call": _run_custom,
-}
-
-
 def _for_products(is_so: bool) -> Any:
     """A context manager: for diagnostics, casts have the line of what reads them."""
     is_shown = is_so and NOTES.get() is not None
@@ -287,11 +289,10 @@ def _for_products(is_so: bool) -> Any:
 
 def _spreads(step: Step) -> bool:
     """Whether it may bring a number to several places, so that its derivative adds."""
-    shape = step.equation.outvars[0].aval.shape
-    shapes = [x.aval.shape for x in step.equation.invars]
+    inputs = [x.aval for x in step.equation.invars]
+    result = step.equation.outvars[0].aval
     if step.has(Trait.ELEMENTWISE):
         # It broadcasts by itself, and its derivative would add up in half precision.
-        return any(x not in ((), shape) for x in shapes)
-    same_size = [np.prod(x) == np.prod(shape) for x in shapes]
-    is_reshape = step.name == "broadcast_in_dim" and same_size[0]
+        return any(x.shape not in ((), result.shape) for x in inputs)
+    is_reshape = step.name == "broadcast_in_dim" and inputs[0].size == result.size
     return step.kind == Kind.SPREAD and not is_reshape

@@ -60,7 +60,7 @@ class Layers(collections.defaultdict[Any, Layer]):
             is_product = is_linear and self._products.issuperset(sources)
             if is_product or step.kind == Kind.PRODUCT:
                 self._products.update(results)
-            self._trace(step, inputs, results)
+            self._note_origins(step, inputs, results)
 
     def _source(self, variable):
         return self._sources.get(variable, variable)
@@ -82,9 +82,8 @@ class Layers(collections.defaultdict[Any, Layer]):
     def _layer(self, is_factor, large, part, result):
         """Returns what a sum or a product is, if one operand is a part of a layer."""
         program, source, small = self._program, self._source(large), self._source(part)
-        if is_factor and all(
-            map(policy.is_moderate, program.masks.get(part, [math.inf]))
-        ):
+        numbers = program.masks.get(part, [math.inf])
+        if is_factor and all(map(policy.is_moderate, numbers)):
             return Layer(large, part)
         if is_factor and self._is_own(large, part):
             return Layer(self._centered.get(source, large), part, is_norm=True)
@@ -109,15 +108,14 @@ class Layers(collections.defaultdict[Any, Layer]):
         origin, _ = self._origin(variable)
         return self._origin(other) == (origin, True)
 
-    def _trace(self, step, inputs, results):
-        """Notes of which array results are made, as a norm is; gains do not count."""
+    def _note_origins(self, step, inputs, results):
+        """Notes which array results are made of, as a norm is; gains do not count."""
         arrays = [x for x in inputs if self._program.role(x) != Role.PARAMETER]
         origins = set(map(self._origin, arrays))
-        if len({x for x, _ in origins}) != 1 or not all(
-            map(_is_of_norm, steps_of([step]))
-        ):
+        steps = list(steps_of([step]))
+        if len({x for x, _ in origins}) != 1 or not all(map(_is_of_norm, steps)):
             return
-        has_sum = any(x.name == "reduce_sum" for x in steps_of([step]))
+        has_sum = any(x.name == "reduce_sum" for x in steps)
         ((origin, _), *_) = origins
         for x in results:
             is_smaller = all(x.aval.size != y.aval.size for y in arrays)

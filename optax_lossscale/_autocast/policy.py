@@ -3,7 +3,7 @@
 A float32 number of the program is in one of these states; integers have none.
 
 - SOFT: float32 that gives way, rounded where it meets HALF: a number that fits, a
-  bounded function of HALF, and a result for HALF that only float32 reads.
+  bounded function of HALF, and a HALF result that only float32 reads.
 - HALF: held in half precision, the result of a product.
 - WIDE: float32, and makes float32 what it meets, as PyTorch promotes: an array of the
   program, or float32 on purpose.

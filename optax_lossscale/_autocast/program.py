@@ -32,7 +32,7 @@ FOLDS: dict[str, Callable[..., Any]] = {
     "max": np.maximum, "min": np.minimum, "gt": np.greater,
     "select_n": lambda which, *cases: cases[int(which)],
     "convert_element_type": lambda x: x,
-    "integer_pow": lambda x, y: x**y, "stop_gradient": lambda x: x,
+    "integer_pow": lambda x, y: x**y,
 }  # fmt: skip
 
 
@@ -44,7 +44,7 @@ class Step:
       equation: The equation.
       kind: What the policy does with it.
       callers: The equations that hold it, the outermost first.
-      bodies: The programs in it, each with the indices of the operands that it reads.
+      bodies: The programs in it, each with the indices of its operands.
       carry: The indices of the operands that are the state of a loop.
     """
 
@@ -69,21 +69,26 @@ class Step:
         counts = len(self.equation.invars), len(self.equation.outvars)
         return self.has(Trait.PARALLEL) and counts[0] == counts[1]
 
+    @property
+    def path(self) -> tuple[Any, ...]:
+        """The equations that hold it, and its own."""
+        return *self.callers, self.equation
+
     def source(self) -> Source:
         """Returns where it stands in the user's code."""
         source = Source()
-        for x in (*self.callers, self.equation):
+        for x in self.path:
             source = source_of(x, source, is_backward=False)
         return source
 
     def functions(self) -> set[Function]:
         """Returns the functions that were running when JAX made it."""
-        return set().union(*map(functions_of, (*self.callers, self.equation)))
+        return set().union(*map(functions_of, self.path))
 
     def scope(self) -> str:
         """Returns the named scopes that it is in."""
         scope = ""
-        for x in (*self.callers, self.equation):
+        for x in self.path:
             scope = scope_of(x, scope)
         return scope
 
@@ -101,7 +106,7 @@ class Program:
       jaxpr: The jaxpr.
       consts: The arrays that it closes over.
       numbers: By variable, the number that it is, or is filled with.
-      steps: Its equations, but those of numbers.
+      steps: Its equations, without those whose results are known numbers.
       is_shared: Whether it is called more than once.
       masks: By array of two known numbers, these.
       roles: By variable, what it is made of.

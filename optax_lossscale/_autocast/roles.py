@@ -48,14 +48,15 @@ def mark(program: Any, roles: tuple[Role, ...], marked: dict[Any, Any]) -> Any:
     key = program, roles
     if key not in marked:
         known = dict(zip(program.jaxpr.invars, roles, strict=True))
-        marked[key] = _marked(program, known, marked)
+        marked[key] = _with_roles(program, known, marked)
         while met := _met(marked[key]):
             known |= dict.fromkeys(met, Role.MET)
-            marked[key] = _marked(program, known, marked)
+            marked[key] = _with_roles(program, known, marked)
     return marked[key]
 
 
-def _marked(program, known, marked):
+def _with_roles(program, known, marked):
+    """Returns a program with the roles of its arrays, for those of its arguments."""
     new = dataclasses.replace(program, steps=[], roles=dict(known))
     for step in program.steps:
         given = list(map(new.role, step.equation.invars))
@@ -65,8 +66,8 @@ def _marked(program, known, marked):
         if step.bodies:
             inside = [Role.STATE if i in step.carry else x for i, x in enumerate(given)]
             bodies = [
-                (mark(body, tuple(inside[i] for i in reads), marked), reads)
-                for body, reads in step.bodies
+                (mark(body, tuple(inside[i] for i in operands), marked), operands)
+                for body, operands in step.bodies
             ]
             step = dataclasses.replace(step, bodies=bodies)
             if len(bodies) == 1 and not step.carry:
@@ -91,8 +92,8 @@ def _met(program):
             is_parameter = program.role(x) == Role.PARAMETER and x is not part
             if is_parameter and (meets or (y and (is_array or not x.aval.shape))):
                 met.add(x)
-        for body, reads in step.bodies:
-            pairs = zip(reads, body.jaxpr.invars, strict=True)
+        for body, operands in step.bodies:
+            pairs = zip(operands, body.jaxpr.invars, strict=True)
             inside = (atoms[i] for i, x in pairs if body.role(x) > Role.PARAMETER)
             met.update(x for x in inside if program.role(x) == Role.PARAMETER)
     return met.intersection(program.jaxpr.invars)

@@ -19,15 +19,16 @@ from optax_lossscale._tree import Template, is_inexact, split_arrays
 class Call:
     """A call of such a function. Its derivatives follow the policy, too."""
 
-    def __init__(self, run: Callable, planner: Planner, step: Step, plan: Plan):
-        """Takes what runs plans, and what it needs for the function itself."""
-        self._run, self._planner, self._step, self._plan = run, planner, step, plan
+    def __init__(self, evaluate: Callable, planner: Planner, step: Step, plan: Plan):
+        """Takes `evaluate`, and its arguments for the function itself."""
+        self._evaluate, self._planner = evaluate, planner
+        self._step, self._plan = step, plan
         self._traceback = parts.here()  # JAX calls the rules later.
         self._numbers = list(map(plan.program.number, plan.program.jaxpr.invars))
         self._outputs = _floats(plan.outputs, step.equation.outvars)
 
     def _primal(self, *args):
-        return self._run(self._planner, self._plan, args)
+        return self._evaluate(self._planner, self._plan, args)
 
     def _written_of(self, args, mask):
         """Returns the function as it is written, of the arguments of a mask."""
@@ -51,7 +52,7 @@ class Call:
           function: The function.
           args: Its arguments.
           states: Their states.
-          outputs: The states to return its first results in, perhaps all.
+          outputs: The states in which to return its first results.
           numbers: What numbers the first arguments are, as far as they are known.
 
         Returns:
@@ -65,22 +66,22 @@ class Call:
         # JAX keeps what it traces here, with its lines, also for other callers.
         with parts.standing(parts.nowhere()):
             closed = jax.make_jaxpr(function)(*types)
-        callers = (*self._step.callers, self._step.equation)
-        program = read(closed, self._planner.dtype, numbers, callers)
+        program = read(closed, self._planner.dtype, numbers, self._step.path)
         plan = self._planner.plan(program, states, (None,) * len(program.outputs))
         others = plan.outputs[len(outputs) :]
         with parts.standing(self._traceback):
-            wished = *outputs, *others
+            given = self._planner, plan, args, (*outputs, *others)
             # It names nothing to save: JAX cannot transpose a name.
-            return self._run(self._planner, plan, args, wished, is_saved=None), others
+            return self._evaluate(*given, is_saved=None), others
 
     def custom_jvp(self) -> Callable[..., list[Any]]:
         """Returns the function with the rule of a `jax.custom_jvp`."""
-        inputs, outputs = self._plan.inputs, self._plan.outputs
+        inputs, m = self._plan.inputs, len(self._plan.outputs)
+        outputs = *self._plan.outputs, *self._outputs
 
         def rule(primals, tangents):
             is_moved = [not isinstance(x, SymbolicZero) for x in tangents]
-            n, m, floats = len(inputs), len(outputs), Template(is_inexact)
+            n, floats = len(inputs), Template(is_inexact)
 
             def function(*args):
                 written, taken = self._written_of(args[:n], is_moved)
@@ -89,8 +90,7 @@ class Call:
 
             args = [*primals, *compress(tangents, is_moved)]
             states = *inputs, *compress(inputs, is_moved)
-            wished = (*outputs, *self._outputs)
-            results, _ = self._follow(function, args, states, wished, self._numbers)
+            results, _ = self._follow(function, args, states, outputs, self._numbers)
             return results[:m], floats.fill(results[m:])
 
         function = jax.custom_jvp(self._primal)
@@ -135,9 +135,9 @@ class Call:
             return floats.take(pullback.fill(args[:n])(join(args[n:])))
 
         held, given = self._plan.inputs, self._step.equation.invars
-        wished = _floats(compress(held, mask), compress(given, mask))
+        outputs = _floats(compress(held, mask), compress(given, mask))
         args, states = [*residuals, *taken], (*states, *self._outputs)
-        grads, _ = self._follow(function, args, states, wished)
+        grads, _ = self._follow(function, args, states, outputs)
         return tuple(_joined(floats.fill(grads), mask, [None] * len(mask)))
 
 

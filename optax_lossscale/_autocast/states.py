@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from optax_lossscale._autocast import policy
@@ -27,7 +27,7 @@ class Plan:
       states: By variable, the states of all numbers; None for what is not float32.
       inputs: The states of its arguments; None for what is not float32.
       outputs: The states of its results.
-      operands: By step, the states of its operands.
+      operands: By step with programs in it, the states of its operands.
       bodies: By step, the plans of the programs in it.
       rounded: The steps that compute in float32, and whose results only products read.
     """
@@ -36,9 +36,7 @@ class Plan:
     states: dict[Any, State | None]
     inputs: States
     outputs: States = ()
-    operands: dict[Step, Sequence[State | None]] = dataclasses.field(
-        default_factory=dict
-    )
+    operands: dict[Step, States] = dataclasses.field(default_factory=dict)
     bodies: dict[Step, tuple["Plan", ...]] = dataclasses.field(default_factory=dict)
     rounded: set[Step] = dataclasses.field(default_factory=set)
 
@@ -57,30 +55,24 @@ class Plan:
 class Planner:
     """Plans programs; remembers the plans, so that nested loops cost nothing.
 
+    A wish says how a number is read. WIDE: all that read it compute in float32. HALF:
+    only products read it, directly or through moves. Moves round nothing, so it may be
+    rounded before them. None: otherwise.
+
     Attributes:
       dtype: The dtype to compute in.
-      functions: What JAX is to trace once, however often the program calls it.
+      functions: The functions of plans; JAX traces each once.
+      plan: Returns the plan of a program, for the states of its arguments, and the
+        wishes for its results.
     """
 
     def __init__(self, dtype: Any, is_chosen: Callable[[Step], bool]):
         """Takes the dtype, and whether the user wants a step in float32."""
         self.dtype, self._is_chosen = dtype, is_chosen
         self.functions: dict[Any, Callable[..., Any]] = {}
-        self._plans: dict[Any, Plan] = {}
-        self._reads: dict[Any, dict[Any, State | None]] = {}
-
-    def plan(self, program: Program, inputs: States, reads: States) -> Plan:
-        """Returns the states of a program.
-
-        Args:
-          program: The program.
-          inputs: The states of its arguments.
-          reads: For each result, how all that read it do; see `readers`.
-        """
-        key = program, inputs, reads
-        if key not in self._plans:
-            self._plans[key] = self._plan(*key)
-        return self._plans[key]
+        self.plan: Callable[[Program, States, States], Plan]
+        self.plan = functools.cache(self._plan)
+        self._wishes = functools.cache(self._find_wishes)
 
     def _state(self, plan, atom) -> Any:
         """Returns the state of an operand; None if it is not float32."""
@@ -90,28 +82,27 @@ class Planner:
             return policy.state_of_number(number, self.dtype)
         return plan.states[atom]
 
-    def _plan(self, program, inputs, reads):
+    def _plan(self, program, inputs, wishes):
         plan, jaxpr = Plan(program, {}, inputs), program.jaxpr
         arrays = [State.WIDE if is_float32(x) else None for x in program.consts]
         given = zip((*jaxpr.constvars, *jaxpr.invars), (*arrays, *inputs), strict=True)
         plan.states.update(given)
-        results, reads = reads, self._readers(program, reads)
+        wish_for = self._wishes(program, wishes)
         for step in program.steps:
             atoms, variables = step.equation.invars, step.equation.outvars
-            wishes = [reads[x] for x in variables]
-            plan.operands[step] = [self._state(plan, x) for x in atoms]
+            wished = [wish_for[x] for x in variables]
             if step.bodies:
-                states = self._nested(plan, step, plan.operands[step], wishes)
+                states = self._nested(plan, step, wished)
             elif step.is_parallel:
-                pairs = zip(atoms, wishes, strict=True)
+                pairs = zip(atoms, wished, strict=True)
                 states = [self._result(plan, step, [x], wish) for x, wish in pairs]
             else:
-                states = [self._result(plan, step, atoms, _common(wishes))]
+                states = [self._result(plan, step, atoms, _common(wished))]
                 states *= len(variables)
             for variable, state in zip(variables, states, strict=True):
                 plan.states[variable] = state if is_float32(variable.aval) else None
         outputs = [self._state(plan, x) for x in jaxpr.outvars]
-        pairs = zip(outputs, results, strict=True)
+        pairs = zip(outputs, wishes, strict=True)
         plan.outputs = tuple(
             wish if wish == State.HALF and x is not None else x for x, wish in pairs
         )
@@ -155,16 +146,17 @@ class Planner:
         is_filled = number is not None and atom.aval.shape
         return State.WIDE if is_sum and is_filled else self._state(plan, atom)
 
-    def _nested(self, plan, step, states, wishes):
+    def _nested(self, plan, step, wishes):
         """Plans the programs in a step, and returns the states of its results."""
         n = len(step.carry)
         wishes = [*[None] * n, *wishes[n:]]
+        states = [self._state(plan, x) for x in step.equation.invars]
         for i in step.carry:
             if states[i] == State.SOFT:  # A state of a loop is no number.
                 states[i] = State.WIDE
-        for body, reads in step.bodies:
-            inner = self._readers(body, tuple(wishes[: len(body.outputs)]))
-            for i, x in zip(reads, body.jaxpr.invars, strict=True):
+        for body, operands in step.bodies:
+            inner = self._wishes(body, tuple(wishes[: len(body.outputs)]))
+            for i, x in zip(operands, body.jaxpr.invars, strict=True):
                 if states[i] is None or i in step.carry:
                     continue
                 if step.name in CAST_BEFORE and states[i] == State.HALF:
@@ -172,61 +164,49 @@ class Planner:
                 elif step.carry and inner[x] == State.HALF:
                     states[i] = State.HALF  # Cast once, before the loop.
         while True:
-            # The last is the body of a loop; the first may be its condition.
             plans = tuple(
                 self.plan(
-                    x, tuple(states[i] for i in reads), tuple(wishes[: len(x.outputs)])
+                    body,
+                    tuple(states[i] for i in operands),
+                    tuple(wishes[: len(body.outputs)]),
                 )
-                for x, reads in step.bodies
+                for body, operands in step.bodies
             )
+            # The last is the body of a loop; the first may be its condition.
             results = [x.outputs for x in (plans[-1:] if n else plans)]
             outputs = [_widest(x) for x in zip(*results, strict=True)]
             before = [states[i] for i in step.carry]
             carry = [_widest(x) for x in zip(before, outputs[:n], strict=True)]
             wide = [State.WIDE if x == State.WIDE else None for x in carry]
             if carry == before and wide == wishes[:n]:
-                plan.bodies[step] = plans
+                plan.operands[step], plan.bodies[step] = tuple(states), plans
                 return [*carry, *outputs[n:]]
             wishes[:n] = wide  # What enters a float32 state is not rounded before.
             for i, state in zip(step.carry, carry, strict=True):
                 states[i] = state
 
-    def _readers(self, program, outputs):
-        """Returns how each number is read: a walk backward.
-
-        WIDE: all that read it compute in float32. HALF: only products read it, directly
-        or through moves. Moves round nothing, so it may be rounded before them. None:
-        otherwise.
+    def _find_wishes(self, program, outputs):
+        """Returns the wishes for the numbers of a program: a walk backward.
 
         Args:
           program: The program.
-          outputs: How each of its results is read.
+          outputs: The wishes for its results.
         """
-        key = program, outputs
-        if key in self._reads:
-            return self._reads[key]
-        reads = itertools.chain(program.outputs, *(x.inputs for x in program.steps))
-        count = collections.Counter(reads)
-        wide: set[Any] = set()  # on purpose, whatever the arguments are
-        for step in program.steps:
-            operand = program.layers[step].operand
-            given = step.inputs if operand is None else [operand]
-            is_wide = self._reads_wide(step) and step.kind != Kind.BOUNDED
-            follows = step.kind in policy.FOLLOWERS and not wide.isdisjoint(given)
-            if not step.bodies and (is_wide or follows):
-                wide.update(x for x in step.equation.outvars if is_float32(x.aval))
+        wide = self._wide_on_purpose(program)
+        given = itertools.chain(program.outputs, *(x.inputs for x in program.steps))
+        count = collections.Counter(given)
         wishes = collections.defaultdict(list)
         for variable, wish in zip(program.outputs, outputs, strict=True):
             wishes[variable].append(wish)
         for step in reversed(program.steps):
             results = [_common(wishes[x]) for x in step.equation.outvars]
             results[: len(step.carry)] = [None] * len(step.carry)
-            for body, reads in step.bodies:
-                inner = self._readers(body, tuple(results[: len(body.outputs)]))
-                for i, x in zip(reads, body.jaxpr.invars, strict=True):
+            for body, operands in step.bodies:
+                inner = self._wishes(body, tuple(results[: len(body.outputs)]))
+                for i, x in zip(operands, body.jaxpr.invars, strict=True):
                     wish = None if i in step.carry else inner[x]
                     wishes[step.inputs[i]].append(wish)
-            is_wide = self._reads_wide(step) or program.layers[step].is_norm
+            is_wide = self._is_wide(step) or program.layers[step].is_norm
             if step.kind == Kind.ARITHMETIC:
                 is_wide |= not wide.isdisjoint(step.equation.outvars)
             for i, x in enumerate(() if step.bodies else step.inputs):
@@ -240,10 +220,23 @@ class Planner:
                 else:  # Gradients of what spreads are sums.
                     wish = result if result == State.WIDE and is_alone else None
                 wishes[x].append(wish)
-        reads = {x: _common(wish) for x, wish in wishes.items()}
-        return self._reads.setdefault(key, collections.defaultdict(type(None), reads))
+        common = {x: _common(wish) for x, wish in wishes.items()}
+        return collections.defaultdict(type(None), common)
 
-    def _reads_wide(self, step):
+    def _wide_on_purpose(self, program):
+        """Returns the results that are float32 whatever the arguments are."""
+        wide: set[Any] = set()
+        for step in program.steps:
+            operand = program.layers[step].operand
+            given = step.inputs if operand is None else [operand]
+            begins = self._is_wide(step) and step.kind != Kind.BOUNDED
+            follows = step.kind in policy.FOLLOWERS and not wide.isdisjoint(given)
+            if not step.bodies and (begins or follows):
+                wide.update(x for x in step.equation.outvars if is_float32(x.aval))
+        return wide
+
+    def _is_wide(self, step):
+        """Whether a step computes in float32 whatever it reads."""
         kinds = Kind.PRODUCT, *policy.FOLLOWERS
         return self._is_chosen(step) or step.kind not in kinds
 

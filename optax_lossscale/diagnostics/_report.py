@@ -22,7 +22,7 @@ SKIPPED_STEPS = 1000
 START_UP = 24
 # How many leaves a report names.
 ARRAYS_SHOWN = 3
-# What a skip for a non-finite gradient leaves in the state of a rule that has these
+# The traces of a skip for a non-finite gradient, in the state of a rule that has these
 # fields. A skip because of the loss leaves the state as it was.
 MARKS = {"good_steps": 0, "overflowed": True}
 
@@ -284,7 +284,7 @@ def check_health(state: Any, params: Any = None) -> Report:
       state: The state after a step; a pytree that holds one
         `LossScaleOptimizerState`. Of many members or devices the worst one counts.
       params: The parameters, batch statistics or a model: any pytree. If it is given,
-        it must be finite, too, and the inner state must hold no nan.
+        it must be finite as well, and the inner state must hold no nan.
 
     Returns:
       A `diagnostics.Report`, which is healthy.
@@ -431,7 +431,7 @@ def _judge_skips(read: dict[str, Any]) -> list[str]:
 
 
 def _find_nonfinite(params: Any, inner_state: Any) -> list[NonfiniteGradient]:
-    """Describes what is not finite, in the parameters and in the inner state."""
+    """Describes the leaves of parameters and inner state that are not finite."""
     leaves = jax.tree.leaves(params)
     if leaves and not any(is_array(x) or is_inexact(x) for x in leaves):
         raise TypeError(

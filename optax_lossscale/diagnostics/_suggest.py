@@ -41,7 +41,7 @@ def suggest_loss_scale(
       `initial_scale` if `min_scale` is no larger.
 
     Raises:
-      ValueError: If `margin` is not from 0 to 128, or `dtype` is none of those.
+      ValueError: If `margin` is not from 0 to 128, or `dtype` is another one.
       TypeError: If `margin` is not a Python number, or `dtype` is not a dtype.
 
     Examples:

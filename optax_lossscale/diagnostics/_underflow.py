@@ -26,7 +26,7 @@ FIRST, LAST = -149, 127
 
 
 class Underflow(NamedTuple):
-    """What becomes of gradients in a dtype, with the loss scale and without.
+    """Shares of the gradients that a dtype loses, with the loss scale and without.
 
     It describes one leaf, or all leaves together. A share is relative to all numbers,
     including zeros; it is 0 if there are none.
@@ -157,8 +157,8 @@ def underflow_stats(grads: Any, state: Any, dtype: Any = "float16") -> Underflow
     Numbers are compared by their bits, so float32 subnormals count correctly, also on
     hardware that treats them as zero. With a scale that is a power of two everything is
     exact; otherwise the thresholds are rounded to float32. Subnormal bfloat16 numbers
-    are subnormal in float32, too: they count as subnormal, although such hardware would
-    have flushed them during the computation.
+    are subnormal in float32 as well: they count as subnormal, although such hardware
+    would have flushed them during the computation.
 
     You may call it inside `jax.jit`, `jax.lax.scan` and `jax.vmap`, and on sharded
     arrays. It reads each gradient once. It warns, once a program is traced, if
@@ -181,7 +181,7 @@ def underflow_stats(grads: Any, state: Any, dtype: Any = "float16") -> Underflow
 
     Raises:
       ValueError: If `state` holds no such state or several, belongs to many members,
-        or is a Python number outside that range; if `dtype` is none of those.
+        or is a Python number outside that range; if `dtype` is another one.
       TypeError: If `dtype` is not a dtype.
 
     Examples:

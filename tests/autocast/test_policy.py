@@ -343,7 +343,7 @@ def instead(owner, name, value):
 
 
 NOBODY = collections.defaultdict(type(None))
-without_wants = instead(Planner, "_readers", lambda *about: NOBODY.copy())
+without_wants = instead(Planner, "_find_wishes", lambda *about: NOBODY.copy())
 without_range = instead(policy, "state_of_number", lambda *about: State.SOFT)
 without_factors = instead(policy, "is_moderate", lambda factor: True)
 without_terms = instead(policy, "_terms", lambda equation: 2)

@@ -61,8 +61,19 @@ def test_equal_steps_compile_once():
     made = []
     for depth in (4, 16):
         trace_numerics(autocast(loss_fn), [EYE] * depth)
-        made.append(steps._known.cache_info().misses)
+        made.append(set(steps._kinds[0]))
     assert made[0] == made[1]
+
+
+def test_steps_are_kept_until_another_program_is_traced():
+    def trace(size):
+        trace_numerics(autocast(lambda w: jnp.sum(w @ w)), np.eye(size) / size)
+        (kinds,) = steps._kinds
+        return kinds
+
+    first, again = trace(2), trace(2)
+    assert [id(x) for x in first.values()] == [id(again[x]) for x in first]
+    assert not set(first) <= set(trace(3))
 
 
 def test_what_does_not_depend_on_the_scale_runs_once():

@@ -69,11 +69,9 @@ class TestConstruction:
 
     def test_refuses_to_scale_twice(self):
         scaler = LossScaleOptimizer(optax.sgd(1.0))
-        with pytest.raises(TypeError, match="scaling twice"):
-            LossScaleOptimizer(scaler)
-        hidden = LossScaleOptimizer(optax.chain(optax.clip(1.0), scaler))
-        with pytest.raises(TypeError, match="scaling twice"):
-            hidden.init(jnp.ones(3))
+        for inner in (scaler, optax.chain(optax.clip(1.0), scaler)):
+            with pytest.raises(TypeError, match="scaling twice"):
+                LossScaleOptimizer(inner).init(jnp.ones(3))
 
 
 def test_is_a_gradient_transformation_by_type_and_by_unpacking():

@@ -123,16 +123,6 @@ class TestRetries:
         with pytest.raises(error, match=r"^retries must"):
             LossScaleOptimizer(optax.sgd(0.5), retries=bad)
 
-    @pytest.mark.filterwarnings("ignore:update repeats nothing")
-    def test_a_state_from_before(self):
-        before = self.optimizer.init(PARAMS)._replace(retries=None)
-        for call in (
-            lambda: self.optimizer.minimize(loss_fn, PARAMS, before),
-            lambda: self.optimizer.update(GRADS, before),
-        ):
-            with pytest.raises(ValueError, match=r"retries is None.*_replace\(r"):
-                call()
-
     @pytest.mark.parametrize(
         "call",
         [

@@ -89,6 +89,14 @@ def test_copies(optimizer, again):
         assert copied != optimizer
 
 
+def test_subclasses_with_different_arrays_are_not_equal():
+    optimizers = Weighted(ONES, INNER), Weighted(2 * ONES, INNER)
+    assert optimizers[0] != optimizers[1]
+    # A compiled function compares them, because their hash is the same.
+    step = jax.jit(one_step)
+    assert [step(x).tolist() for x in optimizers] == [[0.5, 0.5], [0, 0]]
+
+
 class Trainer(eqx.Module):
     optimizer: LossScaleOptimizer
     params: jax.Array

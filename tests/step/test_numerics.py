@@ -1,6 +1,9 @@
 """Finiteness, dtype rules and small tree functions."""
 
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +82,16 @@ class TestAllFinite:
         tree = [jnp.arange(3), FLOAT0, key, None, True, 7, print, "inf", jnp.ones(1)]
         assert all_finite(tree)
         assert not all_finite([*tree, float("nan")])
+
+    def test_finds_what_fast_math_takes_for_impossible(self):
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_enable_fast_math=true"
+        code = (
+            "import jax, numpy as np; from optax_lossscale import all_finite;"
+            "print(jax.jit(all_finite)(np.float32([1, np.inf, np.nan])))"
+        )
+        env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, "-c", code]
+        assert subprocess.check_output(command, env=env, text=True) == "False\n"
 
 
 class TestLeavesThatVaryOverDifferentAxes:

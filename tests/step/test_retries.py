@@ -273,6 +273,15 @@ def test_is_compiled_once_and_takes_donated_and_restored_states():
     assert step(param, full, ONE)[1].retries == 2**31 - 1
 
 
+@compiled
+def test_a_state_from_before_retries_counts_from_zero(wrap):
+    step, state = begin(with_gradient)
+    _, expected, _ = wrap(step)(ONE, state, ONE)
+    _, after, _ = wrap(step)(ONE, state._replace(retries=None), ONE)
+    assert_same_bits(after, expected)
+    assert after.retries == 9
+
+
 def square(params, x):
     return jnp.sum((half(x @ params) - 1).astype(jnp.float32) ** 2)
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _autocast, _check as check, _modules
+from optax_lossscale import _check as check, _modules
 from optax_lossscale._autocast.evaluate import NOTES
 from optax_lossscale._gradients import loss_of
 from optax_lossscale._jaxprs import parts
@@ -231,10 +231,3 @@ def _mark_backward(sites):
     for k in depending_on(first, {k: x.inputs for k, x in sites.items()}):
         if sites[k].phase == "forward":
             sites[k].phase = "backward"
-
-
-def is_autocast(equation: Any) -> bool:
-    """Whether `autocast` made a cast."""
-    is_cast = equation.primitive.name == "convert_element_type"
-    files = (x.file_name for x in parts.frames_of(equation))
-    return is_cast and any(x.startswith(_autocast.FOLDER) for x in files)

@@ -4,8 +4,8 @@ import math
 
 from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of
 from optax_lossscale._tree import is_half
-from optax_lossscale.diagnostics._trace.sites import INHERITED, Run
-from optax_lossscale.diagnostics._trace.words import CASTS, Fault, spacing
+from optax_lossscale.diagnostics._trace.sites import INHERITED, Run, spacing
+from optax_lossscale.diagnostics._trace.words import CASTS, Fault
 
 # Of an array, a smaller share that is flushed to zero is not worth a word.
 SHARE = 0.01

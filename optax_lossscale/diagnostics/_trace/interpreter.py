@@ -24,8 +24,7 @@ from optax_lossscale.diagnostics._trace.twin import Value, widen
 # Moves that change signs alone.
 SIGNS = ("abs", "neg")
 # They compute nothing; what has no name enters or leaves a loop, a branch or a device.
-PASSIVE = names_of(Kind.MOVE) | names_of(Kind.SPREAD)
-PASSIVE |= {"", "convert_element_type", "reduce_precision"}
+PASSIVE = names_of(Kind.MOVE) | {"", "convert_element_type", "reduce_precision"}
 
 
 class Interpreter:
@@ -128,16 +127,13 @@ class Interpreter:
         """Notes of casts for products which these are, and gives them their line."""
         site = self.sites[number]
         casts = [x for i in site.inputs for x in self._held.get(i, ())]
-        casts = [site] if site.is_for_products else casts
-        if not casts or place.phase == "backward":
-            return
         if site.primitive in PASSIVE:
             self._held[number] = casts
-            return
-        for x in casts:
-            if not x.readers:
-                x.source, x.scope = site.source, site.scope
-            x.readers.append(number)
+        elif place.phase == "forward":
+            for x in casts:
+                if not x.readers:
+                    x.source, x.scope = site.source, site.scope
+                x.readers.append(number)
 
     def _follow(self, equation, inputs, place):
         name = equation.primitive.name
@@ -194,13 +190,14 @@ class Interpreter:
             is_move = in_half(inputs[0].real) and reals[0].dtype == jnp.float32
         about = {"primitive": name, "opaque": opaque, "constants": tuple(constants)}
         about["inputs"] = [x.site for x in numbers]
-        about["is_for_products"] = name == "convert_element_type" and in_half(reals[0])
-        about["is_for_products"] &= not parts.has_line(equation)
         about["same"] = inputs[0].site if is_move and len(inputs) == 1 else None
         values = []
         for i, (real, wide) in enumerate(zip(reals, wides, strict=True)):
             about["is_elementwise"] = elementwise and shapes <= {real.shape}
             values.append(self.measure(i, Value(real, wide), place, **about))
+        is_cast = name == "convert_element_type" and in_half(reals[0])
+        if is_cast and not parts.has_line(equation):
+            self._held[values[0].site] = [self.sites[values[0].site]]
         return values
 
 

@@ -14,16 +14,10 @@ from jax.typing import ArrayLike
 
 from optax_lossscale import _check as check
 from optax_lossscale._autocast.cast import autocast, function_of
-from optax_lossscale._jaxprs import parts
 from optax_lossscale._jaxprs.lines import Source, source_of
 from optax_lossscale._tree import in_half
 from optax_lossscale.diagnostics._trace import causes, steps, trace, verdict, words
-from optax_lossscale.diagnostics._trace.call import (
-    Traced,
-    gradients_of,
-    is_autocast,
-    make_call,
-)
+from optax_lossscale.diagnostics._trace.call import Traced, gradients_of, make_call
 from optax_lossscale.diagnostics._trace.sites import INHERITED, Run, named
 from optax_lossscale.diagnostics._trace.summary import norms
 from optax_lossscale.diagnostics._trace.verdict import Search
@@ -163,21 +157,21 @@ def float32_lines(
       (0, True)
     """
     name = "float32_lines"
-    with jax.transfer_guard("allow"):  # It is asked for numbers on the host.
+    with steps.call_on_host():
 
         def call(function):
             return make_call(name, function, params, args, kwargs, has_aux)
 
         cast = getattr(loss_fn, "without_scale", loss_fn)
+        given = Traced(call(loss_fn), dtype)  # It raises an error for another dtype.
         if (function := function_of(cast)) is None:
-            raise TypeError(_refusal(call(loss_fn)))
+            raise TypeError(_refusal(given))
         tolerance = check.share("tolerance", tolerance)
         is_given = scale is not None or state is not None
         scale = trace.check_scale(name, loss_fn, args, state, scale)
-        given = Traced(call(loss_fn), dtype)  # It raises an error for another dtype.
         if nothing := given.reason:
             if given.computes_in_dtype:  # The function casts by itself.
-                raise TypeError(_refusal(call(function)))
+                raise TypeError(_refusal(given))
             text = f"No line needs float32. {trace.summarize(given, nothing)}"
             return Float32Lines([], scale, 0.0, 0.0, True, text)
         # The lines that it has already are proposed, too.
@@ -211,13 +205,12 @@ def float32_lines(
         return Float32Lines(proposal, search.run.scale, *errors, kept is not None, text)
 
 
-def _refusal(call: Any) -> str:
+def _refusal(given: Traced) -> str:
     """Says why a function that is no `autocast` is refused."""
     text = "loss_fn must be autocast(f), whose lines float32= keeps in float32. "
-    function, arrays, *_ = call
-    for equation in parts.all_equations(jax.make_jaxpr(function)(arrays).jaxpr):
+    for equation in () if given.is_autocast else given.equations:
         is_cast = equation.primitive.name == "convert_element_type"
-        if is_cast and in_half(equation.outvars[0].aval) and not is_autocast(equation):
+        if is_cast and in_half(equation.outvars[0].aval):
             at = source_of(equation, Source(), is_backward=False)
             place = named(at.file, at.line, at.function)
             return (

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from optax_lossscale._jaxprs import lines
 from optax_lossscale._jaxprs.primitives import Trait, names_of
 from optax_lossscale._tree import is_half
@@ -47,9 +49,8 @@ class Site:
       row: The site with the same magnitudes: itself, but for moves.
       is_decision: Whether it is a comparison or a place rather than a number.
       opaque: Whether it could not run in float32.
-      is_for_products: Whether `autocast` cast it for those that read it.
-      readers: Of such a cast, the sites that compute with it. It has the line of the
-        first: with these in float32 there is no cast.
+      readers: Of a cast of `autocast` for products, these. With all of them in float32
+        there is no cast. It has the line of the first.
     """
 
     dtype: str
@@ -63,7 +64,6 @@ class Site:
     constants: tuple[float, ...] = ()
     is_decision: bool = False
     opaque: bool = False
-    is_for_products: bool = False
     readers: list[int] = dataclasses.field(default_factory=list)
 
 
@@ -206,6 +206,20 @@ class NumericOperation(NamedTuple):
         own = [x for x in self.callers if not lines.is_installed(x[0])]
         calls = "".join(f", called from {named(*x)}" for x in own[:CALLERS])
         return f"{self.name} at {self.place}{calls}, {self.dtype}[{shape}], {phase}"
+
+
+def spacing(operation: NumericOperation) -> tuple[int, int] | None:
+    """Returns the spacing of half precision at the largest term, and that, as log2.
+
+    None if nothing is in half precision, or all is zero.
+    """
+    ranges = operation.output, *operation.inputs  # Of a running sum, the first.
+    halves = [x.dtype for x in ranges if is_half(x.dtype)]
+    largest = max(x.largest for x in ranges)
+    if not halves or not largest:
+        return None
+    top = math.floor(math.log2(largest))
+    return top - jnp.finfo(halves[0]).nmant, top
 
 
 def named(file: str, line: int, function: str) -> str:

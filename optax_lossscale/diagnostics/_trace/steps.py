@@ -26,8 +26,6 @@ PATIENCE = 5
 LARGE = 2**14
 # A step of one operation compiles in half the time so. Newer versions have it no more.
 SIMPLER = ("xla_cpu_use_fusion_emitters", False)
-# How many kinds of steps are kept for other programs.
-KEPT = 2**10
 
 
 def key_of(function: Callable[..., Any], equation: Any) -> Hashable:
@@ -99,8 +97,9 @@ class Tape:
         """
         leaves, treedef = jax.tree.flatten(args)
         slots = list(map(self._slot_of, leaves))
-        kind = _Kind(function, treedef, tuple(x.aval for x in slots), key)
-        kind = kind if key is None else _known(kind)
+        avals = tuple(x.aval for x in slots)
+        kind = _Kind(function, treedef, avals, is_one=key is not None)
+        kind = kind if key is None else _known((key, treedef, avals), kind)
         results = list(map(self._slot, kind.avals))
         numbers = [x.number for x in slots], [x.number for x in results]
         self._steps.append((kind.compiled, *numbers))
@@ -194,24 +193,17 @@ class _Kind:
       fill: Puts arrays into what the function returns.
     """
 
-    def __init__(self, function, treedef, avals, key):
+    def __init__(self, function, treedef, avals, is_one):
         self._function, self._treedef, self._avals = function, treedef, avals
-        self._key = key, treedef, avals
-
-    def __hash__(self):
-        return hash(self._key)
-
-    def __eq__(self, other):
-        return self._key == other._key
+        self._is_one = is_one
 
     @functools.cached_property
     def compiled(self):
         """The compiled function, of the leaves of the arguments."""
         size = max((math.prod(x.shape) for x in self._avals), default=0)
-        is_one = self._key[0] is not None
-        options = _options(is_one, is_one and size >= LARGE)
+        options = _options(self._is_one, self._is_one and size >= LARGE)
         function = self._flat
-        if not is_one:  # Tracing it registers sites, so it must be traced once.
+        if not self._is_one:  # Tracing it registers sites, so it must be traced once.
             function = jaxpr_as_fun(jax.make_jaxpr(self._flat)(*self._avals))
         return jax.jit(function, compiler_options=options)
 
@@ -228,10 +220,29 @@ class _Kind:
         return self.compiled.eval_shape(*self._avals)
 
 
-@functools.lru_cache(KEPT)
-def _known(kind):
-    """Returns the first kind that equals this one."""
-    return kind
+# The kinds of steps of this call, and then of the last one, until this one has ended.
+# On a CPU each takes about 1.6 MB.
+_kinds: list[dict[Hashable, _Kind]] = [{}]
+
+
+def _known(key, kind):
+    """Returns the first kind with this key."""
+    known = next((x[key] for x in _kinds if key in x), kind)
+    return _kinds[0].setdefault(key, known)
+
+
+@contextlib.contextmanager
+def call_on_host() -> Iterator[None]:
+    """For a call that asks for numbers on the host.
+
+    What it compiles is kept for the next call, which may be about the same program.
+    """
+    _kinds.insert(0, {})
+    try:
+        with jax.transfer_guard("allow"):
+            yield
+    finally:
+        del _kinds[1:]
 
 
 def _options(is_one, is_large):

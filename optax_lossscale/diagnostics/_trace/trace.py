@@ -5,7 +5,6 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -13,6 +12,7 @@ from optax_lossscale import _check as check
 from optax_lossscale._autocast.cast import function_of
 from optax_lossscale._jaxprs.primitives import Kind, names_of
 from optax_lossscale.diagnostics._common import check_host, scale_of
+from optax_lossscale.diagnostics._trace import steps
 from optax_lossscale.diagnostics._trace.call import Traced, make_call
 from optax_lossscale.diagnostics._trace.sites import NumericOperation
 from optax_lossscale.diagnostics._trace.verdict import Search, closeness, find_all
@@ -201,15 +201,13 @@ def trace_numerics(
       [NumericalStabilitySanitizer](https://clang.llvm.org/docs/NumericalStabilitySanitizer.html).
     """
     name = "trace_numerics"
-    with jax.transfer_guard("allow"):  # It is asked for numbers on the host.
+    with steps.call_on_host():
         scale = check_scale(name, loss_fn, args, state, scale)
 
         call = make_call(name, loss_fn, params, args, kwargs, has_aux)
         traced = Traced(call, dtype)
-        is_autocast = (
-            function_of(getattr(loss_fn, "without_scale", loss_fn)) is not None
-        )
-        nothing = traced.reason if is_autocast else ""
+        cast = getattr(loss_fn, "without_scale", loss_fn)
+        nothing = "" if function_of(cast) is None else traced.reason
         traced.is_autocast &= not nothing
         search = Search(traced.at, closeness(traced.dtype), scale)
         run, best = search.run, search.best

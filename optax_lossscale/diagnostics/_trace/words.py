@@ -4,8 +4,6 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
 from optax_lossscale._tree import is_half
 from optax_lossscale.diagnostics import _common
 from optax_lossscale.diagnostics._bits import limits_of
@@ -13,6 +11,7 @@ from optax_lossscale.diagnostics._trace.sites import (
     NumericOperation,
     NumericRange,
     named,
+    spacing,
 )
 
 # A scale that is at most this many bits too high comes down within a few skipped steps.
@@ -142,20 +141,6 @@ def begins(operation: NumericOperation) -> str:
     return f"{kinds} begin{'s' * (' and ' not in kinds)}"
 
 
-def spacing(operation: NumericOperation) -> tuple[int, int] | None:
-    """Returns the spacing of half precision at the largest term, and that, as log2.
-
-    None if nothing is in half precision, or all is zero.
-    """
-    ranges = operation.output, *operation.inputs  # Of a running sum, the first.
-    halves = [x.dtype for x in ranges if is_half(x.dtype)]
-    largest = max(x.largest for x in ranges)
-    if not halves or not largest:
-        return None
-    top = math.floor(math.log2(largest))
-    return top - jnp.finfo(halves[0]).nmant, top
-
-
 def lines_to_pass(operations: Iterable[NumericOperation], is_autocast: bool) -> str:
     """Returns how to keep lines in float32 by `autocast`; "" if that is no way."""
     own = (x.own for x in operations)
@@ -241,10 +226,8 @@ def explain(fault: Fault, scale: float | None = None) -> NumericFinding:
     if fault.kind == "decision":
         text += f": chosen among numbers that {fault.dtype} cannot tell apart; if "
         text += "training is fine, leave it."
-        is_half_there = fault.sources or any(
-            is_half(x.dtype) for x in fault.operation.inputs
-        )
-        text += f" If not, {advice}." * bool(is_half_there)
+        halves = [x for x in fault.operation.inputs if is_half(x.dtype)]
+        text += f" If not, {advice}." * bool(fault.sources or halves)
     elif scale is None:
         text = f"{text}. {why_of(fault)}".strip() + f" No loss scale helps: {advice}."
     else:
