@@ -58,10 +58,19 @@ def has_settings(tree: Any) -> bool:
 
 
 def trainable(tree: Any) -> Any:
-    """Returns a tree with a `State` of its parameters in place of each module."""
+    """Returns a tree with a `State` of its parameters in place of each module.
 
-    def of_module(x):
-        return nnx.state(x, nnx.Param) if is_module(x) else x
+    Modules may share parameters. As in gradients, the first module alone has them.
+    """
+    held = set()
+
+    def of_module(module):
+        if not is_module(module):
+            return module
+        state = nnx.to_flat_state(nnx.state(module, nnx.Param))
+        own = {path: x for path, x in state if id(x) not in held}
+        held.update(map(id, own.values()))
+        return _state_of(own)
 
     return jax.tree.map(of_module, tree, is_leaf=is_module)
 

@@ -118,7 +118,7 @@ PROGRAMS = [
 
 def advised(finding):
     """Returns the lines of `float32=` that a finding advises."""
-    passed = re.search(r'float32=(\[.*?\]|".*?")', finding.message)[1]
+    (passed,) = re.findall(r'float32=(\[.*?\]|".*?")', finding.message)
     return re.findall(r'"(.*?)"', passed)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from helpers import assert_same_bits, exhaustive_but, relaxed, to_numpy
+from helpers import assert_close, assert_same_bits, exhaustive_but, relaxed, to_numpy
 from networks import Net, in_one_call, in_two_calls
 
 from optax_lossscale import (
@@ -219,6 +219,36 @@ def test_batch_statistics_move_without_a_word_of_flax():
     _, grads = optimizer.value_and_grad(nnx_loss, trainer.opt_state)(model, X, Y)
     trainer.update(model, grads)
     assert (model.norm.mean[...] != before).any()
+
+
+def two_layers():
+    rngs = nnx.Rngs(0)
+    return nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 1, rngs=rngs)
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_modules_that_share_parameters_train_them_once(retries):
+    def loss_fn(parts, x, y):
+        return nnx_loss(lambda x: parts["end"](parts["again"](parts["begin"](x))), x, y)
+
+    layer, last = two_layers()
+    parts = {"begin": layer, "again": layer, "end": nnx.Sequential(layer, last)}
+    optimizer = LossScaleOptimizer(INNER, retries=retries)
+    state = optimizer.init(parts)
+    for _ in range(3):
+        parts, state, _ = optimizer.minimize(loss_fn, parts, state, X, Y)
+    assert parts["begin"] is parts["again"] is layer
+    # By hand, in one module.
+    expected = two_layers()
+    model = nnx.Sequential(*[expected[0]] * 3, expected[1])
+    bare_state = INNER.init(nnx.state(model, nnx.Param))
+    for _ in range(3):
+        grads = nnx.grad(nnx_loss)(model, X, Y)
+        params = nnx.state(model, nnx.Param)
+        updates, bare_state = INNER.update(grads, bare_state, params)
+        nnx.update(model, optax.apply_updates(params, updates))
+    for found, wanted in zip((layer, last), expected, strict=True):
+        assert_close(nnx.state(found), nnx.state(wanted))
 
 
 def test_what_is_no_number_has_no_gradient():

@@ -69,7 +69,7 @@ class Float32Lines(NamedTuple):
       >>> from optax_lossscale import autocast, diagnostics
       >>> loss_fn = autocast(lambda w: jnp.sum(w @ w))
       >>> print(diagnostics.float32_lines(loss_fn, jnp.eye(2)))
-      No line needs float32 within 1% at the loss scale 2^14, the largest that fits
+      No line needs float32 at the loss scale 2^14, the largest that fits, within 1%
         (loss 0%, gradients 0%).
     """
 
@@ -298,8 +298,8 @@ def _message(
     """Says what these lines do, of so many that use half precision, at which scale."""
     first, *_ = verdict.find_all(search)
     at = f"at the loss scale {words.power(search.run.scale)}"
-    at += ", the largest that fits" * (search.run.scale > 1 and not is_given)
-    text = f"within {100 * search.close:g}% {at} ({after}"
+    at += ", the largest that fits," * (search.run.scale > 1 and not is_given)
+    text = f"{at} within {100 * search.close:g}% ({after}"
     if kept is None:
         loss, norms = search.run.losses[1], search.run.norms[:, 0]
         is_finite = math.isfinite(loss) and np.isfinite(norms).all()
