@@ -97,12 +97,12 @@ class TestThresholds:
     def test_from_its_limit_on(self, name, limit):
         counts = {"skipped_steps": limit, "consecutive_skipped_steps": limit}
         state = with_numbers(**counts | {name: limit})
-        found = report(state)
-        assert not found.healthy
-        assert getattr(found, name) == limit
+        verdict = report(state)
+        assert not verdict.healthy
+        assert getattr(verdict, name) == limit
         with pytest.raises(FloatingPointError) as error:
             check_health(state)
-        assert str(error.value) == str(found)
+        assert str(error.value) == str(verdict)
         below = {key: n - 1 for key, n in (counts | {name: limit}).items()}
         state = with_numbers(**below)
         assert check_health(state) == report(state)
@@ -115,11 +115,11 @@ class TestThresholds:
         state = with_numbers(scale)
         with pytest.raises(FloatingPointError, match="The loss scale is damaged"):
             check_health(state)
-        found = report(state)
-        assert rows_of(found)["loss scale"] == f"{np.float32(scale):.10g}"
-        assert "loss_scale_state=optimizer.init" in found.advice[0]
+        verdict = report(state)
+        assert rows_of(verdict)["loss scale"] == f"{np.float32(scale):.10g}"
+        assert "loss_scale_state=optimizer.init" in verdict.advice[0]
         # After one step.
-        assert "begins anew at the initial_scale" in found.diagnosis
+        assert "begins anew at the initial_scale" in verdict.diagnosis
         state = trainer("dynamic", False)[0].update(PARAMS, state, PARAMS)[1]
         assert np.isfinite(scale) or check_health(state).loss_scale == 2.0**15
 
@@ -128,10 +128,10 @@ class TestThresholds:
         assert check_health(with_numbers(scale)).loss_scale == scale
 
     def test_plain_numbers(self):
-        found = report(run(1.0, INF, LOST))
-        assert found == (True, *found[1:3], 2.0**14, 2, 2, 0, 1, None, ())
-        assert [type(x) for x in found[3:-2]] == [float, int, int, int, int]
-        assert isinstance(found, Report)
+        verdict = report(run(1.0, INF, LOST))
+        assert verdict == (True, *verdict[1:3], 2.0**14, 2, 2, 0, 1, None, ())
+        assert [type(x) for x in verdict[3:-2]] == [float, int, int, int, int]
+        assert isinstance(verdict, Report)
 
 
 ONE, HIGH = DynamicLossScale(1.0), DynamicLossScale(2.0**20)
@@ -198,28 +198,28 @@ DIAGNOSES = [
 @pytest.mark.parametrize(("make", "steps", "options", "diagnosis", "advice"), DIAGNOSES)
 def test_diagnosis_and_advice(make, steps, options, diagnosis, advice):
     with jax.numpy_dtype_promotion("standard"):  # For MultiSteps.
-        found = check_health(make(*steps, **options))
-    assert diagnosis in found.diagnosis
-    first = found.advice[0] if found.advice else ""
+        verdict = check_health(make(*steps, **options))
+    assert diagnosis in verdict.diagnosis
+    first = verdict.advice[0] if verdict.advice else ""
     assert (first[: len(advice)], bool(first)) == (advice, bool(advice))
 
 
-def rows_of(found):
+def rows_of(verdict):
     """Returns the rows of numbers of a printed report, by their names."""
-    return dict(re.findall(r"^  (\S.*?)  +(.*)$", str(found), re.M))
+    return dict(re.findall(r"^  (\S.*?)  +(.*)$", str(verdict), re.M))
 
 
 def test_every_number_that_tells_something_has_a_row():
-    found = report(run(*[NAN] * 5, LOST, loss_scale=DynamicLossScale(4.0)))
-    assert rows_of(found) == {
+    verdict = report(run(*[NAN] * 5, LOST, loss_scale=DynamicLossScale(4.0)))
+    assert rows_of(verdict) == {
         "loss scale": "1 (2^0)",
         "skipped steps": "6, of which 6 in a row",
         "at lowest scale": "3 of these",
         "loss not finite": "1 steps",
     }
-    assert max(map(len, str(found).splitlines())) < 80
-    steps = re.findall(r"^(\d)\. ", str(found), re.M)
-    assert list(map(int, steps)) == [*range(1, 1 + len(found.advice))]
+    assert max(map(len, str(verdict).splitlines())) < 80
+    steps = re.findall(r"^(\d)\. ", str(verdict), re.M)
+    assert list(map(int, steps)) == [*range(1, 1 + len(verdict.advice))]
     state = retry(1.0, 1.0)
     assert rows_of(report(state))["repeated passes"] == "5"
     assert report(state)[3:] == (2.0**15, 0, 0, 0, None, 5, ())
@@ -229,27 +229,27 @@ def test_every_number_that_tells_something_has_a_row():
 class TestNotFinite:
     def test_parameters_are_named_and_counted(self):
         narrow = {"half": jnp.array([1, INF], jnp.float16), "wide": jnp.ones(2)}
-        found = report(run(1.0), narrow)
+        verdict = report(run(1.0), narrow)
         half = "params['half'], float16[2]: 1 inf, 0 nan of 2, first at [1]"
-        assert found.diagnosis == f"Not finite: {half}. No step was skipped."
+        assert verdict.diagnosis == f"Not finite: {half}. No step was skipped."
         with pytest.raises(FloatingPointError, match=r"params\['half'\]"):
             check_health(run(1.0), narrow)
         many = dict.fromkeys("abcde", jnp.float32(NAN))
-        found = report(run(NAN, loss_scale=8.0), many)
-        assert "'b'], float32[]: 0 inf, 1 nan of 1; params['c']" in found.diagnosis
-        assert "params['d']" not in found.diagnosis
-        assert "; and 2 more. No step was skipped." in found.diagnosis
-        found = report(run(1.0, loss_scale=8.0), PARAMS)
-        assert found[:3] == (True, "No step was skipped.", ())
+        verdict = report(run(NAN, loss_scale=8.0), many)
+        assert "'b'], float32[]: 0 inf, 1 nan of 1; params['c']" in verdict.diagnosis
+        assert "params['d']" not in verdict.diagnosis
+        assert "; and 2 more. No step was skipped." in verdict.diagnosis
+        verdict = report(run(1.0, loss_scale=8.0), PARAMS)
+        assert verdict[:3] == (True, "No step was skipped.", ())
 
     @pytest.mark.parametrize(("value", "healthy"), [(NAN, False), (INF, True)])
     def test_the_inner_state(self, value, healthy):
         state = run(1.0)._replace(inner_state={"nu": jnp.array([1.0, value])})
         assert report(state) == report(run(1.0))
-        found = report(state, {})
-        assert found.healthy == healthy
-        assert "Not finite: inner_state['nu'], float32[2]" in found.diagnosis
-        assert found.advice[0].startswith("Restore a checkpoint")
+        verdict = report(state, {})
+        assert verdict.healthy == healthy
+        assert "Not finite: inner_state['nu'], float32[2]" in verdict.diagnosis
+        assert verdict.advice[0].startswith("Restore a checkpoint")
 
     def test_an_optimizer_that_begins_with_inf(self):
         state = LossScaleOptimizer(optax.contrib.reduce_on_plateau()).init(PARAMS)
@@ -260,8 +260,8 @@ class TestNotFinite:
         model.mean[...] = jnp.array([NAN, 1.0])
         assert "params.mean.value" in report(run(), model).diagnosis
         assert "params['mean'].value" in report(run(), nnx.state(model)).diagnosis
-        found = report(run(), (jnp.tanh, jnp.ones(2), jnp.arange(2), None))
-        assert found == report(run(), {})
+        verdict = report(run(), (jnp.tanh, jnp.ones(2), jnp.arange(2), None))
+        assert verdict == report(run(), {})
 
     @pytest.mark.parametrize("params", ["params", jnp.tanh, [object()]])
     def test_what_holds_no_array_is_refused(self, params):
@@ -285,9 +285,9 @@ class TestFrozenScale:
         for _ in range(26):
             param, state = optimizer.apply_gradients(grad_fn(param)[1], param, state)
         assert param == 1
-        found = report(state)
-        assert MISTAKE in found.advice[1]
-        assert "for longer than is usual" in found.diagnosis
+        verdict = report(state)
+        assert MISTAKE in verdict.advice[1]
+        assert "for longer than is usual" in verdict.diagnosis
 
     @pytest.mark.parametrize(
         ("steps", "loss_scale"),
@@ -299,8 +299,8 @@ class TestFrozenScale:
         ],
     )
     def test_is_not_suspected_where_it_cannot_be_the_cause(self, steps, loss_scale):
-        found = report(run(*steps, loss_scale=loss_scale))
-        assert not any(MISTAKE in text for text in found.advice)
+        verdict = report(run(*steps, loss_scale=loss_scale))
+        assert not any(MISTAKE in text for text in verdict.advice)
 
 
 COUNTS = "stuck_steps", "skipped_steps", "consecutive_skipped_steps"
@@ -341,12 +341,12 @@ class TestManyMembers:
     )
     def test_the_worst_is_named(self, numbers, member, words):
         state = with_numbers(**{"scale": [4] * len(numbers["skipped_steps"])} | numbers)
-        found = report(state)
-        assert found.diagnosis.startswith(f"Members that skipped steps: {words}")
-        assert found.member == member
-        assert found.loss_scale == state.loss_scale_state.loss_scale[member]
-        assert found.skipped_steps == state.skipped_steps[member]
-        assert found.healthy == (found.skipped_steps < 1000)
+        verdict = report(state)
+        assert verdict.diagnosis.startswith(f"Members that skipped steps: {words}")
+        assert verdict.member == member
+        assert verdict.loss_scale == state.loss_scale_state.loss_scale[member]
+        assert verdict.skipped_steps == state.skipped_steps[member]
+        assert verdict.healthy == (verdict.skipped_steps < 1000)
 
     # Some optimizers begin with inf.
     INNER = {"mu": np.float32([1, 1, NAN]), "best": np.float32([1, INF, 1])}
@@ -362,8 +362,8 @@ class TestManyMembers:
     )
     def test_one_that_is_not_finite_is_worse(self, inner, params, member, healthy):
         state = with_numbers(scale=[4] * 3, skipped_steps=[5, 0, 0])
-        found = report(state._replace(inner_state=inner), params)
-        assert (found.healthy, found.member) == (healthy, (member,))
+        verdict = report(state._replace(inner_state=inner), params)
+        assert (verdict.healthy, verdict.member) == (healthy, (member,))
 
     def test_a_rule_with_arrays_of_its_own(self):
         state = with_numbers(scale=[4, 8], skipped_steps=[1, 0])
@@ -372,9 +372,9 @@ class TestManyMembers:
 
     def test_their_leaves_come_first(self):
         state = with_numbers(scale=[4, 8], skipped_steps=[1, 0])
-        found = report(state, jnp.array([1.0, NAN])).diagnosis
-        assert found.startswith("Not finite: params, float32[2]: 0 inf, 1 nan")
-        assert "first at [1]. Members that skipped steps: 1 of 2;" in found
+        verdict = report(state, jnp.array([1.0, NAN])).diagnosis
+        assert verdict.startswith("Not finite: params, float32[2]: 0 inf, 1 nan")
+        assert "first at [1]. Members that skipped steps: 1 of 2;" in verdict
 
     def test_the_worst_counts(self):
         state = with_numbers(
@@ -384,17 +384,17 @@ class TestManyMembers:
             skipped_steps=[[9, 0], [8, 7]],
             nonfinite_loss_steps=[[0, 0], [3, 0]],
         )
-        found = report(state)
-        assert found[3:] == (32, 8, 6, 5, 3, None, (1, 0))
-        assert "Members that skipped steps: 3 of 4" in found.diagnosis
-        assert "The worst is member [1, 0]." in found.diagnosis
+        verdict = report(state)
+        assert verdict[3:] == (32, 8, 6, 5, 3, None, (1, 0))
+        assert "Members that skipped steps: 3 of 4" in verdict.diagnosis
+        assert "The worst is member [1, 0]." in verdict.diagnosis
 
     def test_a_damaged_scale_is_worse_than_all_others(self):
         state = with_numbers([4, NAN, 8], **dict.fromkeys(COUNTS, (500, 0, 0)))
         for params in (None, np.float32([NAN, 1, 1])):
-            found = report(state, params)
-            assert found.member == (1,)
-            assert "member [1]. The loss scale is damaged" in found.diagnosis
+            verdict = report(state, params)
+            assert verdict.member == (1,)
+            assert "member [1]. The loss scale is damaged" in verdict.diagnosis
 
 
 class TestWhere:
@@ -408,9 +408,9 @@ class TestWhere:
         tx = LossScaleOptimizer(optax.adam(0.5), initial_scale=16.0)
         model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-        found = report(optimizer.opt_state, nnx.state(model, nnx.Param))
-        assert found.loss_scale == 16
-        assert "No step has been taken yet" in found.diagnosis
+        verdict = report(optimizer.opt_state, nnx.state(model, nnx.Param))
+        assert verdict.loss_scale == 16
+        assert "No step has been taken yet" in verdict.diagnosis
         assert metrics(optimizer.opt_state)["log2_loss_scale"] == 4
         model.kernel[...] = model.kernel[...] * NAN
         with pytest.raises(FloatingPointError, match="kernel"):

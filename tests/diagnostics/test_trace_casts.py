@@ -123,7 +123,7 @@ def advised(finding):
 
 
 @pytest.mark.parametrize("program", exhaustive_but(PROGRAMS, PROGRAMS[:3]))
-def test_the_product_is_named_and_with_it_in_float32_the_fault_is_gone(program):
+def test_the_product_is_named_and_float32_mends_it(program):
     first, *_ = trace_numerics(autocast(program), PARAMS, X).findings
     products = line_numbers(program.__name__, __file__)
     assert (first.kind, first.operation.name) == ("forward", "layer's input")

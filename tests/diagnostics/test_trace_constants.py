@@ -91,9 +91,7 @@ def after_a_product_in_float32(w):
 @pytest.mark.parametrize(
     "loss_fn", [after_a_product_in_half, after_a_product_in_float32]
 )
-def test_the_twin_has_the_products_of_the_device_but_those_in_half(
-    loss_fn, monkeypatch
-):
+def test_the_twin_has_the_products_of_the_device(loss_fn, monkeypatch):
     on_a_tpu(monkeypatch)
     (finding,) = trace_numerics(loss_fn, W, scale=2.0**8).findings
     assert finding.kind == "fine", finding

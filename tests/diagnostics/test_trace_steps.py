@@ -156,7 +156,7 @@ def test_explicit_axes_without_a_mesh_that_is_set():
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_parameters_that_are_sharded_along_their_second_axis_alone(kind):
+def test_parameters_sharded_along_their_second_axis_alone(kind):
     """Devices have parts of each row, so no gradient has one order of its numbers."""
 
     def loss_fn(params, x):

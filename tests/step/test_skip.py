@@ -162,7 +162,7 @@ class TestUpdate:
         text = jax.export.export(jax.jit(step), platforms=["cpu"])(*shapes)
         assert count_branches(text.mlir_module()) == branches
 
-    def test_a_skipped_first_step_changes_nothing_of_value_and_derivative(self):
+    def test_a_skipped_first_step_changes_no_value_or_derivative(self):
         # Adam divides by zero in an update from its first state.
         optimizer, step = self.step_of(optax.adam(0.1))
         bad = self.good.at[3, 5].set(NAN)
