@@ -176,7 +176,7 @@ def find_all(search: Search) -> list[NumericFinding]:
         raw = search.judge(run.norms, run.losses)
         effect = raw if _underflow(search, best, raw) else effect
     if best is None or not effect.is_fine:
-        findings = _bad_argument(run) or _wrong(search, effect)
+        findings = _bad_argument(run) or _hidden(run) or _wrong(search, effect)
         if findings:
             return findings
     swallowed = [run.operation(key) for key in run.nonfinite_origins()[:1]]
@@ -201,6 +201,24 @@ def _bad_argument(run):
     more, held = len(bad) - 1, words.kinds_of(run.range(bad[0]))
     operation = run.operation(reader)
     return [words.nonfinite_argument(name, more, is_parameter, held, operation)]
+
+
+def _hidden(run):
+    """Finds where float32 makes inf or nan of a gradient that is finite here."""
+
+    def is_bad_in_float32(key):
+        return run.range(key).float32_nonfinite > 0
+
+    def is_hidden(key):
+        return is_bad_in_float32(key) and not run.is_bad(key)
+
+    reached = run.ancestors(
+        filter(is_hidden, run.gradients),
+        lambda key: filter(is_bad_in_float32, run.operands(key)),
+    )
+    keys = (k for k in run.sites if k in reached and is_hidden(k))
+    first = next((k for k in keys if run.site(k).primitive), None)
+    return [] if first is None else [words.hidden(run.operation(first))]
 
 
 def _wrong(search, effect):

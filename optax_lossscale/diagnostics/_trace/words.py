@@ -262,6 +262,15 @@ def nonfinite_argument(
     return NumericFinding("nonfinite_argument", text, operation)
 
 
+def hidden(operation: NumericOperation) -> NumericFinding:
+    """Says that float32 makes inf or nan where half precision does not."""
+    text = (
+        f"{operation}: float32 makes inf or nan here. Half precision rounds its inputs, "
+        f"and so hides it. No loss scale helps: {GUARD}."
+    )
+    return NumericFinding(operation.phase, text, operation)
+
+
 def constant_loss(loss: float) -> NumericFinding:
     """Says that the loss is inf or nan, and depends on nothing."""
     text = f"The loss is {loss:g}, a constant: nothing in it depends on an argument."
