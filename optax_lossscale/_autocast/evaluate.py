@@ -150,7 +150,9 @@ class _Evaluator:
         is_rounded = step in self._plan.rounded
         is_wide = State.HALF not in states or self._plan.program.layers[step].is_norm
         if is_wide or is_rounded or _spreads(step):
-            wide = parts.bind(equation, [self._read(x, State.WIDE) for x in inputs])
+            with _for_products(True):
+                inputs = [self._read(x, State.WIDE) for x in inputs]
+            wide = parts.bind(equation, inputs)
             with _for_products(is_rounded):
                 results = list(map(self._cast, wide, states))
             is_named = self._is_saved is not None and step.kind == Kind.ARITHMETIC

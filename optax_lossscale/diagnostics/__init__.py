@@ -28,14 +28,12 @@ from optax_lossscale.diagnostics._trace.proposal import (
     float32_lines as float32_lines,
 )
 from optax_lossscale.diagnostics._trace.sites import (
+    NumericFinding as NumericFinding,
     NumericOperation as NumericOperation,
 )
 from optax_lossscale.diagnostics._trace.trace import (
     NumericsTrace as NumericsTrace,
     trace_numerics as trace_numerics,
-)
-from optax_lossscale.diagnostics._trace.words import (
-    NumericFinding as NumericFinding,
 )
 from optax_lossscale.diagnostics._underflow import (
     ExponentHistogram as ExponentHistogram,

@@ -73,6 +73,13 @@ def power(number: float) -> str:
     return f"2^{exponent:.{0 if exponent.is_integer() else 2}f}"
 
 
+def percent(x: float) -> str:
+    """Writes a share, or a relative error."""
+    if not math.isfinite(x):
+        return str(x)
+    return f"{100 * x:.0f}%" if x >= 1 else f"{100 * x:.2g}%"
+
+
 def check_host(function: str, tree: Any) -> None:
     """Raises where numbers cannot be waited for."""
     if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):

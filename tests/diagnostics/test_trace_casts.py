@@ -181,3 +181,29 @@ def test_one_layer_of_several_on_a_line_is_named_by_its_scope():
     # The only product of its line is named by that.
     first, *_ = trace_numerics(autocast(squared), PARAMS, X).findings
     assert "named_scope" not in first.message
+
+
+def test_a_gradient_that_a_product_rounds_has_the_line_of_the_product():
+    def loss_fn(w, x):
+        likelihoods = jnp.exp(-40 + 0 * x) @ jax.nn.softmax(w["a"])  # the product
+        return -jnp.mean(jnp.log(likelihoods + 1e-30))
+
+    trace = trace_numerics(autocast(loss_fn), PARAMS, X)
+    product = line_of("the product", __file__)
+    casts = [x.operation for x in trace.findings if x.operation.name == "cast"]
+    assert {x.line for x in casts} == {product}, str(trace)
+    mended = autocast(loss_fn, float32=f"test_trace_casts.py:{product}")
+    (first,) = trace_numerics(mended, PARAMS, X).findings
+    assert first.kind == "fine", first.message
+
+
+def test_a_line_that_rounding_saves_from_a_nan_of_float32_is_named():
+    def loss_fn(w, x):
+        h = x @ jnp.eye(6) + 0 * (x @ w["a"])
+        distances = jnp.sqrt(jnp.sum((h - x) ** 2, -1))  # a distance of zero
+        return jnp.mean(distances)
+
+    (first,) = trace_numerics(autocast(loss_fn), PARAMS, X).findings
+    assert first.operation.line == line_of("a distance of zero", __file__)
+    assert "float32 makes inf or nan here" in first.message
+    assert "guard log, sqrt, norm" in first.message

@@ -129,7 +129,7 @@ class Interpreter:
         casts = [x for i in site.inputs for x in self._held.get(i, ())]
         if site.primitive in PASSIVE:
             self._held[number] = casts
-        elif place.phase == "forward":
+        else:
             for x in casts:
                 if not x.readers:
                     x.source, x.scope = site.source, site.scope
@@ -195,8 +195,7 @@ class Interpreter:
         for i, (real, wide) in enumerate(zip(reals, wides, strict=True)):
             about["is_elementwise"] = elementwise and shapes <= {real.shape}
             values.append(self.measure(i, Value(real, wide), place, **about))
-        is_cast = name == "convert_element_type" and in_half(reals[0])
-        if is_cast and not parts.has_line(equation):
+        if name == "convert_element_type" and not parts.has_line(equation):
             self._held[values[0].site] = [self.sites[values[0].site]]
         return values
 

@@ -14,9 +14,9 @@ from optax_lossscale._jaxprs.primitives import Kind, names_of
 from optax_lossscale.diagnostics._common import check_host, scale_of
 from optax_lossscale.diagnostics._trace import steps
 from optax_lossscale.diagnostics._trace.call import Traced, make_call
-from optax_lossscale.diagnostics._trace.sites import NumericOperation
+from optax_lossscale.diagnostics._trace.sites import NumericFinding, NumericOperation
 from optax_lossscale.diagnostics._trace.verdict import Search, closeness, find_all
-from optax_lossscale.diagnostics._trace.words import NumericFinding, power
+from optax_lossscale.diagnostics._trace.words import power
 
 PRODUCTS = names_of(Kind.PRODUCT)
 WIDTH = 79

@@ -15,15 +15,16 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lossscale.diagnostics import _common
 from optax_lossscale.diagnostics._trace import causes, words
 from optax_lossscale.diagnostics._trace.sites import (
     INHERITED,
+    NumericFinding,
     Run,
     depending_on,
     ratio,
 )
 from optax_lossscale.diagnostics._trace.summary import sketch_distance
-from optax_lossscale.diagnostics._trace.words import NumericFinding
 
 # Results agree with float32 if they differ by less: 20 times the precision of float16.
 CLOSE = 0.01
@@ -66,7 +67,7 @@ class Effect(NamedTuple):
 
     def __str__(self):
         loss, gradients, floor = map(
-            words.percent, (self.loss, self.gradients, self.floor)
+            _common.percent, (self.loss, self.gradients, self.floor)
         )
         text = f"loss {loss}, gradients {gradients}"
         return text + f"; rounded parameters and data {floor}" * (self.floor > 0)

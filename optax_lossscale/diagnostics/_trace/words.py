@@ -9,6 +9,7 @@ from optax_lossscale._tree import is_half
 from optax_lossscale.diagnostics import _common
 from optax_lossscale.diagnostics._bits import limits_of
 from optax_lossscale.diagnostics._trace.sites import (
+    NumericFinding,
     NumericOperation,
     NumericRange,
     named,
@@ -21,40 +22,6 @@ USUAL_BITS = 4
 SMALL = 0.005
 CASTS = ("convert_element_type", "reduce_precision")
 ROUNDED = "A constant like 1e-8 is 0 in float16, and one like -1e9 is -inf."
-
-
-class NumericFinding(NamedTuple):
-    """What is wrong with a step, and what to do; or that all is fine.
-
-    Attributes:
-      kind: "nonfinite_argument": a parameter or the data held inf or nan.
-        "forward": inf or nan begins in the forward pass, so no loss scale helps.
-        "backward": inf or nan begins in the backward pass at every loss scale.
-        "scale_too_high": the backward pass overflows at this loss scale.
-        "no_scale": no loss scale fits two operations.
-        "underflow": results are flushed to zero, or too small to be precise.
-        "precision": finite results differ too much from float32.
-        "decision": float32 chooses otherwise, among numbers that half precision cannot
-        tell apart. Alone it is no fault.
-        "fine": the gradients agree with float32.
-      message: What happens and what to do, in plain words.
-      operation: The operation, or None.
-      other: A second operation that matters, or None.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from optax_lossscale import diagnostics
-      >>> def loss_fn(w):
-      ...     return jnp.sum(jnp.exp(w.astype(jnp.float16))).astype(jnp.float32)
-      >>> trace = diagnostics.trace_numerics(loss_fn, jnp.array([1.0, 12.0]))
-      >>> trace.findings[0].kind
-      'forward'
-    """
-
-    kind: str
-    message: str
-    operation: NumericOperation | None = None
-    other: NumericOperation | None = None
 
 
 class Fault(NamedTuple):
@@ -120,13 +87,6 @@ GUARDS = {
 }
 
 
-def percent(x: float) -> str:
-    """Writes a share, or a relative error."""
-    if not math.isfinite(x):
-        return str(x)
-    return f"{100 * x:.0f}%" if x >= 1 else f"{100 * x:.2g}%"
-
-
 def power(scale: float) -> str:
     """Writes a number as a power of two, but for 1."""
     return "1" if scale == 1 else _common.power(scale)
@@ -165,7 +125,7 @@ def what_of(fault: Fault) -> str:
     if fault.kind == "underflow":
         return f"{result.flushed:.0%} of the {noun} are flushed to zero"
     if fault.kind == "decision":
-        share = f" for {percent(result.flushed)} of the numbers"
+        share = f" for {_common.percent(result.flushed)} of the numbers"
         return f"float32 decides otherwise here{share * bool(result.flushed)}"
     text = f"the {noun} differ from float32 by {result.error:.2g} of the largest"
     return text + ", and other lines magnify that" * (result.error < SMALL)
@@ -265,8 +225,8 @@ def nonfinite_argument(
 def hidden(operation: NumericOperation) -> NumericFinding:
     """Says that float32 makes inf or nan where half precision does not."""
     text = (
-        f"{operation}: float32 makes inf or nan here. Half precision rounds its inputs, "
-        f"and so hides it. No loss scale helps: {GUARD}."
+        f"{operation}: float32 makes inf or nan here, and rounded inputs hide it. No "
+        f"loss scale helps: {GUARD}."
     )
     return NumericFinding(operation.phase, text, operation)
 
@@ -342,7 +302,7 @@ def underflow(
     what = f"{shares[0]:.0%} of the gradients are flushed to zero at the loss scale "
     what += f"{first}, and {shares[1]:.0%} at {second}"
     if not shares[0]:
-        off = list(map(percent, errors))
+        off = list(map(_common.percent, errors))
         what = f"the gradients are too small to be precise: {off[0]} off at the loss "
         what += f"scale {first}, and {off[1]} at {second}"
     text = f"{operation}: {what}"
@@ -369,7 +329,7 @@ def no_scale(
       is_autocast: Whether `autocast` made the program.
     """
     result, lines = vanishes.output, lines_to_pass([overflows], is_autocast)
-    passed = f"the first ({lines})" if lines else "one of the two lines"
+    passed = f"the first, by autocast(loss_fn, {lines})," if lines else "one of the two"
     text = (
         f"No loss scale fits both: above {power(largest)}, {overflows} overflows; at "
         f"that scale {result.flushed:.0%} of the results of {vanishes} are flushed to "
