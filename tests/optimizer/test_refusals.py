@@ -230,7 +230,11 @@ WRONG = {
         )
         for x in (None, {}, {"loss_scale": np.float32(8)}, np.float32(8), ())
     },
-    "restored as dictionaries": (of_dictionaries, "restore into the state of init", []),
+    "restored as dictionaries": (
+        of_dictionaries,
+        "restore a checkpoint into the state of init",
+        [],
+    ),
     "none": (lambda state: (), "exactly one .* got 0|must be the LossScaleOpt", []),
     "two": (lambda state: {"a": state, "b": state}, "exactly one .* got 2|inside", []),
     "in a chain": (
