@@ -232,7 +232,7 @@ WRONG = {
     },
     "restored as dictionaries": (
         of_dictionaries,
-        "restore .*into the state of init",
+        "restore a checkpoint into the state of init",
         [],
     ),
     "none": (lambda state: (), "exactly one .* got 0|must be the LossScaleOpt", []),
