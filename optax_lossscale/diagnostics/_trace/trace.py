@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -245,7 +246,11 @@ def check_scale(name: str, loss_fn: Any, args: Any, state: Any, scale: Any) -> f
         raise ValueError("Pass state or scale, not both: a state has its loss scale.")
     if state is not None:
         return check.scale("the loss scale of state", scale_of(state).item())
-    number = np.asarray(1.0 if scale is None else scale)
+    scale = 1.0 if scale is None else scale
+    if not jax.tree_util.all_leaves([scale]):
+        got = type(scale).__name__
+        raise TypeError(f"scale must be a number, got {got}. Pass a state as state=.")
+    number = np.asarray(scale)
     if number.shape:
         raise ValueError(
             f"scale must be a number, got shape {number.shape}. Trace losses that have "
