@@ -16,7 +16,7 @@ ONE_LAYER = (
     'and float32="name".'
 )
 # What to do if a choice matches nothing: a function, a class, a line, a scope.
-CASTS = "If it casts by itself, remove its casts."
+CASTS = "Either it does not run here, or it casts by itself: then remove its casts."
 NO_CALL = (
     "It inherits __call__, whose lines are those of the base class. Define __call__ in "
     f"it, which may call that of super(). {ONE_LAYER}"

@@ -84,5 +84,6 @@ def check_host(function: str, tree: Any) -> None:
     """Raises where numbers cannot be waited for."""
     if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
         raise TypeError(
-            f"{function} is for the host, to wait for numbers: call it outside of jit."
+            f"{function} is for the host, to wait for numbers: call it outside of jit, "
+            "or by jax.debug.callback."
         )

@@ -181,7 +181,7 @@ class Last(Block):
 
 UNMATCHED = {
     r"Last. It inherits __call__.* Define __call__ in it": Last,
-    "Block.__call__. If it casts by itself": Block.__call__,
+    "Block.__call__. Either it does not run here, or it casts": Block.__call__,
     "kept. A string is the name of a scope": "kept",
     "test_choices.py:1. .* its number may have changed: ask": "test_choices.py:1",
 }

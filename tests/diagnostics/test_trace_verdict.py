@@ -220,7 +220,7 @@ def test_a_constant_by_hand_may_be_a_rounded_one():
     [
         ("dot_general", "float16", "forward", "matrix product"),
         ("reduce_sum", "float16", "forward", "sum"),
-        ("convert_element_type", "float16", "forward", "layer's input"),
+        ("convert_element_type", "float16", "forward", "layer's weight"),
         ("convert_element_type", "float16", "backward", "cast"),
         ("convert_element_type", "float32", "forward", "cast"),
         ("cumlogsumexp", "float32", "forward", "cumlogsumexp"),
@@ -228,6 +228,7 @@ def test_a_constant_by_hand_may_be_a_rounded_one():
     ],
 )
 def test_names_as_people_use_them(primitive, dtype, phase, name):
+    """The only input is a parameter."""
     made = site(1, primitive, (0,), phase, dtype)
     found = record({}, [ARGUMENT, made, ARGUMENT]).operation(1)
     assert found.name == name

@@ -381,7 +381,9 @@ class Run:
     def _name(self, site):
         is_cast = site.primitive == "convert_element_type" and is_half(site.dtype)
         if is_cast and site.phase == "forward" and self.outline.is_autocast:
-            return "layer's input"
+            names = {self.outline.names.get(x) for x in site.inputs}
+            is_weight = not names.isdisjoint(self.outline.parameters)
+            return "layer's weight" if is_weight else "layer's input"
         return NOUNS.get(site.primitive, site.primitive.replace("_", " "))
 
     @functools.cached_property
@@ -468,7 +470,9 @@ class Run:
     def causes(self, keys: Iterable[int]) -> list[int]:
         """Returns where the inf and nan of these sites begin, in order of execution."""
         reached = self.ancestors(filter(self.is_bad, keys), self.bad_operands)
-        return [k for k in self.sites if k in reached and self.is_origin(k)]
+        origins = [k for k in self.sites if k in reached and self.is_origin(k)]
+        # A constant may be of a branch that nobody takes: `jnp.var` holds a nan.
+        return [k for k in origins if self.site(k).inputs] or origins
 
     def ancestors(
         self, keys: Iterable[int], parents: Callable[[int], Iterable[int]] | None = None
