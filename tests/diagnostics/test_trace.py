@@ -161,3 +161,12 @@ def test_a_mask_from_outside_is_no_origin():
         return total(lax.scan(body, x, jnp.stack([mask, mask]))[0] * x)
 
     assert trace_numerics(loss_fn, TWO).first_nonfinite is None
+
+
+def test_the_nan_of_a_branch_that_nobody_takes_is_no_finding():
+    def loss_fn(w):
+        h = half(w) * 6e4  # overflows
+        return total(h / jnp.sqrt(jnp.var(h)))  # jnp.var holds a nan.
+
+    (finding,) = trace_numerics(loss_fn, TWO).findings
+    assert finding.operation.line == line_of("overflows", __file__)
