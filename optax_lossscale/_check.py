@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from optax_lossscale._tree import is_half
+from optax_lossscale._tree import in_half, is_half
 
 # Within these bounds the scale and its reciprocal are normal float32 numbers.
 # Outside, one of the two is subnormal, which most hardware flushes to zero: all
@@ -17,7 +17,12 @@ LARGEST_SCALE = 2.0**126
 
 
 def _number(name: str, value: Any) -> Any:
-    """Returns `value`, if it is a real number of Python or NumPy."""
+    """Returns `value`, if it is a real number of Python or NumPy, in full precision."""
+    if in_half(value):  # The bounds would be rounded as well, to 0 and inf.
+        raise ValueError(
+            f"{name} must not be of half precision ({value.dtype}), which rounds it, "
+            f"got {value!r}. Pass a Python number."
+        )
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         advice = " Write float(...) around it." if hasattr(value, "dtype") else ""
         raise TypeError(

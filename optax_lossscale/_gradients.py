@@ -183,7 +183,8 @@ def _unreduced_axes(transform: Callable[..., Any] | None) -> tuple[Any, ...]:
     def is_unreduced(axis):
         # Over an axis without a name nobody can reduce.
         index = jax.eval_shape(lambda: lax.axis_index(axis))
-        return has_name(axis) and not varying_axes(index)
+        is_alone = lax.axis_size(axis) == 1
+        return has_name(axis) and not is_alone and not varying_axes(index)
 
     axes = jax.sharding.get_abstract_mesh().manual_axes
     unreduced = filter(is_unreduced, sorted(axes, key=str))
@@ -194,17 +195,19 @@ def check_averaging(
     axes: tuple[Hashable, ...], transform: Callable[..., Any] | None
 ) -> None:
     """Raises, or warns, if `minimize` leaves each device its own gradients."""
-    for axis in _unreduced_axes(transform):
-        words = (
+    names = _unreduced_axes(transform)
+    for axis in filter(axes.__contains__, names):
+        raise ValueError(
             "minimize cannot average gradients in jax.pmap or shard_map(check_vma="
             f"False). Call value_and_grad, jax.lax.pmean(grads, {axis!r}), "
             "apply_gradients; or use jax.shard_map(check_vma=True)."
         )
-        if axis in axes:
-            raise ValueError(words)
+    if names:
         warn(
-            f"{words} If each device trains parameters of its own, use "
-            "jax.pmap without axis_name, or jax.shard_map(check_vma=True)."
+            "In jax.pmap and shard_map(check_vma=False) minimize leaves each device of "
+            f"{names} its own gradients. To average them, call value_and_grad, "
+            f"jax.lax.pmean(grads, {names}), apply_gradients. If they need no average, "
+            "as those of shards or of members, leave pmean out."
         )
 
 

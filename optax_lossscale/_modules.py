@@ -103,6 +103,20 @@ def differentiated(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
     return list(itertools.compress(leaves, are_parts)), join
 
 
+def trained(tree: Any) -> list[bool]:
+    """Returns of each array in a tree whether a step trains it."""
+    kind, params = _classes("flax.nnx", "Variable"), _classes("flax.nnx", "Param")
+
+    def flags(part):
+        if not is_module(part):
+            return True
+        variables = jax.tree.leaves(part, is_leaf=lambda x: isinstance(x, kind))
+        return [[isinstance(x, params)] * len(jax.tree.leaves(x)) for x in variables]
+
+    parts, join = differentiated(tree)
+    return jax.tree.leaves(join(map(flags, parts), itertools.repeat(False)))
+
+
 def value_and_grad_of_nnx(
     fun: Callable[..., Any], **options: Any
 ) -> Callable[..., Any]:

@@ -245,7 +245,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         Warns:
           UserWarning: If the scale of `state` is a constant in a function that JAX
             traces (`jax.jit`, `jax.lax.scan`); if devices of `jax.shard_map` have
-            losses of their own, and the same parameters.
+            losses of their own, and the same parameters; if each device of `jax.pmap`
+            or `shard_map(check_vma=False)` keeps its own gradients.
 
         Examples:
           >>> import jax

@@ -281,10 +281,10 @@ def scale_as_parameter(
     as of `optax.masked` and `optax.partition`, needs an entry there, of any value; a
     function of the parameters works as it is. `HeadroomLossScale` sees the gradients
     after the trainer has changed them: clipping makes them look smaller than they were
-    in the backward pass. A line search (`optax.lbfgs`) needs `minimize`. Gradients of
-    each example, as `optax.contrib.dpsgd` takes them, may have one flag each: put the
-    optimizer of differential privacy inside. Then one example that overflows skips the
-    step.
+    in the backward pass. A line search (`optax.lbfgs`) needs `value`, `grad` and
+    `value_fn`, which few trainers pass to `update`. Gradients of each example, as
+    `optax.contrib.dpsgd` takes them, may have one flag each: put the optimizer of
+    differential privacy inside. Then one example that overflows skips the step.
 
     Args:
       optimizer: The optimizer. Its inner optimizer and its rule do not see the scale.
@@ -337,6 +337,11 @@ def scale_as_parameter(
         is_lost = ~jnp.isfinite(old)
         # One flag, or one for each example.
         look = _look_at(options, grads, state, jnp.any(flags != 0), is_lost)
+        if "grad" in extra_args:
+            _, _, extra_args["grad"] = _take_out(name, extra_args["grad"], "grads")
+        if (of_all := extra_args.get("value_fn")) is not None:
+            of_rest = jax.tree_util.Partial(lambda params: of_all(place(params, old)))
+            extra_args["value_fn"] = of_rest
         updates, state = _step.take_step(
             options, grads, params, state, extra_args, skip_if, look, adds=False
         )

@@ -126,7 +126,7 @@ def find_state(state: Any) -> LossScaleOptimizerState:
 
 
 def check_state(state: Any, rule: LossScale) -> None:
-    """Raises if `state` is none, or belongs to other options or has other shapes."""
+    """Raises if `state` is none, or belongs to another rule or has other shapes."""
     inside = _tree.nodes_of(LossScaleOptimizerState, state)
     leaves = jax.tree.leaves([x.loss_scale_state for x in inside], is_leaf=is_stateful)
     if any(map(is_stateful, leaves)):

@@ -46,7 +46,7 @@ class Options(NamedTuple):
 
 def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
     """Returns the state before the first step."""
-    _warn_of_scale_among(params)
+    _check_params(params)
     params = _modules.trainable(params)
     inner_state = _tree.strongly_typed(_inner.init(options.inner_optimizer, params))
     if _tree.nodes_of(_state.LossScaleOptimizerState, inner_state):
@@ -99,7 +99,7 @@ def take_step(
     # Look at the gradients.
     _state.check_state(state, rule)
     _inner.check_dtypes(inner, state.inner_state, params, grads)
-    _warn_of_scale_among(params)
+    _check_params(params)
     is_missing = grads is None and params is not None
     if is_missing or isinstance(grads, Iterator):
         got = "None" if is_missing else "an iterator"
@@ -186,16 +186,16 @@ def look_at(rule: LossScale, grads: Any, old: Any, axis_name: Hashable | None) -
     return Look(old, lax.stop_gradient(_state.within_bounds(rule, new)), finite)
 
 
-def _warn_of_scale_among(params: Any) -> None:
-    """Warns of a scale among the parameters, and no `scale_as_parameter`."""
+def _check_params(params: Any) -> None:
+    """Raises if a state is among the parameters; warns if a scale is."""
+    if _tree.nodes_of(_state.LossScaleOptimizerState, params):
+        raise TypeError(
+            "params must not hold the state of an optimizer, got one in a "
+            f"{type(params).__name__}. Pass the parameters alone, as "
+            "train_state.params, and train_state.opt_state as the state."
+        )
 
     def check(path, box):
-        if _tree.nodes_of(_state.LossScaleOptimizerState, params):
-            raise TypeError(
-                "params must not hold the state of an optimizer, got one in a "
-                f"{type(params).__name__}. Pass the parameters alone, as "
-                "train_state.params, and train_state.opt_state as the state."
-            )
         if [*map(_tree.is_float32_scalar, jax.tree.leaves(box))] == [True]:
             warn(
                 f"params{jax.tree_util.keystr(path)} is trained as any parameter. For "

@@ -65,8 +65,8 @@ def _choice(chosen: Any) -> Choice:
             f"{reprlib.repr(chosen)}. {ONE_LAYER}"
         )
     name = getattr(chosen, "__qualname__", repr(chosen))
-    inherits = inspect.isclass(chosen) and "__call__" not in vars(chosen)
-    advice = NO_CALL if inherits else CASTS
+    calls = ["__call__" in vars(x) for x in getattr(chosen, "__mro__", ())]
+    advice = NO_CALL if any(calls) and not calls[0] else CASTS
     return Choice(name, lambda x: not functions.isdisjoint(x.functions()), advice)
 
 

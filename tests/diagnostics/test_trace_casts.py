@@ -207,3 +207,9 @@ def test_a_line_that_rounding_saves_from_a_nan_of_float32_is_named():
     assert first.operation.line == line_of("a distance of zero", __file__)
     assert "float32 makes inf or nan here" in first.message
     assert "guard log, sqrt, norm" in first.message
+
+    def overflowing(w, x):
+        return loss_fn(w, x) + jnp.mean((1e5 * x) @ w["b"])  # more urgent
+
+    (first,) = trace_numerics(autocast(overflowing), PARAMS, X).findings
+    assert first.operation.line == line_of("more urgent", __file__)

@@ -141,6 +141,15 @@ class Normed(nnx.Module):
         return self.norm(self.layer(x)) * self.gain * self.table
 
 
+class Averaged(nnx.Module):
+    def __init__(self):
+        w = jnp.asarray(W)  # At the start, both hold this array.
+        self.w, self.mean = nnx.Param(w), nnx.BatchStat(w)
+
+    def __call__(self, x):
+        return x @ (self.w + self.mean)
+
+
 class Scaled(eqx.Module):
     w: jax.Array
     rate: float
@@ -160,6 +169,7 @@ TRAINED = {
     "a number in a dict": (normed, lambda: {"w": W, "gain": 2.0}, AVERAGES),
     "None": (normed, lambda: {"w": W, "gain": np.float32(2), "none": None}, AVERAGES),
     "nnx": (lambda model, x: mean(model(x) ** 2), Normed),
+    "nnx, with an average": (lambda model, x: mean(model(x)), Averaged),
     "nnx in a dict": (
         lambda params, x: mean((params["model"](x) * params["scale"]) ** 2),
         lambda: {"model": Normed(), "scale": 2.0},

@@ -357,7 +357,7 @@ class TestMinimizeWithoutAveraging:
         assert params == [1 - 0.5 * (1 - 3.5)] * 8
 
     def test_without_a_name_warns_and_trains_apart(self, per_device):
-        calls = r"pmean\(grads, 'batch'\).*of its own, use jax\.pmap without axis_name"
+        calls = r"own gradients.*pmean\(grads, \('batch',\)\).*leave pmean out"
         with pytest.warns(UserWarning, match=calls):
             params = self.step(per_device, axis_name=None)
         assert params == (1 - 0.5 * (1 - INDEX)).tolist()

@@ -306,6 +306,21 @@ def test_a_scale_that_is_trained_as_any_parameter_warns():
     plain.init({"loss_scale": WEIGHTS["b"]})
 
 
+def test_a_line_search_of_all_parameters():
+    loss, params = functools.partial(loss_fn, x=X), with_leaf(WEIGHTS)
+    optimizer, bare = scaler(optax.lbfgs(1.0)), relaxed(optax.lbfgs(1.0))
+    state, bare_state = optimizer.init(params), bare.init(WEIGHTS)
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def step(optimizer, function, params, state):
+        value, grad = jax.value_and_grad(function)(params)
+        extra = {"value": value, "grad": grad, "value_fn": function}
+        return one_step(optimizer, grad, params, state, **extra)[0]
+
+    new = step(optimizer, with_loss_scale(loss), params, state)
+    assert_close(without_leaf(new), step(bare, loss, WEIGHTS, bare_state))
+
+
 @pytest.mark.parametrize("bad", [False, True])
 def test_gradients_of_each_example(bad):
     private = optax.chain(

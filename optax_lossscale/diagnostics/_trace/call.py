@@ -80,10 +80,8 @@ def make_call(
             f"{one} is on {sorted(map(str, here))}, and {other} on "
             f"{sorted(map(str, there))}. Pass all arrays on the same devices."
         )
-    parts, _ = _modules.differentiated(params)
-    trained = set(map(id, jax.tree.leaves(_modules.trainable(parts))))
-    first = enumerate(leaves[: len(jax.tree.leaves(params))])
-    chosen = {i: x for i, x in first if id(x) in trained and is_inexact(x)}
+    trained = enumerate(_modules.trained(params))
+    chosen = {i: leaves[i] for i, x in trained if x and is_inexact(leaves[i])}
     count = len(chosen)
     if not chosen:
         raise TypeError(

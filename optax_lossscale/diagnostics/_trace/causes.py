@@ -120,7 +120,7 @@ def vanished_inputs(run: Run, key: int) -> tuple[str, list[int]] | None:
       a number from which another one is subtracted; None if there are no such zeros.
     """
     operands = run.operands(key)
-    at = operands[-1:] if run.site(key).primitive == "div" else operands
+    at = operands[-1:] if has(run.site(key).primitive, Trait.OVER) else operands
     at = [k for k in at if run.range(k).flushed and not run.site(k).is_decision]
     seen: set[int] = set()
     while at:

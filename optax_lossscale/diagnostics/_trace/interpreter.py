@@ -124,7 +124,7 @@ class Interpreter:
         return x._replace(site=number)
 
     def _note_readers(self, number, place):
-        """Notes of casts for products which these are, and gives them their line."""
+        """Notes the readers of a cast without a line, which gets that of the first."""
         site = self.sites[number]
         casts = [x for i in site.inputs for x in self._held.get(i, ())]
         if site.primitive in PASSIVE:
@@ -211,7 +211,7 @@ def _both(equation, pairs):
     inputs = twin.unpaired(pairs)
     args = [x.real for x in inputs]
     is_constant = not all(isinstance(x, Tracer) for x in args)
-    if name == "div":
+    if has(name, Trait.OVER):
         # The compiler would multiply by the reciprocal of a constant, and in a step of
         # its own by that of any number, unless the twin divides by it, too.
         args[1] = lax.optimization_barrier(jnp.asarray(args[1]))

@@ -49,8 +49,8 @@ class Site:
       row: The site with the same magnitudes: itself, but for moves.
       is_decision: Whether it is a comparison or a place rather than a number.
       opaque: Whether it could not run in float32.
-      readers: Of a cast of `autocast` for products, these. With all of them in float32
-        there is no cast. It has the line of the first.
+      readers: The products that a cast of `autocast` is for. If all are in float32,
+        there is no cast. The cast has the line of the first.
     """
 
     dtype: str

@@ -177,7 +177,7 @@ def find_all(search: Search) -> list[NumericFinding]:
         raw = search.judge(run.norms, run.losses)
         effect = raw if _underflow(search, best, raw) else effect
     if best is None or not effect.is_fine:
-        findings = _bad_argument(run) or _hidden(run) or _wrong(search, effect)
+        findings = _bad_argument(run) or _wrong(search, effect)
         if findings:
             return findings
     swallowed = [run.operation(key) for key in run.nonfinite_origins()[:1]]
@@ -228,6 +228,8 @@ def _wrong(search, effect):
     in_loss, late = run.causes(run.ran([run.outline.loss])), run.causes(run.gradients)
     if in_loss or (best is None and late):
         return _nonfinite(search, in_loss or late)
+    if hidden := _hidden(run):
+        return hidden
     if best is None or not effect.wrong:
         return [_explain(search, run, _origin_of(search, run, effect.wrong))]
     at_best = search.effect(best)

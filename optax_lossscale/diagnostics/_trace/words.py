@@ -171,10 +171,10 @@ def advice_of(fault: Fault) -> str:
         others = "lines that feed it" if is_before else "others that read this number"
         text += f", and the {others}: {places}"
     text += passed
-    if places and passed:
-        text += ". diagnostics.float32_lines finds the fewest lines that it takes"
     text += ", or make its inputs smaller" * (fault.cause == "range")
     text += ", or keep its inputs away from zero" * (fault.cause == "pole")
+    if places and passed:
+        text += ". diagnostics.float32_lines finds the fewest lines that it takes"
     # A line that calls a whole model is more than one wants.
     is_more = passed and fault.products > 1
     return f"{text}. {ONE_LAYER.removesuffix('.')}" if is_more else text
