@@ -110,7 +110,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         dynamic_growth_steps: int | None = None,
         axis_name: Hashable | None = None,
         check_loss: bool = False,
-        retries: int = 0,
+        retries: int | None = None,  # optax.inject_hyperparams would make 0 an array.
     ):
         keras = (dynamic, initial_scale, dynamic_growth_steps)
         if loss_scale is None:
@@ -129,7 +129,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             loss_scale=rule,
             axis_name=axis_name,
             check_loss=check.boolean("check_loss", check_loss),
-            retries=check.count("retries", retries, least=0),
+            retries=0 if retries is None else check.count("retries", retries, least=0),
         )
         check_optimizer(inner_optimizer)
         return self

@@ -109,6 +109,6 @@ def test_the_functions_with_these_parameters():
 @pytest.mark.parametrize("function", [trace_numerics, float32_lines])
 def test_a_state_in_the_place_of_the_scale(function):
     state = LossScaleOptimizer(optax.sgd(0.1)).init(W)
-    words = "got LossScaleOptimizerState. Pass a state as state="
+    words = "scale must be a number, got a state. Pass that as state="
     with pytest.raises(TypeError, match=words):
         function(loss_fn, W, scale=state)

@@ -5,13 +5,14 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jax.typing import ArrayLike
 
 from optax_lossscale import _check as check
 from optax_lossscale._autocast.cast import function_of
 from optax_lossscale._jaxprs.primitives import Kind, names_of
+from optax_lossscale._state import LossScaleOptimizerState
+from optax_lossscale._tree import nodes_of
 from optax_lossscale.diagnostics._common import check_host, scale_of
 from optax_lossscale.diagnostics._trace import steps
 from optax_lossscale.diagnostics._trace.call import Traced, make_call
@@ -246,11 +247,9 @@ def check_scale(name: str, loss_fn: Any, args: Any, state: Any, scale: Any) -> f
         raise ValueError("Pass state or scale, not both: a state has its loss scale.")
     if state is not None:
         return check.scale("the loss scale of state", scale_of(state).item())
-    scale = 1.0 if scale is None else scale
-    if not jax.tree_util.all_leaves([scale]):
-        got = type(scale).__name__
-        raise TypeError(f"scale must be a number, got {got}. Pass a state as state=.")
-    number = np.asarray(scale)
+    if nodes_of(LossScaleOptimizerState, scale):
+        raise TypeError("scale must be a number, got a state. Pass that as state=.")
+    number = np.asarray(1.0 if scale is None else scale)
     if number.shape:
         raise ValueError(
             f"scale must be a number, got shape {number.shape}. Trace losses that have "
