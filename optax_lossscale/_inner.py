@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lossscale._hints import PARAMETERS
+from optax_lossscale._hints import PARAMETERS, hint
 from optax_lossscale._modules import has_settings
 from optax_lossscale._tree import difference, in_half, is_array, is_key, strongly_typed
 
@@ -71,7 +71,7 @@ def check_dtypes(inner: Any, state: Any, params: Any, grads: Any) -> None:
             )
 
 
-def fit(inner: Any, grads: Any, state: Any, params: Any) -> bool:
+def _fits(inner: Any, grads: Any, state: Any, params: Any) -> bool:
     """Whether gradients and a state are those of parameters, all or some of them."""
     with contextlib.suppress(Exception):  # Other trees, which init may not take.
         trained = grads if params is None else _none_like(grads, params)
@@ -85,12 +85,8 @@ def update(
     inner: Any, updates: Any, state: Any, params: Any, extra_args: dict[str, Any]
 ) -> tuple[Any, Any]:
     """Runs the optimizer in at least float32; updates are None where gradients are."""
-    try:
+    with hint(PARAMETERS, lambda _: not _fits(inner, updates, state, params)):
         return _update(inner, updates, state, params, extra_args)
-    except Exception as error:
-        if not fit(inner, updates, state, params):
-            error.add_note(PARAMETERS)
-        raise
 
 
 def _update(
