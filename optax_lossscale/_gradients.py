@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import math
 import reprlib
 from collections.abc import Callable, Hashable
@@ -87,39 +86,49 @@ def differentiate(
     """
 
     def value_and_grad(*args, **kwargs):
-        def of_parts(*parts):
-            *parts, kwargs = parts
-            for i, join in joins.items():
-                parts[i] = join(parts[i])
-            return fun(*parts, **kwargs)
-
-        is_one = not isinstance(argnums, tuple | list)
-        # One argument more: Flax takes no keyword that has no position.
-        given, joins, places = [*args, kwargs], {}, []
-        for x in [argnums] if is_one else argnums:
-            i = getattr(x, "argnum", x)  # nnx.DiffState chooses variables.
-            if not -len(args) <= i < len(args) or i % len(args) in joins:
-                raise ValueError(
-                    "argnums must name each of some positional arguments once, got "
-                    f"{argnums!r} of {len(args)}."
-                )
-            i %= len(args)
-            given[i], joins[i] = _modules.differentiated(args[i])
-            if not given[i] and jax.tree.leaves(args[i]):
+        places = _places(argnums, args)
+        parts = {i: _modules.partition(args[i]) for i in places}
+        for i, (trained, _) in parts.items():
+            if not jax.tree.leaves(trained) and jax.tree.leaves(args[i]):
                 raise TypeError(
                     f"Argument {i} of loss_fn must hold a floating-point array, "
                     f"got {reprlib.repr(types_of(args[i]))}. {ORDER}"
                 )
-            places.append(x if hasattr(x, "argnum") else i)
-        is_nnx = _modules.has_modules([given[i] for i in joins])
+
+        def of_parts(*given):
+            *given, kwargs = given
+            for i, (_, rest) in parts.items():
+                given[i] = _modules.combine(given[i], rest)
+            return fun(*given, **kwargs)
+
+        # One argument more: Flax takes no keyword that has no position.
+        given = [parts[i][0] if i in parts else x for i, x in enumerate(args)]
+        is_nnx = _modules.has_modules([given[i] for i in parts])
         library = _modules.value_and_grad_of_nnx if is_nnx else jax.value_and_grad
-        of_library = library(of_parts, argnums=tuple(places), has_aux=has_aux)
-        value, grads = of_library(*given)
-        pairs = zip(joins.values(), grads, strict=True)
-        grads = tuple(join(x, itertools.repeat(None)) for join, x in pairs)
-        return value, grads[0] if is_one else grads
+        of_library = library(of_parts, argnums=tuple(places.values()), has_aux=has_aux)
+        value, grads = of_library(*given, kwargs)
+        return value, grads if isinstance(argnums, tuple | list) else grads[0]
 
     return value_and_grad
+
+
+def _places(argnums: Any, args: tuple[Any, ...]) -> dict[int, Any]:
+    """Returns the arguments to differentiate: their positions, and for JAX their names.
+
+    The name is the position, or the `nnx.DiffState` that chooses variables.
+    """
+    names = argnums if isinstance(argnums, tuple | list) else [argnums]
+    places = {}
+    for x in names:
+        i = getattr(x, "argnum", x)
+        if -len(args) <= i < len(args):
+            places[i % len(args)] = x if hasattr(x, "argnum") else i % len(args)
+    if len(places) != len(names):
+        raise ValueError(
+            "argnums must name each of some positional arguments once, got "
+            f"{argnums!r} of {len(args)}."
+        )
+    return places
 
 
 def scaled_grad(

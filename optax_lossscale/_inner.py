@@ -1,6 +1,7 @@
 """The inner optimizer: wrappers for its dtypes and for parameters without gradients."""
 
 import contextlib
+import functools
 import inspect
 import reprlib
 from collections.abc import Callable, Iterator
@@ -10,8 +11,16 @@ import jax
 import jax.numpy as jnp
 
 from optax_lossscale._hints import PARAMETERS, hint
-from optax_lossscale._modules import has_settings
-from optax_lossscale._tree import difference, in_half, is_array, is_key, strongly_typed
+from optax_lossscale._modules import combine, partition
+from optax_lossscale._tree import (
+    difference,
+    in_half,
+    is_array,
+    is_float0,
+    is_inexact,
+    strongly_typed,
+    zero_update,
+)
 
 
 def check_optimizer(inner: Any) -> None:
@@ -38,12 +47,12 @@ def arguments_of(
 
 
 def init(inner: Any, params: Any) -> Any:
-    """Returns a state in at least float32, for the numbers in `params`.
+    """Returns a state in at least float32, for the parameters that have a gradient.
 
     Optimizers make their state in the dtypes of the parameters. In float16, momenta
     overflow and squares of gradients underflow, even if the gradients are float32.
     """
-    return inner.init(widen(without_constants(params)))
+    return inner.init(widen(partition(params)[0]))
 
 
 def _states_of(inner: Any, *trees: Any) -> Iterator[Any]:
@@ -92,33 +101,55 @@ def update(
 def _update(
     inner: Any, updates: Any, state: Any, params: Any, extra_args: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Runs the optimizer, whichever parts of the parameters it knows.
+    """Runs the optimizer, which sees None in the place of what has no gradient.
 
-    Parts of the parameters may have no gradient, such as the functions in an Equinox
-    model. The state may belong to all parameters, or to those with a gradient.
+    The gradients of some floating-point parameters may be missing, too. The state tells
+    whether the optimizer knows these parameters: then their gradients are zero.
     """
     extra_args = arguments_of(inner.update, extra_args)
 
-    def update_all(updates, params, extra_args):
-        updates, new = inner.update(widen(updates), state, widen(params), **extra_args)
-        return updates, strongly_typed(new)
+    def run(params, convert):
+        extra = {k: convert(x) if k == "grad" else x for k, x in extra_args.items()}
+        new, of_inner = inner.update(
+            widen(convert(updates)), state, widen(params), **extra
+        )
+        return new, strongly_typed(of_inner)
 
-    is_whole = jax.tree.structure(updates) == jax.tree.structure(params)
-    if params is None or is_whole:
-        return update_all(updates, params, extra_args)
+    if params is None:
+        return run(None, _without_float0)
+    known, rest = partition(params)
+    if jax.tree.leaves(rest) and extra_args.get("value_fn") is not None:
+        value_fn = _with_rest(extra_args["value_fn"], rest)
+        extra_args = extra_args | {"value_fn": value_fn}
     try:
-        trained = _none_like(updates, params)
+        trained = _none_like(_without_float0(updates), known)
     except ValueError:
         # The structures differ, as with optax.lookahead.
-        return update_all(updates, params, extra_args)
-    of_trained = jax.eval_shape(lambda params: inner.init(widen(params)), trained)
-    if jax.tree.structure(of_trained) == jax.tree.structure(state):
-        return update_all(updates, trained, extra_args)
-    params = without_constants(params)
-    if "grad" in extra_args:
-        extra_args = extra_args | {"grad": _zeros_for_none(extra_args["grad"], params)}
-    new, state = update_all(_zeros_for_none(updates, params), params, extra_args)
+        return run(known, _without_float0)
+    if not _is_state_of(inner, known, state, trained):
+        return run(trained, lambda grads: _none_like(trained, grads))
+    new, state = run(known, lambda grads: _zeros_for_none(grads, known))
     return _none_like(updates, new), state
+
+
+def _with_rest(value_fn: Callable[..., Any], rest: Any) -> Callable[..., Any]:
+    """Makes a loss function of the parameters that have a gradient."""
+
+    # Line searches read its signature: which extra arguments it takes.
+    @functools.wraps(value_fn)
+    def of_trained(trained, **kwargs):
+        return value_fn(combine(trained, rest), **kwargs)
+
+    # A pytree, as some optimizers pass it through jax.jit or jax.lax.cond.
+    return jax.tree_util.Partial(of_trained)
+
+
+def _is_state_of(inner: Any, known: Any, state: Any, trained: Any) -> bool:
+    """Whether a state is that of all parameters, not of those with a gradient alone."""
+    if jax.tree.structure(known) == jax.tree.structure(trained):
+        return False
+    (of_trained,) = _states_of(inner, trained)
+    return jax.tree.structure(of_trained) != jax.tree.structure(state)
 
 
 def map_with_none(function: Callable[..., Any], *trees: Any) -> Any:
@@ -130,29 +161,16 @@ def _none_like(grads, tree):
     return map_with_none(lambda grad, x: None if grad is None else x, grads, tree)
 
 
+def _without_float0(grads):
+    return jax.tree.map(lambda x: None if is_float0(x) else x, grads)
+
+
 def _zeros_for_none(grads, params):
-    def zeros(grad, params):
-        return jax.tree.map(jnp.zeros_like, params) if grad is None else grad
+    def zeros(grad, param):
+        is_missing = grad is None or param is None
+        return jax.tree.map(jnp.zeros_like, param) if is_missing else grad
 
     return map_with_none(zeros, grads, params)
-
-
-def without_constants(params: Any) -> Any:
-    """Returns the tree with None for functions, strings, keys and other constants.
-
-    Python integers are constants too, as JAX computes no gradients for them, and so are
-    integers of 4 bits, which JAX does not add to other numbers.
-    """
-    numbers = () if has_settings(params) else (float, complex)
-
-    def number(leaf):
-        if not hasattr(leaf, "dtype"):
-            return leaf if isinstance(leaf, numbers) else None
-        is_int = jnp.issubdtype(leaf.dtype, jnp.integer)
-        is_number = not is_key(leaf) and not (is_int and jnp.iinfo(leaf.dtype).bits < 8)
-        return leaf if is_number else None
-
-    return jax.tree.map(number, params)
 
 
 def parameters_as_arrays(params: Any, grads: Any) -> Any:
@@ -185,15 +203,21 @@ def narrow_like(updates: Any, grads: Any) -> Any:
     Optimizers return updates in the dtypes of the gradients, but here the inner one
     ran in float32. Updates of another structure (`optax.lookahead`) stay unchanged.
     """
-    if jax.tree.structure(updates) != jax.tree.structure(grads):
-        return strongly_typed(updates)
+
+    def is_none(x):
+        return x is None
 
     def narrow(update, grad):
+        if update is None:  # The parameter is an integer, for example.
+            return None if grad is None else zero_update(grad)
         if is_array(grad) and not is_array(update):  # A Python number.
             return jnp.asarray(update, grad.dtype)
         return update.astype(grad.dtype) if in_half(grad) else update
 
-    return strongly_typed(jax.tree.map(narrow, updates, grads))
+    of_updates, of_grads = (jax.tree.structure(x, is_none) for x in (updates, grads))
+    if of_updates == of_grads:
+        updates = map_with_none(narrow, updates, grads)
+    return strongly_typed(updates)
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
@@ -215,7 +239,7 @@ def as_parameters(proposed: Any, params: Any) -> Any:
     """Gives proposed parameters the dtypes, and the constants, of `params`."""
 
     def cast(new, old):
-        if not is_array(new):
+        if not (is_array(new) and is_inexact(new)):
             return old
         return new.astype(old.dtype) if is_array(old) else new
 

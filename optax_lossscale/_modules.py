@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import inspect
-import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -52,11 +51,6 @@ def has_modules(tree: Any) -> bool:
     return bool(_tree.nodes_of(_classes("flax.nnx", "Pytree"), tree))
 
 
-def has_settings(tree: Any) -> bool:
-    """Whether Python numbers in a tree are settings, as those of Equinox modules."""
-    return bool(_tree.nodes_of(_classes("equinox", "Module"), tree))
-
-
 def trainable(tree: Any) -> Any:
     """Returns a tree with a `State` of its parameters in place of each module.
 
@@ -75,46 +69,63 @@ def trainable(tree: Any) -> Any:
     return jax.tree.map(of_module, tree, is_leaf=is_module)
 
 
-def differentiated(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
-    """Takes the parts with a gradient out of a tree, as `split_arrays` takes arrays.
+def partition(tree: Any) -> tuple[Any, Any]:
+    """Splits a tree into what has a gradient and the rest, as `eqx.partition` does.
 
-    These are floating-point numbers, and modules, of which Flax differentiates the
-    parameters.
+    Floating-point numbers have one, and nnx modules, of which Flax differentiates the
+    parameters. Python numbers in an Equinox module are settings.
 
     Returns:
-      The parts, and a function that joins other parts with the rest of the tree, or
-      gradients with None in the place of the rest.
+      Two such trees, each with None in the place of what the other one holds.
     """
-    only_arrays = has_settings(tree)
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_module)
+    flags = _have_gradients(tree)
 
-    def has_gradient(x):
-        is_number = _tree.is_array(x) or not only_arrays
-        return is_module(x) or (_tree.is_inexact(x) and is_number)
+    def only(chosen):
+        pairs = zip(flags, leaves, strict=True)
+        return treedef.unflatten([x if flag == chosen else None for flag, x in pairs])
 
-    are_parts = list(map(has_gradient, leaves))
+    return only(True), only(False)
 
-    def join(parts, rest=leaves):
-        parts, pairs = iter(parts), zip(are_parts, rest, strict=False)
-        return treedef.unflatten(
-            [next(parts) if is_part else x for is_part, x in pairs]
-        )
 
-    return list(itertools.compress(leaves, are_parts)), join
+def combine(trained: Any, rest: Any) -> Any:
+    """Joins two trees that `partition` has split."""
+
+    def is_leaf(x):
+        return x is None or is_module(x)
+
+    return jax.tree.map(
+        lambda x, y: y if x is None else x, trained, rest, is_leaf=is_leaf
+    )
+
+
+def _have_gradients(tree: Any) -> list[bool]:
+    """Returns of each leaf of a tree whether it has a gradient; modules are leaves."""
+    modules, equinox = _classes("flax.nnx", "Pytree"), _classes("equinox", "Module")
+
+    def leaves(tree, kinds):
+        return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
+
+    def has_gradient(x, node):
+        is_setting = isinstance(node, equinox) and not _tree.is_array(x)
+        return isinstance(x, modules) or (_tree.is_inexact(x) and not is_setting)
+
+    nodes = leaves(tree, modules + equinox)
+    return [has_gradient(x, node) for node in nodes for x in leaves(node, modules)]
 
 
 def trained(tree: Any) -> list[bool]:
     """Returns of each array in a tree whether a step trains it."""
     kind, params = _classes("flax.nnx", "Variable"), _classes("flax.nnx", "Param")
 
-    def flags(part):
-        if not is_module(part):
-            return True
-        variables = jax.tree.leaves(part, is_leaf=lambda x: isinstance(x, kind))
+    def flags(x, has_gradient):
+        if not is_module(x):
+            return has_gradient
+        variables = jax.tree.leaves(x, is_leaf=lambda x: isinstance(x, kind))
         return [[isinstance(x, params)] * len(jax.tree.leaves(x)) for x in variables]
 
-    parts, join = differentiated(tree)
-    return jax.tree.leaves(join(map(flags, parts), itertools.repeat(False)))
+    leaves = jax.tree.leaves(tree, is_leaf=is_module)
+    return jax.tree.leaves([*map(flags, leaves, _have_gradients(tree))])
 
 
 def value_and_grad_of_nnx(

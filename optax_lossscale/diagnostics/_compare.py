@@ -1,6 +1,5 @@
 """Training steps in float32, bfloat16 and float16, measured side by side."""
 
-import itertools
 import statistics
 import sys
 import time
@@ -14,7 +13,12 @@ import optax
 from optax_lossscale._autocast.cast import autocast, function_of
 from optax_lossscale._jaxprs.parts import all_equations
 from optax_lossscale._jaxprs.primitives import Kind, kind_of
-from optax_lossscale._modules import differentiated, trainable
+from optax_lossscale._modules import (
+    combine,
+    is_module,
+    partition,
+    trainable,
+)
 from optax_lossscale._optimizer import LossScaleOptimizer
 from optax_lossscale._tree import is_key, split_arrays
 from optax_lossscale.diagnostics._common import check_host, is_watched
@@ -118,8 +122,7 @@ def alone(optimizer: Any) -> Way:
     unscaled = LossScaleOptimizer(optimizer, 1.0)
 
     def init(params):
-        parts, join = differentiated(params)
-        grads = trainable(join(parts, itertools.repeat(None)))
+        grads = trainable(partition(params)[0])
         return unscaled.init(params), jax.tree.map(jnp.copy, grads)
 
     def step(params, state, *batch):
@@ -191,9 +194,14 @@ def measure(
 
     Only one way at a time is on the device. Of models, the arrays are arguments.
     """
-    parts, join = differentiated(params)
+    trained, rest = partition(params)
     numbers = float, complex  # Those that a step trains become arrays.
-    params = join([jnp.asarray(x) if isinstance(x, numbers) else x for x in parts])
+    trained = jax.tree.map(
+        lambda x: jnp.asarray(x) if isinstance(x, numbers) else x,
+        trained,
+        is_leaf=is_module,
+    )
+    params = combine(trained, rest)
     arrays, join = split_arrays(params)
     arrays = [x if is_key(x) else jax.device_get(x) for x in arrays]
     inputs, join_batch = split_arrays(batch)
