@@ -185,7 +185,8 @@ def parameters_as_arrays(params: Any, grads: Any) -> Any:
     # Otherwise the structures differ, as with optax.lookahead.
     with contextlib.suppress(ValueError):
         return map_with_none(leaf, grads, params)
-    return strongly_typed(params)
+    trained, rest = partition(params)
+    return combine(strongly_typed(trained), rest)
 
 
 def widen(tree: Any) -> Any:
