@@ -118,9 +118,8 @@ def _update(
     if params is None:
         return run(None, _without_float0)
     known, rest = partition(params)
-    if jax.tree.leaves(rest) and extra_args.get("value_fn") is not None:
-        value_fn = _with_rest(extra_args["value_fn"], rest)
-        extra_args = extra_args | {"value_fn": value_fn}
+    if jax.tree.leaves(rest):
+        extra_args = _with_rest(extra_args, rest)
     try:
         trained = _none_like(_without_float0(updates), known)
     except ValueError:
@@ -132,16 +131,21 @@ def _update(
     return _none_like(updates, new), state
 
 
-def _with_rest(value_fn: Callable[..., Any], rest: Any) -> Callable[..., Any]:
-    """Makes a loss function of the parameters that have a gradient."""
+def _with_rest(extra_args: dict[str, Any], rest: Any) -> dict[str, Any]:
+    """Makes the loss functions among extra arguments take what has a gradient."""
 
-    # Line searches read its signature: which extra arguments it takes.
-    @functools.wraps(value_fn)
-    def of_trained(trained, **kwargs):
-        return value_fn(combine(trained, rest), **kwargs)
+    def of_trained(function):
+        # Line searches read its signature: which extra arguments it takes.
+        @functools.wraps(function)
+        def joined(trained, **kwargs):
+            return function(combine(trained, rest), **kwargs)
 
-    # A pytree, as some optimizers pass it through jax.jit or jax.lax.cond.
-    return jax.tree_util.Partial(of_trained)
+        # A pytree, as some optimizers pass it through jax.jit or jax.lax.cond.
+        return jax.tree_util.Partial(joined)
+
+    # The names that Optax has for them: of line searches, and of `sophia`.
+    given = (x for x in ("value_fn", "obj_fn") if extra_args.get(x) is not None)
+    return extra_args | {x: of_trained(extra_args[x]) for x in given}
 
 
 def _is_state_of(inner: Any, known: Any, state: Any, trained: Any) -> bool:
