@@ -36,12 +36,12 @@ class EquinoxNet(eqx.Module):
     mlp: eqx.nn.MLP
     drop: eqx.nn.Dropout
     key: jax.Array
-    temperature: float = 2.0
+    temperature: float
 
     def __init__(self):
         self.mlp = eqx.nn.MLP(4, 1, 8, 1, dtype=jnp.float32, key=jax.random.key(0))
         self.drop = eqx.nn.Dropout(0.1)
-        self.key = jax.random.key(1)
+        self.key, self.temperature = jax.random.key(1), 2.0
 
     def __call__(self, x):
         return self.mlp(self.drop(x, key=self.key)) / self.temperature
