@@ -127,6 +127,23 @@ def test_any_model_is_measured_and_preserved(loss_fn, make, batch, options):
         np.testing.assert_array_equal(x, y)
 
 
+def test_a_number_beside_a_module_is_measured_as_an_array():
+    seen = []
+
+    def init(params):
+        seen.append(params)
+        return ()
+
+    def step(params, state, x):
+        return params, state, 0.0
+
+    params = {"model": eqx.nn.Dropout(0.5), "temperature": 0.5}
+    _compare.measure({"way": _compare.Way(init, step)}, params, (X,))
+    assert isinstance(seen[0]["temperature"], jax.Array)
+    assert seen[0]["model"].p == 0.5
+    assert isinstance(seen[0]["model"].p, float)
+
+
 def test_float32_is_named_as_jax_multiplies_it():
     names = {
         Device("cpu"): "float32",

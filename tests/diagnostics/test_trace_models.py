@@ -175,6 +175,10 @@ TRAINED = {
         lambda: {"model": Normed(), "scale": 2.0},
     ),
     "equinox": (lambda model, x: mean(model(x)), lambda: Scaled(jnp.asarray(W), 0.5)),
+    "equinox beside a number": (
+        lambda params, x: mean(params["model"](x) * params["scale"]),
+        lambda: {"model": Scaled(jnp.asarray(W), 0.5), "scale": 2.0},
+    ),
 }
 
 
