@@ -1,5 +1,6 @@
 """Run a step or keep the old values: by a select, or by a branch on CPU."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -106,13 +107,10 @@ def commit(
     compute = jax.jit(run_arrays) if is_recording() else run_arrays
 
     def where(should_apply, arrays):
-        def small(x):  # Only if the step is skipped.
-            if not (_tree.is_array(x) and _tree.is_inexact(x)):
-                return x
-            return lax.select(should_apply, x, _tree.filled_like(x, SMALL))
-
         inputs, operands = join(arrays)
-        guarded = jax.tree.map(small, inputs), operands
+        numbers, join_inputs = _tree.split_arrays(inputs, _is_number)
+        guarded = _tree.in_one_program(_small_if_skipped, should_apply, numbers)
+        guarded = join_inputs(guarded), operands
         new = compute(_tree.split_arrays(guarded)[0])
         old = keep_arrays(new, arrays)
         return _tree.select(should_apply, _tree.cast_like(new, old), old)
@@ -136,6 +134,15 @@ def commit(
     else:
         new = where(should_apply, arrays)
     return results.fill(new)
+
+
+def _is_number(x: Any) -> bool:
+    return _tree.is_array(x) and _tree.is_inexact(x)
+
+
+@functools.partial(jax.jit, inline=True)
+def _small_if_skipped(should_apply: jax.Array, arrays: list[Any]) -> list[Any]:
+    return [lax.select(should_apply, x, _tree.filled_like(x, SMALL)) for x in arrays]
 
 
 def _is_select_better(old: list[jax.Array], arrays: list[jax.Array]) -> bool:

@@ -20,16 +20,25 @@ def at_least_float32(dtype: jax.typing.DTypeLike) -> np.dtype:
     return dtype if is_wide else jnp.dtype(jnp.float32)
 
 
-@functools.partial(jax.jit, inline=True)
 def scale_up(x: Any, scale: jax.Array) -> jax.Array:
     """Returns `x * scale`, in float32 where `x` is narrower."""
-    x = jnp.asarray(x)
-    x = x.astype(at_least_float32(x.dtype))
-    scale = scale.astype(jnp.finfo(x.dtype).dtype)
+    # A loss that nobody compiles is a tracer, and each operation on it is slow: even a
+    # cast to its own dtype, and more so an operator of jax.numpy.
+    x = x if isinstance(x, jax.Array) else jnp.asarray(x)
+    if (wide := at_least_float32(x.dtype)) != x.dtype:
+        x = lax.convert_element_type(x, wide)
+    scale = lax.convert_element_type(scale, jnp.finfo(wide).dtype)
+    scale = lax.broadcast(scale, x.shape)
     if jnp.iscomplexobj(x):
         # (inf + bi) * (s + 0i) would be nan: scale real and imaginary parts apart.
-        return lax.complex(x.real * scale, x.imag * scale)
-    return x * scale
+        return lax.complex(lax.real(x) * scale, lax.imag(x) * scale)
+    return lax.mul(x, scale)
+
+
+@functools.partial(jax.jit, inline=True)
+def scale_all_down(scale: jax.Array, arrays: list[Any]) -> list[jax.Array]:
+    """Returns `x / scale` for each array; see `scale_down`."""
+    return [scale_down(x, scale) for x in arrays]
 
 
 @functools.partial(jax.jit, inline=True)

@@ -10,7 +10,7 @@ from jax import lax
 
 from optax_lossscale import _tree
 from optax_lossscale._modules import is_stateful
-from optax_lossscale._rules.base import LossScale
+from optax_lossscale._rules.base import LossScale, types_of_state
 from optax_lossscale._tree import Tree
 from optax_lossscale._warn import warn
 
@@ -19,6 +19,14 @@ ORDER = (
     "The order is minimize(loss_fn, params, state, *batch), value_and_grad(loss_fn, "
     "state)(params, *batch), update(grads, state, params), apply_gradients(grads, "
     "params, state)."
+)
+TRAIN_STATE = (
+    "Pass the parameters alone, as train_state.params, and as the state "
+    "train_state.opt_state."
+)
+FUNCTIONAL = (
+    "Of a model of Flax linen or Haiku, pass the parameters, params = model.init(key, "
+    "x), and call model.apply(params, x) in loss_fn."
 )
 SOURCES = (
     "Pass the state that optimizer.init(params) or the last step returned; restore a "
@@ -141,7 +149,7 @@ def check_state(state: Any, rule: LossScale) -> None:
             f"{type(state).__name__}. {OUTERMOST if inside else SOURCES}"
         )
     scale_state = state.loss_scale_state
-    if jax.tree.structure(scale_state) != jax.tree.structure(jax.eval_shape(rule.init)):
+    if jax.tree.structure(scale_state) != jax.tree.structure(types_of_state(rule)):
         raise ValueError(_other_rule(scale_state, rule))
     check_scalar("loss_scale_state.loss_scale", _tree.unbox(scale_state.loss_scale))
     for name in ("last_step_applied", *COUNTERS):
@@ -169,13 +177,13 @@ def find_rule_state(state: Any, rule: LossScale) -> Any:
     """Returns the state of a rule in a tree with one `LossScaleOptimizerState`."""
     rule_state = find_state(state).loss_scale_state
     # The leaves may be boxes, such as variables of Flax nnx.
-    if type(rule_state) is not type(jax.eval_shape(rule.init)):
+    if type(rule_state) is not type(types_of_state(rule)):
         raise ValueError(_other_rule(rule_state, rule))
     return rule_state
 
 
 def _other_rule(state: Any, rule: LossScale) -> str:
-    wanted, got = map(_tree.types_of, (jax.eval_shape(rule.init), state))
+    wanted, got = map(_tree.types_of, (types_of_state(rule), state))
     return (
         f"state.loss_scale_state must be {wanted}, got {got}. Use the loss_scale that "
         "the state was saved with, or the loss_scale_state of a new state."

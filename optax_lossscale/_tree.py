@@ -8,12 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 # The user's types: a tree, such as the parameters; the arguments of a function, and its
 # result, such as a loss, or a loss with auxiliary data.
 Tree = TypeVar("Tree")
 Args = ParamSpec("Args")
 Out = TypeVar("Out")
+
+
+# A tuple, which `isinstance` takes faster than a union: eager steps ask it often.
+ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
 def is_float0(leaf: Any) -> bool:
@@ -23,7 +28,7 @@ def is_float0(leaf: Any) -> bool:
 
 def is_array(leaf: Any) -> bool:
     """Whether `leaf` is an array of numbers or PRNG keys."""
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic) and not is_float0(leaf)
+    return isinstance(leaf, ARRAYS) and not is_float0(leaf)
 
 
 def is_argument(leaf: Any) -> bool:
@@ -220,13 +225,39 @@ def cast_like(tree: Any, like: Any) -> Any:
 
 def select(pred: jax.Array, on_true: Any, on_false: Any) -> Any:
     """Selects between trees; leaves that are not arrays are constants."""
+    leaves, treedef = jax.tree.flatten(on_true)
+    others = treedef.flatten_up_to(on_false)
+    arrays = {i: x for i, x in enumerate(leaves) if is_array(x)}
+    chosen = [others[i] for i in arrays]
+    selected = in_one_program(_select, pred, [*arrays.values()], chosen)
+    arrays = dict(zip(arrays, selected, strict=True))
+    return treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
 
+
+def in_one_program(
+    function: Callable[..., list[jax.Array]], scalar: jax.Array, *lists: list[jax.Array]
+) -> list[jax.Array]:
+    """Calls a compiled function of lists, so that an eager call is fast.
+
+    It is called for each array where arrays lie on different devices.
+    """
+    concrete = (x for x in lists[0] if not isinstance(x, Tracer))
+    if len({frozenset(x.devices()) for x in concrete if isinstance(x, jax.Array)}) < 2:
+        return function(scalar, *lists)
+    each = zip(*lists, strict=True)
+    return [y for arrays in each for y in function(scalar, *([x] for x in arrays))]
+
+
+@functools.partial(jax.jit, inline=True)
+def _select(
+    pred: jax.Array, on_true: list[jax.Array], on_false: list[jax.Array]
+) -> list[jax.Array]:
     def leaf(x, y):
         if is_key(x):
             # jax_debug_key_reuse would count the old key, of which the step used a
             # copy, as used up.
             clone = jax.random.clone
             return clone(lax.select(pred, clone(x), clone(y)))
-        return lax.select(pred, x, y) if is_array(x) else x
+        return lax.select(pred, x, y)
 
-    return jax.tree.map(leaf, on_true, on_false)
+    return list(map(leaf, on_true, on_false))

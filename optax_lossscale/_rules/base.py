@@ -16,6 +16,26 @@ from optax_lossscale._scaling import all_finite, largest_magnitude
 from optax_lossscale._tree import filled_like, unbox
 
 
+def types_of_state(rule: "LossScale") -> Any:
+    """Returns the state of a rule, with types in the place of arrays."""
+    return (_types if has_hash(rule) else _types.__wrapped__)(rule)
+
+
+def has_hash(rule: "LossScale") -> bool:
+    """Whether a rule has a hash; with a list among its fields it has none."""
+    try:
+        hash(rule)
+    except TypeError:
+        return False
+    return True
+
+
+# Each eager step asks for them.
+@functools.lru_cache(maxsize=64)
+def _types(rule):
+    return jax.eval_shape(rule.init)
+
+
 class LossScale(abc.ABC):
     """The base class of all rules, which hold hyperparameters but no arrays.
 
