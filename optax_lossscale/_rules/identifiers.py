@@ -1,13 +1,16 @@
 """Makes rules from the names and numbers that users pass."""
 
+import dataclasses
 import numbers
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from optax_lossscale import _check as check
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.dynamic import DynamicLossScale
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._rules.headroom import HeadroomLossScale
+from optax_lossscale._rules.tolerant import TolerantLossScale
 
 RuleName = Literal["dynamic", "headroom"]
 BY_NAME = {"dynamic": DynamicLossScale, "headroom": HeadroomLossScale}
@@ -44,6 +47,28 @@ def get_loss_scale(identifier: LossScale | float | RuleName) -> LossScale:
         f"got {identifier!r}. (Keras's second argument is a keyword here, dynamic=. "
         "Inside optax.inject_hyperparams, add the loss scale to static_args.)"
     )
+
+
+def check_keywords(kwargs: Mapping[str, Any]) -> None:
+    """Raises if arguments of an optimizer are those of a rule, or of PyTorch's scaler.
+
+    Args:
+      kwargs: Arguments that the optimizer does not have.
+    """
+    renamed = {"init_scale": "initial_scale"}  # PyTorch, and Apex.
+    given = {renamed.get(name, name): value for name, value in kwargs.items()}
+    for rule in (
+        DynamicLossScale,
+        FixedLossScale,
+        TolerantLossScale,
+        HeadroomLossScale,
+    ):
+        if given and given.keys() <= {x.name for x in dataclasses.fields(rule)}:
+            written = ", ".join(f"{name}={value!r}" for name, value in given.items())
+            raise TypeError(
+                f"{', '.join(kwargs)} must be passed to the loss scale. Write "
+                f"LossScaleOptimizer(inner, {rule.__name__}({written}))."
+            )
 
 
 def keras_loss_scale(
