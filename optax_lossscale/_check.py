@@ -1,5 +1,6 @@
 """Checks of hyperparameters. Errors name the argument, its value and its range."""
 
+import functools
 import numbers
 import reprlib
 from collections.abc import Callable
@@ -7,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from optax_lossscale._tree import in_half, is_half
+from optax_lossscale._tree import Args, Out, in_half, is_half
 
 # Within these bounds the scale and its reciprocal are normal float32 numbers.
 # Outside, one of the two is subnormal, which most hardware flushes to zero: all
@@ -82,6 +83,26 @@ def count(name: str, value: Any, least: int = 1) -> int:
             f"{name} must be a whole number from {least} to 2**31 - 1, got {value!r}."
         )
     return int(value)
+
+
+def by_position(*names: str) -> Callable[[Callable[Args, Out]], Callable[Args, Out]]:
+    """Makes a method whose error says which arguments it takes by position."""
+
+    def decorate(method):
+        @functools.wraps(method)
+        def call(self, *args, **kwargs):
+            if len(args) < len(names):
+                name, given = method.__name__, ", ".join(names)
+                by_name = f" (by name: {', '.join(kwargs)})" if kwargs else ""
+                raise TypeError(
+                    f"{name} takes {given} by position, got {len(args)} by position"
+                    f"{by_name}. Write {name}({given}, *batch)."
+                )
+            return method(self, *args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 def dtype(name: str, value: Any) -> str:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import math
 import reprlib
+import sys
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from optax_lossscale import _check as check, _modules
+from optax_lossscale import _check as check, _modules, _uses
 from optax_lossscale._commit import barrier_on_cpu, is_recording
 from optax_lossscale._hints import (
     MODULES,
@@ -24,15 +25,36 @@ from optax_lossscale._hints import (
 from optax_lossscale._jaxprs.parts import has_name, varying_axes
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
-from optax_lossscale._scaling import scale_down, scale_up
+from optax_lossscale._scaling import scale_all_down, scale_up
 from optax_lossscale._state import (
+    FUNCTIONAL,
     ORDER,
+    TRAIN_STATE,
+    LossScaleOptimizerState,
     check_scalar,
     find_rule_state,
     warn_if_in_multi_steps,
 )
-from optax_lossscale._tree import inexact_leaves, is_inexact, types_of, unbox
-from optax_lossscale._warn import LIBRARIES, warn
+from optax_lossscale._tree import (
+    in_one_program,
+    inexact_leaves,
+    is_inexact,
+    nodes_of,
+    split_arrays,
+    types_of,
+    unbox,
+)
+from optax_lossscale._uses import Use
+from optax_lossscale._warn import warn
+
+# What may be passed as `transform=`, of libraries that may be missing. Any other
+# function may average gradients: then nothing warns of devices that do not.
+TRANSFORMS = (
+    ("jax", "value_and_grad"),
+    ("flax.nnx", "value_and_grad"),
+    ("equinox", "filter_value_and_grad"),
+    ("haiku", "value_and_grad"),
+)
 
 
 def scale_of_step(rule: LossScale, state: Any) -> jax.Array:
@@ -61,6 +83,7 @@ def scale_loss(rule: LossScale, loss: Any, state: Any) -> Any:
             "value_and_grad takes auxiliary data."
         )
     warn_of_float16(loss, rule._bounds[1])
+    _uses.note(rule, Use.LOSS)
     return scale_up(loss, scale_of_step(rule, state))
 
 
@@ -72,8 +95,8 @@ def unscale(grads: Any, scale: jax.Array, skips: bool = False) -> Any:
       scale: The scale.
       skips: Whether a step with these gradients may be skipped.
     """
-    grads = barrier_on_cpu(skips, grads)
-    return jax.tree.map(lambda x: scale_down(x, scale) if is_inexact(x) else x, grads)
+    arrays, join = split_arrays(barrier_on_cpu(skips, grads), is_inexact)
+    return join(in_one_program(scale_all_down, scale, arrays))
 
 
 def differentiate(
@@ -92,7 +115,7 @@ def differentiate(
             if not jax.tree.leaves(trained) and jax.tree.leaves(args[i]):
                 raise TypeError(
                     f"Argument {i} of loss_fn must hold a floating-point array, "
-                    f"got {reprlib.repr(types_of(args[i]))}. {ORDER}"
+                    f"got {reprlib.repr(types_of(args[i]))}. {FUNCTIONAL} {ORDER}"
                 )
 
         def of_parts(*given):
@@ -113,17 +136,22 @@ def differentiate(
 
 
 def _places(argnums: Any, args: tuple[Any, ...]) -> dict[int, Any]:
-    """Returns the arguments to differentiate: their positions, and for JAX their names.
+    """Returns what to pass as argnums for each argument to differentiate, by position.
 
-    The name is the position, or the `nnx.DiffState` that chooses variables.
+    It is the position, or the `nnx.DiffState` that chooses variables.
     """
-    names = argnums if isinstance(argnums, tuple | list) else [argnums]
+    several = argnums if isinstance(argnums, tuple | list) else [argnums]
+    if not args:
+        raise TypeError(
+            "Pass the parameters by position, got no argument by position: "
+            "value_and_grad(loss_fn, state)(params, *batch)."
+        )
     places = {}
-    for x in names:
+    for x in several:
         i = getattr(x, "argnum", x)
         if -len(args) <= i < len(args):
             places[i % len(args)] = x if hasattr(x, "argnum") else i % len(args)
-    if len(places) != len(names):
+    if len(places) != len(several):
         raise ValueError(
             "argnums must name each of some positional arguments once, got "
             f"{argnums!r} of {len(args)}."
@@ -154,16 +182,29 @@ def scaled_grad(
     transform = functools.partial(transform or differentiate, **options)
 
     def of_scale(scale, /, *args, **kwargs):
+        _uses.note(rule, Use.GRADIENTS)
+
         def loss_times_scale(*args, **kwargs):
             out = fun(*args, **kwargs)
             loss = loss_of(out, has_aux)
             warn_of_float16(loss, rule._bounds[1])
+            scaled = scale_up(loss, scale)
+            if not is_users(transform):
+                check_scalar_loss(loss)
+                _warn_of_independent(scaled, args, transform)
             # The loss itself is passed along: the scaled one may be inf.
-            return scale_up(loss, scale), _Out(out)
+            return scaled, _Out(out)
+
+        def has_state(args):
+            return bool(nodes_of(LossScaleOptimizerState, args[:1]))
 
         if kwargs:  # Flax nnx looks up their positions.
             vars(loss_times_scale)["__wrapped__"] = fun
-        with hint(MODULES, is_of_module), hint(SHARED, is_of_shared_module):
+        with (
+            hint(MODULES, is_of_module),
+            hint(SHARED, is_of_shared_module),
+            hint(TRAIN_STATE, lambda _: has_state(args)),
+        ):
             result = transform(loss_times_scale, has_aux=True)(*args, **kwargs)
         value, grads = _unpack(result)
         _warn_of_local_loss(loss_of(value, has_aux), grads, transform)
@@ -252,8 +293,37 @@ def is_users(transform: Callable[..., Any] | None) -> bool:
     """Whether a transform is the user's: those of libraries reduce no gradients."""
     while isinstance(transform, functools.partial):
         transform = transform.func
-    module = getattr(transform or differentiate, "__module__", "")
-    return str(module).partition(".")[0] not in LIBRARIES
+    known = [getattr(sys.modules.get(x), name, None) for x, name in TRANSFORMS]
+    return not any(transform is x for x in (None, differentiate, *known))
+
+
+def check_scalar_loss(loss: Any) -> None:
+    """Raises if a loss is an array with axes."""
+    if jnp.shape(loss):
+        raise TypeError(
+            f"loss_fn must return a scalar loss, got {types_of(loss)}. Write return "
+            "jnp.mean(losses)."
+        )
+
+
+def _warn_of_independent(loss: Any, args: Any, transform: Callable[..., Any]) -> None:
+    """Warns, where JAX differentiates, if the loss has no gradient.
+
+    The parameters, and all that depends on them, are tracers of one type there.
+    """
+    argnums = getattr(transform, "keywords", {}).get("argnums", 0)
+    places = argnums if isinstance(argnums, tuple | list) else (argnums,)
+    if any(hasattr(x, "argnum") for x in places):
+        return  # Of an nnx.DiffState, not all parameters are differentiated.
+    trained = [_modules.trainable(_modules.partition(args[i])[0]) for i in places]
+    types = {type(x) for x in jax.tree.leaves(trained) if isinstance(x, Tracer)}
+    if types and type(loss) not in types:
+        which = f"argument {places[0]}" if len(places) == 1 else f"arguments {places}"
+        warn(
+            f"The loss has no gradient with respect to {which} of loss_fn, so nothing "
+            "is trained. Compute the loss from what loss_fn gets, not from parameters "
+            "outside of it. (stop_gradient, argmax and rounding have no gradient.)"
+        )
 
 
 def warn_of_float16(loss: Any, largest: float = math.inf) -> None:

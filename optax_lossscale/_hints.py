@@ -30,9 +30,15 @@ def hint(text: str, applies: Callable[[Exception], bool]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if text not in getattr(error, "__notes__", ()) and applies(error):
-            error.add_note(text)
+        if applies(error):
+            add_once(error, text)
         raise
+
+
+def add_once(error: Exception, text: str) -> None:
+    """Adds a note to an error, unless it has that note."""
+    if text and text not in getattr(error, "__notes__", ()):
+        error.add_note(text)
 
 
 def is_of_axis(error: Exception) -> bool:

@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from optax_lossscale._hints import PARAMETERS, hint
+from optax_lossscale._hints import PARAMETERS, add_once
 from optax_lossscale._modules import combine, partition
 from optax_lossscale._tree import (
     difference,
@@ -80,22 +81,48 @@ def check_dtypes(inner: Any, state: Any, params: Any, grads: Any) -> None:
             )
 
 
-def _fits(inner: Any, grads: Any, state: Any, params: Any) -> bool:
-    """Whether gradients and a state are those of parameters, all or some of them."""
+def _misfit(inner: Any, grads: Any, state: Any, params: Any) -> str:
+    """Says what does not fit the parameters, gradients or state; "" if both do."""
     with contextlib.suppress(Exception):  # Other trees, which init may not take.
         trained = grads if params is None else _none_like(grads, params)
-        made = _states_of(inner, trained, params)
-        is_whole = not difference(grads, trained)
-        return is_whole and any(not difference(state, x) for x in made)
-    return False
+        if not difference(grads, trained):
+            made = [*_states_of(inner, trained, params)]
+            if any(not difference(state, x) for x in made):
+                return ""
+            return f"{_difference_of_states(state, made[-1])}{PARAMETERS}"
+    return PARAMETERS
+
+
+def _difference_of_states(got: Any, wanted: Any) -> str:
+    """Names an array of a state that is not as `init` makes it; "" if all are."""
+
+    def shapes(state):
+        leaves = jax.tree.leaves_with_path(state)
+        return {jax.tree_util.keystr(path): np.shape(x) for path, x in leaves}
+
+    found, made = shapes(got), shapes(wanted)
+    for path in made | found:
+        if path not in found:
+            return f"state.inner_state{path} is missing, which init makes. "
+        if path not in made:
+            return f"init makes no state.inner_state{path}. "
+        if found[path] != made[path]:
+            return (
+                f"state.inner_state{path} must be of shape {made[path]}, as init makes "
+                f"it, got {found[path]}. "
+            )
+    return ""
 
 
 def update(
     inner: Any, updates: Any, state: Any, params: Any, extra_args: dict[str, Any]
 ) -> tuple[Any, Any]:
     """Runs the optimizer in at least float32; updates are None where gradients are."""
-    with hint(PARAMETERS, lambda _: not _fits(inner, updates, state, params)):
+    try:
         return _update(inner, updates, state, params, extra_args)
+    except Exception as error:
+        add_once(error, _misfit(inner, updates, state, params))
+        raise
 
 
 def _update(
@@ -143,7 +170,8 @@ def _with_rest(extra_args: dict[str, Any], rest: Any) -> dict[str, Any]:
         # A pytree, as some optimizers pass it through jax.jit or jax.lax.cond.
         return jax.tree_util.Partial(joined)
 
-    # The names that Optax has for them: of line searches, and of `sophia`.
+    # The names that Optax has for them, in line searches and in `sophia`. A function of
+    # another name gets None in the place of integers.
     given = (x for x in ("value_fn", "obj_fn") if extra_args.get(x) is not None)
     return extra_args | {x: of_trained(extra_args[x]) for x in given}
 

@@ -1,12 +1,23 @@
 """The public optimizer: its methods are documented here and call the step."""
 
+import abc
+import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Hashable
-from typing import Any, Concatenate, overload
+from typing import TYPE_CHECKING, Any, Concatenate, overload
 
 import jax
 import optax
 
-from optax_lossscale import _check as check, _gradients, _modules, _retries, _step
+from optax_lossscale import (
+    _check,
+    _gradients,
+    _modules,
+    _retries,
+    _step,
+    _uses,
+)
 from optax_lossscale._inner import as_parameters, check_optimizer
 from optax_lossscale._rules import identifiers
 from optax_lossscale._rules.base import LossScale
@@ -15,12 +26,33 @@ from optax_lossscale._scaling import all_finite
 from optax_lossscale._state import LossScaleOptimizerState, find_rule_state, find_state
 from optax_lossscale._step import Options
 from optax_lossscale._tree import Args, Out, Tree, unbox
+from optax_lossscale._uses import Use
 
 # A subclass must not override these: `minimize` is one step, and calls none of them.
 STEP = ("init", "update", "value_and_grad", "apply_gradients", "minimize")
 
 
-class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
+class _Meta(abc.ABCMeta):
+    """Makes an optimizer, and then freezes it, as Equinox does with its modules."""
+
+    if not TYPE_CHECKING:  # The types of the arguments are those of `__new__`.
+
+        def __call__(cls, *args, **kwargs):
+            taken = cls.__signature__.parameters
+            if not any(x.kind == x.VAR_KEYWORD for x in taken.values()):
+                unknown = {k: x for k, x in kwargs.items() if k not in taken}
+                identifiers.check_keywords(unknown)
+            self = super().__call__(*args, **kwargs)
+            vars(self)["_is_frozen"] = True
+            return self
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        made = inspect.signature(cls.__new__)
+        return made.replace(parameters=[*made.parameters.values()][1:])
+
+
+class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta):
     """Wraps an optimizer with loss scaling, for training in float16.
 
     `minimize` takes a whole training step. `value_and_grad` and `update` are its two
@@ -30,6 +62,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
     nor overflow; the gradients are divided by it in float32. A step whose
     gradients are not finite is skipped: parameters and inner state stay exactly
     as they were.
+
+    Its attributes never change, those of a subclass neither: compiled functions hold
+    their values. Make a new optimizer, and pass it the state.
 
     In a chain put it outermost: `optax.clip` before the check would turn an inf into a
     finite number, and the step would be applied.
@@ -128,14 +163,15 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             inner_optimizer=inner_optimizer,
             loss_scale=rule,
             axis_name=axis_name,
-            check_loss=check.boolean("check_loss", check_loss),
-            retries=0 if retries is None else check.count("retries", retries, least=0),
+            check_loss=_check.boolean("check_loss", check_loss),
+            retries=0 if retries is None else _check.count("retries", retries, least=0),
         )
         check_optimizer(inner_optimizer)
         return self
 
-    # Subclasses may have attributes of their own. Two optimizers are equal if all of
-    # their attributes are: jax.jit compiles a program for each optimizer that differs.
+    # Subclasses may have attributes of their own. They never change, as compiled
+    # functions hold their values. Two optimizers are equal if all of their attributes
+    # are: jax.jit compiles a program for each optimizer that differs.
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -146,7 +182,35 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
                     "whole, and would not call it. Wrap the inner optimizer, or "
                     "subclass LossScale. Other methods and attributes are yours."
                 )
-        jax.tree_util.register_static(cls)
+
+    def __setattr__(self, name, value):
+        self._check_frozen(name)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name):
+        self._check_frozen(name)
+        super().__delattr__(name)
+
+    def _check_frozen(self, name):
+        if vars(self).get("_is_frozen"):
+            raise AttributeError(
+                f"{name} of a {type(self).__name__} cannot change: compiled functions "
+                "would keep the old value. Make a new optimizer, and pass it the state."
+            )
+
+    def _replace(self, **kwargs):
+        raise TypeError(
+            f"A {type(self).__name__} has no functions to replace: its methods belong "
+            "together. Make a new one, or write optax.GradientTransformationExtraArgs("
+            "optimizer.init, your_update)."
+        )
+
+    @classmethod
+    def _make(cls, iterable):
+        name = cls.__name__
+        raise TypeError(
+            f"Write {name}(inner_optimizer): {name}._make has no loss scale."
+        )
 
     def __eq__(self, other):
         try:
@@ -183,8 +247,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           the inner optimizer's arrays are float32.
 
         Raises:
-          TypeError: If the inner optimizer scales losses itself, or the parameters hold
-            the state of an optimizer, as a `TrainState` does.
+          TypeError: If the inner optimizer scales losses itself; if the parameters hold
+            the state of an optimizer, as a `TrainState` does, or no array and no
+            number, as a module of Flax linen.
 
         Warns:
           UserWarning: If the parameters hold a float32 scalar named "loss_scale", as
@@ -192,6 +257,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         """
         return _step.init(self._options, params)
 
+    @_check.by_position("loss_fn", "params", "state")
     def minimize(
         self,
         loss_fn: Callable[Concatenate[Tree, ...], Out],
@@ -246,7 +312,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           UserWarning: If the scale of `state` is a constant in a function that JAX
             traces (`jax.jit`, `jax.lax.scan`); if devices of `jax.shard_map` have
             losses of their own, and the same parameters; if each device of `jax.pmap`
-            or `shard_map(check_vma=False)` keeps its own gradients.
+            or `shard_map(check_vma=False)` keeps its own gradients; if the loss does
+            not depend on `params`.
 
         Examples:
           >>> import jax
@@ -353,7 +420,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           UserWarning: If the scale of `state` is a constant in a function that JAX
             traces (`jax.jit`, `jax.lax.scan`); if devices of `jax.shard_map` have
             losses of their own, and the same parameters; if devices decide apart about
-            the variables of a model; with `retries`.
+            the variables of a model; if the loss does not depend on the arguments to
+            differentiate; with `retries`.
 
         Examples:
           >>> import jax
@@ -373,7 +441,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
         self._options.warn_of_retries("value_and_grad")
         options, rule = self._options, self.loss_scale
         scaled = _gradients.scaled_grad(rule, fun, has_aux, transform, argnums)
-        self.current_loss_scale(state)  # Raises early.
+        find_rule_state(state, rule)  # Raises early.
 
         def value_and_grad(*args, **kwargs):
             changes = _modules.Changes((args, kwargs))
@@ -431,9 +499,13 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             precision, and `init` makes it in float32.
 
         Warns:
-          UserWarning: With `retries`, because only `minimize` repeats a pass.
+          UserWarning: If nothing in this process has read the scale of an equal rule:
+            then the loss was not scaled; if the loss comes from `get_scaled_loss`, and
+            nothing has unscaled gradients; with `retries`, because only `minimize`
+            repeats a pass.
         """
         self._options.warn_of_retries("update")
+        _uses.warn_of_unscaled(self.loss_scale)
         params = _modules.parameters_of(params, updates)
         return _step.take_step(
             self._options, updates, params, state, extra_args, skip_if, adds=False
@@ -471,7 +543,10 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             precision, and `init` makes it in float32.
 
         Warns:
-          UserWarning: With `retries`, because only `minimize` repeats a pass.
+          UserWarning: If nothing in this process has read the scale of an equal rule:
+            then the loss was not scaled; if the loss comes from `get_scaled_loss`, and
+            nothing has unscaled gradients; with `retries`, because only `minimize`
+            repeats a pass.
 
         Examples:
           >>> import jax.numpy as jnp
@@ -490,6 +565,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           0
         """
         self._options.warn_of_retries("apply_gradients")
+        _uses.warn_of_unscaled(self.loss_scale)
         old = _modules.parameters_of(params, grads)
         new, state = _step.take_step(
             self._options, grads, old, state, extra_args, skip_if, adds=True
@@ -516,6 +592,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
           >>> float(optimizer.current_loss_scale(optimizer.init(jnp.ones(3))))
           32768.0
         """
+        _uses.note(self.loss_scale, Use.READ)
         return self.loss_scale(find_rule_state(state, self.loss_scale))
 
     @overload
@@ -587,19 +664,26 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             state of another rule.
 
         Warns:
-          UserWarning: If the scale of `state` is a constant in a function that JAX
-            traces (`jax.jit`, `jax.lax.scan`).
+          UserWarning: If nothing in this process has scaled a loss by an equal rule, or
+            `value_and_grad` alone, whose gradients are unscaled; if the scale of
+            `state` is a constant in a function that JAX traces (`jax.jit`,
+            `jax.lax.scan`).
 
         Examples:
+          >>> import jax
           >>> import jax.numpy as jnp
           >>> import optax
           >>> from optax_lossscale import LossScaleOptimizer
           >>> optimizer = LossScaleOptimizer(optax.sgd(0.1), loss_scale=2)
-          >>> state = optimizer.init(jnp.ones(3))
-          >>> grads = [jnp.float16(4), None, jnp.float16(-8)]
-          >>> optimizer.get_unscaled_gradients(grads, state)
-          [Array(2., dtype=float32), None, Array(-4., dtype=float32)]
+          >>> params = {"w": jnp.float16(4)}
+          >>> state = optimizer.init(params)
+          >>> loss_fn = lambda params: jnp.float32(params["w"]) ** 2
+          >>> grads = jax.grad(optimizer.get_scaled_loss(loss_fn, state))(params)
+          >>> print(grads, optimizer.get_unscaled_gradients(grads, state))
+          {'w': Array(16., dtype=float16)} {'w': Array(8., dtype=float32)}
         """
+        _uses.warn_of_unscaled_twice(self.loss_scale)
+        _uses.note(self.loss_scale, Use.UNSCALE)
         scale = _gradients.scale_of_step(self.loss_scale, state)
         return _gradients.unscale(grads, scale, self._options.skips)
 
@@ -662,9 +746,15 @@ def _without_attributes(cls: type[LossScaleOptimizer]) -> LossScaleOptimizer:
         lambda *args, **kwargs: self.update(*args, **kwargs),
     )
     self = tuple.__new__(cls, functions)
+    _register(cls)
     return self
 
 
-# A pytree without leaves: jit, eqx.filter_jit and tree functions take an optimizer as a
-# constant argument.
-jax.tree_util.register_static(LossScaleOptimizer)
+@functools.cache
+def _register(cls: type[LossScaleOptimizer]) -> None:
+    """Makes optimizers pytrees without leaves, unless the author of a class has.
+
+    jit, eqx.filter_jit and tree functions then take one as a constant argument.
+    """
+    with contextlib.suppress(ValueError):  # It is registered.
+        jax.tree_util.register_static(cls)

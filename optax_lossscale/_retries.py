@@ -17,7 +17,7 @@ from optax_lossscale._jaxprs import parts, primitives
 from optax_lossscale._jaxprs.primitives import Trait
 from optax_lossscale._modules import Modules
 from optax_lossscale._scaling import all_finite
-from optax_lossscale._step import Look, Options, look_at
+from optax_lossscale._step import Look, Options, check_no_state, look_at
 
 
 def value_and_grad(
@@ -48,6 +48,7 @@ def value_and_grad(
     """
     rule, axis_name = options.loss_scale, options.axis_name
     scale = _gradients.scale_of_step(rule, state)
+    check_no_state(args[0])
     if not options.retries:
         value, grads = scaled(scale, *args, **kwargs)
         return value, _gradients.unscale(grads, scale, options.skips), state, None

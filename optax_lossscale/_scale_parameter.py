@@ -12,13 +12,22 @@ import optax
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from optax_lossscale import _check as check, _gradients, _modules, _state, _step, _tree
+from optax_lossscale import (
+    _check as check,
+    _gradients,
+    _modules,
+    _state,
+    _step,
+    _tree,
+    _uses,
+)
 from optax_lossscale._jaxprs.parts import varying_axes
 from optax_lossscale._modules import nnx
 from optax_lossscale._optimizer import LossScaleOptimizer
 from optax_lossscale._scaling import all_finite, on_all_devices, scale_up
 from optax_lossscale._step import Options
 from optax_lossscale._tree import Args, Out, Tree
+from optax_lossscale._uses import Use
 from optax_lossscale._warn import warn
 
 
@@ -183,6 +192,7 @@ def with_loss_scale(
 
 
 def _scaled_loss(loss_fn, name, has_aux, params, /, *args, **kwargs) -> Any:
+    _uses.note(name, Use.IN_PARAMETERS)
     is_module = _modules.is_stateful(params)
     if not is_module and _modules.has_modules(params):
         raise TypeError(
@@ -302,6 +312,10 @@ def scale_as_parameter(
       ValueError: When called, unless the parameters, and their gradients, hold one
         leaf of this name, a float32 scalar.
 
+    Warns:
+      UserWarning: When `update` is called, if no loss function of `with_loss_scale`
+        has run in this process with this name.
+
     Examples:
       >>> import jax.numpy as jnp
       >>> import optax
@@ -330,6 +344,7 @@ def scale_as_parameter(
     def update(
         updates, state, params=None, *, skip_if=None, **extra_args
     ) -> tuple[Any, Any]:
+        _uses.warn_of_unscaled_parameters(options.loss_scale, name)
         params = _modules.parameters_of(params, updates)
         place, old, params = _take_out(name, params, "params")
         _, flags, grads = _take_out(name, updates, "grads")

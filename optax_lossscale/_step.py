@@ -1,5 +1,7 @@
 """One step: look at the gradients, decide, run or keep, record."""
 
+import numbers
+import reprlib
 from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
@@ -47,6 +49,12 @@ class Options(NamedTuple):
 def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
     """Returns the state before the first step."""
     _check_params(params)
+    leaves = jax.tree.leaves(params, is_leaf=_modules.is_module)
+    if leaves and not any(map(_is_parameter, leaves)):
+        raise TypeError(
+            f"params must hold arrays, got {reprlib.repr(_tree.types_of(params))}. "
+            + _state.FUNCTIONAL
+        )
     params = _modules.trainable(params)
     inner_state = _tree.strongly_typed(_inner.init(options.inner_optimizer, params))
     if _tree.nodes_of(_state.LossScaleOptimizerState, inner_state):
@@ -67,6 +75,12 @@ def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
         nonfinite_loss_steps=zero() if options.check_loss else None,
         retries=zero() if options.retries else None,
     )
+
+
+def _is_parameter(leaf: Any) -> bool:
+    """Whether a leaf may be of the parameters; others are models as they are called."""
+    is_number = hasattr(leaf, "dtype") or isinstance(leaf, numbers.Number)
+    return is_number or _modules.is_module(leaf)
 
 
 def take_step(
@@ -186,14 +200,18 @@ def look_at(rule: LossScale, grads: Any, old: Any, axis_name: Hashable | None) -
     return Look(old, lax.stop_gradient(_state.within_bounds(rule, new)), finite)
 
 
-def _check_params(params: Any) -> None:
-    """Raises if a state is among the parameters; warns if a scale is."""
+def check_no_state(params: Any) -> None:
+    """Raises if a state is among the parameters."""
     if _tree.nodes_of(_state.LossScaleOptimizerState, params):
         raise TypeError(
             "params must not hold the state of an optimizer, got one in a "
-            f"{type(params).__name__}. Pass the parameters alone, as "
-            "train_state.params, and train_state.opt_state as the state."
+            f"{type(params).__name__}. {_state.TRAIN_STATE}"
         )
+
+
+def _check_params(params: Any) -> None:
+    """Raises if a state is among the parameters; warns if a scale is."""
+    check_no_state(params)
 
     def check(path, box):
         if [*map(_tree.is_float32_scalar, jax.tree.leaves(box))] == [True]:

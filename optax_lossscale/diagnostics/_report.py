@@ -65,10 +65,15 @@ RETRIED = (
     "See why retries did not help: the loss is not finite, all retries are used up, "
     "minimize is not called, or the rule keeps the scale (min_scale, hysteresis)."
 )
+SUM = (
+    "If you add gradients up yourself, start each step with zeros, also after a skip: "
+    "an inf stays in the sum."
+)
 FROZEN = (
     "If the trace finds nothing at this scale, make sure that value_and_grad and "
-    "get_scaled_loss are called inside the step, with the current state: a function "
-    "made once before the loop keeps the first scale. With scale_as_parameter, see "
+    "get_scaled_loss are called inside the step, with the state that the update gets: "
+    "a function made once before the loop keeps the first scale, and so does a second "
+    "state. With scale_as_parameter, see "
     "whether the scale among the parameters is finite: report(state, params)."
 )
 LOSS, GRADIENTS, GO_ON = (
@@ -426,7 +431,7 @@ def _judge_skips(read: dict[str, Any]) -> list[str]:
         though = ", though the loss scale cannot go lower"
     if read["is_fixed"]:
         though = " at this fixed loss scale"
-    advice = [*retried, TRACE, *frozen, LOSS, GRADIENTS, GO_ON]
+    advice = [*retried, TRACE, *frozen, SUM, LOSS, GRADIENTS, GO_ON]
     return [f"{steps} not finite{though}.", *advice]
 
 

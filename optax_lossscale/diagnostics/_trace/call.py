@@ -11,7 +11,7 @@ import numpy as np
 
 from optax_lossscale import _autocast, _check as check, _modules
 from optax_lossscale._autocast.evaluate import NOTES
-from optax_lossscale._gradients import loss_of
+from optax_lossscale._gradients import check_scalar_loss, loss_of
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._scaling import scale_up
 from optax_lossscale._tree import in_half, is_argument, is_inexact, types_of
@@ -105,8 +105,7 @@ def make_call(
             if "transform" in kwargs:
                 error.add_note(f"{caller} needs no transform: leave it out.")
             raise
-        if jnp.shape(loss):
-            raise TypeError(f"loss_fn must return a scalar loss, got {types_of(loss)}.")
+        check_scalar_loss(loss)
         return loss
 
     return function, list(chosen.values()), [names[i] for i in chosen], count
