@@ -140,7 +140,22 @@ CASES = [
 def test_a_note_says_what_to_write(hint, mistake):
     with pytest.raises(Exception) as caught:  # noqa: PT011
         mistake()
-    assert caught.value.__notes__.count(hint) == 1
+    assert sum(note.endswith(hint) for note in caught.value.__notes__) == 1
+
+
+def test_the_note_on_a_state_names_what_differs():
+    for made_for, words in [
+        (W | {"b": np.float32(0)}, "init makes no state.inner_state[0].trace['b']. "),
+        (
+            {"w": np.ones(3)},
+            "['w'] must be of shape (2,), as init makes it, got (3,). ",
+        ),
+        ({}, "state.inner_state[0].trace['w'] is missing, which init makes. "),
+    ]:
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            minimize(W, made_for)
+        (note,) = (x for x in caught.value.__notes__ if x.endswith(_hints.PARAMETERS))
+        assert note.removesuffix(_hints.PARAMETERS).endswith(words)
 
 
 def test_what_the_note_on_modules_says_to_write():

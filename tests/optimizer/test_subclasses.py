@@ -1,6 +1,8 @@
 """Subclasses, copies, and optimizers as constants of compiled functions."""
 
+import abc
 import copy
+import inspect
 import pickle
 
 import equinox as eqx
@@ -79,14 +81,11 @@ def test_copies(optimizer, again):
     assert type(copied) is type(optimizer)
     assert copied == optimizer
     assert hash(copied) == hash(optimizer)
-    if optimizer is WEIGHTED:
-        # The functions of the tuple are those of the copy.
-        copied.weight = 4.0
-        init, _ = copied
-        params, _ = copied.weighted(ONES, ONES, init(ONES))
-        assert params.tolist() == [-1, -1]
-        assert optimizer.weight == 1
-        assert copied != optimizer
+    assert one_step(copied).tolist() == [0.5, 0.5]
+    # The functions of the tuple are those of the copy.
+    for function in copied:
+        assert inspect.getclosurevars(function).nonlocals == {"self": copied}
+        assert function not in list(optimizer)
 
 
 def test_subclasses_with_different_arrays_are_not_equal():
@@ -110,3 +109,63 @@ def test_is_an_argument_and_an_attribute(optimizer, wrap):
     step = wrap(lambda trainer: one_step(trainer.optimizer, trainer.params))
     assert step(trainer).tolist() == [0.5, 0.5]
     assert len(jax.tree.leaves(trainer)) == 1
+
+
+@pytest.mark.parametrize("again", [lambda x: x, copy.copy])
+@every_optimizer
+def test_attributes_never_change(optimizer, again):
+    optimizer = again(optimizer)
+    with pytest.raises(AttributeError, match=r"weight of a .* cannot change: compiled"):
+        optimizer.weight = 5.0
+    with pytest.raises(AttributeError, match=r"_options of a .* cannot change"):
+        del optimizer._options
+    assert one_step(optimizer).tolist() == [0.5, 0.5]
+
+
+@every_optimizer
+def test_functions_are_not_replaced(optimizer):
+    with pytest.raises(TypeError, match=r"GradientTransformationExtraArgs\(optimizer"):
+        optimizer._replace(update=print)
+    with pytest.raises(
+        TypeError, match=r"Write \w+\(inner_optimizer\): \w+\._make has"
+    ):
+        optimizer._make([print, print])
+
+
+def test_the_signature_is_that_of_the_constructor():
+    assert [*inspect.signature(Weighted).parameters] == ["weight", "inner", "rule"]
+    assert next(iter(inspect.signature(LossScaleOptimizer).parameters)) == (
+        "inner_optimizer"
+    )
+
+
+def test_the_author_of_a_class_may_register_it():
+    @jax.tree_util.register_pytree_node_class
+    class Learned(Weighted):
+        def tree_flatten(self):
+            return [self.weight], self.inner_optimizer
+
+        @classmethod
+        def tree_unflatten(cls, inner, weights):
+            return cls(*weights, inner)
+
+    @jax.tree_util.register_static
+    class Static(LossScaleOptimizer):
+        """Registered as it would be anyway."""
+
+    learned = Learned(np.float32(1), INNER)
+    assert jax.tree.leaves(learned) == [1]
+    assert jax.jit(one_step)(learned).tolist() == [0.5, 0.5]
+    assert jax.jit(one_step)(Static(INNER)).tolist() == [0.5, 0.5]
+
+
+def test_an_abstract_base_class_beside_it():
+    class Named(abc.ABC):
+        @property
+        @abc.abstractmethod
+        def name(self): ...
+
+    class Both(Named, LossScaleOptimizer):
+        name = "both"
+
+    assert one_step(Both(INNER)).tolist() == [0.5, 0.5]

@@ -41,6 +41,7 @@ def on_each(tree):
 def averaging(average):
     """Makes a transform of the user's that averages the gradients."""
 
+    @functools.wraps(jax.value_and_grad)  # So that it takes the name of JAX's.
     def transform(fun, **options):
         def value_and_grad(*args):
             value, grads = jax.value_and_grad(fun, **options)(*args)
