@@ -198,7 +198,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta)
                 "would keep the old value. Make a new optimizer, and pass it the state."
             )
 
-    def _replace(self, **kwargs):
+    def _replace(self, **kwargs):  # pyright: ignore[reportIncompatibleMethodOverride]
         raise TypeError(
             f"A {type(self).__name__} has no functions to replace: its methods belong "
             "together. Make a new one, or write optax.GradientTransformationExtraArgs("
@@ -206,7 +206,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta)
         )
 
     @classmethod
-    def _make(cls, iterable):
+    def _make(cls, iterable):  # pyright: ignore[reportIncompatibleMethodOverride]
         name = cls.__name__
         raise TypeError(
             f"Write {name}(inner_optimizer): {name}._make has no loss scale."

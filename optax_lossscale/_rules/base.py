@@ -21,10 +21,10 @@ def types_of_state(rule: "LossScale") -> Any:
     return (_types if has_hash(rule) else _types.__wrapped__)(rule)
 
 
-def has_hash(rule: "LossScale") -> bool:
+def has_hash(x: Any) -> bool:
     """Whether a rule has a hash; with a list among its fields it has none."""
     try:
-        hash(rule)
+        hash(x)
     except TypeError:
         return False
     return True
