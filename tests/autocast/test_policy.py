@@ -318,11 +318,6 @@ def without_rule_a(patch):
     patch.setattr(policy, "kind_of", kind_of)
 
 
-def without_squares(patch):
-    original = policy.kind_of
-    patch.setattr(policy, "kind_of", lambda *about: original(*about[:3], False))
-
-
 def without_promotion(patch):
     widest, state_of_result = states._widest, policy.state_of_result
 
@@ -346,7 +341,8 @@ NOBODY = collections.defaultdict(type(None))
 without_wants = instead(Planner, "_find_wishes", lambda *about: NOBODY.copy())
 without_range = instead(policy, "state_of_number", lambda *about: State.SOFT)
 without_factors = instead(policy, "is_moderate", lambda factor: True)
-without_terms = instead(policy, "_terms", lambda equation: 2)
+without_squares = instead(policy, "_is_square", lambda equation: False)
+without_sums = instead(policy, "_is_sum", lambda equation: False)
 cast_in_calls = instead(states.Plan, "read_wide", frozenset())
 
 
@@ -361,7 +357,7 @@ MUTATIONS = {
     "exp": (move("exp", Kind.ARITHMETIC), exponential, 5),
     "sums": (move("reduce_sum", Kind.ARITHMETIC), long_sum, 1),
     "bounded": (move("logistic", Kind.ARITHMETIC), gates, 6),
-    "squares of lengths": (without_squares, unit_length, 1),
+    "lengths": (without_sums, unit_length, 1),
     "short averages": (without_factors, short_average, 1),
     "tiny constants": (without_range, tiny_constant, 1),
     "large factors": (without_factors, large_factor, 100),
@@ -377,7 +373,7 @@ MUTATIONS = {
     "sums from zero": (without_promotion, sum_in_a_loop, 1),
     "products from one": (without_promotion, running_product, 100),
     "what fills": (without_range, filled, 1),
-    "positions": (without_terms, positions, 1),
+    "positions": (without_products, positions, 1),
     "opposite gradients": (without_wants, confident, 1),
     "opposite gradients of calls": (cast_inside, confident_by_parts, 1),
     "opposite gradients of casts": (cast_in_calls, confident_by_mixed_parts, 1),
