@@ -93,7 +93,7 @@ def pairs(h):
         (lambda p, x: jax.jit(jnp.subtract)(x, p.b) @ p.w + p.b, "float32"),
         (lambda p, x: x[:1] @ p.w + p.b, "float16"),
         (lambda p, x: x[0] @ p.w + p.b, "float16"),
-        # A gain belongs to a norm, or is one number. Others promote, as LayerScale does.
+        # A gain belongs to a norm, or is one number. LayerScale promotes.
         (lambda p, x: jax.nn.relu(x @ p.w) * p.b, "float32"),
         (lambda p, x: (pairs(x @ p.w) * p.m).reshape(16, 8), "float32"),
         (lambda p, x: x @ p.w * p.b[0], "float16"),

@@ -78,7 +78,8 @@ END = {
     "the steps of a loop": (steps_of_a_loop, False),
     "examples of vmap":
         (lambda z, old, key, w: jax.vmap(is_near)(z, old).all(), False),
-    "a count": (lambda z, old, key, w: jnp.sum(jnp.abs(z - old) < 1e-5) == z.size, False),
+    "a count":
+        (lambda z, old, key, w: jnp.sum(jnp.abs(z - old) < 1e-5) == z.size, False),
     "a number": (lambda z, old, key, w: jnp.max(jnp.abs(z - old)).astype(int), 9),
     "an error with noise": (noisy, False),
 }  # fmt: skip
@@ -153,7 +154,7 @@ def test_a_flag_on_its_way_through_the_state_ends_a_solver():
 
     def f(w, x):
         def body(state):
-            z, near, done, i = state
+            z, near, _, i = state
             new = jnp.tanh(z @ w + x)
             return new, is_near(new, z), near, i + 1
 
