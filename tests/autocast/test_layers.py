@@ -163,6 +163,33 @@ def test_a_norm_of_another_dtype_stays_as_it_is(dtype):
     assert dtypes(autocast(f), PARAMS, X, names=["mul"]) == [dtype, dtype]
 
 
+def test_an_average_that_is_unrolled_compiles_to_as_much_as_in_float32():
+    def f(p, x):
+        u, a = x @ p.w, jax.nn.sigmoid(p.b)
+        h = u[0]
+        for y in u:
+            h = a * h + (1 - a) * y
+        return jnp.mean((h @ p.w) ** 2)
+
+    sizes = [
+        jax.jit(jax.value_and_grad(x)).lower(PARAMS, jnp.ones((12, 16, 8))).compile()
+        for x in (f, autocast(f))
+    ]
+    plain, cast = (x.as_text().count("\n") for x in sizes)
+    assert cast < 1.4 * plain
+
+
+def test_the_gradient_of_a_gain_without_dimensions_is_a_sum_in_float32():
+    def f(a, x, w):
+        return jnp.mean(((x @ w) * a) @ w)
+
+    x, w = jnp.ones((4096, 2)), jnp.eye(2)
+    grad = jax.grad(lambda a: 2.0**15 * autocast(f)(a, x, w))(jnp.float32(8))
+    assert float(grad) == 2.0**15
+    sums = equations(jax.grad(autocast(f)), jnp.float32(8), x, w, names=["reduce_sum"])
+    assert {x.outvars[0].aval.dtype for x in sums} == {jnp.dtype("float32")}
+
+
 def test_layers_of_a_symbolic_batch():
     (b,) = export.symbolic_shape("b")
     x = jax.ShapeDtypeStruct((b, 8), jnp.float32)
