@@ -68,8 +68,13 @@ class _Walk:
         key = id(jaxpr), *given
         if key not in self._found:
             known = dict(zip(jaxpr.invars, given, strict=True))
-            # Constants and numbers are fixed.
-            origin = lambda x: known.get(parts.variable_of(x), Origin.FIXED)  # noqa: E731
+
+            def origin(x):
+                if parts.is_ref(x):
+                    return Origin.STATE  # Some iteration may write it.
+                # Constants and numbers are fixed.
+                return known.get(parts.variable_of(x), Origin.FIXED)
+
             for equation in jaxpr.eqns:
                 results = self._of(equation, list(map(origin, equation.invars)))
                 pairs = zip(equation.outvars, results, strict=True)
