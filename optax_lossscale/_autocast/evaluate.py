@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from optax_lossscale._autocast import policy
 from optax_lossscale._autocast.policy import State, is_float32
-from optax_lossscale._autocast.program import Step
+from optax_lossscale._autocast.program import Program, Step
 from optax_lossscale._autocast.rules import Call
 from optax_lossscale._autocast.states import Plan, Planner, States
 from optax_lossscale._jaxprs import flow, parts
@@ -149,7 +149,7 @@ class _Evaluator:
             return [jax.lax.convert_element_type(x, x.dtype) if is_weak else x]
         is_rounded = step in self._plan.rounded
         is_wide = State.HALF not in states or self._plan.program.layers[step].is_norm
-        if is_wide or is_rounded or _spreads(step):
+        if is_wide or is_rounded or _spreads(step, self._plan.program):
             with _for_products(True):
                 inputs = [self._read(x, State.WIDE) for x in inputs]
             wide = parts.bind(equation, inputs)
@@ -289,12 +289,12 @@ def _for_products(is_so: bool) -> Any:
     return parts.standing(parts.nowhere()) if is_shown else contextlib.nullcontext()
 
 
-def _spreads(step: Step) -> bool:
+def _spreads(step: Step, program: Program) -> bool:
     """Whether it may bring a number to several places, so that its derivative adds."""
-    inputs = [x.aval for x in step.equation.invars]
-    result = step.equation.outvars[0].aval
+    inputs, result = step.equation.invars, step.equation.outvars[0].aval
     if step.has(Trait.ELEMENTWISE):
         # It broadcasts by itself, and its derivative would add up in half precision.
-        return any(x.shape not in ((), result.shape) for x in inputs)
-    is_reshape = step.name == "broadcast_in_dim" and inputs[0].size == result.size
+        arrays = (x for x in inputs if program.number(x) is None)
+        return any(x.aval.shape != result.shape for x in arrays)
+    is_reshape = step.name == "broadcast_in_dim" and inputs[0].aval.size == result.size
     return step.kind == Kind.SPREAD and not is_reshape

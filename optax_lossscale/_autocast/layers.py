@@ -4,8 +4,9 @@
   of products, plus a bias.
 - A norm: an array, perhaps less its own mean, times what sums, powers and roots make of
   its own numbers, times a gain, plus a bias.
-- A gain: a factor with fewer numbers than the result. In a loop, a factor of the state
-  is none, but a decay. A mask: a factor of two known numbers.
+- A gain: a factor of a norm or of its statistics, or a number without dimensions. In a
+  loop, a factor of the state is none, but a decay. A mask: a factor of two known
+  numbers.
 
 Biases and gains are parameters, as `roles` finds them. A bias has one dimension.
 """
@@ -88,16 +89,19 @@ class Layers(collections.defaultdict[Any, Layer]):
         if is_factor and self._is_own(large, part):
             return Layer(self._centered.get(source, large), part, is_norm=True)
         # Flax multiplies the statistics by the gain first, which broadcasts both.
-        is_whole = large.aval.size == result.aval.size or self._origin(large)[1]
-        is_small = small.aval.size != result.aval.size and is_whole
+        _, is_statistic = self._origin(large)
+        is_whole = is_statistic or large.aval.size == result.aval.size
         is_vector = sum(n != 1 for n in small.aval.shape) < 2
-        is_part = is_small and program.role(small) == Role.PARAMETER
+        is_part = is_whole and program.role(small) == Role.PARAMETER
         if not is_part or not (is_factor or is_vector):
             return None
         if source in self._norms:
             return Layer(self._norms[source], part, is_norm=True)
-        is_gain = is_factor and program.role(large) != Role.STATE
-        return Layer(large, part) if is_gain or source in self._products else None
+        if not is_factor:
+            return Layer(large, part) if source in self._products else None
+        is_number = not (part.aval.shape and small.aval.shape)
+        is_gain = is_statistic or (is_number and program.role(large) != Role.STATE)
+        return Layer(large, part) if is_gain else None
 
     def _origin(self, variable):
         source = self._source(variable)

@@ -37,16 +37,15 @@ LARGEST_FACTOR = 128
 NEAR_ONE = 1 / 64
 
 
-def kind_of(equation: Any, dtype: Any, known: Sequence[Any], is_square: bool) -> Kind:
+def kind_of(equation: Any, dtype: Any, known: Sequence[Any]) -> Kind:
     """Returns the kind of an equation.
 
     Args:
       equation: The equation.
       dtype: The dtype to compute in.
       known: For each operand, its number if the program knows it, else None.
-      is_square: Whether it multiplies a number by itself.
     """
-    name, params = equation.primitive.name, equation.params
+    name, params = name_of(equation), equation.params
     kind = primitives.kind_of(name)
     old: Any = equation.invars[0].aval if equation.invars else None
     if name == "convert_element_type" and old.dtype == equation.outvars[0].aval.dtype:
@@ -60,12 +59,10 @@ def kind_of(equation: Any, dtype: Any, known: Sequence[Any], is_square: bool) ->
     fill = params.get("fill_value")
     if fill is not None and state_of_number(fill, dtype) == State.WIDE:
         return Kind.FLOAT32  # What x.at[i].get(fill_value=1e5) puts in.
+    if not _is_default(params.get("precision")):
+        return Kind.FLOAT32  # Somebody asked for precision.
     if kind == Kind.PRODUCT:
-        if not _is_default(params.get("precision")):
-            return Kind.FLOAT32  # Somebody asked for precision.
-        # Nothing is added up, as of positions and frequencies; or squares alone are.
-        is_wide = _terms(equation) == 1 or (is_square and _is_length(equation))
-        return Kind.FLOAT32 if is_wide else kind
+        return Kind.FLOAT32 if _is_sum(equation) else kind
     if name == "reduce_sum" and math.prod(old.shape[x] for x in params["axes"]) == 1:
         return Kind.MOVE
     if primitives.has(name, Trait.MINUS) and known == [None, None]:
@@ -73,11 +70,12 @@ def kind_of(equation: Any, dtype: Any, known: Sequence[Any], is_square: bool) ->
         return Kind.FLOAT32
     if primitives.has(name, Trait.OVER) and known[1] is None:
         return Kind.FLOAT32
+    if primitives.has(name, Trait.TIMES) and _is_square(equation):
+        return Kind.FLOAT32
     has_factors = primitives.has(name, Trait.TIMES | Trait.OVER)
     factors = [x for x in known if x is not None]
-    if is_square or (has_factors and not all(map(is_moderate, factors))):
-        return Kind.FLOAT32
-    return kind
+    is_far = has_factors and not all(map(is_moderate, factors))
+    return Kind.FLOAT32 if is_far else kind
 
 
 def is_moderate(factor: Any) -> bool:
@@ -98,19 +96,27 @@ def _is_default(precision: Any) -> bool:
     return all(x is None or str(x) in ("DEFAULT", "Precision.DEFAULT") for x in chosen)
 
 
-def _terms(equation: Any) -> int:
-    """Returns how many products each number of the result adds up."""
+def name_of(equation: Any) -> str:
+    """Returns the name of the primitive, as `primitives.name_of` does."""
+    types = [x.aval for x in equation.invars]
+    return primitives.name_of(equation.primitive, types, equation.params)
+
+
+def _is_square(equation: Any) -> bool:
+    """Whether it multiplies an array by itself."""
+    first, second = map(parts.variable_of, equation.invars)
+    return first is not None and first is second
+
+
+def _is_sum(equation: Any) -> bool:
+    """Whether each number of a product adds up numbers that no other one reads.
+
+    Then half precision computes nothing faster: each operand is read once.
+    """
     if equation.primitive.name != "dot_general":
-        return 2
-    (axes, _), _ = equation.params["dimension_numbers"]
-    return math.prod(equation.invars[0].aval.shape[x] for x in axes)
-
-
-def _is_length(equation: Any) -> bool:
-    """Whether a product of an array with itself adds up squares alone."""
-    ((x, y), (batch, other)) = equation.params["dimension_numbers"]
-    shape = equation.invars[0].aval.shape
-    return x == y and batch == other and len(x) + len(batch) == len(shape)
+        return False
+    _, (batch, _) = equation.params["dimension_numbers"]
+    return len(batch) == len(equation.outvars[0].aval.shape)
 
 
 def is_saved(primitive: Any, *types: Any, **params: Any) -> bool:
@@ -121,10 +127,11 @@ def is_saved(primitive: Any, *types: Any, **params: Any) -> bool:
             is_saved(x.primitive, *(y.aval for y in x.invars), **x.params)
             for x in parts.all_equations(called)
         )
-    is_move = primitives.kind_of(primitive.name) == Kind.MOVE
+    name = primitives.name_of(primitive, types, params)
+    is_move = primitives.kind_of(name) == Kind.MOVE
     # Of a move in float32, what it moves is saved already, or can be, in fewer bytes.
     is_wide = is_move and any(x.dtype == np.float32 for x in types)
-    return not (is_wide or primitives.has(primitive.name, Trait.CHEAP))
+    return not (is_wide or primitives.has(name, Trait.CHEAP))
 
 
 def state_of_number(number: Any, dtype: Any) -> State:

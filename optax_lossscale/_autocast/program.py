@@ -12,7 +12,7 @@ from jax.core import ShapedArray
 from optax_lossscale._autocast import policy
 from optax_lossscale._autocast.layers import Layers
 from optax_lossscale._autocast.roles import Role
-from optax_lossscale._jaxprs import flow, parts, primitives
+from optax_lossscale._jaxprs import ends, flow, parts, primitives
 from optax_lossscale._jaxprs.lines import (
     Function,
     Source,
@@ -22,7 +22,6 @@ from optax_lossscale._jaxprs.lines import (
 )
 from optax_lossscale._jaxprs.parts import variable_of
 from optax_lossscale._jaxprs.primitives import Kind, Trait
-from optax_lossscale._tree import is_inexact
 
 # How to compute with numbers while tracing.
 FOLDS: dict[str, Callable[..., Any]] = {
@@ -54,10 +53,10 @@ class Step:
     bodies: Sequence[tuple["Program", Sequence[int]]] = ()
     carry: Sequence[int] = ()
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
-        """The name of the primitive."""
-        return self.equation.primitive.name
+        """The name of the primitive; "mul" for a product that adds up nothing."""
+        return policy.name_of(self.equation)
 
     def has(self, trait: Trait) -> bool:
         """Whether its primitive has a trait, or one of several."""
@@ -195,7 +194,6 @@ def read(
     jaxpr, consts = parts.opened(closed)
     pairs = zip(jaxpr.invars, known, strict=False)
     program = Program(jaxpr, consts, {k: x for k, x in pairs if x is not None})
-    squares = _squares(jaxpr)
     for equation in jaxpr.eqns:
         numbers, result = list(map(program.number, equation.invars)), None
         # A loop changes its state, and a branch is not worth it.
@@ -208,7 +206,7 @@ def read(
             program.numbers[result] = _folded_number(equation, numbers)
             _note_mask(program, equation, numbers)
         if result is None or program.scalar(result) is None:
-            kind = policy.kind_of(equation, dtype, numbers, result in squares)
+            kind = policy.kind_of(equation, dtype, numbers)
             program.steps.append(Step(equation, kind, callers, bodies, carry))
     if programs is not None:
         programs[key] = program
@@ -227,21 +225,6 @@ def _note_mask(program: Program, equation: Any, numbers: Sequence[Any]) -> None:
             program.masks[equation.outvars[0]] = found
 
 
-def _squares(jaxpr: Any) -> set[Any]:
-    """Returns the products of an array with itself; `jnp.vdot(x, x)` reshapes both."""
-    sources, squares = {}, set()
-    for equation in jaxpr.eqns:
-        name, operands = equation.primitive.name, map(variable_of, equation.invars)
-        if name == "reshape":
-            (new,) = equation.outvars
-            sources[new] = next(operands), new.aval.shape
-        elif name == "dot_general" or primitives.has(name, Trait.TIMES):
-            first, second = (sources.get(x, x) for x in operands)
-            if first is not None and first == second:
-                squares.update(equation.outvars)
-    return squares
-
-
 def _bodies(
     equation: Any,
 ) -> tuple[list[tuple[Any, Sequence[int]]], Sequence[int]]:
@@ -250,34 +233,22 @@ def _bodies(
     operands = range(len(equation.invars))
     if name == "scan":
         return [(params["jaxpr"], operands)], flow.scan_parts(equation, operands)[1]
-    if name == "while" and not _ends_by_floats(equation):
+    if name == "while" and not ends.by_floats(equation):
         asked, consts, carry = flow.while_parts(equation, operands)
         condition = params["cond_jaxpr"], [*asked, *carry]
         return [condition, (params["body_jaxpr"], [*consts, *carry])], carry
     if name == "cond":
         return [(x, operands[1:]) for x in params["branches"]], ()
     is_rule = name in ("custom_jvp_call", "custom_vjp_call")
-    if is_rule and any(map(_ends_by_floats, parts.equations_in(equation))):
+    if is_rule and any(map(ends.by_floats, parts.equations_in(equation))):
         return [], ()  # The rule may take the steps of the loop again.
     is_call = primitives.kind_of(name) in (Kind.CALL, Kind.DEVICES)
     return [(parts.called_jaxpr(equation), operands)] if is_call else [], ()
 
 
-def _ends_by_floats(equation: Any) -> bool:
-    """Whether it is a `while` that asks floating-point numbers if it ends: a solver.
-
-    Roundoff of half precision may never be as small as its tolerance.
-    """
-    if equation.primitive.name != "while":
-        return False
-    condition, _ = parts.opened(equation.params["cond_jaxpr"])
-    asked = {variable_of(x) for step in condition.eqns for x in step.invars}
-    return any(is_inexact(x.aval) for x in condition.invars if x in asked)
-
-
 def _folded_number(equation: Any, numbers: Sequence[Any]) -> Any:
     """Returns the number that the result is or is filled with, if it is known."""
-    name, aval = equation.primitive.name, equation.outvars[0].aval
+    name, aval = policy.name_of(equation), equation.outvars[0].aval
     if primitives.has(name, Trait.KEEPS) and len(numbers) == 1:
         return numbers[0]
     is_known = numbers and all(x is not None for x in numbers)

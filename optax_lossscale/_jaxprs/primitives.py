@@ -4,6 +4,8 @@ A primitive that is in no row is of the kind FLOAT32, and has no traits.
 """
 
 import enum
+import math
+from typing import Any
 
 
 class Kind(enum.Enum):
@@ -42,6 +44,7 @@ class Trait(enum.Flag):
       COLLECTIVE: Devices exchange arrays.
       OPAQUE: It cannot run in another dtype, or has effects that must not happen twice.
       BITS: Its results depend on the bits of a dtype.
+      RANDOM: Its results are random.
     """
 
     ELEMENTWISE = enum.auto()
@@ -62,6 +65,7 @@ class Trait(enum.Flag):
     COLLECTIVE = enum.auto()
     OPAQUE = enum.auto()
     BITS = enum.auto()
+    RANDOM = enum.auto()
 
 
 NONE = Trait(0)
@@ -127,7 +131,8 @@ TABLE = [
         floor igamma igamma_grad_a igammac imag lgamma polygamma polynomial real
         reduce_precision regularized_incomplete_beta round sinh tan zeta"""),
     (Kind.FLOAT32, Trait.ELEMENTWISE | Trait.BITS, "nextafter"),
-    (Kind.FLOAT32, Trait.BITS, "bitcast_convert_type rng_uniform"),
+    (Kind.FLOAT32, Trait.BITS, "bitcast_convert_type"),
+    (Kind.FLOAT32, Trait.BITS | Trait.RANDOM, "rng_uniform"),
     # Decisions, whose results are integers and flags.
     (Kind.FLOAT32, Trait.ELEMENTWISE | Trait.ORDER, "ge gt le lt"),
     (Kind.FLOAT32, Trait.ELEMENTWISE | Trait.EQUAL, "eq ne"),
@@ -139,11 +144,12 @@ TABLE = [
         shift_right_logical xor"""),
     (Kind.FLOAT32, NONE, """
         after_all axis_index create_token dim_as_value dimension_size empty empty2
-        from_edtype iota iota_2x32_shape lu_pivots_to_permutation philox2x32 philox4x32
-        platform_index random_bits random_clone random_fold_in random_gamma random_seed
-        random_split random_unwrap random_wrap reduce_and reduce_or reduce_xor
-        rng_bit_generator shape_assertion threefry2x32 threefry4x32 to_edtype
-        zeros_like"""),
+        from_edtype iota iota_2x32_shape lu_pivots_to_permutation platform_index
+        random_clone random_fold_in random_seed random_split random_unwrap random_wrap
+        reduce_and reduce_or reduce_xor shape_assertion to_edtype zeros_like"""),
+    (Kind.FLOAT32, Trait.RANDOM, """
+        philox2x32 philox4x32 random_bits random_gamma rng_bit_generator threefry2x32
+        threefry4x32"""),
     # Solvers, decompositions, transforms.
     (Kind.FLOAT32, NONE, """
         cholesky cholesky_update custom_linear_solve eig eigh eigh_jacobi fft geqp3
@@ -189,6 +195,23 @@ TABLE = [
     (Kind.DEVICES, NONE, "shard_map"),
 ]  # fmt: skip
 _ROWS = {name: row[:2] for row in TABLE for name in row[2].split()}
+
+
+def name_of(primitive: Any, types: Any, params: Any) -> str:
+    """Returns the name of a primitive; "mul" for a `dot_general` that adds up nothing.
+
+    `jnp.einsum("...k,k->...k", x, gain)` is one: it multiplies, as `x * gain` does.
+
+    Args:
+      primitive: The primitive.
+      types: The types of its operands.
+      params: Its parameters.
+    """
+    if primitive.name == "dot_general":
+        (axes, _), _ = params["dimension_numbers"]
+        if math.prod(types[0].shape[x] for x in axes) == 1:
+            return "mul"
+    return primitive.name
 
 
 def kind_of(name: str) -> Kind:

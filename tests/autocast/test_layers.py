@@ -46,6 +46,12 @@ def root_mean_square(p, h):
     return h * lax.rsqrt(jnp.square(h).mean(-1, keepdims=True)) * p.b
 
 
+def by_einsum(p, h):
+    """The same, as MaxText multiplies."""
+    h = h * lax.rsqrt(jnp.square(h).mean(-1, keepdims=True) + 1e-6)
+    return jnp.einsum("...k,k->...k", h, p.b)
+
+
 def helped(p, h):
     return jax.jit(lambda w, h, b: h @ w + b)(p.w, h, p.b)
 
@@ -85,9 +91,19 @@ def pairs(h):
         (lambda p, x: helped(p, helped(p, x)), "float16"),
         (lambda p, x: helped(p, x + p.b), "float32"),
         (lambda p, x: jax.jit(jnp.subtract)(x, p.b) @ p.w + p.b, "float32"),
-        # A gain is smaller; a mask has two known numbers, and is a factor.
-        (lambda p, x: jax.nn.relu(x @ p.w) * p.b, "float16"),
-        (lambda p, x: (pairs(x @ p.w) * p.m).reshape(16, 8), "float16"),
+        (lambda p, x: x[:1] @ p.w + p.b, "float16"),
+        (lambda p, x: x[0] @ p.w + p.b, "float16"),
+        # A gain belongs to a norm, or is one number. LayerScale promotes.
+        (lambda p, x: jax.nn.relu(x @ p.w) * p.b, "float32"),
+        (lambda p, x: (pairs(x @ p.w) * p.m).reshape(16, 8), "float32"),
+        (lambda p, x: x @ p.w * p.b[0], "float16"),
+        (lambda p, x: x @ p.w * jnp.exp(p.b).sum(), "float16"),
+        (lambda p, x: x @ p.w * p.b[:1], "float32"),
+        (lambda p, x: x @ p.w * x[0, 0], "float32"),
+        # prelu: one slope, or one for each channel.
+        (lambda p, x: jnp.where(x @ p.w > 0, x @ p.w, p.b[0] * (x @ p.w)), "float16"),
+        (lambda p, x: jnp.where(x @ p.w > 0, x @ p.w, p.b * (x @ p.w)), "float32"),
+        # A mask has two known numbers, and is a factor.
         (lambda p, x: x * (x @ p.w), "float32"),
         (lambda p, x: (1 - (x > 0).astype("float32")) * (x @ p.w), "float16"),
         (lambda p, x: (x > 0).astype("float32") * (x @ p.w[:, :1]), "float16"),
@@ -106,6 +122,15 @@ def pairs(h):
         (lambda p, x: gain_first(p, x), "float32"),
         (lambda p, x: root_mean_square(p, x @ p.w), "float16"),
         (lambda p, x: root_mean_square(p, x), "float32"),
+        (lambda p, x: root_mean_square(p, x @ p.w) * p.b, "float16"),
+        (lambda p, x: jnp.tanh(instance(p, x @ p.w)) * p.b, "float32"),
+        # einsum multiplies: it adds up nothing.
+        (lambda p, x: by_einsum(p, x @ p.w), "float16"),
+        (lambda p, x: by_einsum(p, x), "float32"),
+        (lambda p, x: jnp.einsum("...k,k->...k", x @ p.w, p.b), "float32"),
+        (lambda p, x: jnp.einsum("bk,bk->bk", x @ p.w, 0.5 * (x @ p.w)), "float16"),
+        (lambda p, x: jnp.einsum("bk,->bk", x @ p.w, p.b[0]), "float16"),
+        (lambda p, x: jnp.einsum("bk,b->bk", x @ p.w, x[:, 0]), "float32"),
         (lambda p, x: x @ p.w - (x @ p.w).mean(0), "float32"),
         # A filled array is an array in a sum; a function of half precision gives way.
         (lambda p, x: x @ p.w + jnp.full((16, 8), 2.0), "float32"),
@@ -136,6 +161,33 @@ def test_a_norm_of_another_dtype_stays_as_it_is(dtype):
     cast = jax.make_jaxpr(autocast(f))(PARAMS, X)
     assert [x.dtype for x in cast.out_avals] == [dtype]
     assert dtypes(autocast(f), PARAMS, X, names=["mul"]) == [dtype, dtype]
+
+
+def test_an_average_that_is_unrolled_compiles_to_as_much_as_in_float32():
+    def f(p, x):
+        u, a = x @ p.w, jax.nn.sigmoid(p.b)
+        h = u[0]
+        for y in u:
+            h = a * h + (1 - a) * y
+        return jnp.mean((h @ p.w) ** 2)
+
+    sizes = [
+        jax.jit(jax.value_and_grad(x)).lower(PARAMS, jnp.ones((12, 16, 8))).compile()
+        for x in (f, autocast(f))
+    ]
+    plain, cast = (x.as_text().count("\n") for x in sizes)
+    assert cast < 1.4 * plain
+
+
+def test_the_gradient_of_a_gain_without_dimensions_is_a_sum_in_float32():
+    def f(a, x, w):
+        return jnp.mean(((x @ w) * a) @ w)
+
+    x, w = jnp.ones((4096, 2)), jnp.eye(2)
+    grad = jax.grad(lambda a: 2.0**15 * autocast(f)(a, x, w))(jnp.float32(8))
+    assert float(grad) == 2.0**15
+    sums = equations(jax.grad(autocast(f)), jnp.float32(8), x, w, names=["reduce_sum"])
+    assert {x.outvars[0].aval.dtype for x in sums} == {jnp.dtype("float32")}
 
 
 def test_layers_of_a_symbolic_batch():

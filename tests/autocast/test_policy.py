@@ -11,9 +11,11 @@ from casting import check, error, normal
 from jax import lax
 
 from optax_lossscale._autocast import policy, states
+from optax_lossscale._autocast.layers import Layer, Layers
 from optax_lossscale._autocast.policy import State
+from optax_lossscale._autocast.roles import Role
 from optax_lossscale._autocast.states import Planner
-from optax_lossscale._jaxprs import primitives
+from optax_lossscale._jaxprs import ends, primitives
 from optax_lossscale._jaxprs.primitives import Kind
 
 X, W = normal(64, 16), normal(16, 16, scale=0.25)
@@ -39,6 +41,27 @@ def read(p, h):
 def unit_length(p, x):
     v = 1e-4 * (p["b"] + x[0])
     return read(p, v / jnp.sqrt(v @ v))
+
+
+def small_weights(p, x):
+    return 1e6 * jnp.vdot(jnp.full(64, 1e-8), jnp.mean((x @ p["w"]) ** 2, -1))
+
+
+def large_gain(p, x):
+    u = (x @ p["w"]) * (1e5 + p["b"])
+    inverse = 0.01 * (0.01 * (0.1 + 1e-4 * p["b"]))
+    return read(p, u * inverse) + jnp.mean(jnp.tanh(u * inverse))
+
+
+def fixed_point(p, x):
+    def step(state):
+        z, _, i = state
+        new = jnp.tanh(z @ w / 4 + x)
+        return new, jnp.max(jnp.abs(new - z)) < 1e-5, i + 1
+
+    w = lax.stop_gradient(p["w"])
+    *_, steps = lax.while_loop(lambda s: ~s[1] & (s[2] < 64), step, (x, False, 0))
+    return steps + jnp.mean((x @ p["w"]) ** 2)
 
 
 def rms_norm(p, x):
@@ -318,11 +341,6 @@ def without_rule_a(patch):
     patch.setattr(policy, "kind_of", kind_of)
 
 
-def without_squares(patch):
-    original = policy.kind_of
-    patch.setattr(policy, "kind_of", lambda *about: original(*about[:3], False))
-
-
 def without_promotion(patch):
     widest, state_of_result = states._widest, policy.state_of_result
 
@@ -337,6 +355,17 @@ def without_promotion(patch):
     patch.setattr(states, "_widest", of_loop)
 
 
+def with_any_gain(patch):
+    original = Layers._layer
+
+    def layer(layers, is_factor, large, part, result):
+        is_gain = is_factor and layers._program.role(part) == Role.PARAMETER
+        found = original(layers, is_factor, large, part, result)
+        return found or (Layer(large, part) if is_gain else None)
+
+    patch.setattr(Layers, "_layer", layer)
+
+
 def instead(owner, name, value):
     """Returns a change of the package: another value of a name."""
     return lambda patch: patch.setattr(owner, name, value)
@@ -346,7 +375,12 @@ NOBODY = collections.defaultdict(type(None))
 without_wants = instead(Planner, "_find_wishes", lambda *about: NOBODY.copy())
 without_range = instead(policy, "state_of_number", lambda *about: State.SOFT)
 without_factors = instead(policy, "is_moderate", lambda factor: True)
-without_terms = instead(policy, "_terms", lambda equation: 2)
+without_squares = instead(policy, "_is_square", lambda equation: False)
+without_solvers = instead(ends, "by_floats", lambda equation: False)
+without_products = instead(
+    primitives, "name_of", lambda primitive, *about: primitive.name
+)
+without_sums = instead(policy, "_is_sum", lambda equation: False)
 cast_in_calls = instead(states.Plan, "read_wide", frozenset())
 
 
@@ -361,7 +395,10 @@ MUTATIONS = {
     "exp": (move("exp", Kind.ARITHMETIC), exponential, 5),
     "sums": (move("reduce_sum", Kind.ARITHMETIC), long_sum, 1),
     "bounded": (move("logistic", Kind.ARITHMETIC), gates, 6),
-    "squares of lengths": (without_squares, unit_length, 1),
+    "lengths": (without_sums, unit_length, 1),
+    "small weights": (without_sums, small_weights, 1),
+    "large gains": (with_any_gain, large_gain, 1),
+    "solvers": (without_solvers, fixed_point, 1),
     "short averages": (without_factors, short_average, 1),
     "tiny constants": (without_range, tiny_constant, 1),
     "large factors": (without_factors, large_factor, 100),
@@ -377,7 +414,7 @@ MUTATIONS = {
     "sums from zero": (without_promotion, sum_in_a_loop, 1),
     "products from one": (without_promotion, running_product, 100),
     "what fills": (without_range, filled, 1),
-    "positions": (without_terms, positions, 1),
+    "positions": (without_products, positions, 1),
     "opposite gradients": (without_wants, confident, 1),
     "opposite gradients of calls": (cast_inside, confident_by_parts, 1),
     "opposite gradients of casts": (cast_in_calls, confident_by_mixed_parts, 1),

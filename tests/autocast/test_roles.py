@@ -93,6 +93,8 @@ DATA = {
     "a mask of two large numbers": lambda p, x, d: x @ p.w * jnp.where(x > 0, 1e6, 1.0),
     "a decay of data in a loop": lambda p, x, d: repeated(lambda h: h * d, x @ p.w),
     "a learned decay in a loop": lambda p, x, d: repeated(lambda h: h * p.b, x @ p.w),
+    "one learned decay in a loop":
+        lambda p, x, d: repeated(lambda h: h * p.b[0], x @ p.w),
     "a learned decay in a call in a loop":
         lambda p, x, d: repeated(lambda h: jax.jit(jnp.multiply)(h, p.b), x @ p.w),
     "a step size of data":
@@ -117,8 +119,8 @@ PARTS = {
         lambda p, x, d: lax.scan(lambda h, b: (h @ p.w + b, None), x @ p.w, p.m)[0],
     "a gain of a norm in a loop":
         lambda p, x, d: repeated(lambda h: rms(h) * p.b, x @ p.w),
-    "a gain after a product in a loop":
-        lambda p, x, d: repeated(lambda h: h + jax.nn.relu(h @ p.w) * p.b, x @ p.w),
+    "one number after a product in a loop":
+        lambda p, x, d: repeated(lambda h: h + jax.nn.relu(h @ p.w) * p.b[0], x @ p.w),
     "a mask that is scaled": lambda p, x, d: x @ p.w * ((1 - masked(x)) / 0.9),
     "a mask that is selected": lambda p, x, d: x @ p.w * jnp.where(x > 0, 1.0, 0.5),
 }  # fmt: skip

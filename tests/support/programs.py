@@ -27,6 +27,9 @@ def arguments(seed, *, x64=False):
         return rng.normal(size=shape).astype(np.float32)
 
     params = {"w": normal(N, N), "b": normal(N), "g": 1 + normal(N) / 4, "t": normal()}
+    # A gain of any size, and a gain that takes it back.
+    size = np.float32(10.0 ** rng.uniform(-19, 19))
+    params |= {"large": size * params["g"], "small": 1 / size / params["g"]}
     data = [normal(BATCH, N), normal(N), normal(BATCH, 1)]
     for dtype in rng.choice([*DTYPES, *wide], 3):
         data.append((3 * normal(BATCH, N)).astype(dtype))
@@ -113,6 +116,9 @@ class Program:
         if "c" not in (kind_of(x), kind_of(y)):
             ways += [jnp.maximum, lambda x, y: x / (1 + abs(1.0 * y))]
         if x.ndim:
+            add_up = functools.partial(jnp.einsum, "...i,...i->...")
+            ways += [lambda x, y: add_up(x, y)[..., None] / (2 * N)]
+            ways += [lambda x, y: jnp.einsum("...i,i->...i", x, y[(0,) * (y.ndim - 1)])]
             ways += [lambda x, y: jnp.where(jnp.arange(x.shape[-1]) % 3 == 0, x, y)]
             ways += [lambda x, y: jnp.concatenate([x, y], -1)[..., ::2]]
         return self.choose(ways)(x, y)
@@ -126,6 +132,9 @@ class Program:
         root = lax.rsqrt(jnp.square(abs(h)).mean(-1, keepdims=True) + 1)
         mask, t = (jnp.arange(N) % 2 == 0).astype(dtype), cast(params["t"], dtype)
         forms = [h + b, h * g, h * root, (h - mean) * root * g + b, h * mask, h + x]
+        if dtype != jnp.float16:
+            gain, back = (cast(params[z], dtype) for z in ("large", "small"))
+            forms += [h * gain * back, h * back * gain]
         return self.choose([*forms, h * mean * t, h * jnp.exp(-abs(mean)) + b])
 
     def inside(self, x, values, depth):
@@ -172,6 +181,14 @@ class Program:
     def stopped(self, f, g, x, params, used, others):
         """Returns the end of a loop that nobody differentiates."""
         x, params, used = lax.stop_gradient((x, params, used))
+        if self.choose([True, False]):
+            # A flag ends it, which compares numbers that are far from each other.
+            def step(state):
+                i, x, _ = state
+                is_small = jnp.max(jnp.abs(cast(x, "float32"))) < 1e4
+                return i + 1, f(x, params, *used), is_small & (i > 0)
+
+            return lax.while_loop(lambda s: ~s[2], step, (0, x, False))[1]
         step = lambda s: (s[0] + 1, f(s[1], params, *used))  # noqa: E731
         zero = self.choose([0, 0.0])
         return lax.while_loop(lambda s: s[0] < 2, step, (zero, x))[1]
