@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad
 from jax.tree_util import Partial
 
 from optax_lossscale._autocast.program import Step, read
@@ -152,8 +153,8 @@ def _joined(
 
 def _array(x: Any) -> Any:
     """Returns a cotangent as an array, if it is a zero that JAX did not make."""
-    kind: Any = getattr(x, "aval", None)
-    return jnp.zeros(kind.shape, kind.dtype) if isinstance(x, SymbolicZero) else x
+    # With the sharding of the output, the axes along which it varies, its weak type.
+    return ad.zeros_like_aval(x.aval) if isinstance(x, SymbolicZero) else x
 
 
 def _floats(states: Iterable[Any], variables: Iterable[Any]) -> States:

@@ -2,6 +2,7 @@
 
 import cProfile
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from meshes import PARTS, WHOLE, mesh_of, over_devices
+from meshes import (
+    PARTS,
+    WHOLE,
+    mesh_of,
+    on_one_device,
+    over_devices,
+    types_on_one_device,
+)
 
 from optax_lossscale import autocast
 from optax_lossscale._jaxprs.parts import all_equations
@@ -163,6 +171,44 @@ IN_VALUE = exhaustive_but(PROGRAMS.values(), DEFAULT)
 @pytest.mark.parametrize("f", IN_VALUE, ids=PROGRAMS)
 def test_agrees_with_float32(f):
     assert error(f, P, X, scale=(1.0, 2.0**12)) < 0.01
+
+
+@jax.custom_vjp
+def with_other_results(h):
+    return jnp.sum(h * h, -1), h, jnp.sum(h, -1)
+
+
+with_other_results.defvjp(
+    lambda h: (with_other_results(h), h),
+    lambda h, g: (2 * h * g[0][..., None] + g[1] + g[2][..., None],),
+)
+
+
+def one_of_several_results(p, x):
+    """Reads one result of a rule: nobody differentiates the others."""
+    return jnp.mean(with_other_results(x @ p["w"])[0])
+
+
+MESHES = [AxisType.Manual, AxisType.Explicit]
+ANYWHERE = [jitted, scanned, repeated, branched, checkpointed(SAVED)]
+ANYWHERE.append(one_of_several_results)
+PAIRS = [*itertools.product(ANYWHERE, MESHES), (with_rules, AxisType.Manual)]
+
+
+@pytest.mark.parametrize(("f", "kind"), PAIRS)
+def test_types_on_a_mesh_are_those_without_autocast(f, kind):
+    types = [
+        types_on_one_device(kind, jax.value_and_grad(g), P, X) for g in (f, autocast(f))
+    ]
+    assert types[0] == types[1]
+
+
+@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize("f", exhaustive_but(ANYWHERE, ANYWHERE[-1:]))
+def test_a_mesh_changes_no_number(f, kind):
+    step = jax.value_and_grad(autocast(f))
+    found, wanted = on_one_device(kind, step, P, X), jax.jit(step)(P, X)
+    assert errors(*jax.device_get((found, wanted))) < 1e-3
 
 
 def test_bfloat16():

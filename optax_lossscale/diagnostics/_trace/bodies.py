@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import eval_jaxpr
+from jax.extend.core import mapped_aval
 from jax.sharding import PartitionSpec
 
 from optax_lossscale._jaxprs import flow, lines, parts
@@ -134,7 +135,7 @@ def _run_loop(
 
     Args:
       carry: The values before the loop.
-      x: The pairs of one slice.
+      x: The types of the pairs of one slice.
       place: Where it is.
       body: Maps values, pairs of a slice and a place to new values, outputs, and the
         site of the decision to go on, or None.
@@ -188,12 +189,12 @@ def run_scan(equation: Any, inputs: Sequence[Value], place: Place) -> Result:
         state, (outs, rows) = flow.scan(equation, step_of_scan, start, pairs)
         return state, outs, jnp.max(rows, 0, initial=0)
 
-    def first_of(x):
-        return x[0] if len(x) else jnp.zeros(x.shape[1:], x.dtype)
+    def type_of_slice(x):
+        return mapped_aval(len(x), 0, jax.typeof(x))
 
     pairs = [x.pair(x.differs) for x in xs]
-    slice_of = jax.tree.map(first_of, pairs)
-    return _run_loop(carry, slice_of, place, body, loop_over)
+    slices = jax.tree.map(type_of_slice, pairs)
+    return _run_loop(carry, slices, place, body, loop_over)
 
 
 def run_while(equation: Any, inputs: Sequence[Value], place: Place) -> Result:
