@@ -161,7 +161,7 @@ def autocast(
         with Modules(((*held, *args), kwargs)) as modules:
             arrays, join = split_arrays(modules.tree, _is_traced)
             with hint(MODULES, is_of_module):
-                closed = jax.make_jaxpr(flat)(*arrays)
+                closed = parts.traced(flat, *arrays)
             arrays = list(map(jnp.asarray, arrays))
             named = {"args": args, "kwargs": kwargs}
             roles = _roles((*held, *args), kwargs)

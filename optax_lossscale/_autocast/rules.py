@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jax.tree_util import Partial
 
 from optax_lossscale._autocast.program import Step, read
 from optax_lossscale._autocast.states import Plan, Planner, States
-from optax_lossscale._jaxprs import parts
+from optax_lossscale._jaxprs import lines, parts
 from optax_lossscale._tree import Template, is_inexact, split_arrays
 
 
@@ -66,7 +67,9 @@ class Call:
         ]
         # JAX keeps what it traces here, with its lines, also for other callers.
         with parts.standing(parts.nowhere()):
-            closed = jax.make_jaxpr(function)(*types)
+            closed = parts.traced(function, *types)
+        if held := list(filter(parts.has_ended, closed.consts)):
+            raise TypeError(_closure(self._step, held))
         program = read(closed, self._planner.dtype, numbers, self._step.path)
         plan = self._planner.plan(program, states, (None,) * len(program.outputs))
         others = plan.outputs[len(outputs) :]
@@ -140,6 +143,24 @@ class Call:
         args, states = [*residuals, *taken], (*states, *self._outputs)
         grads, _ = self._follow(function, args, states, outputs)
         return tuple(_joined(floats.fill(grads), mask, [None] * len(mask)))
+
+
+def _closure(step: Step, held: Sequence[Any]) -> str:
+    """Says which rule reads arrays of a function that was traced before."""
+    file, line, _ = step.source().own
+    name, place = parts.name_of(parts.called_jaxpr(step.equation))
+    is_users = lines.is_users(place.rpartition(":")[0])
+    function = f"{name} ({Path(place).name})" if is_users else "a function"
+    ways = "jax.custom_jvp"
+    if step.name == "custom_vjp_call":
+        ways = "jax.custom_vjp or jax.custom_gradient"
+    arrays = ", ".join(dict.fromkeys(str(jax.typeof(x)) for x in held))
+    return (
+        f"{Path(file).name}:{line} calls {function} with a rule of derivatives "
+        f"({ways}) that closes over arrays of the function around it: {arrays}. "
+        "autocast has traced that function before the rule runs. Pass these arrays as "
+        "arguments of the function that has the rule."
+    )
 
 
 def _joined(

@@ -3,6 +3,7 @@
 import cProfile
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -472,6 +473,64 @@ def test_products_of_one_term_with_a_sharding():
         w = jax.device_put(P["w"], NamedSharding(mesh, PartitionSpec(None, "m")))
         found, wanted = jax.jit(autocast(f))(w, x, b), f(w, x, b)
         assert jnp.allclose(found, wanted, rtol=0.01)
+
+
+def with_a_closing_vjp(p, x):
+    @jax.custom_vjp
+    def closing(w):
+        return jnp.mean(x @ w)
+
+    closing.defvjp(lambda w: (closing(w), None), lambda _, g: (g * (x.T @ x) / 99,))
+    return closing(p["w"])
+
+
+def with_a_closing_backward(p, x):
+    @jax.custom_vjp
+    def closing(w):
+        return jnp.mean(w)
+
+    closing.defvjp(lambda w: (closing(w), None), lambda _, g: (g * (x.T @ x) / 99,))
+    return closing(p["w"])
+
+
+def with_a_closing_jvp(p, x):
+    @jax.custom_jvp
+    def closing(w):
+        return jnp.mean(x @ w)
+
+    closing.defjvp(lambda p, t: (closing(*p), jnp.mean(x @ t[0])))
+    return closing(p["w"])
+
+
+def with_a_closing_gradient(p, x):
+    @jax.custom_gradient
+    def closing(w):
+        return jnp.mean(x @ w), lambda g: g * (x.T @ x) / 99
+
+    return closing(p["w"])
+
+
+CLOSING = [with_a_closing_vjp, with_a_closing_backward, with_a_closing_jvp]
+CLOSING.append(with_a_closing_gradient)
+
+
+@pytest.mark.filterwarnings("ignore:autocast computes nothing")
+@pytest.mark.parametrize("compiled", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("f", CLOSING)
+def test_a_rule_that_closes_over_an_argument_is_named(f, compiled):
+    line = f.__code__.co_firstlineno
+    name = "a function" if f is with_a_closing_gradient else r"closing \(test_t.*py"
+    with pytest.raises(TypeError) as error:
+        compiled(jax.grad(autocast(f)))(P, X)
+    (words,) = str(error.value).splitlines()
+    found = re.match(
+        rf"test_transforms.py:(\d+) calls {name}.* with a rule of derivatives \(jax.cus"
+        r".*\) that closes over arrays of the function around it: float32\[32,8\]\. .*"
+        "Pass these arrays as arguments of the function that has the rule.",
+        words,
+    )
+    assert found, words
+    assert line < int(found[1]) < line + 12
 
 
 def test_rules_with_closures_and_arrays_of_integers():

@@ -86,6 +86,20 @@ def test_a_dtype_is_a_narrow_one_of_floats(call):
             call(dtype)
 
 
+def test_a_rule_of_autocast_that_closes_over_an_argument():
+    @autocast
+    def closing(w, x):
+        double = jax.custom_jvp(lambda w: 2 * (x @ w))
+        double.defjvp(lambda p, t: (double(*p), 2 * (x @ t[0])))
+        return jnp.mean(double(w) ** 2)
+
+    match = "test_arguments.py.* rule of derivatives .jax.custom_jvp.* closes over"
+    with pytest.raises(TypeError, match=match):
+        trace_numerics(closing, W, W)
+    with pytest.raises(TypeError, match=match):
+        float32_lines(closing, W, W)
+
+
 @pytest.mark.parametrize("call", STATES.values(), ids=STATES)
 def test_a_state_is_one_or_a_scale_within_the_bounds(call):
     for scale in (0, -1.0, INF, NAN, 2.0**127):
