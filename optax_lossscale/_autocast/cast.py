@@ -235,8 +235,9 @@ def _computed(closed, arrays, dtype, choices, called_with, roles):
     def is_chosen(step: Step) -> bool:
         equation = step.equation
         types = [x.aval for x in (*equation.invars, *equation.outvars)]
-        # Otherwise somebody chose another dtype.
-        is_ours = all(is_float32(x) for x in types if is_inexact(x))
+        floats = list(filter(is_inexact, types))
+        # Otherwise somebody chose another dtype, or there is nothing to choose.
+        is_ours = bool(floats) and all(map(is_float32, floats))
         return is_ours and matches(step)
 
     inputs, outputs = (

@@ -207,6 +207,12 @@ def name_of(jaxpr: Any) -> tuple[str, str]:
     return name, place
 
 
+def is_inlined(function: Any) -> bool:
+    """Whether JAX puts the equations of a jitted function in those of its caller."""
+    inline = getattr(getattr(function, "_jit_info", None), "inline", False)
+    return getattr(inline, "name", inline) in (True, "JAX_EARLY")  # Newer versions.
+
+
 def standing(traceback: Any) -> Any:
     """A context manager: equations made in it get a traceback."""
     return source_info_util.user_context(traceback)
