@@ -262,7 +262,7 @@ def _computed(closed, arrays, dtype, choices, called_with, roles):
         )
     if reasons.computes_in_half(plan):
         return results, None
-    return results, reasons.reason(plan, called_with, is_chosen)
+    return results, reasons.reason(plan, called_with, is_chosen, dtype)
 
 
 def _is_traced(x: Any) -> bool:
