@@ -77,10 +77,14 @@ STATES = {
 @pytest.mark.parametrize("call", DTYPES.values(), ids=DTYPES)
 def test_a_dtype_is_a_narrow_one_of_floats(call):
     for dtype, error, words in [
-        ("float32", ValueError, "be a floating-point dtype of at most 16 bits"),
+        (
+            "float32",
+            ValueError,
+            "be a floating-point dtype of .* as float16 or bfloat16",
+        ),
         ("int8", ValueError, "be a floating-point dtype of at most 16 bits"),
         ("float8_e8m0fnu", ValueError, "have a zero"),
-        ("half a float", TypeError, "be a dtype or its name"),
+        ("fp16", TypeError, 'be a dtype or its name, as "float16" or "bfloat16"'),
     ]:
         with pytest.raises(error, match=f"^dtype must {words}.* got '{dtype}'"):
             call(dtype)
