@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import eval_jaxpr
-from jax.extend.core import mapped_aval
 from jax.sharding import PartitionSpec
 
 from optax_lossscale._jaxprs import flow, lines, parts
@@ -189,12 +188,15 @@ def run_scan(equation: Any, inputs: Sequence[Value], place: Place) -> Result:
         state, (outs, rows) = flow.scan(equation, step_of_scan, start, pairs)
         return state, outs, jnp.max(rows, 0, initial=0)
 
-    def type_of_slice(x):
-        return mapped_aval(len(x), 0, jax.typeof(x))
+    def types_of_slice(pair, variable):
+        return jax.tree.map(
+            lambda x: parts.type_like(variable.aval, dtype=x.dtype), pair
+        )
 
     pairs = [x.pair(x.differs) for x in xs]
-    slices = jax.tree.map(type_of_slice, pairs)
-    return _run_loop(carry, slices, place, body, loop_over)
+    variables = parts.opened(equation.params["jaxpr"])[0].invars
+    slices = map(types_of_slice, pairs, variables[len(consts) + len(carry) :])
+    return _run_loop(carry, list(slices), place, body, loop_over)
 
 
 def run_while(equation: Any, inputs: Sequence[Value], place: Place) -> Result:
