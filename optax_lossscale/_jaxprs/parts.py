@@ -55,6 +55,11 @@ def is_ref(atom: Any) -> bool:
     return hasattr(atom.aval, "inner_aval")
 
 
+def type_held(atom: Any) -> Any:
+    """Returns the type of an operand; for a `jax.Ref`, that of what it holds."""
+    return getattr(atom.aval, "inner_aval", atom.aval)
+
+
 def type_like(type_: Any, **changes: Any) -> Any:
     """Returns the type of an array with another `dtype` or `weak_type`."""
     return type_.update(**changes)

@@ -169,3 +169,19 @@ def test_the_trace_in_shard_map_where_all_arrays_vary():
     found, wanted = (diagnostics.trace_numerics(f, W, X) for f in (mapped, loss_fn))
     assert found.loss == wanted.loss
     assert found.summary == wanted.summary
+
+
+def test_in_shard_map_the_trace_follows_the_branch_of_float32():
+    @over_devices(P(), P(), mesh_of(batch=1))
+    def mapped(w, x):
+        @autocast
+        def decides(w, x):
+            h = x @ w  # 1.0001 in float32, and 1 in float16.
+            branches = (lambda h: jnp.sum(h), lambda h: 3 * jnp.sum(h))
+            return jax.lax.cond(h[0, 0] > 1.00005, *branches, h)
+
+        return jax.lax.pmean(decides(varying(w), varying(x)), "batch")
+
+    trace = diagnostics.trace_numerics(mapped, W * 3 * 1.0001, X)
+    assert trace.findings[0].kind == "decision"
+    np.testing.assert_allclose([trace.loss, trace.float32_loss], [96, 32.0032], 1e-5)
