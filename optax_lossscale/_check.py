@@ -110,10 +110,14 @@ def dtype(name: str, value: Any) -> str:
     try:
         dtype = jnp.dtype(value)
     except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a dtype or its name, got {value!r}.") from None
+        raise TypeError(
+            f'{name} must be a dtype or its name, as "float16" or "bfloat16", got '
+            f"{value!r}."
+        ) from None
     if not is_half(dtype):
         raise ValueError(
-            f"{name} must be a floating-point dtype of at most 16 bits, got {value!r}."
+            f"{name} must be a floating-point dtype of at most 16 bits, as float16 or "
+            f"bfloat16, got {value!r}."
         )
     return dtype.name
 

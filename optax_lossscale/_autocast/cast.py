@@ -1,7 +1,11 @@
 """`autocast`: a float32 function computes in half precision."""
 
+import contextlib
 import functools
+import inspect
+import itertools
 import operator
+import reprlib
 import types
 from collections.abc import Callable
 from typing import Any, Literal, Protocol, overload
@@ -103,7 +107,7 @@ def autocast(
 
     Raises:
       TypeError: If `fun` is no function, or `float32` holds something else.
-      ValueError: If `dtype` is another dtype.
+      ValueError: If `dtype` is something else.
 
     Examples:
       >>> import jax
@@ -129,26 +133,20 @@ def autocast(
     """
     if fun is None:
         return _Decorator(autocast, dtype=dtype, float32=float32)
-    is_scalar = isinstance(fun, type) and hasattr(fun, "dtype")  # jnp.float16.
-    if isinstance(fun, str | np.dtype) or is_scalar:
+    if isinstance(fun, type) and hasattr(fun, "dtype"):  # jnp.float16.
         raise TypeError(f"fun must be a function, got {fun!r}. {USAGE}")
-    check.function("fun", fun)
-    is_off = dtype in ("float32", jnp.float32)
-    name = "float32" if is_off else check.dtype("dtype", dtype)
-    if name not in ("float16", "bfloat16", "float32"):
-        raise ValueError(
-            f"dtype must be float16, bfloat16 or float32, got {dtype!r}. To compute in "
-            "another dtype, call the function itself."
-        )
+    check.function("fun", fun, USAGE)
+    name = _name_of(dtype)
     choices = choices_lib.choices_of(float32)
     if (inner := function_of(fun)) is not None:
         fun, choices = inner, [*vars(fun)["float32"], *choices]
     given: Any = fun
-    if is_off:
+    if name == "float32":
         return given
     written, held = _opened(given)
 
     told: list[str] = []  # It warns once.
+    of = getattr(fun, "__name__", "the function")
 
     @functools.wraps(given, updated=())
     def cast(*args, **kwargs):
@@ -157,11 +155,12 @@ def autocast(
             out = written(*args, **kwargs)
             return results.take((out, changes()))
 
+        _name_like(flat, given)
         results = Template(lambda x: isinstance(x, jax.Array))
         with Modules(((*held, *args), kwargs)) as modules:
             arrays, join = split_arrays(modules.tree, _is_traced)
             with hint(MODULES, is_of_module):
-                closed = jax.make_jaxpr(flat)(*arrays)
+                closed = parts.traced(flat, *arrays)
             arrays = list(map(jnp.asarray, arrays))
             named = {"args": args, "kwargs": kwargs}
             roles = _roles((*held, *args), kwargs)
@@ -171,9 +170,9 @@ def autocast(
                 notes.append(f"{reason}." if reason else "")
             if reason and not told:
                 told.append(reason)
-                of = getattr(fun, "__name__", "the function")
                 warn(f"autocast computes nothing of {of} in {name}: {reason}.")
             out, changes = results.fill(arrays)
+            _check_result(of, out)
             modules.write(changes)
         return out
 
@@ -217,6 +216,38 @@ def _opened(fun: Any) -> tuple[Any, tuple[Any, ...]]:
     return (operator.call, (fun,)) if is_model else (fun, ())
 
 
+def _name_of(dtype: Any) -> str:
+    """Returns the name of a dtype to compute in."""
+    names = [x.name for x in map(jnp.dtype, ("float16", "bfloat16", "float32"))]
+    with contextlib.suppress(TypeError):
+        if dtype is not None and (name := jnp.dtype(dtype).name) in names:
+            return name
+    raise ValueError(
+        f"dtype must be float16, bfloat16 or float32, got {reprlib.repr(dtype)}."
+    )
+
+
+def _name_like(function: Any, fun: Any) -> None:
+    """Gives a function the name and the line of the user's, for the errors of JAX."""
+    # Those of the arguments would be wrong: it takes their arrays.
+    function.__signature__ = inspect.signature(function)
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    fun = inspect.unwrap(fun)
+    function.__wrapped__ = fun if hasattr(fun, "__code__") else type(fun).__call__
+
+
+def _check_result(of: str, out: Any) -> None:
+    """Raises an error if an object in a result holds an array that is no result."""
+    for x in itertools.filterfalse(is_argument, jax.tree.leaves(out)):
+        if any(map(parts.has_ended, jax.tree.leaves(getattr(x, "__dict__", None)))):
+            raise TypeError(
+                f"{of} returns {type(x).__qualname__}, which holds arrays, but is no "
+                "pytree. Register it, as by jax.tree_util.register_dataclass, or "
+                "return the arrays in a tuple or a dict."
+            )
+
+
 def _roles(args, kwargs):
     """Returns the roles of the arrays of arguments, but for those of modules."""
     pairs = jax.tree.leaves_with_path((args, kwargs), is_leaf=is_stateful)
@@ -235,8 +266,9 @@ def _computed(closed, arrays, dtype, choices, called_with, roles):
     def is_chosen(step: Step) -> bool:
         equation = step.equation
         types = [x.aval for x in (*equation.invars, *equation.outvars)]
-        # Otherwise somebody chose another dtype.
-        is_ours = all(is_float32(x) for x in types if is_inexact(x))
+        floats = list(filter(is_inexact, types))
+        # Otherwise somebody chose another dtype, or there is nothing to choose.
+        is_ours = bool(floats) and all(map(is_float32, floats))
         return is_ours and matches(step)
 
     inputs, outputs = (
@@ -261,7 +293,7 @@ def _computed(closed, arrays, dtype, choices, called_with, roles):
         )
     if reasons.computes_in_half(plan):
         return results, None
-    return results, reasons.reason(plan, called_with, is_chosen)
+    return results, reasons.reason(plan, called_with, is_chosen, dtype)
 
 
 def _is_traced(x: Any) -> bool:

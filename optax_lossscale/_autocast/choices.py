@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from optax_lossscale._autocast.program import Step
+from optax_lossscale._jaxprs import parts
 from optax_lossscale._jaxprs.lines import Function
 
 ONE_LAYER = (
@@ -17,6 +18,9 @@ ONE_LAYER = (
 )
 # What to do if a choice matches nothing: a function, a class, a line, a scope.
 CASTS = "Either it does not run here, or it casts by itself: then remove its casts."
+TRACED = (
+    f"{CASTS} Or what it calls was traced before: then name the function that it calls."
+)
 NO_CALL = (
     "It inherits __call__, whose lines are those of the base class. Define __call__ in "
     f"it, which may call that of super(). {ONE_LAYER}"
@@ -65,8 +69,14 @@ def _choice(chosen: Any) -> Choice:
             f"{reprlib.repr(chosen)}. {ONE_LAYER}"
         )
     name = getattr(chosen, "__qualname__", repr(chosen))
+    if parts.is_inlined(chosen):
+        raise TypeError(
+            f"float32 cannot hold {name}, which JAX inlines: its operations have the "
+            'line that calls it. Name that line, "file.py:123", or the function with '
+            f"that line. {ONE_LAYER}"
+        )
     calls = ["__call__" in vars(x) for x in getattr(chosen, "__mro__", ())]
-    advice = NO_CALL if any(calls) and not calls[0] else CASTS
+    advice = NO_CALL if any(calls) and not calls[0] else TRACED
     return Choice(name, lambda x: not functions.isdisjoint(x.functions()), advice)
 
 

@@ -1,6 +1,7 @@
 """Why `autocast` computes nothing in half precision."""
 
 from collections.abc import Callable
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,14 @@ import jax
 from jax.tree_util import keystr
 
 from optax_lossscale._autocast.policy import State
-from optax_lossscale._autocast.program import Step
+from optax_lossscale._autocast.program import Step, read
 from optax_lossscale._autocast.roles import steps_of
 from optax_lossscale._autocast.states import Plan
 from optax_lossscale._jaxprs import parts, primitives
 from optax_lossscale._jaxprs.primitives import Kind
+from optax_lossscale._tree import is_inexact
+
+LEAVE_OUT = "leave autocast out"
 
 
 def computes_in_half(plan: Plan) -> bool:
@@ -23,39 +27,78 @@ def computes_in_half(plan: Plan) -> bool:
     return any(computes_in_half(x) for bodies in plan.bodies.values() for x in bodies)
 
 
-def reason(plan: Plan, args: Any, is_chosen: Callable[[Step], bool]) -> str | None:
-    """Returns why no product computes in half precision, from the first product.
+def reason(
+    plan: Plan, args: Any, is_chosen: Callable[[Step], bool], dtype: Any
+) -> str | None:
+    """Returns why no product computes in half precision, and what to write.
 
-    None if a `jax.custom_vjp` may have one: JAX traces its rule in the backward pass.
+    None if the backward rule of a `jax.custom_vjp` has one that does.
 
     Args:
       plan: The plan of the program.
       args: The arguments of the function, by name.
       is_chosen: Whether the user keeps a step in float32.
+      dtype: The dtype to compute in.
     """
     steps = list(steps_of(plan.program.steps))
-    rules = [x for x in steps if x.name == "custom_vjp_call" and x.bodies]
-    if not all(map(is_chosen, rules)):
+    rules = (x for x in steps if x.name == "custom_vjp_call" and x.bodies)
+    if any(_casts_in_rule(x, is_chosen, dtype) for x in rules):
         return None
     for step in steps:
         for x in () if step.bodies else parts.equations_in(step.equation):
             if primitives.kind_of(x.primitive.name) == Kind.PRODUCT:
                 return _of_product(x, step, args, is_chosen)
-    return "it has no matrix product and no convolution"
+    return f"it has no matrix product and no convolution: {LEAVE_OUT}"
+
+
+def _casts_in_rule(step, is_chosen, dtype):
+    """Whether a product in the rule of a function computes in half precision."""
+    equation = step.equation
+    # The function may close over arrays, which have no gradient.
+    first = equation.params.get("num_consts", 0)
+    mask = [i >= first and is_inexact(x.aval) for i, x in enumerate(equation.invars)]
+
+    def both_passes(*args):
+        def written(*floats):
+            rest = iter(floats)
+            pairs = zip(args, mask, strict=True)
+            given = [next(rest) if is_taken else x for x, is_taken in pairs]
+            return list(filter(is_inexact, parts.bind(equation, given)))
+
+        out, pull = jax.vjp(written, *compress(args, mask))
+        return pull(out)
+
+    try:
+        closed = jax.make_jaxpr(both_passes)(*(x.aval for x in equation.invars))
+    except Exception:  # Inside of a `jax.shard_map`, or whatever a rule raises.
+        return True
+    program = read(closed, dtype, callers=step.path)
+    found = (x for x in steps_of(program.steps) if x.kind == Kind.PRODUCT)
+    return not all(map(is_chosen, found))
 
 
 def _of_product(equation, step, args, is_chosen):
     if is_chosen(step):
-        return "float32= covers all of its products"
+        return f"float32= covers all of its products: name less, or {LEAVE_OUT}"
     dtypes = {str(x.aval.dtype) for x in equation.invars[:2]}
     for (name, *path), x in jax.tree_util.tree_leaves_with_path(args):
         dtype = str(getattr(x, "dtype", ""))
         if dtype in dtypes - {"float32"}:
-            return f"{name.key}{keystr(tuple(path))} is {dtype}"
+            given = f"{name.key}{keystr(tuple(path))}"
+            return (
+                f"{given} is {dtype}: pass {given}.astype(jnp.float32), or {LEAVE_OUT}"
+            )
     file, line, _ = step.source().own
     place = f"{Path(file).name}:{line}" if line else step.name
     if dtypes != {"float32"}:
-        return f"{place} multiplies {min(dtypes - {'float32'})} by itself"
+        return (
+            f"{place} multiplies {min(dtypes - {'float32'})} by itself: remove the "
+            f"casts and the dtype of layers that lead to it, or {LEAVE_OUT}"
+        )
     if precision := equation.params.get("precision"):
-        return f"{place} asks for precision {precision}"
-    return f"{place} computes in float32, by the table of dtypes: {step.name}"
+        return (
+            f"{place} asks for precision {precision}: leave precision and "
+            f"jax.default_matmul_precision out, or {LEAVE_OUT}"
+        )
+    table = f"by the table of operations ({step.name})"
+    return f"{place} computes in float32, {table}: {LEAVE_OUT}"

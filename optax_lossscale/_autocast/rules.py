@@ -3,16 +3,18 @@
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad
 from jax.tree_util import Partial
 
 from optax_lossscale._autocast.program import Step, read
 from optax_lossscale._autocast.states import Plan, Planner, States
-from optax_lossscale._jaxprs import parts
+from optax_lossscale._jaxprs import lines, parts
 from optax_lossscale._tree import Template, is_inexact, split_arrays
 
 
@@ -65,7 +67,9 @@ class Call:
         ]
         # JAX keeps what it traces here, with its lines, also for other callers.
         with parts.standing(parts.nowhere()):
-            closed = jax.make_jaxpr(function)(*types)
+            closed = parts.traced(function, *types)
+        if held := list(filter(parts.has_ended, closed.consts)):
+            raise TypeError(_closure(self._step, held))
         program = read(closed, self._planner.dtype, numbers, self._step.path)
         plan = self._planner.plan(program, states, (None,) * len(program.outputs))
         others = plan.outputs[len(outputs) :]
@@ -141,6 +145,24 @@ class Call:
         return tuple(_joined(floats.fill(grads), mask, [None] * len(mask)))
 
 
+def _closure(step: Step, held: Sequence[Any]) -> str:
+    """Says which rule reads arrays of a function that was traced before."""
+    file, line, _ = step.source().own
+    name, place = parts.name_of(parts.called_jaxpr(step.equation))
+    is_users = lines.is_users(place.rpartition(":")[0])
+    function = f"{name} ({Path(place).name})" if is_users else "a function"
+    ways = "jax.custom_jvp"
+    if step.name == "custom_vjp_call":
+        ways = "jax.custom_vjp or jax.custom_gradient"
+    arrays = ", ".join(dict.fromkeys(str(jax.typeof(x)) for x in held))
+    return (
+        f"{Path(file).name}:{line} calls {function} with a rule of derivatives "
+        f"({ways}) that closes over arrays of the function around it: {arrays}. "
+        "autocast has traced that function before the rule runs. Pass these arrays as "
+        "arguments of the function that has the rule."
+    )
+
+
 def _joined(
     taken: Iterable[Any], mask: Sequence[bool], others: Sequence[Any]
 ) -> list[Any]:
@@ -152,8 +174,8 @@ def _joined(
 
 def _array(x: Any) -> Any:
     """Returns a cotangent as an array, if it is a zero that JAX did not make."""
-    kind: Any = getattr(x, "aval", None)
-    return jnp.zeros(kind.shape, kind.dtype) if isinstance(x, SymbolicZero) else x
+    # With the sharding of the output, the axes along which it varies, its weak type.
+    return ad.zeros_like_aval(x.aval) if isinstance(x, SymbolicZero) else x
 
 
 def _floats(states: Iterable[Any], variables: Iterable[Any]) -> States:

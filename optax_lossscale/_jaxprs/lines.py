@@ -79,7 +79,7 @@ def source_of(equation: Any, caller: Source, *, is_backward: bool) -> Source:
             continue
         if parts.is_border(frame) or frame.file_name.startswith(PACKAGE):
             break
-        if _is_users(frame.file_name):
+        if is_users(frame.file_name):
             lines.append((frame.file_name, frame.line_num, frame.function_name))
     if not lines:
         return dataclasses.replace(caller, in_rule=in_rule or caller.in_rule)
@@ -101,7 +101,7 @@ def functions_of(equation: Any) -> set[Function]:
 
 
 @functools.cache
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
     """Whether a file of a traceback is the user's own."""
     if file.startswith("<") or not file:
         return CONSOLES.match(file) is not None

@@ -4,7 +4,8 @@ Some of the names depend on the version of JAX.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -18,6 +19,7 @@ CALLED = ("jaxpr", "call_jaxpr")
 ON_AXIS = "NamedAxisEffect"
 WRITES = {"WriteEffect", "AccumEffect"}
 HARMLESS = {ON_AXIS, "ReadEffect", *WRITES}
+_ENDED: weakref.WeakSet[Any] = weakref.WeakSet()  # Traces.
 # Who calls a function that older versions of JAX keep the jaxpr of. Newer ones keep no
 # frames outside of it.
 BORDERS = ("trace_to_jaxpr", "trace_to_jaxpr_dynamic")
@@ -51,6 +53,11 @@ def variable_of(atom: Any) -> Any:
 def is_ref(atom: Any) -> bool:
     """Whether an operand or a result of an equation is a `jax.Ref`."""
     return hasattr(atom.aval, "inner_aval")
+
+
+def type_held(atom: Any) -> Any:
+    """Returns the type of an operand; for a `jax.Ref`, that of what it holds."""
+    return getattr(atom.aval, "inner_aval", atom.aval)
 
 
 def type_like(type_: Any, **changes: Any) -> Any:
@@ -173,6 +180,42 @@ def nowhere() -> Any:
 def has_line(equation: Any) -> bool:
     """Whether an equation has a traceback: not so in the rule of a function."""
     return equation.source_info.traceback is not nowhere()
+
+
+def traced(function: Callable[..., Any], *args: Any) -> Any:
+    """Returns the jaxpr of a function, as `jax.make_jaxpr`, and remembers its trace."""
+    traces: set[Any] = set()
+
+    @functools.wraps(function)
+    def noted(*args):
+        traces.update(filter(None, map(_trace_of, args[:1])))
+        return function(*args)
+
+    closed = jax.make_jaxpr(noted)(*args)
+    _ENDED.update(traces)
+    return closed
+
+
+def has_ended(x: Any) -> bool:
+    """Whether `x` stands for an array in a function that `traced` traced before."""
+    return _trace_of(x) in _ENDED
+
+
+def _trace_of(x: Any) -> Any:
+    return getattr(x, "_trace", None)
+
+
+def name_of(jaxpr: Any) -> tuple[str, str]:
+    """Returns the name of the function that a jaxpr is of, and "file:line"."""
+    info = opened(jaxpr)[0].debug_info
+    name, _, place = (info.func_src_info if info else "").partition(" at ")
+    return name, place
+
+
+def is_inlined(function: Any) -> bool:
+    """Whether JAX puts the equations of a jitted function in those of its caller."""
+    inline = getattr(getattr(function, "_jit_info", None), "inline", False)
+    return getattr(inline, "name", inline) in (True, "JAX_EARLY")  # Newer versions.
 
 
 def standing(traceback: Any) -> Any:

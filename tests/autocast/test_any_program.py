@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 from casting import x64
 from jax import export
+from jax.sharding import AxisType
+from meshes import types_on_one_device
 from programs import BATCH, Program, arguments
 
 from optax_lossscale import autocast
@@ -48,6 +50,23 @@ def test_it_takes_any_program_with_a_symbolic_batch(seed):
         for x in data
     ]
     assert_same_types(Program(seed), params, data)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Manual, AxisType.Explicit])
+@seeds(40, often=4)
+@jax.numpy_dtype_promotion("standard")
+def test_it_takes_any_program_on_a_mesh(seed, kind):
+    (params, data), program = arguments(seed), Program(seed)
+
+    def types(f):
+        step = jax.value_and_grad(f, has_aux=True)
+        return types_on_one_device(kind, step, params, *data)
+
+    try:
+        wanted = types(program)
+    except Exception as error:  # A sort of parts of an array, for example.
+        pytest.skip(f"JAX does not take it: {error}")
+    assert types(autocast(program)) == wanted
 
 
 @seeds(40, often=4)

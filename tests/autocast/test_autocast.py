@@ -3,6 +3,7 @@
 from functools import partial, wraps
 
 import equinox as eqx
+import flax.errors
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -308,10 +309,6 @@ class Inheriting(Instance):
 @pytest.mark.parametrize(
     ("args", "options", "error", "message"),
     [
-        ((3,), {}, TypeError, "fun must be a function, got 3"),
-        ((jnp.float16,), {}, TypeError, r"got .*float16.*Write loss_fn = autocast\("),
-        ((jnp.sum, "float64"), {}, ValueError, "dtype must be .* got 'float64'"),
-        ((jnp.sum, "float8_e5m2"), {}, ValueError, "bfloat16 or float32, got 'float8"),
         ((jnp.sum,), {"float32": 3}, TypeError, "float32 must .* got 3"),
         ((jnp.sum,), {"float32": ["a.py:1", 3]}, TypeError, "float32 must .* got 3"),
         ((jnp.sum,), {"float32": ""}, TypeError, "float32 must .* got ''"),
@@ -321,6 +318,83 @@ class Inheriting(Instance):
 def test_errors(args, options, error, message):
     with pytest.raises(error, match=message):
         autocast(*args, **options)
+
+
+NO_FUNCTION = [3, W, {"w": W}, optax.adam(1e-3), "float16", jnp.float16, W.dtype]
+
+
+@pytest.mark.parametrize("fun", NO_FUNCTION)
+def test_anything_but_a_function_is_answered_by_the_usage(fun):
+    with pytest.raises(
+        TypeError, match=r"^fun .* got .* Write loss_fn = autocast\(loss"
+    ):
+        autocast(fun)
+
+
+NO_DTYPE = ["fp16", "bf16", "auto", True, None, 16, "float64", jnp.int8, "float8_e5m2"]
+
+
+@pytest.mark.parametrize("dtype", NO_DTYPE)
+def test_anything_but_a_dtype_is_answered_by_the_dtypes(dtype):
+    with pytest.raises(
+        ValueError, match=r"^dtype .* float16, bfloat16 or float32, got"
+    ):
+        autocast(jnp.sum, dtype)
+
+
+def loss_that_branches(params, x):
+    return jnp.mean(x @ params) if x[0, 0] > 0 else 0.0
+
+
+class Branching:
+    def __call__(self, params, x):
+        return loss_that_branches(params, x)
+
+
+WRITTEN = {
+    "function": (loss_that_branches, (W,), "loss_that_branches"),
+    "partial": (partial(loss_that_branches, W), (), "loss_that_branches"),
+    "wrapper": (jax.checkpoint(loss_that_branches), (W,), "loss_that_branches"),
+    "model": (Branching(), (W,), "__call__"),
+    "method": (Branching().__call__, (W,), "__call__"),
+}
+
+
+@pytest.mark.parametrize(("fun", "args", "name"), WRITTEN.values(), ids=WRITTEN)
+def test_a_branch_on_a_value_is_in_the_function_of_the_user(fun, args, name):
+    match = f"function {name} at .*test_autocast.py"
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=match):
+        autocast(fun)(*args, x=X)
+
+
+class Pair:
+    def __init__(self, first, second):
+        self.first, self.second = first, second
+
+
+def test_a_result_that_is_no_pytree():
+    def pair(w):
+        return Pair(jnp.mean(X @ w), "a name")
+
+    for call in (autocast(pair), jax.grad(lambda w: autocast(pair)(w).first)):
+        match = "pair returns Pair, .* no pytree. Register .* or return the arrays"
+        with pytest.raises(TypeError, match=match):
+            call(W)
+
+    # Without arrays, or with those of a gradient around it, an object is a constant.
+    def loss(w):
+        mean, same = autocast(lambda v: (jnp.mean(X @ v), Pair(w, 1)))(w)
+        return mean + jnp.sum(same.first)
+
+    wanted = jax.grad(lambda w: jnp.mean(X @ w))(W) + 1
+    assert jnp.allclose(jax.grad(loss)(W), wanted, rtol=0.01)
+
+
+def test_a_module_that_is_closed_over_and_changes():
+    norm = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+    with pytest.raises(flax.errors.TraceContextError) as error:
+        autocast(lambda w: jnp.mean(norm(X @ w) ** 2))(W)
+    assert any("Pass it as an argument" in x for x in error.value.__notes__)
 
 
 @pytest.mark.parametrize("dtype", ["float32", jnp.float32, np.float32, W.dtype])

@@ -199,6 +199,34 @@ def test_what_matches_nothing_warns(match, float32):
         autocast(lambda w, x: kept(x, w) @ w, float32=[float32, kept])(W, X)
 
 
+@pytest.mark.parametrize("f", [jnp.matmul, jnp.dot, jnp.vdot])
+def test_what_jax_inlines_is_refused(f):
+    with pytest.raises(
+        TypeError, match=r'which JAX inlines.* Name that line, "file.py:'
+    ):
+        autocast(lambda w, x: f(x, w), float32=[kept, f])
+
+
+class Solver:
+    """Runs a program that was traced before, as solvers of libraries do."""
+
+    def run(self, program, *args):
+        self.steps = 1 + jnp.int32(0)  # Nothing that computes in half precision.
+        return jax.core.eval_jaxpr(program.jaxpr, program.consts, *args)[0]
+
+
+def test_a_class_whose_work_was_traced_elsewhere_warns():
+    def f(w, x):
+        program = jax.make_jaxpr(kept)(x, w)
+        return Solver().run(program, x, w) @ w
+
+    match = "casts nothing: Solver. .* was traced before: then name the function"
+    with pytest.warns(UserWarning, match=match):
+        found = widths(autocast(f, float32=Solver), W, X)
+    assert found == (0, 2)
+    assert widths(autocast(f, float32=kept), W, X) == (1, 1)
+
+
 def distances(a, b):
     return jnp.sum(a**2, -1)[:, None] - 2 * a @ b.T + jnp.sum(b**2, -1)
 

@@ -7,7 +7,8 @@ from helpers import ROOT
 UNDOCUMENTED = re.compile(
     r"_src\b|source_info|name_stack|trace_to_jaxpr|UnspecifiedValue|Effect\"|_internal|"
     r"inner_aval|get_bind_params|ft_in|\.(effects|ctx|vma|manual_axis_type)\b|"
-    r"aval\.update|hasattr\(\w+, \"(val|eqns|jaxpr|consts)\""
+    r"aval\.update|debug_info|_jit_info|\"_trace\"|"
+    r"hasattr\(\w+, \"(val|eqns|jaxpr|consts)\""
 )
 
 

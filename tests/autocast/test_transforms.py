@@ -2,6 +2,8 @@
 
 import cProfile
 import functools
+import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from meshes import PARTS, WHOLE, mesh_of, over_devices
+from meshes import (
+    PARTS,
+    WHOLE,
+    mesh_of,
+    on_one_device,
+    over_devices,
+    types_on_one_device,
+)
 
 from optax_lossscale import autocast
 from optax_lossscale._jaxprs.parts import all_equations
@@ -163,6 +172,44 @@ IN_VALUE = exhaustive_but(PROGRAMS.values(), DEFAULT)
 @pytest.mark.parametrize("f", IN_VALUE, ids=PROGRAMS)
 def test_agrees_with_float32(f):
     assert error(f, P, X, scale=(1.0, 2.0**12)) < 0.01
+
+
+@jax.custom_vjp
+def with_other_results(h):
+    return jnp.sum(h * h, -1), h, jnp.sum(h, -1)
+
+
+with_other_results.defvjp(
+    lambda h: (with_other_results(h), h),
+    lambda h, g: (2 * h * g[0][..., None] + g[1] + g[2][..., None],),
+)
+
+
+def one_of_several_results(p, x):
+    """Reads one result of a rule: nobody differentiates the others."""
+    return jnp.mean(with_other_results(x @ p["w"])[0])
+
+
+MESHES = [AxisType.Manual, AxisType.Explicit]
+ANYWHERE = [jitted, scanned, repeated, branched, checkpointed(SAVED)]
+ANYWHERE.append(one_of_several_results)
+PAIRS = [*itertools.product(ANYWHERE, MESHES), (with_rules, AxisType.Manual)]
+
+
+@pytest.mark.parametrize(("f", "kind"), PAIRS)
+def test_types_on_a_mesh_are_those_without_autocast(f, kind):
+    types = [
+        types_on_one_device(kind, jax.value_and_grad(g), P, X) for g in (f, autocast(f))
+    ]
+    assert types[0] == types[1]
+
+
+@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize("f", exhaustive_but(ANYWHERE, ANYWHERE[-1:]))
+def test_a_mesh_changes_no_number(f, kind):
+    step = jax.value_and_grad(autocast(f))
+    found, wanted = on_one_device(kind, step, P, X), jax.jit(step)(P, X)
+    assert errors(*jax.device_get((found, wanted))) < 1e-3
 
 
 def test_bfloat16():
@@ -426,6 +473,64 @@ def test_products_of_one_term_with_a_sharding():
         w = jax.device_put(P["w"], NamedSharding(mesh, PartitionSpec(None, "m")))
         found, wanted = jax.jit(autocast(f))(w, x, b), f(w, x, b)
         assert jnp.allclose(found, wanted, rtol=0.01)
+
+
+def with_a_closing_vjp(p, x):
+    @jax.custom_vjp
+    def closing(w):
+        return jnp.mean(x @ w)
+
+    closing.defvjp(lambda w: (closing(w), None), lambda _, g: (g * (x.T @ x) / 99,))
+    return closing(p["w"])
+
+
+def with_a_closing_backward(p, x):
+    @jax.custom_vjp
+    def closing(w):
+        return jnp.mean(w)
+
+    closing.defvjp(lambda w: (closing(w), None), lambda _, g: (g * (x.T @ x) / 99,))
+    return closing(p["w"])
+
+
+def with_a_closing_jvp(p, x):
+    @jax.custom_jvp
+    def closing(w):
+        return jnp.mean(x @ w)
+
+    closing.defjvp(lambda p, t: (closing(*p), jnp.mean(x @ t[0])))
+    return closing(p["w"])
+
+
+def with_a_closing_gradient(p, x):
+    @jax.custom_gradient
+    def closing(w):
+        return jnp.mean(x @ w), lambda g: g * (x.T @ x) / 99
+
+    return closing(p["w"])
+
+
+CLOSING = [with_a_closing_vjp, with_a_closing_backward, with_a_closing_jvp]
+CLOSING.append(with_a_closing_gradient)
+
+
+@pytest.mark.filterwarnings("ignore:autocast computes nothing")
+@pytest.mark.parametrize("compiled", [lambda f: f, jax.jit])
+@pytest.mark.parametrize("f", CLOSING)
+def test_a_rule_that_closes_over_an_argument_is_named(f, compiled):
+    line = f.__code__.co_firstlineno
+    name = "a function" if f is with_a_closing_gradient else r"closing \(test_t.*py"
+    with pytest.raises(TypeError) as error:
+        compiled(jax.grad(autocast(f)))(P, X)
+    (words,) = str(error.value).splitlines()
+    found = re.match(
+        rf"test_transforms.py:(\d+) calls {name}.* with a rule of derivatives \(jax.cus"
+        r".*\) that closes over arrays of the function around it: float32\[32,8\]\. .*"
+        "Pass these arrays as arguments of the function that has the rule.",
+        words,
+    )
+    assert found, words
+    assert line < int(found[1]) < line + 12
 
 
 def test_rules_with_closures_and_arrays_of_integers():

@@ -77,13 +77,31 @@ STATES = {
 @pytest.mark.parametrize("call", DTYPES.values(), ids=DTYPES)
 def test_a_dtype_is_a_narrow_one_of_floats(call):
     for dtype, error, words in [
-        ("float32", ValueError, "be a floating-point dtype of at most 16 bits"),
+        (
+            "float32",
+            ValueError,
+            "be a floating-point dtype of .* as float16 or bfloat16",
+        ),
         ("int8", ValueError, "be a floating-point dtype of at most 16 bits"),
         ("float8_e8m0fnu", ValueError, "have a zero"),
-        ("half a float", TypeError, "be a dtype or its name"),
+        ("fp16", TypeError, 'be a dtype or its name, as "float16" or "bfloat16"'),
     ]:
         with pytest.raises(error, match=f"^dtype must {words}.* got '{dtype}'"):
             call(dtype)
+
+
+def test_a_rule_of_autocast_that_closes_over_an_argument():
+    @autocast
+    def closing(w, x):
+        double = jax.custom_jvp(lambda w: 2 * (x @ w))
+        double.defjvp(lambda p, t: (double(*p), 2 * (x @ t[0])))
+        return jnp.mean(double(w) ** 2)
+
+    match = "test_arguments.py.* rule of derivatives .jax.custom_jvp.* closes over"
+    with pytest.raises(TypeError, match=match):
+        trace_numerics(closing, W, W)
+    with pytest.raises(TypeError, match=match):
+        float32_lines(closing, W, W)
 
 
 @pytest.mark.parametrize("call", STATES.values(), ids=STATES)

@@ -4,14 +4,16 @@ import contextlib
 import functools
 
 import jax
+import jax.numpy as jnp
+import meshes
 import numpy as np
 import optax
 import pytest
 from helpers import exhaustive_but
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from meshes import mesh_of
+from meshes import mesh_of, over_devices, varying
 
-from optax_lossscale import LossScaleOptimizer, all_finite, diagnostics
+from optax_lossscale import LossScaleOptimizer, all_finite, autocast, diagnostics
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
@@ -124,3 +126,62 @@ def test_in_shard_map():
     with jax.set_mesh(mesh):
         found = local(jax.device_put(w, NamedSharding(mesh, P("a", "b"))))
     assert_equal(found, jax.vmap(statistics)(w.reshape(4, 2, 8)))
+
+
+@jax.custom_vjp
+def with_another_result(h):
+    return jnp.mean(h * h), h
+
+
+with_another_result.defvjp(
+    lambda h: (with_another_result(h), h),
+    lambda h, g: (2 * h * g[0] / h.size + g[1],),
+)
+
+
+@autocast
+def loss_fn(w, x):
+    """Reads one result of a rule, and loops over nothing."""
+    h, _ = jax.lax.scan(lambda h, y: (h @ w + y, None), x @ w, x[None][:0])
+    return with_another_result(h)[0]
+
+
+W, X = np.eye(8, dtype=np.float32) / 3, np.ones((4, 8), np.float32)
+
+
+def test_the_trace_and_float32_lines_on_an_explicit_mesh():
+    def both(f, w, x):
+        del f
+        trace = diagnostics.trace_numerics(loss_fn, w, x)
+        lines = diagnostics.float32_lines(loss_fn, w, x, scale=1.0)
+        return trace.loss, trace.summary, lines.verified, len(lines.lines)
+
+    found = meshes.on_one_device(AxisType.Explicit, loss_fn, W, X, run=both)
+    assert found == both(None, W, X)
+    assert found[1:3] == ("5 of 5 matrix products compute in float16.", True)
+
+
+def test_the_trace_in_shard_map_where_all_arrays_vary():
+    @over_devices(P(), P(), mesh_of(batch=1))
+    def mapped(w, x):
+        return jax.lax.pmean(loss_fn(varying(w), varying(x)), "batch")
+
+    found, wanted = (diagnostics.trace_numerics(f, W, X) for f in (mapped, loss_fn))
+    assert found.loss == wanted.loss
+    assert found.summary == wanted.summary
+
+
+def test_in_shard_map_the_trace_follows_the_branch_of_float32():
+    @over_devices(P(), P(), mesh_of(batch=1))
+    def mapped(w, x):
+        @autocast
+        def decides(w, x):
+            h = x @ w  # 1.0001 in float32, and 1 in float16.
+            branches = (lambda h: jnp.sum(h), lambda h: 3 * jnp.sum(h))
+            return jax.lax.cond(h[0, 0] > 1.00005, *branches, h)
+
+        return jax.lax.pmean(decides(varying(w), varying(x)), "batch")
+
+    trace = diagnostics.trace_numerics(mapped, W * 3 * 1.0001, X)
+    assert trace.findings[0].kind == "decision"
+    np.testing.assert_allclose([trace.loss, trace.float32_loss], [96, 32.0032], 1e-5)

@@ -40,7 +40,9 @@ def like(x, other):
     """Returns an array of the type of another."""
     x = cast(x, other.dtype if kind_of(other) in "fc" else "float32")
     x = x if x.shape == other.shape else jnp.broadcast_to(x.mean(), other.shape)
-    return cast(x, other.dtype)
+    x, sharding = cast(x, other.dtype), jax.typeof(other).sharding
+    is_there = jax.typeof(x).sharding == sharding
+    return x if is_there else jax.sharding.reshard(x, sharding)
 
 
 def kind_of(x):
@@ -197,13 +199,15 @@ class Program:
         return jax.vmap(lambda x: f(x, params, *used))(x)
 
     def rule(self, f, g, x, params, used, others):
+        """Returns a result of a rule, whose other result nobody reads."""
+        both = lambda *args: (f(*args), g(*args))  # noqa: E731
         if self.choose([True, False]) or self.is_moved:  # JAX moves no custom_vjp.
-            f, other = jax.custom_jvp(f), f
-            f.defjvp(functools.partial(jax.jvp, other))
+            ruled = jax.custom_jvp(both)
+            ruled.defjvp(functools.partial(jax.jvp, both))
         else:
-            f, other = jax.custom_vjp(f), f
-            f.defvjp(functools.partial(jax.vjp, other), lambda back, ct: back(ct))
-        return f(x, params, *used)
+            ruled = jax.custom_vjp(both)
+            ruled.defvjp(functools.partial(jax.vjp, both), lambda back, ct: back(ct))
+        return ruled(x, params, *used)[0]
 
     def moved(self, f, g, x, params, used, others):
         before, self.is_moved = self.is_moved, True

@@ -134,7 +134,7 @@ def _run_loop(
 
     Args:
       carry: The values before the loop.
-      x: The pairs of one slice.
+      x: The types of the pairs of one slice.
       place: Where it is.
       body: Maps values, pairs of a slice and a place to new values, outputs, and the
         site of the decision to go on, or None.
@@ -188,12 +188,15 @@ def run_scan(equation: Any, inputs: Sequence[Value], place: Place) -> Result:
         state, (outs, rows) = flow.scan(equation, step_of_scan, start, pairs)
         return state, outs, jnp.max(rows, 0, initial=0)
 
-    def first_of(x):
-        return x[0] if len(x) else jnp.zeros(x.shape[1:], x.dtype)
+    def types_of_slice(pair, variable):
+        return jax.tree.map(
+            lambda x: parts.type_like(variable.aval, dtype=x.dtype), pair
+        )
 
     pairs = [x.pair(x.differs) for x in xs]
-    slice_of = jax.tree.map(first_of, pairs)
-    return _run_loop(carry, slice_of, place, body, loop_over)
+    variables = parts.opened(equation.params["jaxpr"])[0].invars
+    slices = map(types_of_slice, pairs, variables[len(consts) + len(carry) :])
+    return _run_loop(carry, list(slices), place, body, loop_over)
 
 
 def run_while(equation: Any, inputs: Sequence[Value], place: Place) -> Result:

@@ -159,6 +159,6 @@ def _widen_jaxpr(jaxpr: Any, consts: Sequence[Any]) -> Any:
     def wide(*args):
         return walk(jaxpr, [*map(widen, consts), *args], follow, widen)
 
-    avals = (x.aval for x in jaxpr.invars)
-    types = (jax.ShapeDtypeStruct(x.shape, _wide_dtype(x.dtype)) for x in avals)
+    avals = map(parts.type_held, jaxpr.invars)
+    types = (parts.type_like(x, dtype=_wide_dtype(x.dtype)) for x in avals)
     return jax.make_jaxpr(wide)(*types)
