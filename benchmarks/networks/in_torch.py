@@ -41,7 +41,12 @@ def dot(x, y):
 
 
 def linear(p, x):
-    return F.linear(x, p["w"].T, p.get("b"))
+    if "b" not in p:
+        return x @ p["w"]
+    # `nn.Linear` without a view of the weight: PyTorch casts a parameter once,
+    # however often it is used, but a view each time.
+    y = torch.addmm(p["b"], x.reshape(-1, x.shape[-1]), p["w"])
+    return y.reshape(*x.shape[:-1], -1)
 
 
 def bilinear(p, x, y):
