@@ -19,6 +19,8 @@ from optax_lossscale._jaxprs.parts import all_equations
 
 RESULTS = report.RESULTS / "casting.json"
 SCALE = 2.0**12
+# A loss, and the gradients of its parameters.
+Gradients = tuple[float, list[np.ndarray]]
 FORMS = "GPT-2", "GPT-2, scanned", "GPT-2, rematerialized"
 
 
@@ -49,15 +51,21 @@ def _gradients(loss_fn, params, x):
 def _errors(loss_fn, params, x, right):
     """Returns both errors, None if not finite, or the error that is raised."""
     try:
-        loss, grads = _gradients(loss_fn, params, x)
+        found = _gradients(loss_fn, params, x)
     except (TypeError, ValueError) as error:
         return type(error).__name__
+    return differences(found, right)
+
+
+def differences(found: Gradients, right: Gradients) -> tuple[float, float] | None:
+    """Returns the errors of a loss and of its worst gradient; None if not finite."""
+    (loss, grads), (right_loss, rights) = found, right
     # Some gradients are zero but for roundings, of biases before a norm for example.
-    least = 0.01 * np.sqrt(sum(np.sum(g**2) for g in right[1]))
-    norms = [max(np.linalg.norm(g), least) for g in right[1]]
-    pairs = zip(grads, right[1], norms, strict=True)
+    least = 0.01 * np.sqrt(sum(np.sum(g**2) for g in rights))
+    norms = [max(np.linalg.norm(g), least) for g in rights]
+    pairs = zip(grads, rights, norms, strict=True)
     worst = np.max([np.linalg.norm(a - b) / norm for a, b, norm in pairs])
-    both = abs(float(loss / right[0]) - 1), float(worst)
+    both = abs(float(loss / right_loss) - 1), float(worst)
     return both if np.all(np.isfinite(both)) else None
 
 

@@ -16,6 +16,7 @@ from benchmarks import (
     gpu,
     growth,
     need,
+    pytorch,
     report,
     retries,
 )
@@ -29,8 +30,8 @@ README = ROOT / "README.md"
 AUTOCAST, USE = (ROOT / f"docs/guide/{name}.md" for name in ("autocast", "use"))
 REPEATING = "minimize, retries=24"
 EXAMPLES = [ROOT / f"examples/{name}/README.md" for name in ("grpo", "language_model")]
-RESULTS = [report.RESULTS / name for name in ("casting.md", "retries.md", "steps.md")]
-CASTING, RETRIES, STEPS = RESULTS
+NAMES = "casting.md", "pytorch.md", "retries.md", "steps.md"
+RESULTS = CASTING, PYTORCH, RETRIES, STEPS = [report.RESULTS / name for name in NAMES]
 PAGES = [README, *sorted(ROOT.glob("docs/guide/*.md")), *EXAMPLES, *RESULTS]
 NUMBER = r"(?<![\w.])\d+(?:\.\d+)?(?:e-\d+)?"
 
@@ -43,6 +44,7 @@ def tables() -> list[str]:
         *(module.table(report.load(module.RESULTS)) for module in (growth, need)),
         *retries.tables(report.load(retries.RESULTS)),
         *casting.tables(report.load(casting.RESULTS)),
+        *pytorch.tables(report.load(pytorch.RESULTS)),
         gpu.table(report.load(gpu.RESULTS)),
         gpu.short_table(report.load(gpu.RESULTS)),
         gpu.speedups_table(report.load(gpu.RESULTS)),
@@ -172,7 +174,11 @@ def on_a_cpu() -> dict[Path, list[str]]:
     bits, lost = min(b["bits"] - a["bits"] for a, b in pairs), rows[short, 0]["lost"]
     models = report.load(casting.RESULTS)["models"]["rows"].values()
     errors = [100 * row["autocast"][1] for row in models]
+    beside = report.load(pytorch.RESULTS)
+    networks = len(beside["rows"])
+    close = networks - len(pytorch.groups(beside)[-1])
     return {
+        PYTORCH: [f"{networks} networks, each"],
         RETRIES: [
             f"steps take {listed([x['ratio'] for x in found['CPU']['rows']])} times",
             f"the scale {bits:.0f} bits higher, and {min(flushed):.2f} to "
@@ -182,6 +188,7 @@ def on_a_cpu() -> dict[Path, list[str]]:
         AUTOCAST: [
             f"In [{len(errors)} models](../../benchmarks/results/casting.md) the worst "
             f"gradient differs from float32 by {min(errors):.2f} to {max(errors):.0f}%",
+            f"{close} of {networks} networks are at most twice as far from float32:",
         ],
     }
 

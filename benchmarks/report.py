@@ -19,7 +19,7 @@ from examples.common.command_line import OneLineParser
 
 RESULTS = Path(__file__).with_name("results")
 _PACKAGES = ["jax", "jaxlib", "optax", "flax", "jmp", "mixed_precision_for_JAX"]
-_PACKAGES += ["keras", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin"]
+_PACKAGES += ["keras", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch"]
 
 
 def parser(name: str, text: str | None, arguments: str = "") -> argparse.ArgumentParser:
