@@ -90,7 +90,7 @@ def by_position(*names: str) -> Callable[[Callable[Args, Out]], Callable[Args, O
 
     def decorate(method):
         @functools.wraps(method)
-        def call(self, *args, **kwargs):
+        def call(self, /, *args, **kwargs):
             if len(args) < len(names):
                 name, given = method.__name__, ", ".join(names)
                 by_name = f" (by name: {', '.join(kwargs)})" if kwargs else ""

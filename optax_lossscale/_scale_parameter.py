@@ -162,8 +162,8 @@ def with_loss_scale(
       ... )
       >>> @autocast
       ... def loss_fn(params, x):
-      ...     return (params["w"] @ x) ** 2
-      >>> params = {"w": jnp.float32([2, 0]), "loss_scale": jnp.float32(2**10)}
+      ...     return jnp.sum((params["w"] @ x) ** 2)
+      >>> params = {"w": jnp.float32([[2, 0]]), "loss_scale": jnp.float32(2**10)}
       >>> state = optimizer.init(params)
 
       The trainer does this:
@@ -173,7 +173,7 @@ def with_loss_scale(
       >>> updates, state = optimizer.update(grads, state, params)
       >>> params = optax.apply_updates(params, updates)
       >>> print(loss, grads["w"], params["w"], params["loss_scale"])
-      1.0 [1. 0.] [1.75 0.  ] 1024.0
+      1.0 [[1. 0.]] [[1.75 0.  ]] 1024.0
 
       After an overflow, the scale among the parameters is lower:
 
@@ -181,7 +181,7 @@ def with_loss_scale(
       >>> updates, state = optimizer.update(grads, state, params)
       >>> params = optax.apply_updates(params, updates)
       >>> print(loss, grads["w"], params["w"], params["loss_scale"])
-      30625.0 [0. 0.] [1.75 0.  ] 512.0
+      30625.0 [[0. 0.]] [[1.75 0.  ]] 512.0
     """
     check.function("loss_fn", loss_fn)
     # No function of its own: cloudpickle would copy the rules of derivatives with it.
