@@ -165,7 +165,10 @@ def autocast(
             named = {"args": args, "kwargs": kwargs}
             roles = _roles((*held, *args), kwargs)
             roles += (Role.PARAMETER,) * (len(arrays) - len(roles))  # of modules
-            arrays, reason = _computed(closed, arrays, name, choices, named, roles)
+            asks = not told or NOTES.get() is not None
+            arrays, reason = _computed(
+                closed, arrays, name, choices, named, roles, asks
+            )
             if (notes := NOTES.get()) is not None:
                 notes.append(f"{reason}." if reason else "")
             if reason and not told:
@@ -219,8 +222,9 @@ def _opened(fun: Any) -> tuple[Any, tuple[Any, ...]]:
 def _name_of(dtype: Any) -> str:
     """Returns the name of a dtype to compute in."""
     names = [x.name for x in map(jnp.dtype, ("float16", "bfloat16", "float32"))]
+    is_value = dtype is None or isinstance(dtype, jax.Array | np.ndarray | np.generic)
     with contextlib.suppress(TypeError):
-        if dtype is not None and (name := jnp.dtype(dtype).name) in names:
+        if not is_value and (name := jnp.dtype(dtype).name) in names:
             return name
     raise ValueError(
         f"dtype must be float16, bfloat16 or float32, got {reprlib.repr(dtype)}."
@@ -259,8 +263,8 @@ def _roles(args, kwargs):
     return tuple(roles[path[:2] == first] for path, x in pairs if _is_traced(x))
 
 
-def _computed(closed, arrays, dtype, choices, called_with, roles):
-    """Follows the policy; returns the results, and why it casts no product."""
+def _computed(closed, arrays, dtype, choices, called_with, roles, asks):
+    """Follows the policy; returns the results, and if asked why it casts no product."""
     matches, missing = choices_lib.chooser(choices)
 
     def is_chosen(step: Step) -> bool:
@@ -291,7 +295,7 @@ def _computed(closed, arrays, dtype, choices, called_with, roles):
             f"float32 has something in which autocast casts nothing: {choice.name}. "
             + choice.advice
         )
-    if reasons.computes_in_half(plan):
+    if not asks or reasons.computes_in_half(plan):
         return results, None
     return results, reasons.reason(plan, called_with, is_chosen, dtype)
 

@@ -3,7 +3,7 @@
 - A linear layer, or a convolution: a product, moved or multiplied by numbers, or a sum
   of products, plus a bias.
 - A norm: an array, perhaps less its own mean, times what sums, powers and roots make of
-  its own numbers, times a gain, plus a bias.
+  its own numbers, times one gain, plus a bias.
 - A gain: a factor of a norm or of its statistics, or a number without dimensions. In a
   loop, a factor of the state is none, but a decay. A mask: a factor of two known
   numbers.
@@ -48,6 +48,7 @@ class Layers(collections.defaultdict[Any, Layer]):
         self._products: set[Any] = set()
         self._centered: dict[Any, Any] = {}  # by a difference, what is less its mean
         self._norms: dict[Any, Any] = {}  # by a norm, its operand
+        self._gained: set[Any] = set()  # norms, and statistics, that have their gain
         for step in program.steps:
             inputs = [x for x in step.inputs if x and program.number(x) is None]
             sources, results = list(map(self._source, inputs)), step.equation.outvars
@@ -87,6 +88,7 @@ class Layers(collections.defaultdict[Any, Layer]):
         if is_factor and all(map(policy.is_moderate, numbers)):
             return Layer(large, part)
         if is_factor and self._is_own(large, part):
+            self._note_gain(result, small in self._gained)
             return Layer(self._centered.get(source, large), part, is_norm=True)
         # Flax multiplies the statistics by the gain first, which broadcasts both.
         _, is_statistic = self._origin(large)
@@ -95,13 +97,23 @@ class Layers(collections.defaultdict[Any, Layer]):
         is_part = is_whole and program.role(small) == Role.PARAMETER
         if not is_part or not (is_factor or is_vector):
             return None
-        if source in self._norms:
-            return Layer(self._norms[source], part, is_norm=True)
+        is_number = not (part.aval.shape and small.aval.shape)
+        has_gain = source in self._gained
+        if source in self._norms or (is_factor and is_statistic):
+            is_gain = is_factor and not is_number
+            if is_gain and has_gain:
+                return None
+            self._note_gain(result, is_gain or has_gain)
+            operand, is_norm = self._norms.get(source, large), source in self._norms
+            return Layer(operand, part, is_norm)
         if not is_factor:
             return Layer(large, part) if source in self._products else None
-        is_number = not (part.aval.shape and small.aval.shape)
-        is_gain = is_statistic or (is_number and program.role(large) != Role.STATE)
+        is_gain = is_number and program.role(large) != Role.STATE
         return Layer(large, part) if is_gain else None
+
+    def _note_gain(self, result, has_gain):
+        if has_gain:
+            self._gained.add(result)
 
     def _origin(self, variable):
         source = self._source(variable)

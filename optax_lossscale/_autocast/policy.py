@@ -62,7 +62,7 @@ def kind_of(equation: Any, dtype: Any, known: Sequence[Any]) -> Kind:
     if not _is_default(params.get("precision")):
         return Kind.FLOAT32  # Somebody asked for precision.
     if kind == Kind.PRODUCT:
-        return Kind.FLOAT32 if _is_sum(equation) else kind
+        return Kind.FLOAT32 if is_sum(equation) else kind
     if name == "reduce_sum" and math.prod(old.shape[x] for x in params["axes"]) == 1:
         return Kind.MOVE
     if primitives.has(name, Trait.MINUS) and known == [None, None]:
@@ -108,10 +108,10 @@ def _is_square(equation: Any) -> bool:
     return first is not None and first is second
 
 
-def _is_sum(equation: Any) -> bool:
-    """Whether each number of a product adds up numbers that no other one reads.
+def is_sum(equation: Any) -> bool:
+    """Whether the result of a product has batch dimensions alone, as of two vectors.
 
-    Then half precision computes nothing faster: each operand is read once.
+    It reads each number once, so that half precision computes nothing faster.
     """
     if equation.primitive.name != "dot_general":
         return False

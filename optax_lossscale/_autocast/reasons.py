@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.tree_util import keystr
 
+from optax_lossscale._autocast import policy
 from optax_lossscale._autocast.policy import State
 from optax_lossscale._autocast.program import Step, read
 from optax_lossscale._autocast.roles import steps_of
@@ -46,7 +47,8 @@ def reason(
         return None
     for step in steps:
         for x in () if step.bodies else parts.equations_in(step.equation):
-            if primitives.kind_of(x.primitive.name) == Kind.PRODUCT:
+            is_product = primitives.kind_of(policy.name_of(x)) == Kind.PRODUCT
+            if is_product and not policy.is_sum(x):
                 return _of_product(x, step, args, is_chosen)
     return f"it has no matrix product and no convolution: {LEAVE_OUT}"
 

@@ -332,6 +332,7 @@ def test_anything_but_a_function_is_answered_by_the_usage(fun):
 
 
 NO_DTYPE = ["fp16", "bf16", "auto", True, None, 16, "float64", jnp.int8, "float8_e5m2"]
+NO_DTYPE += [np.ones(2, np.float16), np.float16(1)]  # Arguments of the function.
 
 
 @pytest.mark.parametrize("dtype", NO_DTYPE)

@@ -122,7 +122,15 @@ def pairs(h):
         (lambda p, x: gain_first(p, x), "float32"),
         (lambda p, x: root_mean_square(p, x @ p.w), "float16"),
         (lambda p, x: root_mean_square(p, x), "float32"),
-        (lambda p, x: root_mean_square(p, x @ p.w) * p.b, "float16"),
+        # A norm has one gain.
+        (lambda p, x: root_mean_square(p, x @ p.w) * p.b, "float32"),
+        (lambda p, x: root_mean_square(p, x @ p.w) * p.b[0], "float16"),
+        (lambda p, x: instance(p, x @ p.w) * p.b, "float32"),
+        (lambda p, x: instance(p, instance(p, x @ p.w)), "float16"),
+        (lambda p, x: root_mean_square(p, root_mean_square(p, x @ p.w)), "float16"),
+        (lambda p, x: root_mean_square(p, (x @ p.w + p.b) * p.b[0]), "float16"),
+        (lambda p, x: gain_first(p, root_mean_square(p, x @ p.w)), "float16"),
+        (lambda p, x: gain_first(p, x @ p.w) * p.b, "float32"),
         (lambda p, x: jnp.tanh(instance(p, x @ p.w)) * p.b, "float32"),
         # einsum multiplies: it adds up nothing.
         (lambda p, x: by_einsum(p, x @ p.w), "float16"),

@@ -184,9 +184,9 @@ def test_loops_in_loops_are_followed_once():
         return lax.while_loop(lambda s: s[1] < 3, body, (x, 0))
 
     class Walk(ends._Walk):
-        def _of(self, *args):
-            calls.append(args)
-            return super()._of(*args)
+        def _of(self, equation, given):
+            calls.append((equation, given))
+            return super()._of(equation, given)
 
     jaxpr = jax.make_jaxpr(run)(1.0)
     (equation,) = (x for x in jaxpr.eqns if x.primitive.name == "while")

@@ -24,6 +24,17 @@ def by_itself(params, x):
     return jnp.mean(h.astype(jnp.float32) ** 2)
 
 
+def normed_by_itself(params, x):
+    scale = lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+    x = jnp.einsum("...k,k->...k", x * scale, params["w"][0])  # A gain is no product,
+    dots = jnp.dot(params["w"][1], params["w"][2])  # and this is a sum.
+    return dots * by_itself(params, x)
+
+
+def dot_alone(params, x):
+    return jnp.dot(x[0], params["w"][0])
+
+
 def no_product(params, x):
     return jnp.mean((x * params["w"][0]) ** 2)
 
@@ -45,6 +56,13 @@ CASES = {
         {},
         "{casts} multiplies bfloat16 by itself: remove the casts and the dtype",
     ),
+    "by itself, after a norm and a dot": (
+        normed_by_itself,
+        ({"w": W}, X),
+        {},
+        "{casts} multiplies bfloat16 by itself: remove the casts and the dtype",
+    ),
+    "a dot alone": (dot_alone, ({"w": W}, X), {}, "it has no matrix product"),
     "no product": (no_product, ({"w": W}, X), {}, "it has no matrix product"),
     "covered": (
         loss_fn,
@@ -75,7 +93,7 @@ def test_the_first_reason_once(f, args, options, reason):
         reason = reason.replace(f"{{{mark}}}", place)
     cast = autocast(f, **options)
     match = f"nothing of {f.__name__} in float16: {reason}.*, or leave autocast out.$"
-    if f in (no_product, converges):
+    if f in (no_product, dot_alone, converges):
         match = match.replace(", or", ":")
     with pytest.warns(UserWarning, match=match):
         jax.eval_shape(cast, *args)

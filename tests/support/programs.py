@@ -185,12 +185,13 @@ class Program:
         x, params, used = lax.stop_gradient((x, params, used))
         if self.choose([True, False]):
             # A flag ends it, which compares numbers that are far from each other.
-            def step(state):
+            def step_and_compare(state):
                 i, x, _ = state
                 is_small = jnp.max(jnp.abs(cast(x, "float32"))) < 1e4
                 return i + 1, f(x, params, *used), is_small & (i > 0)
 
-            return lax.while_loop(lambda s: ~s[2], step, (0, x, False))[1]
+            start = 0, x, False
+            return lax.while_loop(lambda s: ~s[2], step_and_compare, start)[1]
         step = lambda s: (s[0] + 1, f(s[1], params, *used))  # noqa: E731
         zero = self.choose([0, 0.0])
         return lax.while_loop(lambda s: s[0] < 2, step, (zero, x))[1]
