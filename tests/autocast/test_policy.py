@@ -380,7 +380,7 @@ without_solvers = instead(ends, "by_floats", lambda equation: False)
 without_products = instead(
     primitives, "name_of", lambda primitive, *about: primitive.name
 )
-without_sums = instead(policy, "_is_sum", lambda equation: False)
+without_sums = instead(policy, "is_sum", lambda equation: False)
 cast_in_calls = instead(states.Plan, "read_wide", frozenset())
 
 
