@@ -86,3 +86,14 @@ def conv(m: int, n: int, side: int = 3) -> dict[str, Draw]:
 def norm(n: int) -> dict[str, Draw]:
     """Returns the parameters of a norm."""
     return {"gain": normal(n, mean=1.0, std=0.1), "b": normal(n, std=0.1)}
+
+
+def between(layer, norm):
+    """Makes a network of a norm between two layers, by their names."""
+
+    def loss(nn, p, x, y):
+        apply = getattr(nn, layer)
+        x = getattr(nn, norm)(p["norm"], apply(p["in"], x))
+        return nn.squared_error(apply(p["out"], nn.relu(x)), y)
+
+    return loss

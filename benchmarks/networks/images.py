@@ -1,6 +1,7 @@
 """Networks of images (batch, channels, height, width)."""
 
 from benchmarks.networks.draws import (
+    between,
     conv,
     integers,
     linear,
@@ -64,17 +65,9 @@ def squeeze(nn, p, x, y):
     return nn.squared_error(nn.conv(p["out"], x * gain[:, :, None, None]), y)
 
 
-def between_convs(kind):
-    def loss(nn, p, x, y):
-        x = getattr(nn, kind)(p["norm"], nn.conv(p["in"], x))
-        return nn.squared_error(nn.conv(p["out"], nn.relu(x)), y)
-
-    return loss
-
-
 NORMED = {"in": shifted(conv(8, 16)), "norm": norm(16), "out": conv(16, 8)}
-network("BatchNorm", NORMED, (X, X), *MEAN)(between_convs("batch_norm"))
-network("GroupNorm", NORMED, (X, X), *MEAN)(between_convs("group_norm"))
+network("BatchNorm", NORMED, (X, X), *MEAN)(between("conv", "batch_norm"))
+network("GroupNorm", NORMED, (X, X), *MEAN)(between("conv", "group_norm"))
 
 
 @network(

@@ -1,6 +1,7 @@
 """Networks of sequences (batch, time, channels)."""
 
 from benchmarks.networks.draws import (
+    between,
     full,
     integers,
     linear,
@@ -20,21 +21,15 @@ MLP = {"up": linear(16, 64), "down": linear(64, 16)}
 NORMS = {"norm1": norm(16), "norm2": norm(16)}
 
 
-def between_layers(kind):
-    def loss(nn, p, x, y):
-        x = getattr(nn, kind)(p["norm"], nn.linear(p["in"], x))
-        return nn.squared_error(nn.linear(p["out"], nn.relu(x)), y)
-
-    return loss
-
-
 NORMED = {"in": shifted(linear(16, 16)), "norm": norm(16), "out": linear(16, 16)}
-network("LayerNorm", NORMED, (X, X), *MEAN)(between_layers("layer_norm"))
+network("LayerNorm", NORMED, (X, X), *MEAN)(between("linear", "layer_norm"))
 GAIN = {"gain": norm(16)["gain"]}
-network("RMSNorm", NORMED | {"norm": GAIN}, (X, X), *MEAN)(between_layers("rms_norm"))
+network("RMSNorm", NORMED | {"norm": GAIN}, (X, X), *MEAN)(
+    between("linear", "rms_norm")
+)
 NORMED = {"in": linear(16, 16), "norm": GAIN, "out": linear(16, 16)}
 network("RMSNorm of any size", NORMED, (sized(X), X), *INPUT)(
-    between_layers("rms_norm")
+    between("linear", "rms_norm")
 )
 
 
