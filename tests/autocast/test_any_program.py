@@ -53,7 +53,7 @@ def test_it_takes_any_program_with_a_symbolic_batch(seed):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Manual, AxisType.Explicit])
-@seeds(40, often=4)
+@seeds(40, often=1)
 @jax.numpy_dtype_promotion("standard")
 def test_it_takes_any_program_on_a_mesh(seed, kind):
     (params, data), program = arguments(seed), Program(seed)
