@@ -73,8 +73,9 @@ class LossScaleOptimizerState(NamedTuple):
 def count_step(
     state: LossScaleOptimizerState,
     should_apply: jax.Array | None,
+    finite: jax.Array,
+    at_minimum: jax.Array,
     loss_is_finite: jax.Array | None,
-    is_stuck: jax.Array,
     is_vetoed: jax.Array | None,
 ) -> LossScaleOptimizerState:
     """Records in the state whether a step was applied or skipped, and why.
@@ -82,9 +83,9 @@ def count_step(
     Args:
       state: The state before the step, without `inner_state` and `loss_scale_state`.
       should_apply: bool[], or None where every step is applied.
+      finite: bool[], whether the rule let the gradients pass.
+      at_minimum: bool[], whether the scale could not have been lower.
       loss_is_finite: bool[], or None where the loss is not checked.
-      is_stuck: bool[], whether the gradients were not finite and the scale could not
-        have been lower.
       is_vetoed: bool[], whether `skip_if` alone skips the step; None where it is not
         given.
     """
@@ -103,6 +104,7 @@ def count_step(
             consecutive_skipped_steps=zero,
             stuck_steps=zero,
         )
+    is_stuck = ~finite & at_minimum
     nonfinite_loss_steps = state.nonfinite_loss_steps
     if loss_is_finite is not None:
         # None in a state from before check_loss was switched on.
