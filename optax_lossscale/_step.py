@@ -74,6 +74,7 @@ def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
         **{name: zero() for name in _state.COUNTERS},
         nonfinite_loss_steps=zero() if options.check_loss else None,
         retries=zero() if options.retries else None,
+        skip_reasons=zero(),
     )
 
 
