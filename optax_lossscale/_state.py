@@ -37,6 +37,8 @@ OUTERMOST = (
     "the rest inside, and make a new state: "
     "LossScaleOptimizer(optax.chain(optax.clip(1.0), inner))."
 )
+# The bits of skip_reasons.
+GRADIENTS, LOSS, VETO = 1, 2, 4
 # The counters that every state has.
 COUNTERS = "skipped_steps", "consecutive_skipped_steps", "stuck_steps"
 
@@ -57,6 +59,10 @@ class LossScaleOptimizerState(NamedTuple):
         not finite; None without `check_loss`.
       retries: i32[], passes that `minimize` repeated so far; None without
         `retries`.
+      skip_reasons: i32[], why steps were skipped since one was applied, a sum: 1 if
+        gradients were not finite, 2 if a loss was not finite, and 4 if `skip_if` alone
+        skipped the last step. A step whose loss and gradients are not finite counts as
+        one of its loss. None, which it then stays, in a state from before this field.
     """
 
     inner_state: Any
@@ -67,14 +73,16 @@ class LossScaleOptimizerState(NamedTuple):
     stuck_steps: jax.Array
     nonfinite_loss_steps: jax.Array | None = None
     retries: jax.Array | None = None
+    skip_reasons: jax.Array | None = None
 
 
 @functools.partial(jax.jit, inline=True)
 def count_step(
     state: LossScaleOptimizerState,
     should_apply: jax.Array | None,
+    finite: jax.Array,
+    at_minimum: jax.Array,
     loss_is_finite: jax.Array | None,
-    is_stuck: jax.Array,
     is_vetoed: jax.Array | None,
 ) -> LossScaleOptimizerState:
     """Records in the state whether a step was applied or skipped, and why.
@@ -82,9 +90,9 @@ def count_step(
     Args:
       state: The state before the step, without `inner_state` and `loss_scale_state`.
       should_apply: bool[], or None where every step is applied.
+      finite: bool[], whether the rule let the gradients pass.
+      at_minimum: bool[], whether the scale could not have been lower.
       loss_is_finite: bool[], or None where the loss is not checked.
-      is_stuck: bool[], whether the gradients were not finite and the scale could not
-        have been lower.
       is_vetoed: bool[], whether `skip_if` alone skips the step; None where it is not
         given.
     """
@@ -96,13 +104,17 @@ def count_step(
     # The old values lend new ones the axes of jax.shard_map over which they vary.
     no = lax.full_like(state.last_step_applied, False, bool)
     zero = lax.full_like(state.skipped_steps, 0, jnp.int32)
+    # None stays None: a scan takes no other structure.
+    reasons = None if state.skip_reasons is None else zero
     if should_apply is None:
         return state._replace(
             last_step_applied=~no,
             skipped_steps=jnp.asarray(state.skipped_steps, jnp.int32),
             consecutive_skipped_steps=zero,
             stuck_steps=zero,
+            skip_reasons=reasons,
         )
+    is_stuck = ~finite & at_minimum
     nonfinite_loss_steps = state.nonfinite_loss_steps
     if loss_is_finite is not None:
         # None in a state from before check_loss was switched on.
@@ -113,12 +125,22 @@ def count_step(
     failed = skipped if is_vetoed is None else skipped & ~is_vetoed
     in_a_row = count(state.consecutive_skipped_steps, failed)
     stuck_steps = count(state.stuck_steps, is_stuck)
+    if reasons is not None:
+        before = jnp.asarray(state.skip_reasons, jnp.int32)
+        reason = GRADIENTS
+        if loss_is_finite is not None:
+            reason = jnp.where(loss_is_finite, GRADIENTS, LOSS)
+        reasons = before & (GRADIENTS | LOSS) | reason
+        if is_vetoed is not None:
+            reasons = jnp.where(is_vetoed, before | VETO, reasons)
+        reasons = jnp.where(should_apply, 0, reasons)
     return state._replace(
         last_step_applied=should_apply | no,
         skipped_steps=count(state.skipped_steps, skipped),
         consecutive_skipped_steps=jnp.where(should_apply, 0, in_a_row),
         stuck_steps=jnp.where(should_apply, 0, stuck_steps),
         nonfinite_loss_steps=nonfinite_loss_steps,
+        skip_reasons=reasons,
     )
 
 

@@ -74,6 +74,7 @@ def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
         **{name: zero() for name in _state.COUNTERS},
         nonfinite_loss_steps=zero() if options.check_loss else None,
         retries=zero() if options.retries else None,
+        skip_reasons=zero(),
     )
 
 
@@ -107,42 +108,16 @@ def take_step(
       adds: Whether the result is the parameters, or else the updates, which are -0.0
         in a skipped step.
     """
-    rule, axis_name = options.loss_scale, options.axis_name
-    inner = options.inner_optimizer
-
-    # Look at the gradients.
-    _state.check_state(state, rule)
-    _inner.check_dtypes(inner, state.inner_state, params, grads)
-    _check_params(params)
-    is_missing = grads is None and params is not None
-    if is_missing or isinstance(grads, Iterator):
-        got = "None" if is_missing else "an iterator"
-        raise TypeError(
-            f"grads must be a pytree like the parameters, got {got}. Write "
-            "apply_gradients(grads, params, state), also for Keras's zip of the two."
-        )
+    rule, inner = options.loss_scale, options.inner_optimizer
+    _check_step(options, grads, params, state)
     params = _inner.parameters_as_arrays(params, grads)
-    skips = options.skips or skip_if is not None or look is not None
+    may_skip = options.skips or skip_if is not None or look is not None
     if look is None:
-        look = look_at(rule, grads, state.loss_scale_state, axis_name)
-    old, new, finite = look.before, look.after, look.finite
-    should_apply = finite
-    at_minimum = rule._is_at_minimum(rule(old), rule(new))
+        look = look_at(rule, grads, state.loss_scale_state, options.axis_name)
+    decision, rule_state = decide(options, look, extra, skip_if)
+    if not may_skip:
+        decision = decision._replace(should_apply=None)
 
-    # Decide. A lower scale does not mend a loss that is not finite.
-    loss_is_finite = is_vetoed = None
-    if options.check_loss:
-        loss_is_finite = all_finite(_loss_among(extra), axis_name=axis_name)
-        should_apply &= loss_is_finite
-        kept = _tree.cast_like(_state.within_bounds(rule, old), new)
-        new = _tree.select(loss_is_finite, new, kept)
-    if skip_if is not None:
-        veto = ~on_all_devices(~as_veto(skip_if), axis_name)
-        is_vetoed, should_apply = should_apply & veto, should_apply & ~veto
-
-    applied = should_apply if skips else None
-
-    # Run or keep.
     def keep(like, inner_state, params):
         result = params if adds else jax.tree.map(_tree.zero_update, like[0])
         return result, inner_state
@@ -154,27 +129,80 @@ def take_step(
         updates, inner_state = _inner.update(inner, grads, inner_state, params, extra)
         if adds:
             # Python integers among the parameters stay Python integers.
-            result = _inner.apply_updates(params, updates)
-        else:
-            result = _inner.narrow_like(updates, grads)
-        return result, inner_state
+            return _inner.apply_updates(params, updates), inner_state
+        return _inner.narrow_like(updates, grads), inner_state
 
+    inner_state = _tree.strongly_typed(state.inner_state)
     result, inner_state = commit(
-        applied,
-        run,
-        keep,
-        (grads, extra),
-        _tree.strongly_typed(state.inner_state),
-        params,
+        decision.should_apply, run, keep, (grads, extra), inner_state, params
     )
-
-    # Record.
     state = state._replace(inner_state=None, loss_scale_state=None)
-    state = _state.count_step(
-        state, applied, loss_is_finite, ~finite & at_minimum, is_vetoed
-    )
-    state = state._replace(inner_state=inner_state, loss_scale_state=new)
-    return result, state
+    state = _state.count_step(state, *decision)
+    return result, state._replace(inner_state=inner_state, loss_scale_state=rule_state)
+
+
+def _check_step(options: Options, grads: Any, params: Any, state: Any) -> None:
+    """Raises if the state, the parameters or the gradients are of the wrong kind."""
+    _state.check_state(state, options.loss_scale)
+    _inner.check_dtypes(options.inner_optimizer, state.inner_state, params, grads)
+    _check_params(params)
+    is_missing = grads is None and params is not None
+    if is_missing or isinstance(grads, Iterator):
+        got = "None" if is_missing else "an iterator"
+        raise TypeError(
+            f"grads must be a pytree like the parameters, got {got}. Write "
+            "apply_gradients(grads, params, state), also for Keras's zip of the two."
+        )
+
+
+class Decision(NamedTuple):
+    """Whether a step is applied, and why not.
+
+    Attributes:
+      should_apply: bool[]; None if every step is applied.
+      finite: bool[], whether the rule lets the gradients pass.
+      at_minimum: bool[], whether the scale could not have been lower.
+      loss_is_finite: bool[]; None if the loss is not checked.
+      is_vetoed: bool[], whether `skip_if` alone skips the step; None without it.
+    """
+
+    should_apply: jax.Array | None
+    finite: jax.Array
+    at_minimum: jax.Array
+    loss_is_finite: jax.Array | None
+    is_vetoed: jax.Array | None
+
+
+def decide(
+    options: Options, look: "Look", extra: dict[str, Any], skip_if: Any
+) -> tuple[Decision, Any]:
+    """Decides by the gradients, the loss and `skip_if` whether a step is applied.
+
+    Args:
+      options: The arguments of the optimizer.
+      look: The rule's look at the gradients.
+      extra: Extra arguments of the inner optimizer, among them the loss.
+      skip_if: Whether to skip the step, or None.
+
+    Returns:
+      The decision, and the state of the rule after the step.
+    """
+    rule, axis_name = options.loss_scale, options.axis_name
+    old, new, finite = look
+    should_apply = finite
+    at_minimum = rule._is_at_minimum(rule(old), rule(new))
+    loss_is_finite = is_vetoed = None
+    if options.check_loss:
+        loss_is_finite = all_finite(_loss_among(extra), axis_name=axis_name)
+        should_apply &= loss_is_finite
+        # A lower scale does not mend a loss that is not finite.
+        kept = _tree.cast_like(_state.within_bounds(rule, old), new)
+        new = _tree.select(loss_is_finite, new, kept)
+    if skip_if is not None:
+        veto = ~on_all_devices(~as_veto(skip_if), axis_name)
+        is_vetoed, should_apply = should_apply & veto, should_apply & ~veto
+    decision = Decision(should_apply, finite, at_minimum, loss_is_finite, is_vetoed)
+    return decision, new
 
 
 class Look(NamedTuple):

@@ -29,10 +29,10 @@ def metrics(state: Any, prefix: str = "") -> dict[str, jax.Array]:
       A dictionary of scalars, or of arrays [n] if the state belongs to n members:
       `loss_scale` and `log2_loss_scale`, f32[]; the other fields of the rule's state,
       `good_steps` (i32[]) for example; `last_step_applied`, bool[]; `skipped_steps`,
-      `consecutive_skipped_steps` and `stuck_steps`, i32[]; with `check_loss=True` also
-      `nonfinite_loss_steps`, i32[], and with `retries` also `retries`, i32[].
-      `LossScaleOptimizerState` describes them. The logarithm of a damaged scale is -inf
-      (for 0), inf, or nan (for a negative number too).
+      `consecutive_skipped_steps`, `stuck_steps` and `skip_reasons`, i32[]; with
+      `check_loss=True` also `nonfinite_loss_steps`, i32[], and with `retries` also
+      `retries`, i32[]. `LossScaleOptimizerState` describes them. The logarithm of a
+      damaged scale is -inf (for 0), inf, or nan (for a negative number too).
 
     Raises:
       ValueError: If `state` holds no such state, or several.
@@ -52,8 +52,8 @@ def metrics(state: Any, prefix: str = "") -> dict[str, jax.Array]:
     state = find_state(state)
     scale = jnp.asarray(unbox(state.loss_scale_state.loss_scale), jnp.float32)
     named = {"loss_scale": scale, "log2_loss_scale": _log2(scale)}
-    named |= _numbers_of(state.loss_scale_state)
-    named |= _numbers_of(state._replace(inner_state=None, loss_scale_state=None))
+    named |= numbers_of(state.loss_scale_state)
+    named |= numbers_of(state._replace(inner_state=None, loss_scale_state=None))
     return {prefix + name: value for name, value in named.items()}
 
 
@@ -68,7 +68,7 @@ def _log2(scale: jax.Array) -> jax.Array:
     return jnp.where(jnp.signbit(scale) & (bits > 0), jnp.nan, log2)
 
 
-def _numbers_of(state: Any) -> dict[str, jax.Array]:
+def numbers_of(state: Any) -> dict[str, jax.Array]:
     """Returns the fields of a state that are one array, except the scale."""
     fields = getattr(state, "_asdict", lambda: vars(state))()
     leaves = ((name, jax.tree.leaves(field)) for name, field in fields.items())

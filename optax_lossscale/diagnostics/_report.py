@@ -1,5 +1,6 @@
 """One verdict: does training make progress, and if not, what to do about it."""
 
+import enum
 import textwrap
 from typing import Any, NamedTuple
 
@@ -7,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _check as check
+from optax_lossscale import _check as check, _state
+from optax_lossscale._rules.dynamic import DynamicLossScaleState
 from optax_lossscale._rules.fixed import FixedLossScaleState
-from optax_lossscale._state import find_state
-from optax_lossscale._tree import is_array, is_inexact
+from optax_lossscale._rules.tolerant import TolerantLossScaleState
+from optax_lossscale._tree import is_array, is_inexact, unbox
 from optax_lossscale.diagnostics._common import check_host, named_leaves, power
-from optax_lossscale.diagnostics._metrics import metrics
+from optax_lossscale.diagnostics._metrics import numbers_of
 from optax_lossscale.diagnostics._nonfinite import NonfiniteGradient, find_nonfinite
 
 # From these numbers of steps on, training is not healthy.
@@ -22,25 +24,131 @@ SKIPPED_STEPS = 1000
 START_UP = 24
 # How many leaves a report names.
 ARRAYS_SHOWN = 3
-# The traces of a skip for a non-finite gradient, in the state of a rule that has these
-# fields. A skip because of the loss leaves the state as it was.
-MARKS = {"good_steps": 0, "overflowed": True}
+# The states of rules whose `good_steps` counts from 0 at each new scale. A field of
+# this name in other states means what its author wants.
+COUNTING = DynamicLossScaleState, TolerantLossScaleState
 
-DAMAGED = (
-    "The loss scale is damaged: it is not a number from 2^-126 to 2^126. If it is inf "
-    "or nan, the next step begins anew at the initial_scale of the rule.",
-    "Restore an earlier checkpoint, or begin the scale anew: state._replace("
-    "loss_scale_state=optimizer.init(params).loss_scale_state).",
+
+class Reason(enum.StrEnum):
+    """The reason of a verdict."""
+
+    NOT_FINITE = enum.auto()
+    DAMAGED_SCALE = enum.auto()
+    FIXED_SCALE = enum.auto()
+    AT_MINIMUM = enum.auto()
+    RETRIES_FAILED = enum.auto()
+    LOSS = enum.auto()
+    LONG_OVERFLOW = enum.auto()
+    OVERFLOW = enum.auto()
+    VETO = enum.auto()
+    LOW_SCALE = enum.auto()
+    APPLIED = enum.auto()
+    REPEATED = enum.auto()
+    NEW_SCALE = enum.auto()
+    UNCHECKED = enum.auto()
+    NONE_SKIPPED = enum.auto()
+
+
+# Advice of several reasons. A report leaves out what does not apply.
+TRACE = (
+    "Run diagnostics.trace_numerics(loss_fn, params, batch, state=state) with the "
+    "arguments of a skipped step. It names the line where inf or nan begins."
 )
-RESTORE = (
-    "Restore a checkpoint in which they are finite. Before the first step, initialize "
-    "them anew.",
-    "Keep parameters of float16 in float32 and cast them in the loss function: no step "
-    "sees that a large value is inf once it is rounded.",
-    "Take a rule that skips: dynamic, or FixedLossScale(..., skip_nonfinite=True). For "
-    "updates that are not finite, chain optax.apply_if_finite(optax.identity(), 5) "
-    "after the inner optimizer. Keep returned statistics by select_applied.",
+AGAIN = f"If they continue: {TRACE}"
+RETRIED = (
+    "See why retries did not help: the loss is not finite, all retries are used up, "
+    "minimize is not called, or the rule keeps the scale (min_scale, hysteresis)."
 )
+FROZEN = (
+    "If the trace finds nothing at this scale, make sure that value_and_grad and "
+    "get_scaled_loss are called inside the step, with the state that the update gets: "
+    "a function made once before the loop keeps the first scale, and so does a second "
+    "state. With scale_as_parameter, see "
+    "whether the scale among the parameters is finite: report(state, params)."
+)
+NO_LOSS = (
+    "If the loss is not finite, look for inf and nan in data and parameters, and for "
+    "an overflow in the forward pass. No loss scale helps there."
+)
+GO_ON = "Then go on from here: skipped steps change neither parameters nor inner state."
+ALL_ADVICE = (
+    RETRIED,
+    TRACE,
+    FROZEN,
+    "If you add gradients up yourself, start each step with zeros, also after a skip: "
+    "an inf stays in the sum.",
+    NO_LOSS,
+    "If the loss is finite, compute in float32 what overflows, clip gradients, lower "
+    "the learning rate, or lower a high scale (fixed, min_scale or initial_scale).",
+    GO_ON,
+)
+# Of each reason the diagnosis, and what to do, one step after the other. {skips} is
+# "The last 2 steps were skipped: their gradients were", for example.
+WORDS = {
+    Reason.NOT_FINITE: (
+        "Not finite: {leaves}. {diagnosis}",
+        "Restore a checkpoint in which they are finite. Before the first step, "
+        "initialize them anew.",
+        "Keep parameters of float16 in float32 and cast them in the loss function: no "
+        "step sees that a large value is inf once it is rounded.",
+        "Take a rule that skips: dynamic, or FixedLossScale(..., skip_nonfinite=True). "
+        "For updates that are not finite, chain "
+        "optax.apply_if_finite(optax.identity(), 5) after the inner optimizer. Keep "
+        "returned statistics by select_applied.",
+    ),
+    Reason.DAMAGED_SCALE: (
+        "The loss scale is damaged: it is not a number from 2^-126 to 2^126. If it is "
+        "inf or nan, the next step begins anew at the initial_scale of the rule.",
+        "Restore an earlier checkpoint, or begin the scale anew: state._replace("
+        "loss_scale_state=optimizer.init(params).loss_scale_state).",
+    ),
+    Reason.FIXED_SCALE: (
+        "{skips} not finite at this fixed loss scale.",
+        *ALL_ADVICE,
+    ),
+    Reason.AT_MINIMUM: (
+        "{skips} not finite, though the loss scale cannot go lower.",
+        *ALL_ADVICE,
+    ),
+    Reason.RETRIES_FAILED: (
+        "{skips} not finite, in spite of retries.",
+        *ALL_ADVICE,
+    ),
+    Reason.LOSS: ("{skips} not finite.", TRACE, NO_LOSS, GO_ON),
+    Reason.LONG_OVERFLOW: (
+        "{skips} not finite, for longer than is usual.",
+        *ALL_ADVICE,
+    ),
+    Reason.OVERFLOW: (
+        "{skips} not finite. A few skips in a row are usual at the start, and a single "
+        "one later, when the loss scale has grown too high.",
+        AGAIN,
+    ),
+    Reason.VETO: (
+        "The last step was vetoed by skip_if. It counts as skipped, and check_health "
+        "allows any number of vetoes.",
+    ),
+    Reason.LOW_SCALE: (
+        "The last step was applied, but the loss scale is too low to help.",
+        "Unless you chose it, run diagnostics.trace_numerics(loss_fn, params, batch, "
+        "scale=2.0**15). It names the line that overflows at that scale.",
+    ),
+    Reason.APPLIED: ("The last step was applied.", RETRIED),
+    Reason.REPEATED: ("No step was skipped. Overflows that cost no batch: {retries}.",),
+    Reason.NEW_SCALE: ("No step has been taken yet, or the scale has just grown.",),
+    Reason.UNCHECKED: (
+        "No step was skipped. The state does not tell more: a fixed loss scale checks "
+        "no gradients, unless it has skip_nonfinite=True.",
+        "Pass the parameters, report(state, params), to see whether they are finite.",
+    ),
+    Reason.NONE_SKIPPED: ("No step was skipped.",),
+}
+CAUSES = {
+    _state.GRADIENTS: "gradients were",
+    _state.LOSS: "loss was",
+    _state.GRADIENTS | _state.LOSS: "loss or gradients were",
+}
+# Advice on leaves that are not finite.
 SCALE = (
     "If {0} is the scale of scale_as_parameter, no step leads back from inf or nan. "
     "Write {0} = optimizer.current_loss_scale(state), with the LossScaleOptimizer."
@@ -57,34 +165,6 @@ STATISTICS = (
     " If the evaluation alone is nan, see that select_applied keeps returned batch "
     "statistics of skipped steps."
 )
-TRACE = (
-    "Run diagnostics.trace_numerics(loss_fn, params, batch, state=state) with the "
-    "arguments of a skipped step. It names the line where inf or nan begins."
-)
-RETRIED = (
-    "See why retries did not help: the loss is not finite, all retries are used up, "
-    "minimize is not called, or the rule keeps the scale (min_scale, hysteresis)."
-)
-SUM = (
-    "If you add gradients up yourself, start each step with zeros, also after a skip: "
-    "an inf stays in the sum."
-)
-FROZEN = (
-    "If the trace finds nothing at this scale, make sure that value_and_grad and "
-    "get_scaled_loss are called inside the step, with the state that the update gets: "
-    "a function made once before the loop keeps the first scale, and so does a second "
-    "state. With scale_as_parameter, see "
-    "whether the scale among the parameters is finite: report(state, params)."
-)
-LOSS, GRADIENTS, GO_ON = (
-    "If the loss is not finite, look for inf and nan in data and parameters, and for "
-    "an overflow in the forward pass. No loss scale helps there.",
-    "If the loss is finite, compute in float32 what overflows, clip gradients, lower "
-    "the learning rate, or lower a high scale (fixed, min_scale or initial_scale).",
-    "Then go on from here: skipped steps change neither parameters nor inner state.",
-)
-VETOED = "The last step was vetoed by skip_if."
-ANY_NUMBER = "It counts as skipped, and check_health allows any number of vetoes."
 
 
 class Report(NamedTuple):
@@ -107,6 +187,13 @@ class Report(NamedTuple):
       retries: Passes that were repeated so far; None without `retries`.
       member: The index of the worst member, `(2,)` for example; `()` if the state
         belongs to one. `jax.tree.map(lambda x: x[result.member], state)` is its state.
+      reason: The reason of the verdict as one word, a `str` to compare and to log.
+        Parameters or scale: "not_finite", "damaged_scale". Skipped steps: "overflow" (a
+        few, as is usual), "long_overflow", "at_minimum" (of the scale), "fixed_scale",
+        "retries_failed", "loss" (the loss explains all), "veto". The last step was
+        applied: "applied", "low_scale". No step was skipped: "none_skipped",
+        "new_scale" (no step at this scale yet), "repeated" (passes were), "unchecked"
+        (by a fixed scale).
 
     Examples:
       >>> import jax.numpy as jnp
@@ -114,8 +201,8 @@ class Report(NamedTuple):
       >>> from optax_lossscale import LossScaleOptimizer, diagnostics
       >>> optimizer = LossScaleOptimizer(optax.adam(0.1))
       >>> result = diagnostics.report(optimizer.init(jnp.ones(3)))
-      >>> result.healthy, result.loss_scale, result.skipped_steps
-      (True, 32768.0, 0)
+      >>> print(result.healthy, result.reason, result.loss_scale)
+      True new_scale 32768.0
       >>> result
       No step has been taken yet, or the scale has just grown.
         loss scale       32768 (2^15)
@@ -135,6 +222,7 @@ class Report(NamedTuple):
     nonfinite_loss_steps: int | None
     retries: int | None
     member: tuple[int, ...]
+    reason: str
 
     def __repr__(self):
         stuck, loss = self.stuck_steps, self.nonfinite_loss_steps
@@ -176,10 +264,9 @@ def report(state: Any, params: Any = None) -> Report:
     - The loss function. If that divides by an overflow, as a norm may, it returns zeros
       and finite gradients, and training stops unnoticed: `trace_numerics` finds that.
       Nor does the state tell whether a trainer scales the loss.
-    - The rule. So the report does not know whether a fixed scale skips steps at all,
-      and takes a veto (`skip_if`) right after an overflow at a fixed scale for another
-      overflow. It shows the scale as it is: if you restored it or set it by hand, it
-      may be out of the bounds, to which `optimizer.current_loss_scale(state)` clips it.
+    - The rule. So the report does not know whether a fixed scale skips steps at all. It
+      shows the scale as it is: if you restored it or set it by hand, it may be out of
+      the bounds, to which `optimizer.current_loss_scale(state)` clips it.
     - Gradients far below the range of float16. Those of 2**-60 are zero until a dynamic
       scale has doubled about 20 times, which takes 40,000 steps by default. If the loss
       does not fall, ask `suggest_loss_scale` for a higher scale.
@@ -246,33 +333,35 @@ def report(state: Any, params: Any = None) -> Report:
       evaluation alone is nan, see that select_applied keeps returned batch
       statistics of skipped steps.
     """
-    state = find_state(state)
+    state = _state.find_state(state)
     check_host("report (or check_health)", (state, params))
     read, members = _read_worst(state, params)
-    if not _is_valid(read["loss_scale"]):
-        diagnosis, *advice = DAMAGED
-    elif read["consecutive_skipped_steps"]:
-        diagnosis, *advice = _judge_skips(read)
-    else:
-        diagnosis, *advice = _judge(read, params is not None)
-    diagnosis = members + diagnosis
+    reason = _reason(read, params is not None)
+    template, *advice = WORDS[reason]
+    skips = _skips(read) if read["consecutive_skipped_steps"] else ""
+    diagnosis = members + template.format(skips=skips, retries=read.get("retries"))
+    unfit = _unfit(read)
+    advice = [item for item in advice if item not in unfit]
     nonfinite = [] if params is None else _find_nonfinite(params, state.inner_state)
     # Some optimizers begin with inf; none begins with nan.
     is_broken = any(x.nans or x.name.startswith("params") for x in nonfinite)
     if nonfinite:
+        template, *restore = WORDS[Reason.NOT_FINITE]
         more = f"; and {len(nonfinite) - ARRAYS_SHOWN} more" * (
             len(nonfinite) > ARRAYS_SHOWN
         )
-        names = "; ".join(map(str, nonfinite[:ARRAYS_SHOWN]))
-        diagnosis = f"Not finite: {names}{more}. {diagnosis}"
-        advice = RESTORE if is_broken else [BEGUN, *advice]
+        leaves = "; ".join(map(str, nonfinite[:ARRAYS_SHOWN])) + more
+        diagnosis = template.format(leaves=leaves, diagnosis=diagnosis)
+        advice = restore if is_broken else [BEGUN, *advice]
         # A lost scale keeps all else as it was.
         broken = [x for x in nonfinite if x.name.startswith("params")]
         if [(x.shape, x.dtype) for x in broken] == [((), "float32")]:
             advice = [SCALE.format(broken[0].name), *advice]
+    if is_broken:
+        reason = Reason.NOT_FINITE
     is_healthy = read["measure"] < 1 and not is_broken
-    numbers = map(read.get, Report._fields[3:])
-    return Report._make([is_healthy, diagnosis, tuple(advice), *numbers])
+    numbers = map(read.get, Report._fields[3:-1])
+    return Report._make([is_healthy, diagnosis, tuple(advice), *numbers, reason])
 
 
 def check_health(state: Any, params: Any = None) -> Report:
@@ -328,10 +417,13 @@ def _is_valid(scale: Any) -> Any:
 
 def _read_worst(state: Any, params: Any) -> tuple[dict[str, Any], str]:
     """Returns the numbers of the worst member, and a sentence about all members."""
-    named = jax.device_get(metrics(state))
+    rule_state = state.loss_scale_state
+    named = numbers_of(state._replace(inner_state=None, loss_scale_state=None))
+    named["loss_scale"] = jnp.asarray(unbox(rule_state.loss_scale), jnp.float32)
+    if isinstance(rule_state, COUNTING):
+        named["good_steps"] = jnp.asarray(unbox(rule_state.good_steps))
+    named = jax.device_get(named)
     shape = np.shape(named["skipped_steps"])
-    # Another field of a rule may have a shape of its own.
-    named = {k: x for k, x in named.items() if np.shape(x) in ((), shape)}
     named = {k: np.broadcast_to(x, shape).ravel() for k, x in named.items()}
     scale, skipped = named["loss_scale"], named["skipped_steps"]
     # Take the member that is nearest to a limit, or furthest beyond it.
@@ -343,8 +435,7 @@ def _read_worst(state: Any, params: Any) -> tuple[dict[str, Any], str]:
     retries = named.get("retries", skipped)
     worst = np.lexsort((scale, -retries, -skipped, -named["measure"], is_valid))[0]
     read: dict[str, Any] = {name: x[worst].item() for name, x in named.items()}
-    read["is_fixed"] = isinstance(state.loss_scale_state, FixedLossScaleState)
-    read["is_marked"] = all(read.get(name, x) == x for name, x in MARKS.items())
+    read["is_fixed"] = isinstance(rule_state, FixedLossScaleState)
     read["member"] = tuple(map(int, np.unravel_index(worst, shape)))
     ever, last = np.sum(skipped > 0), np.sum(named["last_step_applied"] == 0)
     members = (
@@ -373,66 +464,76 @@ def _loss_skips(read: dict[str, Any]) -> tuple[int, int]:
     in_a_row = read["consecutive_skipped_steps"]
     total = read.get("nonfinite_loss_steps", 0)
     most = min(total, in_a_row - read["stuck_steps"])
-    # At a fixed scale every step with a non-finite gradient counts as stuck.
-    if read["is_fixed"] or not read["is_marked"]:
-        return most, most
+    causes = read.get("skip_reasons", 0) & (_state.GRADIENTS | _state.LOSS)
+    if causes == _state.LOSS:
+        return in_a_row, in_a_row
+    if causes == _state.GRADIENTS:
+        return 0, 0
     return max(0, total - (read["skipped_steps"] - in_a_row)), most
 
 
-def _judge(read: dict[str, Any], has_params: bool) -> list[str]:
-    """Returns a diagnosis of a step that was applied or vetoed, and the advice."""
+def _reason(read: dict[str, Any], has_params: bool) -> Reason:
+    """Returns the reason of a verdict on the state alone."""
+    if not _is_valid(read["loss_scale"]):
+        return Reason.DAMAGED_SCALE
+    if read["consecutive_skipped_steps"]:
+        return _reason_of_skips(read)
     if not read["last_step_applied"]:
-        return [f"{VETOED} {ANY_NUMBER}"]
+        return Reason.VETO
     skipped, retries = read["skipped_steps"], read.get("retries")
     if (skipped or retries) and read["loss_scale"] <= 1 and not read["is_fixed"]:
-        return [
-            "The last step was applied, but the loss scale is too low to help.",
-            "Unless you chose it, run diagnostics.trace_numerics(loss_fn, params, "
-            "batch, scale=2.0**15). It names the line that overflows at that scale.",
-        ]
+        return Reason.LOW_SCALE
     if skipped:
-        return ["The last step was applied.", *[RETRIED] * (retries == 0)]
+        return Reason.APPLIED
     if retries:
-        return [f"No step was skipped. Overflows that cost no batch: {retries}."]
+        return Reason.REPEATED
     if read.get("good_steps") == 0:
-        return ["No step has been taken yet, or the scale has just grown."]
-    if has_params or not read["is_fixed"]:
-        return ["No step was skipped."]
-    return [
-        "No step was skipped. The state does not tell more: a fixed loss scale checks "
-        "no gradients, unless it has skip_nonfinite=True.",
-        "Pass the parameters, report(state, params), to see whether they are finite.",
-    ]
+        return Reason.NEW_SCALE
+    return (
+        Reason.UNCHECKED if read["is_fixed"] and not has_params else Reason.NONE_SKIPPED
+    )
 
 
-def _judge_skips(read: dict[str, Any]) -> list[str]:
-    """Returns a diagnosis of the steps that were just skipped, and the advice."""
+def _reason_of_skips(read: dict[str, Any]) -> Reason:
+    """Returns the reason of a verdict on steps that were just skipped in a row."""
     in_a_row, stuck = read["consecutive_skipped_steps"], read["stuck_steps"]
-    least, most = _loss_skips(read)
-    steps = f"The last {in_a_row} steps were skipped: their"
-    if in_a_row == 1:
-        steps = "The last step was skipped: its"
-    if not (most or read["is_marked"]):  # The gradients of the last step were finite.
-        steps = f"{VETOED} Before it, t{steps[1:]}"
+    least, _ = _loss_skips(read)
     if least == in_a_row:
-        return [f"{steps} loss was not finite.", TRACE, LOSS, GO_ON]
-    steps += " loss or gradients were" if most else " gradients were"
+        return Reason.LOSS
     if in_a_row <= START_UP and not stuck and "retries" not in read:
-        return [
-            f"{steps} not finite. A few skips in a row are usual at the start, and a "
-            "single one later, when the loss scale has grown too high.",
-            *([f"If they continue: {TRACE}"] if in_a_row > 1 else []),
-        ]
-    retried = [RETRIED] if "retries" in read else []
-    # The scale fell for so long that the step may not use it.
-    frozen = [FROZEN] if in_a_row - most > START_UP and in_a_row > stuck else []
-    though = ", in spite of retries" if retried else ", for longer than is usual"
-    if stuck:
-        though = ", though the loss scale cannot go lower"
+        return Reason.OVERFLOW
     if read["is_fixed"]:
-        though = " at this fixed loss scale"
-    advice = [*retried, TRACE, *frozen, SUM, LOSS, GRADIENTS, GO_ON]
-    return [f"{steps} not finite{though}.", *advice]
+        return Reason.FIXED_SCALE
+    if stuck:
+        return Reason.AT_MINIMUM
+    return Reason.RETRIES_FAILED if "retries" in read else Reason.LONG_OVERFLOW
+
+
+def _skips(read: dict[str, Any]) -> str:
+    """Begins a sentence about the steps that were skipped in a row."""
+    in_a_row, reasons = read["consecutive_skipped_steps"], read.get("skip_reasons", 0)
+    least, most = _loss_skips(read)
+    causes = _state.LOSS * (most > 0) | _state.GRADIENTS * (least < in_a_row)
+    is_one = in_a_row == 1
+    whose = f"{'its' if is_one else 'their'} {CAUSES[causes]}"
+    steps = "last step was" if is_one else f"last {in_a_row} steps were"
+    start = "The"
+    if not reasons:  # Of a state from before this field. Nobody knows which came last.
+        start = "Apart from vetoes, the"
+    elif reasons & _state.VETO:
+        start = "The last step was vetoed by skip_if. Before it, the"
+    return f"{start} {steps} skipped: {whose}"
+
+
+def _unfit(read: dict[str, Any]) -> set[str]:
+    """Returns the advice that does not apply."""
+    in_a_row, stuck = read["consecutive_skipped_steps"], read["stuck_steps"]
+    retries, (_, most) = read.get("retries"), _loss_skips(read)
+    # The scale fell for so long that the step may not use it.
+    is_frozen = in_a_row - most > START_UP and in_a_row > stuck
+    has_retried = retries is not None and (in_a_row or retries == 0)
+    fits = {AGAIN: in_a_row > 1, RETRIED: has_retried, FROZEN: is_frozen}
+    return {item for item, applies in fits.items() if not applies}
 
 
 def _find_nonfinite(params: Any, inner_state: Any) -> list[NonfiniteGradient]:

@@ -33,6 +33,7 @@ COUNTERS = {
     "skipped_steps",
     "consecutive_skipped_steps",
     "stuck_steps",
+    "skip_reasons",
 }
 
 
@@ -59,6 +60,7 @@ class TestMetrics:
             "skipped_steps": (2, "int32"),
             "consecutive_skipped_steps": (0, "int32"),
             "stuck_steps": (0, "int32"),
+            "skip_reasons": (0, "int32"),
         }
 
     @every_wrap

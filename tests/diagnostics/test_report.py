@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,13 @@ from optax_lossscale import (
     DynamicLossScale,
     FixedLossScale,
     HeadroomLossScale,
+    LossScale,
     LossScaleOptimizer,
     TolerantLossScale,
+    all_finite,
 )
 from optax_lossscale.diagnostics import Report, check_health, metrics, report
+from optax_lossscale.diagnostics._report import Reason
 
 PARAMS = {"b": np.zeros(2, np.float32), "w": np.ones(3, np.float32)}
 # A step is a gradient, perhaps with a loss, and perhaps with a veto.
@@ -129,8 +133,10 @@ class TestThresholds:
 
     def test_plain_numbers(self):
         verdict = report(run(1.0, INF, LOST))
-        assert verdict == (True, *verdict[1:3], 2.0**14, 2, 2, 0, 1, None, ())
-        assert [type(x) for x in verdict[3:-2]] == [float, int, int, int, int]
+        numbers = 2.0**14, 2, 2, 0, 1, None, ()
+        assert verdict == (True, *verdict[1:3], *numbers, "overflow")
+        assert [type(x) for x in verdict[3:-3]] == [float, int, int, int, int]
+        assert (str(verdict.reason), f"{verdict.reason}") == ("overflow", "overflow")
         assert isinstance(verdict, Report)
 
 
@@ -138,70 +144,249 @@ ONE, HIGH = DynamicLossScale(1.0), DynamicLossScale(2.0**20)
 LATE_LOSS = (1.0, 1.0), LOST, LOST
 EARLY_OVERFLOW = *[OVERFLOW] * 3, *LATE_LOSS
 OVERFLOWS = 1.0, VETOED_OVERFLOW, INF, VETOED
-NOT_FINITE, NO_CHECK = "gradients were not finite", {"check_loss": False}
-BEFORE = "Before it, the last 2 steps were skipped: their gradients"
-AGAIN, TRACE = "If they continue", "Run diagnostics"
-# How the state is made, what the diagnosis says, and how the advice begins.
-DIAGNOSES = [
-    (run, [], {}, "No step has been taken yet, or the scale has just grown.", ""),
-    (run, [1.0], {"loss_scale": DynamicLossScale(8, 1)}, "has just grown.", ""),
-    (run, [1.0] * 12, {}, "No step was skipped.", ""),
-    (run, [1.0], {"loss_scale": TolerantLossScale(0.1)}, "No step was skipped.", ""),
-    (run, [LOST, (1.0, 1.0)], {}, "The last step was applied.", ""),
-    (run, [1.0], {"loss_scale": HeadroomLossScale()}, "No step was skipped.", ""),
-    (run, [LOST, (1.0, 1.0)], {"loss_scale": SKIPPING}, "last step was applied.", ""),
-    (run, [LOST, OVERFLOW, (1.0, 1.0)], {}, "The last step was applied.", ""),
-    (run, [1.0, INF], {}, "The last step was skipped: its gradients", ""),
-    (run, [INF] * 2, {}, "A few skips in a row are usual at the start", AGAIN),
-    (run, [INF, 1.0], {}, "The last step was applied.", ""),
-    (run, [NAN] * 2, {"loss_scale": ONE}, "the loss scale cannot go lower", TRACE),
-    (run, [INF, 1.0], {"loss_scale": DynamicLossScale(2.0)}, "too low", "Unless"),
+NO_CHECK = {"check_loss": False}
+HEADROOM = {"loss_scale": HeadroomLossScale()}
+# How the state is made, and the reason that the report names.
+REASONS = [
+    (run, [], {}, "new_scale"),
+    (run, [1.0], {"loss_scale": DynamicLossScale(8, 1)}, "new_scale"),
+    (run, [1.0] * 12, {}, "none_skipped"),
+    (run, [1.0], {"loss_scale": TolerantLossScale(0.1)}, "none_skipped"),
+    (run, [LOST, (1.0, 1.0)], {}, "applied"),
+    (run, [1.0], HEADROOM, "none_skipped"),
+    (run, [LOST, (1.0, 1.0)], {"loss_scale": SKIPPING}, "applied"),
+    (run, [LOST, OVERFLOW, (1.0, 1.0)], {}, "applied"),
+    (run, [1.0, INF], {}, "overflow"),
+    (run, [INF] * 2, {}, "overflow"),
+    (run, [INF, 1.0], {}, "applied"),
+    (run, [NAN] * 2, {"loss_scale": ONE}, "at_minimum"),
+    (run, [INF, 1.0], {"loss_scale": DynamicLossScale(2.0)}, "low_scale"),
     # Nothing is checked, and the state says so: a gradient may have been nan.
-    (run, [1.0, NAN], {"loss_scale": 1.0}, "loss scale checks no gradients", "Pass"),
-    (run, [NAN, 1.0], {"loss_scale": SKIPPING}, "The last step was applied.", ""),
-    (run, [NAN], {"loss_scale": SKIPPING}, "at this fixed loss scale", TRACE),
+    (run, [1.0, NAN], {"loss_scale": 1.0}, "unchecked"),
+    (run, [NAN, 1.0], {"loss_scale": SKIPPING}, "applied"),
+    (run, [NAN], {"loss_scale": SKIPPING}, "fixed_scale"),
+    (run, [INF] * 25, {"loss_scale": DynamicLossScale(2.0**40)}, "long_overflow"),
     # The loss is the cause, though an early gradient overflowed.
-    (run, EARLY_OVERFLOW, {}, "skipped: their loss was not finite.", TRACE),
-    *(
-        (run, EARLY_OVERFLOW, {"loss_scale": rule}, "their loss was not finite.", TRACE)
-        for rule in (TolerantLossScale(0.1), HeadroomLossScale())
-    ),
-    (run, LATE_LOSS, {"loss_scale": 8.0}, "their loss was not finite.", TRACE),
-    # The gradients are the cause, though an early loss was not finite. At a fixed scale
-    # steps that are not stuck were skipped because of the loss.
-    (run, [LOST, (1.0, 1.0), OVERFLOW], {"loss_scale": SKIPPING}, NOT_FINITE, TRACE),
-    (run, [OVERFLOW, (1.0, 1.0), LOST, OVERFLOW], {}, "their loss or gradients", AGAIN),
-    # All skips are in a row, so the counts tell.
-    (run, [LOST, LOST], {}, "their loss was not finite.", TRACE),
-    (retry, [1.0, 1.0], {}, "Overflows that cost no batch: 5.", ""),
-    (retry, [1.0], {"loss_scale": DynamicLossScale(8.0)}, "No step was skipped.", ""),
-    (retry, [1.0, NAN], {}, f"{NOT_FINITE}, in spite of retries.", "See why"),
-    (retry, [1.0], {"retries": 2}, f"{NOT_FINITE}, in spite of retries.", "See why"),
-    (retry, [NAN], {"check_loss": True}, "its loss was not finite.", TRACE),
-    (retry, [NAN], {"loss_scale": ONE}, "though the loss scale cannot go", "See why"),
-    (retry, [2.0**15, 1.0], {}, "too low to help.", "Unless"),
+    (run, EARLY_OVERFLOW, {}, "loss"),
+    (run, EARLY_OVERFLOW, {"loss_scale": TolerantLossScale(0.1)}, "loss"),
+    (run, EARLY_OVERFLOW, HEADROOM, "loss"),
+    (run, LATE_LOSS, {"loss_scale": 8.0}, "loss"),
+    # The gradients are the cause, though an early loss was not finite.
+    (run, [LOST, (1.0, 1.0), OVERFLOW], {"loss_scale": SKIPPING}, "fixed_scale"),
+    (run, [LOST, (1.0, 1.0), OVERFLOW], {}, "overflow"),
+    (run, [LOST, LOST], {}, "loss"),
+    (run, [OVERFLOW, LOST], {}, "overflow"),
+    (retry, [1.0, 1.0], {}, "repeated"),
+    (retry, [1.0], {"loss_scale": DynamicLossScale(8.0)}, "none_skipped"),
+    (retry, [1.0, NAN], {}, "retries_failed"),
+    (retry, [1.0], {"retries": 2}, "retries_failed"),
+    (retry, [NAN], {"check_loss": True}, "loss"),
+    (retry, [NAN], {"loss_scale": ONE}, "at_minimum"),
+    (retry, [2.0**15, 1.0], {}, "low_scale"),
     # As if `minimize` were not called.
-    (run, [INF, 1.0], {"retries": 24}, "The last step was applied.", "See why"),
-    *(
-        (run, [VETOED] * 1000, {"loss_scale": rule} | NO_CHECK, "vetoed by skip_if", "")
-        for rule in ("dynamic", HeadroomLossScale(), 8.0)
-    ),
-    (run, [VETOED, 1.0], NO_CHECK, "The last step was applied.", ""),
-    (run, OVERFLOWS, NO_CHECK, BEFORE, AGAIN),
-    (run, OVERFLOWS, {"loss_scale": HeadroomLossScale()} | NO_CHECK, BEFORE, AGAIN),
-    (run, [VETOED, VETOED_OVERFLOW], NO_CHECK, "last step was skipped: its grad", ""),
-    (run, [(1.0, NAN, True)], {}, "its loss was not finite.", TRACE),
+    (run, [INF, 1.0], {"retries": 24}, "applied"),
+    (run, [VETOED] * 1000, NO_CHECK, "veto"),
+    (run, [VETOED] * 1000, HEADROOM | NO_CHECK, "veto"),
+    (run, [VETOED] * 1000, {"loss_scale": 8.0} | NO_CHECK, "veto"),
+    (run, [VETOED, 1.0], NO_CHECK, "applied"),
+    (run, OVERFLOWS, NO_CHECK, "overflow"),
+    (run, OVERFLOWS, {"loss_scale": SKIPPING} | NO_CHECK, "fixed_scale"),
+    (run, [VETOED, VETOED_OVERFLOW], NO_CHECK, "overflow"),
+    (run, [(1.0, NAN, True)], {}, "loss"),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:update repeats nothing")
-@pytest.mark.parametrize(("make", "steps", "options", "diagnosis", "advice"), DIAGNOSES)
-def test_diagnosis_and_advice(make, steps, options, diagnosis, advice):
-    with jax.numpy_dtype_promotion("standard"):  # For MultiSteps.
-        verdict = check_health(make(*steps, **options))
-    assert diagnosis in verdict.diagnosis
-    first = verdict.advice[0] if verdict.advice else ""
-    assert (first[: len(advice)], bool(first)) == (advice, bool(advice))
+@pytest.mark.parametrize(("make", "steps", "options", "reason"), REASONS)
+def test_the_reason(make, steps, options, reason):
+    assert check_health(make(*steps, **options)).reason == reason
+
+
+def no_reason(*steps, **options):
+    """Returns a state from before its field `skip_reasons`."""
+    return run(*steps, **options)._replace(skip_reasons=None)
+
+
+ITS = "The last step was skipped: its gradients were not finite"
+USUAL = (
+    ". A few skips in a row are usual at the start, and a single one later, when the "
+    "loss scale has grown too high."
+)
+# Of each reason an example, the diagnosis, and the words with which each advice begins.
+ALL = "Run diagnostics", "If you add", "If the loss is not", "If the loss is f", "Then"
+WORDS = {
+    "not_finite": (
+        (lambda: (run(1.0), jnp.float16(INF))),
+        "Not finite: params, float16[]: 1 inf, 0 nan of 1. No step was skipped.",
+        ("Restore", "Keep", "Take a rule that skips"),
+    ),
+    "damaged_scale": (
+        lambda: with_numbers(NAN),
+        "The loss scale is damaged: it is not a number from 2^-126 to 2^126. If it is "
+        "inf or nan, the next step begins anew at the initial_scale of the rule.",
+        ("Restore an earlier checkpoint, or begin the scale anew",),
+    ),
+    "fixed_scale": (
+        lambda: run(NAN, loss_scale=SKIPPING),
+        f"{ITS} at this fixed loss scale.",
+        ALL,
+    ),
+    "at_minimum": (
+        lambda: retry(NAN, loss_scale=ONE),
+        f"{ITS}, though the loss scale cannot go lower.",
+        ("See why retries did not help", *ALL),
+    ),
+    "retries_failed": (
+        lambda: retry(NAN),
+        f"{ITS}, in spite of retries.",
+        ("See why retries did not help", *ALL),
+    ),
+    "loss": (
+        lambda: run(LOST),
+        "The last step was skipped: its loss was not finite.",
+        (ALL[0], ALL[2], ALL[4]),
+    ),
+    "long_overflow": (
+        lambda: run(*[INF] * 25, loss_scale=DynamicLossScale(2.0**40)),
+        "The last 25 steps were skipped: their gradients were not finite, for longer "
+        "than is usual.",
+        (ALL[0], "If the trace finds nothing at this scale", *ALL[1:]),
+    ),
+    "overflow": (lambda: run(INF), ITS + USUAL, ()),
+    "veto": (
+        lambda: run(VETOED),
+        "The last step was vetoed by skip_if. It counts as skipped, and check_health "
+        "allows any number of vetoes.",
+        (),
+    ),
+    "low_scale": (
+        lambda: run(INF, 1.0, loss_scale=DynamicLossScale(2.0)),
+        "The last step was applied, but the loss scale is too low to help.",
+        ("Unless you chose it, run",),
+    ),
+    "applied": (
+        lambda: run(INF, 1.0, retries=24),
+        "The last step was applied.",
+        ("See why retries did not help",),
+    ),
+    "repeated": (
+        lambda: retry(1.0, 1.0),
+        "No step was skipped. Overflows that cost no batch: 5.",
+        (),
+    ),
+    "new_scale": (run, "No step has been taken yet, or the scale has just grown.", ()),
+    "unchecked": (
+        lambda: run(NAN, loss_scale=1.0),
+        "No step was skipped. The state does not tell more: a fixed loss scale checks "
+        "no gradients, unless it has skip_nonfinite=True.",
+        ("Pass the parameters",),
+    ),
+    "none_skipped": (lambda: run(1.0), "No step was skipped.", ()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:update repeats nothing")
+@pytest.mark.parametrize("reason", Reason)
+def test_the_words_of_each_reason(reason):
+    make, diagnosis, advice = WORDS[reason]
+    made = make()
+    verdict = report(*made) if type(made) is tuple else report(made)
+    assert (verdict.reason, verdict.diagnosis) == (reason, diagnosis)
+    pairs = zip(verdict.advice, advice, strict=True)
+    assert all(got.startswith(wanted) for got, wanted in pairs)
+
+
+# Sentences about skipped steps. The last step alone may be a veto.
+SENTENCES = [
+    (
+        run,
+        [INF] * 2,
+        "The last 2 steps were skipped: their gradients were not finite. A",
+    ),
+    (run, [OVERFLOW, LOST], "The last 2 steps were skipped: their loss or gradients"),
+    (run, [LOST, (1.0, 1.0), OVERFLOW], "The last step was skipped: its gradients"),
+    (run, [OVERFLOW, (1.0, 1.0), LOST], "The last step was skipped: its loss was"),
+    (run, [LOST, (1.0, 1.0, True), LOST], "The last 2 steps were skipped: their loss"),
+    (
+        run,
+        [1.0, VETOED_OVERFLOW, INF, VETOED],
+        "The last step was vetoed by skip_if. Before it, the last 2 steps were "
+        "skipped: their gradients were not finite. A few",
+    ),
+    (
+        run,
+        [LOST, VETOED],
+        "The last step was vetoed by skip_if. Before it, the last step was skipped: "
+        "its loss was not finite.",
+    ),
+    # No reasons are stored, but the counters tell something.
+    (no_reason, [VETOED], "The last step was vetoed by skip_if. It counts"),
+    (no_reason, [INF], "Apart from vetoes, the last step was skipped: its gradients"),
+    (no_reason, [INF, VETOED], "Apart from vetoes, the last step was skipped: its"),
+    (
+        no_reason,
+        [LOST] * 2,
+        "Apart from vetoes, the last 2 steps were skipped: their l",
+    ),
+    (
+        no_reason,
+        [LOST, (1.0, 1.0), OVERFLOW],
+        "Apart from vetoes, the last step was skipped: its loss or gradients were not",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "steps", "words"), SENTENCES)
+def test_sentences_about_skipped_steps(make, steps, words):
+    assert report(make(*steps)).diagnosis.startswith(words)
+
+
+class AnyState(NamedTuple):
+    """Fields that mean something else in the states of this package."""
+
+    loss_scale: jax.Array
+    good_steps: jax.Array
+    overflowed: jax.Array
+    hysteresis_left: jax.Array
+    retries: jax.Array
+    nonfinite_loss_steps: jax.Array
+    skip_reasons: jax.Array
+    is_fixed: jax.Array
+
+
+class AnyRule(LossScale):
+    def init(self):
+        return AnyState(jnp.float32(1024), *[jnp.int32(0)] * 7)
+
+    def update(self, grads, state, *, axis_name=None):
+        finite = all_finite(grads, axis_name=axis_name)
+        scale = jnp.where(finite, self(state), self(state) / 2)
+        return state._replace(loss_scale=scale), finite
+
+
+ANY_RULE = {"loss_scale": AnyRule()}
+
+
+@pytest.mark.parametrize(
+    ("steps", "options", "reason"),
+    [
+        ([], {}, "none_skipped"),
+        ([1.0], {}, "none_skipped"),
+        ([INF, 1.0], {}, "applied"),
+        ([INF] * 2, {}, "overflow"),
+        ([VETOED], NO_CHECK, "veto"),
+        ([LOST] * 2, {}, "loss"),
+    ],
+)
+def test_a_rule_may_call_its_fields_as_it_likes(steps, options, reason):
+    state = run(*steps, **options | ANY_RULE)
+    for number in range(5):
+        numbers = dict.fromkeys(AnyState._fields[1:], jnp.int32(number))
+        rule_state = state.loss_scale_state._replace(**numbers)
+        verdict = report(state._replace(loss_scale_state=rule_state))
+        assert verdict == report(state)
+        assert verdict.reason == reason
+        assert verdict.retries is None
 
 
 def rows_of(verdict):
@@ -222,7 +407,7 @@ def test_every_number_that_tells_something_has_a_row():
     assert list(map(int, steps)) == [*range(1, 1 + len(verdict.advice))]
     state = retry(1.0, 1.0)
     assert rows_of(report(state))["repeated passes"] == "5"
-    assert report(state)[3:] == (2.0**15, 0, 0, 0, None, 5, ())
+    assert report(state)[3:] == (2.0**15, 0, 0, 0, None, 5, (), "repeated")
     assert metrics(state)["retries"] == 5
 
 
@@ -328,7 +513,8 @@ MEMBERS = {
     ),
     # One that is skipped for long is not hidden by one that is stuck.
     "skipped for long": (
-        dict.fromkeys(COUNTS[1:], (2, 2000)) | {"stuck_steps": [2, 0]},
+        dict.fromkeys(COUNTS[1:], (2, 2000))
+        | {"stuck_steps": [2, 0], "skip_reasons": [1, 1]},
         (1,),
         "2 of 2; the last step: 0. The worst is member [1]. The last 2000 steps",
     ),
@@ -367,8 +553,25 @@ class TestManyMembers:
 
     def test_a_rule_with_arrays_of_its_own(self):
         state = with_numbers(scale=[4, 8], skipped_steps=[1, 0])
-        rule = state.loss_scale_state._replace(good_steps=jnp.arange(5))
+        rule = AnyState(jnp.array([4.0, 8.0]), *[jnp.arange(5)] * 7)
         assert report(state._replace(loss_scale_state=rule)).member == (0,)
+
+    def test_the_reason_is_that_of_the_worst(self):
+        optimizer = LossScaleOptimizer(optax.sgd(0.5), check_loss=True)
+
+        @jax.vmap
+        def step(grad, loss, veto):
+            state = optimizer.init(grad)
+            return optimizer.update(grad, state, grad, skip_if=veto, value=loss)[1]
+
+        grads, losses = jnp.array([1.0, 1.0, INF]), jnp.array([1.0, NAN, 1.0])
+        state = step(grads, losses, jnp.array([True, False, False]))
+        assert state.skip_reasons.tolist() == [4, 2, 1]
+        verdict = report(state)
+        assert (verdict.member, verdict.reason) == ((2,), "overflow")
+        state = state._replace(skipped_steps=jnp.array([1, 2, 1]))
+        verdict = report(state)
+        assert (verdict.member, verdict.reason) == ((1,), "loss")
 
     def test_their_leaves_come_first(self):
         state = with_numbers(scale=[4, 8], skipped_steps=[1, 0])
@@ -385,7 +588,7 @@ class TestManyMembers:
             nonfinite_loss_steps=[[0, 0], [3, 0]],
         )
         verdict = report(state)
-        assert verdict[3:] == (32, 8, 6, 5, 3, None, (1, 0))
+        assert verdict[3:] == (32, 8, 6, 5, 3, None, (1, 0), "at_minimum")
         assert "Members that skipped steps: 3 of 4" in verdict.diagnosis
         assert "The worst is member [1, 0]." in verdict.diagnosis
 

@@ -3,6 +3,8 @@
 `test_recipes.py` runs the page; `examples/test_language_model.py` kills a run.
 """
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,7 @@ from optax_lossscale import (
     DynamicLossScale,
     FixedLossScale,
     LossScaleOptimizer,
+    LossScaleOptimizerState,
     scale_as_parameter,
 )
 
@@ -205,6 +208,25 @@ class TestOtherStates:
         ]:
             with pytest.raises(ValueError, match=wanted):
                 optimizer.update(GOOD, state)
+
+    @LIBRARIES
+    def test_a_state_from_before_skip_reasons(self, library, tmp_path):
+        fields = self.DYNAMIC.init(PARAMS)._asdict()
+        names = [name for name in fields if name != "skip_reasons"]
+        update = jax.jit(self.DYNAMIC.update)
+        _, after = update(BAD, self.DYNAMIC.init(PARAMS))
+        # As a class without the field saved it.
+        saved = collections.namedtuple("LossScaleOptimizerState", names)
+        saved = saved(*(getattr(after, name) for name in names))
+        restored = library(saved, {name: fields[name] for name in names}, tmp_path)
+        old = LossScaleOptimizerState(**restored)
+        new = LossScaleOptimizerState(**restored, skip_reasons=jnp.int32(0))
+        assert_same_bits(old, after._replace(skip_reasons=None))
+        assert signature(new) == signature(after)
+        for grads, reasons in ((BAD, 1), (GOOD, 0)):
+            (_, old), (_, new) = update(grads, old), update(grads, new)
+            assert_same_bits(old, new._replace(skip_reasons=None))
+            assert new.skip_reasons == reasons
 
     def test_ways_to_go_on(self, tmp_path):
         update = jax.jit(self.DYNAMIC.update)

@@ -200,4 +200,5 @@ def test_one_device_whose_loss_is_not_finite():
         params, state = step(grads, init(grads), losses, grads)
         assert params.tolist() == [1] * 8
         assert state.nonfinite_loss_steps.tolist() == [1] * 8
+        assert state.skip_reasons.tolist() == [2] * 8
         assert set(optimizer.current_loss_scale(state).tolist()) == {16}

@@ -101,16 +101,17 @@ def test_is_asked_once_after_the_retries(wrap):
 def test_one_device_of_eight():
     optimizer = LossScaleOptimizer(optax.sgd(0.5), 8, axis_name="batch")
 
-    @over_devices(PARTS, (PARTS, WHOLE))
+    @over_devices(PARTS, (PARTS, WHOLE, WHOLE))
     def step(param, flag):
         state = optimizer.init(param)
         param, state = optimizer.apply_gradients(param, param, state, skip_if=flag[0])
-        return param, state.skipped_steps
+        return param, state.skipped_steps, state.skip_reasons
 
     params, no = jnp.arange(8, dtype=jnp.float32), jnp.zeros(8, bool)
     for flags, factor, skipped in ((no, 0.5, 0), (no.at[5].set(True), 1, 1)):
-        new, count = step(params, flags)
+        new, count, reasons = step(params, flags)
         assert (new.tolist(), count) == ((params * factor).tolist(), skipped)
+        assert reasons == 4 * skipped
 
 
 def test_each_member_has_a_veto_of_its_own():
@@ -120,3 +121,4 @@ def test_each_member_has_a_veto_of_its_own():
     params, state = step(PARAMS, optimizer.init(PARAMS), jnp.ones(2), flags)
     assert params["b"].tolist() == [-3, -3.5]
     assert state.skipped_steps.tolist() == [1, 0]
+    assert state.skip_reasons.tolist() == [4, 0]
