@@ -237,10 +237,11 @@ def in_float32(
       is_hidden: Whether half precision has finite numbers there; otherwise its inf or
         nan begins earlier.
     """
-    text = f"{operation}: float32 itself makes inf or nan here"
-    text += ", and rounded inputs hide it" * is_hidden
+    what = "float32 itself makes inf or nan here"
+    if is_hidden:
+        what = "float32 makes inf or nan here, and rounded inputs hide it"
     advice = GUARDS.get(cause, GUARD)
-    text = f"{text}. {CAUSES[cause]} No loss scale helps: {advice}."
+    text = f"{operation}: {what}. {CAUSES[cause]} No loss scale helps: {advice}."
     return NumericFinding(operation.phase, text, operation)
 
 
