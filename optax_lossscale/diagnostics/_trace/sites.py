@@ -237,7 +237,7 @@ class NumericFinding(NamedTuple):
         "underflow": results are flushed to zero, or too small to be precise.
         "precision": finite results differ too much from float32.
         "decision": float32 chooses otherwise, among numbers that half precision cannot
-        tell apart. Alone it is no fault.
+        tell apart, or it ends a loop much sooner. Alone it is no fault.
         "fine": the gradients agree with float32.
       message: What happens and what to do, in plain words.
       operation: The operation, or None.
