@@ -52,15 +52,25 @@ def while_loop(
     equation: Any, condition: Callable[..., Any], body: Callable[..., Any], state: Any
 ) -> Any:
     """Runs a `while`; under `jax.vmap`, each example has a condition."""
-    if not equation.params["cond_jaxpr"].jaxpr.outvars[0].aval.shape:
+    step = step_of_while(equation, condition, body)
+    if step is body:
         return lax.while_loop(condition, body, state)
+    return lax.while_loop(lambda state: jnp.any(condition(state)), step, state)
+
+
+def step_of_while(
+    equation: Any, condition: Callable[..., Any], body: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns an iteration; an example whose condition is false keeps its state."""
+    if not equation.params["cond_jaxpr"].jaxpr.outvars[0].aval.shape:
+        return body
 
     def step(state):
         goes_on = condition(state)
         pairs = zip(body(state), state, strict=True)
         return [choose(goes_on, *pair) for pair in pairs]
 
-    return lax.while_loop(lambda state: jnp.any(condition(state)), step, state)
+    return step
 
 
 def choose(flags: Any, new: Any, old: Any) -> Any:

@@ -209,7 +209,7 @@ def test_a_line_that_rounding_saves_from_a_nan_of_float32_is_named():
     assert "guard log, sqrt, norm" in first.message
 
     def overflowing(w, x):
-        return loss_fn(w, x) + jnp.mean((1e5 * x) @ w["b"])  # more urgent
+        return loss_fn(w, x) + jnp.mean((1e5 * x) @ w["b"])  # less urgent
 
     (first,) = trace_numerics(autocast(overflowing), PARAMS, X).findings
-    assert first.operation.line == line_of("more urgent", __file__)
+    assert first.operation.line == line_of("a distance of zero", __file__)

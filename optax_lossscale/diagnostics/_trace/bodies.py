@@ -56,6 +56,7 @@ class Result(NamedTuple):
       rows: Its summaries, i32[len(sites), n].
       decision: The site that says which branch is taken, or how often a loop runs, if
         that may be another one in float32.
+      count: Of a `while`, how many iterations it ran, i32[].
     """
 
     pairs: list[Any]
@@ -63,6 +64,7 @@ class Result(NamedTuple):
     sites: list[int]
     rows: Any
     decision: int | None = None
+    count: Any = None
 
 
 def _traced(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], Any]:
@@ -139,7 +141,8 @@ def _run_loop(
       body: Maps values, pairs of a slice and a place to new values, outputs, and the
         site of the decision to go on, or None.
       loop_over: Runs a step, of the state and a slice, on the first state; the third
-        argument has the type of the summaries.
+        argument has the type of the summaries. It returns the state, the outputs, the
+        summaries, and how many iterations ran, or None if that is no decision.
     """
 
     def iterate(pairs, x):
@@ -160,14 +163,14 @@ def _run_loop(
         differ = [x or y for x, (_, y) in zip(differ, new, strict=True)]
         if differ == before:  # What the loop decides otherwise, it carries on.
             break
-    state, outs, rows = loop_over(lambda *args: step(*args)[:3], start, rows)
+    state, outs, rows, count = loop_over(lambda *args: step(*args)[:3], start, rows)
     sources = []
     for x, (made, _), (first, _) in zip(carry, new, entered, strict=True):
         sources.append([i for i in (x.site, made) if i is not None])
         if first is not None:
             place.interpreter.sites[first].inputs = tuple(sources[-1])
     sources += [[i] for i, _ in out]
-    return Result([*state, *outs], sources, sites, rows, decision)
+    return Result([*state, *outs], sources, sites, rows, decision, count)
 
 
 def run_scan(equation: Any, inputs: Sequence[Value], place: Place) -> Result:
@@ -186,7 +189,7 @@ def run_scan(equation: Any, inputs: Sequence[Value], place: Place) -> Result:
             return state, out
 
         state, (outs, rows) = flow.scan(equation, step_of_scan, start, pairs)
-        return state, outs, jnp.max(rows, 0, initial=0)
+        return state, outs, jnp.max(rows, 0, initial=0), None
 
     def types_of_slice(pair, variable):
         return jax.tree.map(
@@ -227,12 +230,14 @@ def run_while(equation: Any, inputs: Sequence[Value], place: Place) -> Result:
             return jnp.any(eval_jaxpr(condition.jaxpr, condition.consts, *args)[0])
 
         def step_of_while(both):
-            state, _, rows = step(both[0], [])
-            return state, jnp.maximum(both[1], rows)
+            before, most, count = both
+            state, _, rows = step(before, [])
+            return state, jnp.maximum(most, rows), count + 1
 
         nothing = np.zeros(like.shape, np.int32) + place.zero
-        state, rows = lax.while_loop(goes_on, step_of_while, (start, nothing))
-        return state, [], rows
+        start = start, nothing, np.int32(0) + place.zero
+        state, rows, count = lax.while_loop(goes_on, step_of_while, start)
+        return state, [], rows, count
 
     return _run_loop(carry, [], place, body, loop_over)
 

@@ -204,26 +204,51 @@ def _cause(run: Run, key: int, close: float) -> tuple[str, str, list[int]]:
 
 def _cause_of_nonfinite(run: Run, key: int) -> tuple[str, list[int]]:
     """Returns what made inf or nan, and the sites before that did."""
-    site, result, operands = run.site(key), run.range(key), run.operands(key)
-    before = map(run.site, run.ancestors([key], run.bad_operands))
-    constants = [c for x in before for c in x.constants]
-    has_inf = bool(run.bad_operands(key)) or any(map(math.isinf, constants))
+    site = run.site(key)
     if any(map(math.isnan, site.constants)):
         return "nan", []
-    if result.float32_nonfinite:  # Float32 is no better, so it is never the advice.
-        if "exp" in site.primitive:
-            return "float32 range", []
-        has_zeros = any(run.range(k).zeros for k in operands)
-        return "float32 inf" if has_inf else "zeros" if has_zeros else "domain", []
+    if run.range(key).float32_nonfinite:
+        return cause_in_float32(run, key), []
+    constants = _constants_before(run, key)
     if run.exceeds(key):
-        exponent = min(site.constants, default=0) if site.primitive in POWERS else 0
-        is_pole = site.primitive in INVERSE or exponent < 0
+        is_pole = site.primitive in INVERSE or _exponent(site) < 0
         is_constant = any(map(math.isinf, site.constants))
         return "constant" if is_constant else "pole" if is_pole else "range", []
-    if has_inf:
-        return "constant" if any(map(math.isinf, constants)) else "inf", []
+    if any(map(math.isinf, constants)):
+        return "constant", []
+    if run.bad_operands(key):
+        return "inf", []
     if (vanishing := vanished_inputs(run, key)) is not None:
         return vanishing
     if has(site.primitive, Trait.SUM) or kind_of(site.primitive) == Kind.PRODUCT:
         return "terms", []
     return "cast" if site.primitive in CASTS else "", []
+
+
+def cause_in_float32(run: Run, key: int) -> str:
+    """Returns what makes inf or nan in float32. Float32 is never the advice there."""
+    site = run.site(key)
+    if "exp" in site.primitive:
+        return "float32 range"
+    is_inf = any(run.range(k).float32_nonfinite for k in run.bad_operands(key))
+    if is_inf or any(map(math.isinf, _constants_before(run, key))):
+        return "float32 inf"
+    # Of finite numbers these make no nan, and have no pole.
+    grows = Trait.SUM | Trait.PLUS | Trait.MINUS | Trait.TIMES
+    is_power = has(site.primitive, Trait.POWER)
+    is_power &= _exponent(site) > 0 or not has(site.primitive, Trait.POLE)
+    is_product = kind_of(site.primitive) == Kind.PRODUCT
+    if is_product or is_power or has(site.primitive, grows):
+        return "float32 grows"
+    return "zeros" if any(run.range(k).zeros for k in run.operands(key)) else "domain"
+
+
+def _constants_before(run, key):
+    """Returns the constants of an operation, and of those that gave it inf or nan."""
+    before = map(run.site, run.ancestors([key], run.bad_operands))
+    return [c for x in before for c in x.constants]
+
+
+def _exponent(site):
+    """Returns the exponent of a power, if it is a constant; else 0."""
+    return min(site.constants, default=0) if site.primitive in POWERS else 0

@@ -16,7 +16,7 @@ from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of, names_
 from optax_lossscale._tree import in_half, is_inexact
 from optax_lossscale.diagnostics._trace import twin
 from optax_lossscale.diagnostics._trace.bodies import BODIES, Place
-from optax_lossscale.diagnostics._trace.sites import Site
+from optax_lossscale.diagnostics._trace.sites import LOOP, Site
 from optax_lossscale.diagnostics._trace.steps import Slot, key_of
 from optax_lossscale.diagnostics._trace.summary import Origins
 from optax_lossscale.diagnostics._trace.twin import Value, widen
@@ -154,13 +154,22 @@ class Interpreter:
             return BODIES[equation.primitive.name](equation, values, place)
 
         recorder, pairs = place.recorder, [x.pair(x.differs) for x in inputs]
-        pairs, sources, sites, rows, decision = recorder.call(follow_bodies, pairs)
+        pairs, sources, sites, rows, decision, count = recorder.call(
+            follow_bodies, pairs
+        )
         recorder.extend(sites, rows)
         values = twin.unpaired(pairs)
         if values and decision is not None:
             # The twin goes its own way: another branch, or more or fewer iterations.
-            bind = functools.partial(twin.bind_wide, equation)
-            own = recorder.call(bind, [x.wide for x in inputs])
+            wides = [x.wide for x in inputs]
+            if count is None:
+                own = recorder.call(functools.partial(twin.bind_wide, equation), wides)
+            else:
+                run_wide = functools.partial(twin.run_wide_while, equation)
+                own, wide_count = recorder.call(run_wide, wides)
+                counts = recorder.call(_as_floats, [count, wide_count])
+                about = {"inputs": [decision], "primitive": LOOP}
+                self.measure("iterations", Value(*counts), place, **about)
             pairs = zip(values, own or [x.wide for x in values], strict=True)
             values = [Value(x.real, wide) for x, wide in pairs]
             sources = [[*x, decision] for x in sources]
@@ -224,6 +233,10 @@ def _both(equation, pairs):
     if not differs and not has(name, Trait.OPAQUE):
         return reals, []
     return reals, twin.bind_wide(equation, [x.wide for x in inputs])
+
+
+def _as_floats(counts):
+    return [jnp.asarray(x, jnp.float32) for x in counts]
 
 
 def _again(x):

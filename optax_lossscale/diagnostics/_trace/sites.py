@@ -20,6 +20,8 @@ from optax_lossscale.diagnostics import _bits
 INHERITED = 4
 # How many lines to name that led to an operation.
 CALLERS = 3
+# The primitive of a site that counts iterations, in float32.
+LOOP = "while"
 # Everyday names of primitives.
 NOUNS = {
     "add": "sum of two", "add_any": "sum of gradients", "cumsum": "running sum",
@@ -30,7 +32,7 @@ NOUNS = {
     "ragged_dot_general": "matrix product", "reduce_max": "maximum",
     "reduce_min": "minimum", "reduce_sum": "sum", "rsqrt": "1 / square root",
     "select_and_gather_add": "max-pooling", "select_and_scatter_add": "max-pooling",
-    "select_n": "choice", "sqrt": "square root", "sub": "difference",
+    "select_n": "choice", "while": "loop", "sqrt": "square root", "sub": "difference",
     **dict.fromkeys(names_of(Trait.ORDER | Trait.EQUAL), "comparison"),
 }  # fmt: skip
 
@@ -227,14 +229,15 @@ class NumericFinding(NamedTuple):
 
     Attributes:
       kind: "nonfinite_argument": a parameter or the data held inf or nan.
-        "forward": inf or nan begins in the forward pass, so no loss scale helps.
+        "forward": inf or nan begins in the forward pass, so no loss scale helps; in
+        float32, too, if the message says so.
         "backward": inf or nan begins in the backward pass at every loss scale.
         "scale_too_high": the backward pass overflows at this loss scale.
         "no_scale": no loss scale fits two operations.
         "underflow": results are flushed to zero, or too small to be precise.
         "precision": finite results differ too much from float32.
         "decision": float32 chooses otherwise, among numbers that half precision cannot
-        tell apart. Alone it is no fault.
+        tell apart, or it ends a loop much sooner. Alone it is no fault.
         "fine": the gradients agree with float32.
       message: What happens and what to do, in plain words.
       operation: The operation, or None.

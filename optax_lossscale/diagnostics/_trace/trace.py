@@ -142,10 +142,11 @@ def trace_numerics(
     if more than 1% of its gradient is flushed to zero. That holds for small gradients,
     too, because Adam would train this parameter as well. Gradients that are roundoff in
     float32 do not count. If something is not fine, the first finding names the line
-    where the error begins: inf and nan before what a loss scale mends, that before what
-    no scale mends. A finding of the kind "decision" says that float32 chooses
-    otherwise, among numbers that half precision cannot tell apart. It is no fault by
-    itself.
+    where the error begins: what is not finite in float32, then inf and nan, then what a
+    loss scale mends, then what no scale mends. A finding of the kind "decision" says
+    that float32 chooses otherwise, among numbers that half precision cannot tell apart,
+    or that a loop takes at least twice as many iterations as in float32. It is no fault
+    by itself.
 
     Of `autocast(f)` it compares with `f`, with its constants. In a program with casts
     written by hand, constants count as the dtype rounds them: 1e-8 is 0 in float16.

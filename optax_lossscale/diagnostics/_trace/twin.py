@@ -5,8 +5,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
-from optax_lossscale._jaxprs import parts
+from optax_lossscale._jaxprs import flow, parts
 from optax_lossscale._jaxprs.primitives import Trait, has
 from optax_lossscale._tree import in_half, is_half, is_inexact
 
@@ -133,6 +135,36 @@ def bind_wide(equation: Any, args: Sequence[Any]) -> list[Any] | None:
         return None
     types = [(x.shape, _wide_dtype(x.dtype)) for x in results]
     return wide if [(x.shape, x.dtype) for x in wide] == types else None
+
+
+def run_wide_while(equation: Any, args: Sequence[Any]) -> tuple[list[Any] | None, Any]:
+    """Runs a `while` in float32, as `bind_wide` does, and counts its iterations.
+
+    Returns:
+      The results, or None if it cannot; and how many iterations it ran, i32[].
+    """
+    if parts.has_side_effects(equation):
+        return None, jnp.int32(0)
+    try:
+        names = "cond_jaxpr", "body_jaxpr"
+        jaxprs = (_widen_jaxpr(*parts.opened(equation.params[x])) for x in names)
+        asks, runs = map(jaxpr_as_fun, jaxprs)
+        asked, consts, carry = flow.while_parts(equation, list(map(widen, args)))
+
+        def step(both):
+            state, count = both
+            return flow.step_of_while(equation, goes_on, body)(state), count + 1
+
+        def goes_on(state):
+            return asks(*asked, *state)[0]
+
+        def body(state):
+            return runs(*consts, *state)
+
+        start = carry, jnp.int32(0)
+        return lax.while_loop(lambda both: jnp.any(goes_on(both[0])), step, start)
+    except Exception:  # Whatever a primitive does not support.
+        return None, jnp.int32(0)
 
 
 def _wide_dtype(dtype: Any) -> Any:

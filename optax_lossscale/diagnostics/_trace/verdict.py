@@ -1,8 +1,9 @@
 """The verdict: what is wrong, the most urgent first.
 
 It rests on the effect: as long as the gradients agree with float32, all is fine. If
-they do not, it goes from the wrong gradients up to the line where that begins. Inf and
-nan come before what a scale mends, that before what no scale mends, and choices that
+they do not, it goes from the wrong gradients up to the line where that begins. What is
+not finite in float32 comes first, since no line in float32 mends that. Then come inf
+and nan, before what a scale mends; that before what no scale mends; and choices that
 fall otherwise come last.
 """
 
@@ -16,9 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale.diagnostics import _common
+from optax_lossscale.diagnostics._bits import limits_of
 from optax_lossscale.diagnostics._trace import causes, words
 from optax_lossscale.diagnostics._trace.sites import (
     INHERITED,
+    LOOP,
     NumericFinding,
     Run,
     depending_on,
@@ -38,6 +41,8 @@ PART = 0.1
 LEAST, MOST = -126, 126
 # How many lines to name of each kind.
 LINES = 3
+# A loop that takes so many times the iterations of float32 stands still.
+MANY = 2
 # An inf that is swallowed leaves larger errors than this.
 SWALLOWED = 0.5
 
@@ -169,6 +174,28 @@ def headroom(run: Run, key: int) -> float:
 
 def find_all(search: Search) -> list[NumericFinding]:
     """Returns the findings, what to fix first."""
+    findings, loops = _judge(search), _standing_loops(search.run)
+    is_urgent = findings[0].kind not in ("fine", "precision", "decision", "underflow")
+    return [*findings, *loops] if is_urgent else [*loops, *findings]
+
+
+def _standing_loops(run):
+    """Finds loops that take many more iterations than in float32."""
+    loops = [k for k, x in run.sites.items() if x.primitive == LOOP]
+    loops = [
+        k
+        for k in loops
+        if run.range(k).largest >= MANY * max(run.range(k).float32_largest, 1)
+    ]
+    about = run.outline.dtype, run.outline.is_autocast
+    return [
+        words.standing_loop(run.operation(k), *about)
+        for k in itertools.islice(_distinct_lines(run, loops), LINES)
+    ]
+
+
+def _judge(search):
+    """Returns the findings about results."""
     run, best = search.run, search.best
     if run.outline.loss is None and not math.isfinite(run.losses[0]):
         return [words.constant_loss(run.losses[0])]
@@ -177,9 +204,10 @@ def find_all(search: Search) -> list[NumericFinding]:
         raw = search.judge(run.norms, run.losses)
         effect = raw if _underflow(search, best, raw) else effect
     if best is None or not effect.is_fine:
-        findings = _bad_argument(run) or _wrong(search, effect)
+        findings = _bad_argument(run) or _bad_float32(search)
+        findings = findings or _wrong(search, effect)
         if findings:
-            return findings
+            return [_beside_loss(run, findings[0]), *findings[1:]]
     swallowed = [run.operation(key) for key in run.nonfinite_origins()[:1]]
     largest = best and best.scale
     first = swallowed[0] if swallowed else None
@@ -204,22 +232,41 @@ def _bad_argument(run):
     return [words.nonfinite_argument(name, more, is_parameter, held, operation)]
 
 
-def _hidden(run):
-    """Finds where float32 makes inf or nan of a gradient that is finite here."""
+def _bad_float32(search):
+    """Finds where float32 itself makes inf or nan of the loss or of a gradient."""
 
-    def is_bad_in_float32(key):
+    def is_bad(key):
         return run.range(key).float32_nonfinite > 0
 
-    def is_hidden(key):
-        return is_bad_in_float32(key) and not run.is_bad(key)
+    def bad_operands(key):
+        return filter(is_bad, run.operands(key))
 
-    reached = run.ancestors(
-        filter(is_hidden, run.gradients),
-        lambda key: filter(is_bad_in_float32, run.operands(key)),
-    )
-    keys = (k for k in run.sites if k in reached and is_hidden(k))
-    first = next((k for k in keys if run.site(k).primitive), None)
-    return [] if first is None else [words.hidden(run.operation(first))]
+    for run in (search.run, search.best or search.at(min(search.run.scale, 1.0))):
+        # At a lower scale a gradient may be in the range of float32.
+        results = [*run.ran([run.outline.loss]), *run.gradients]
+        reached = run.ancestors(filter(is_bad, results), bad_operands)
+        if not reached:
+            return []
+    keys = (k for k in run.sites if k in reached and run.site(k).primitive)
+    key = next((k for k in keys if not any(bad_operands(k))), None)
+    if key is None:
+        return []
+    if run.is_origin(key):
+        return [words.explain(causes.fault_of(run, key, search.close))]
+    is_hidden = not run.is_bad(key)
+    cause = causes.cause_in_float32(run, key)
+    return [words.in_float32(run.operation(key), cause, is_hidden)]
+
+
+def _beside_loss(run, finding):
+    """Adds to a finding of inf or nan that the loss is huge in float32 as well."""
+    loss = run.losses[1]
+    if finding.kind not in ("forward", "backward") or not math.isfinite(loss):
+        return finding
+    if abs(loss) < limits_of(run.outline.dtype).overflow:
+        return finding
+    text = words.huge_loss(loss, run.outline.dtype)
+    return finding._replace(message=f"{finding.message} {text}")
 
 
 def _wrong(search, effect):
@@ -228,8 +275,6 @@ def _wrong(search, effect):
     in_loss, late = run.causes(run.ran([run.outline.loss])), run.causes(run.gradients)
     if in_loss or (best is None and late):
         return _nonfinite(search, in_loss or late)
-    if hidden := _hidden(run):
-        return hidden
     if best is None or not effect.wrong:
         return [_explain(search, run, _origin_of(search, run, effect.wrong))]
     at_best = search.effect(best)
@@ -238,9 +283,15 @@ def _wrong(search, effect):
         findings = [words.too_high(first, *scales, at_best.is_fine)]
     else:
         findings = _underflow(search, best, effect)
-    return findings + (
-        _left(search, best, at_best.wrong, bool(findings)) if at_best.wrong else []
-    )
+    if not at_best.wrong:
+        return findings
+    # An inf of the forward pass that is swallowed, as by tanh, is there at each scale.
+    origins = (_origin_of(search, best, [i]) for i in at_best.wrong)
+    swallowed = (k for k in origins if best.is_lost(k))
+    for key in swallowed:
+        if best.site(key).phase == "forward":
+            return [_explain(search, best, key), *findings]
+    return findings + _left(search, best, at_best.wrong, bool(findings))
 
 
 def _nonfinite(search, keys):

@@ -57,6 +57,7 @@ CAUSES = {
     "range": RANGE,
     "pole": RANGE,
     "float32 range": "The result is too large for float32 as well.",
+    "float32 grows": "The result is too large for float32 as well.",
     "constant": ROUNDED,
     "nan": "A constant is nan.",
     "inf": INF,
@@ -80,6 +81,9 @@ GUARD = (
 FINITE = "jnp.where, or the least finite number, jnp.finfo(x.dtype).min"
 GUARDS = {
     "float32 range": "make its inputs smaller, for example by subtracting the maximum",
+    "float32 grows": "the run diverges. Lower the learning rate, or clip gradients, "
+    "and go on from a checkpoint of before. In the first step, look for outliers in "
+    "the data and in the initial parameters",
     "float32 inf": f"keep inf out of its inputs. For a mask, take {FINITE}",
     "zeros": GUARD,
     "domain": GUARD,
@@ -222,13 +226,47 @@ def nonfinite_argument(
     return NumericFinding("nonfinite_argument", text, operation)
 
 
-def hidden(operation: NumericOperation) -> NumericFinding:
-    """Says that float32 makes inf or nan where half precision does not."""
-    text = (
-        f"{operation}: float32 makes inf or nan here, and rounded inputs hide it. No "
-        f"loss scale helps: {GUARD}."
-    )
+def in_float32(
+    operation: NumericOperation, cause: str, is_hidden: bool
+) -> NumericFinding:
+    """Says that float32 makes inf or nan where half precision does not.
+
+    Args:
+      operation: Where it does.
+      cause: What makes it: a name in `CAUSES`.
+      is_hidden: Whether half precision has finite numbers there; otherwise its inf or
+        nan begins earlier.
+    """
+    what = "float32 itself makes inf or nan here"
+    if is_hidden:
+        what = "float32 makes inf or nan here, and rounded inputs hide it"
+    advice = GUARDS.get(cause, GUARD)
+    text = f"{operation}: {what}. {CAUSES[cause]} No loss scale helps: {advice}."
     return NumericFinding(operation.phase, text, operation)
+
+
+def huge_loss(loss: float, dtype: str) -> str:
+    """Says that the loss in float32 is itself beyond the range of a dtype."""
+    return (
+        f"The loss is {loss:.3g} in float32, itself beyond {dtype}: if it grows from "
+        "step to step, the run diverges in float32, too, and a lower learning rate "
+        "comes first."
+    )
+
+
+def standing_loop(
+    operation: NumericOperation, dtype: str, is_autocast: bool
+) -> NumericFinding:
+    """Says that a loop takes many iterations, and few of them in float32."""
+    count, wide = operation.output.largest, operation.output.float32_largest
+    passed = lines_to_pass([operation], is_autocast)
+    passed = f", by autocast(loss_fn, {passed})" if passed else ""
+    text = (
+        f"{operation.name} at {operation.place}: it takes {count:.0f} iterations, in "
+        f"float32 {wide:.0f}. If it is a solver, {dtype} does not reach its tolerance: "
+        f"compute the loop in float32{passed}."
+    )
+    return NumericFinding("decision", text, operation)
 
 
 def constant_loss(loss: float) -> NumericFinding:
