@@ -13,10 +13,11 @@ from typing import Any, Literal, Protocol, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from optax_lossscale import _check as check
 from optax_lossscale._autocast import choices as choices_lib, reasons
-from optax_lossscale._autocast.evaluate import NOTES, evaluate
+from optax_lossscale._autocast.evaluate import DIAGNOSES, MARK, evaluate
 from optax_lossscale._autocast.policy import State, is_float32
 from optax_lossscale._autocast.program import Step, read
 from optax_lossscale._autocast.roles import Role, mark, steps_of
@@ -165,12 +166,14 @@ def autocast(
             named = {"args": args, "kwargs": kwargs}
             roles = _roles((*held, *args), kwargs)
             roles += (Role.PARAMETER,) * (len(arrays) - len(roles))  # of modules
-            asks = not told or NOTES.get() is not None
+            asks = not told or DIAGNOSES.value
             arrays, reason = _computed(
                 closed, arrays, name, choices, named, roles, asks
             )
-            if (notes := NOTES.get()) is not None:
+            if (notes := reasons.NOTES.get()) is not None:
                 notes.append(f"{reason}." if reason else "")
+            if DIAGNOSES.value and not reason:
+                arrays = [checkpoint_name(x, MARK) for x in arrays]
             if reason and not told:
                 told.append(reason)
                 warn(f"autocast computes nothing of {of} in {name}: {reason}.")

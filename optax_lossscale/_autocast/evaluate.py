@@ -1,7 +1,6 @@
 """Evaluates a program in the dtypes that its plan says."""
 
 import contextlib
-import contextvars
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,11 +17,13 @@ from optax_lossscale._jaxprs import flow, parts
 from optax_lossscale._jaxprs.primitives import Kind, Trait
 
 FLOAT32 = jnp.dtype(jnp.float32)
-# A list while the diagnostics trace a program, else None. Then `autocast` casts
-# constants in the program, where the trace sees their float32 values; it leaves casts
-# for products without a line; and it appends the reason why it casts nothing, or "".
-NOTES: contextvars.ContextVar[list[str] | None]
-NOTES = contextvars.ContextVar("NOTES", default=None)
+# Whether a diagnosis traces the program. Then `autocast` casts constants in it, where
+# the diagnosis sees their float32 values; it leaves casts for products without a line;
+# and its results have the name MARK. JAX's caches know this context: a program that was
+# traced for a diagnosis is not trained, and the other way round. All diagnoses share
+# what they trace.
+DIAGNOSES = jax.make_user_context(default_value=False)
+MARK = "optax_lossscale.autocast"
 
 
 def evaluate(
@@ -100,7 +101,7 @@ class _Evaluator:
         state = state if is_float32(atom.aval) else None
         if number is not None:
             # Without the barrier JAX would round it while tracing.
-            if state is not None and NOTES.get() is not None and number == number:
+            if state is not None and DIAGNOSES.value and number == number:
                 return self._cast(jax.lax.optimization_barrier(number), state)
             number = number if state is None else number.astype(self._dtype(state))
             python = number.item()  # weakly typed
@@ -255,7 +256,7 @@ class _Evaluator:
             return body(*args)
         is_plain = not (parts.is_placed(step.equation) or plan.program.is_shared)
         # For diagnostics, a call has the line that an old jaxpr has not.
-        if is_plain and NOTES.get() is None:
+        if is_plain and not DIAGNOSES.value:
             return body(*args)
         before, after = params["in_shardings"], list(params["out_shardings"])
         return jax.jit(body, in_shardings=before, out_shardings=after)(*args)
@@ -285,7 +286,7 @@ def _(primals, tangents):
 
 def _for_products(is_so: bool) -> Any:
     """A context manager: for diagnostics, casts have the line of what reads them."""
-    is_shown = is_so and NOTES.get() is not None
+    is_shown = is_so and DIAGNOSES.value
     return parts.standing(parts.nowhere()) if is_shown else contextlib.nullcontext()
 
 

@@ -1,5 +1,6 @@
 """Why `autocast` computes nothing in half precision."""
 
+import contextvars
 from collections.abc import Callable
 from itertools import compress
 from pathlib import Path
@@ -18,6 +19,10 @@ from optax_lossscale._jaxprs.primitives import Kind
 from optax_lossscale._tree import is_inexact
 
 LEAVE_OUT = "leave autocast out"
+# A list of a diagnosis, to which each `autocast` that runs adds its reason, or "". The
+# outermost is the last. It changes no program, so JAX's caches need not know it.
+NOTES: contextvars.ContextVar[list[str] | None]
+NOTES = contextvars.ContextVar("NOTES", default=None)
 
 
 def computes_in_half(plan: Plan) -> bool:

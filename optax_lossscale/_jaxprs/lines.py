@@ -14,16 +14,12 @@ import jax
 
 from optax_lossscale._jaxprs import parts
 
-PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-# Folders of this package whose callers may be the lines of operations. They say so
-# themselves. Of the other parts the callers are not: a call of `minimize`, say.
-PASSED: list[str] = []
 CUSTOM_VJP = jax.custom_vjp.__call__.__qualname__
 # A line in these packages is not the user's: the line that called them is, where the
 # dtype of a layer is chosen. In other libraries, both lines are named.
 FRAMEWORKS = (
     "jax", "jaxlib", "flax", "haiku", "equinox", "keras", "optax", "chex", "jmp",
-    "einops", "optree",
+    "einops", "optree", "optax_lossscale",
 )  # fmt: skip
 # What consoles call their input. Other names in angle brackets are of generated code.
 CONSOLES = re.compile(
@@ -75,9 +71,7 @@ def source_of(equation: Any, caller: Source, *, is_backward: bool) -> Source:
     lines: list[Line] = []
     for frame in parts.frames_of(equation):
         in_rule |= is_backward and not lines and frame.function_name == CUSTOM_VJP
-        if frame.file_name.startswith(tuple(PASSED)):
-            continue
-        if parts.is_border(frame) or frame.file_name.startswith(PACKAGE):
+        if parts.is_border(frame):
             break
         if is_users(frame.file_name):
             lines.append((frame.file_name, frame.line_num, frame.function_name))

@@ -3,6 +3,7 @@
 import functools
 import gc
 import weakref
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -61,19 +62,66 @@ def test_equal_steps_compile_once():
     made = []
     for depth in (4, 16):
         trace_numerics(autocast(loss_fn), [EYE] * depth)
-        made.append(set(steps._kinds[0]))
+        made.append(set(steps._last))
     assert made[0] == made[1]
 
 
 def test_steps_are_kept_until_another_program_is_traced():
     def trace(size):
         trace_numerics(autocast(lambda w: jnp.sum(w @ w)), np.eye(size) / size)
-        (kinds,) = steps._kinds
-        return kinds
+        return steps._last
 
     first, again = trace(2), trace(2)
     assert [id(x) for x in first.values()] == [id(again[x]) for x in first]
     assert not set(first) <= set(trace(3))
+
+
+def in_a_thread(function, *args):
+    with futures.ThreadPoolExecutor(1) as threads:
+        return threads.submit(function, *args).result()
+
+
+def nested(function, *args):
+    with jax.ensure_compile_time_eval():
+        return function(*args)
+
+
+@pytest.mark.parametrize("run", [in_a_thread, nested])
+def test_a_call_goes_on_where_another_ends_and_one_fails(run):
+    def fails(w):
+        run(trace_numerics, lambda w: total(jnp.sin(half(w))), TWO)
+        raise KeyError("w")
+
+    def loss_fn(w):
+        with pytest.raises(KeyError):
+            run(trace_numerics, fails, TWO)
+        seen.append(steps._last)
+        return decides(w)
+
+    seen, alone = [], trace_numerics(decides, TWO)
+    before = steps._last
+    found = trace_numerics(loss_fn, TWO)
+    assert [x.output for x in found.operations] == [x.output for x in alone.operations]
+    assert set(seen[0]) != set(before)  # They are of the call that ended first.
+    assert [id(x) for x in steps._last.values()] == [id(x) for x in before.values()]
+
+
+def test_what_a_call_compiled_is_dropped_with_it():
+    def trace(size):
+        trace_numerics(autocast(lambda w: jnp.sum(jnp.tanh(w @ w))), np.eye(size))
+        return [weakref.ref(x.compiled) for x in steps._last.values()]
+
+    gc.collect()
+    gc.disable()
+    try:
+        compiled = trace(2)
+        trace(3)
+        # The others are steps of both: of scalars, that is.
+        left = [x() for x in compiled if x() is not None]
+        assert set(left) <= {x.compiled for x in steps._last.values()}
+        assert len(left) < len(compiled)
+    finally:
+        gc.enable()
 
 
 def test_what_does_not_depend_on_the_scale_runs_once():

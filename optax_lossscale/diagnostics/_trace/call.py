@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _autocast, _check as check, _modules
-from optax_lossscale._autocast.evaluate import NOTES
+from optax_lossscale import _check as check, _modules
+from optax_lossscale._autocast.evaluate import DIAGNOSES, MARK
+from optax_lossscale._autocast.reasons import NOTES
 from optax_lossscale._gradients import check_scalar_loss, loss_of
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._scaling import scale_up
@@ -158,16 +159,16 @@ class Traced:
         _, self._arrays, self._names, self._count = call
         token = NOTES.set(reasons := [])
         try:
-            scale = jnp.float32(1)
-            self.closed = jax.make_jaxpr(gradients_of(call))(scale, self._arrays)
+            with DIAGNOSES(True):
+                program, scale = gradients_of(call), jnp.float32(1)
+                self.closed = jax.make_jaxpr(program)(scale, self._arrays)
         finally:
             NOTES.reset(token)
         self._constants = twin.constants_of(self.closed)
         self.reason = reasons[-1] if reasons else ""
         self.equations = list(parts.all_equations(self.closed.jaxpr))
-        # A jitted function that ran before is not traced again, and leaves no reasons.
-        made = map(_is_in_autocast, self.equations)
-        self.is_autocast = "" in reasons if reasons else any(made)
+        # JAX may have traced it for a diagnosis before, and then adds no reasons.
+        self.is_autocast = any(x.params.get("name") == MARK for x in self.equations)
         results = (x.aval for equation in self.equations for x in equation.outvars)
         halves = {x.dtype.name for x in results if in_half(x)}
         self.computes_in_dtype = self.dtype in halves
@@ -222,13 +223,6 @@ class Traced:
         about = interpreter.sites, named, parameters, loss.site, ends
         outline = Outline(self.dtype, *about, self.is_autocast)
         return tape.compiled(results), recorder, outline
-
-
-def _is_in_autocast(equation):
-    """Whether `autocast` made a cast, or its function did."""
-    is_cast = equation.primitive.name == "convert_element_type"
-    files = (x.file_name for x in parts.frames_of(equation))
-    return is_cast and any(x.startswith(_autocast.FOLDER) for x in files)
 
 
 def _mark_backward(sites):

@@ -1,6 +1,7 @@
 """A program as a tape of steps, of which equal ones compile once."""
 
 import contextlib
+import contextvars
 import functools
 import itertools
 import math
@@ -77,6 +78,7 @@ class Tape:
         # By `id`. Each is held, so that no other object gets its id.
         self._constants: dict[int, tuple[Any, Slot, jax.Array]] = {}
         self._steps: list[tuple[Any, list[int], list[int]]] = []
+        self._kinds, self._before = _KINDS.get(({}, {}))
         self._count = 0
         self.inputs = list(map(self._slot, avals))
 
@@ -99,7 +101,9 @@ class Tape:
         slots = list(map(self._slot_of, leaves))
         avals = tuple(x.aval for x in slots)
         kind = _Kind(function, treedef, avals, is_one=key is not None)
-        kind = kind if key is None else _known((key, treedef, avals), kind)
+        if key is not None:
+            key = key, treedef, avals
+            kind = self._kinds.setdefault(key, self._before.get(key, kind))
         results = list(map(self._slot, kind.avals))
         numbers = [x.number for x in slots], [x.number for x in results]
         self._steps.append((kind.compiled, *numbers))
@@ -189,13 +193,12 @@ def _execute(steps, values):
 class _Kind:
     """A function of arrays of some types, which is compiled once.
 
-    Attributes:
-      fill: Puts arrays into what the function returns.
+    It is in no circle of references, so what it compiled is dropped with it.
     """
 
     def __init__(self, function, treedef, avals, is_one):
-        self._function, self._treedef, self._avals = function, treedef, avals
-        self._is_one = is_one
+        self._avals, self._is_one, self._fills = avals, is_one, []
+        self._flat = functools.partial(_flat, function, treedef, self._fills)
 
     @functools.cached_property
     def compiled(self):
@@ -207,44 +210,48 @@ class _Kind:
             function = jaxpr_as_fun(jax.make_jaxpr(self._flat)(*self._avals))
         return jax.jit(function, compiler_options=options)
 
-    def _flat(self, *leaves):
-        args = jax.tree.unflatten(self._treedef, leaves)
-        # With a key, JAX may trace it again: under another mesh, or if it has forgotten
-        # the first time. Then the result is an equal tree.
-        arrays, self.fill = split_arrays(self._function(*args))
-        return arrays
-
     @functools.cached_property
     def avals(self):
         """The types of the results."""
         return self.compiled.eval_shape(*self._avals)
 
+    def fill(self, arrays: Sequence[Any]) -> Any:
+        """Puts arrays into what the function returns."""
+        # With a key, JAX may trace it again: under another mesh, or if it has forgotten
+        # the first time. Then the result is an equal tree.
+        return self._fills[0](arrays)
 
-# The kinds of steps of this call, and then of the last that succeeded, until this one
-# does. On a CPU each takes about 1.6 MB.
-_kinds: list[dict[Hashable, _Kind]] = [{}]
+
+def _flat(function, treedef, fills, *leaves):
+    """Calls a function of leaves; notes how to put arrays into its result."""
+    arrays, fill = split_arrays(function(*jax.tree.unflatten(treedef, leaves)))
+    fills[:] = fills or [fill]
+    return arrays
 
 
-def _known(key, kind):
-    """Returns the first kind with this key."""
-    known = next((x[key] for x in _kinds if key in x), kind)
-    return _kinds[0].setdefault(key, known)
+Kinds = dict[Hashable, _Kind]
+# The kinds of steps of this call, and those that were the last when it began.
+_KINDS: contextvars.ContextVar[tuple[Kinds, Kinds]]
+_KINDS = contextvars.ContextVar("_KINDS")
+# The kinds of the last call that succeeded. On a CPU each takes about 1.6 MB.
+_last: Kinds = {}
 
 
 @contextlib.contextmanager
 def call_on_host() -> Iterator[None]:
     """For a call that asks for numbers on the host.
 
-    What it compiles is kept for the next call, which may be about the same program.
+    What it compiles is kept for the next call, which may be about the same program. A
+    call that fails drops nothing.
     """
-    _kinds.insert(0, {})
+    global _last
+    token = _KINDS.set(({}, _last))
     try:
         with jax.transfer_guard("allow"):
             yield
-    except BaseException:
-        del _kinds[0]  # A wrong argument drops nothing.
-        raise
-    del _kinds[1:]
+        _last, _ = _KINDS.get()
+    finally:
+        _KINDS.reset(token)
 
 
 def _options(is_one, is_large):
