@@ -376,7 +376,7 @@ without_wants = instead(Planner, "_find_wishes", lambda *about: NOBODY.copy())
 without_range = instead(policy, "state_of_number", lambda *about: State.SOFT)
 without_factors = instead(policy, "is_moderate", lambda factor: True)
 without_squares = instead(policy, "_is_square", lambda equation: False)
-without_solvers = instead(ends, "by_floats", lambda equation: False)
+without_solvers = instead(ends.Walk, "ends_by_floats", lambda *about: False)
 without_products = instead(
     primitives, "name_of", lambda primitive, *about: primitive.name
 )
