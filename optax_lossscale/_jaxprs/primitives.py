@@ -194,6 +194,8 @@ TABLE = [
     (Kind.BRANCH, NONE, "cond"),
     (Kind.DEVICES, NONE, "shard_map"),
 ]  # fmt: skip
+# Of the powers whose exponents are no operands or parameters.
+EXPONENTS = {"square": 2, "sqrt": 1 / 2, "rsqrt": -1 / 2}
 _ROWS = {name: row[:2] for row in TABLE for name in row[2].split()}
 
 

@@ -52,6 +52,22 @@ def by_einsum(p, h):
     return jnp.einsum("...k,k->...k", h, p.b)
 
 
+def rows(h):
+    """Returns the squares of each row, added up."""
+    return jnp.square(h).sum(-1, keepdims=True)
+
+
+def from_moments(h):
+    """Returns a norm whose statistics two calls make."""
+    moments = jax.jit(lambda h: (h.mean(-1, keepdims=True), rows(h) / 8))(h)
+    scale = jax.jit(lambda mean, square: lax.rsqrt(square - mean**2 + 1e-5))(*moments)
+    return (h - moments[0]) * scale
+
+
+def of_product(f):
+    return lambda p, x: f(x @ p.w)
+
+
 def helped(p, h):
     return jax.jit(lambda w, h, b: h @ w + b)(p.w, h, p.b)
 
@@ -115,6 +131,17 @@ def pairs(h):
         (lambda p, x: instance(p, x @ p.w + x), "float32"),
         (lambda p, x: instance(p, x @ p.w, like=x), "float32"),
         (lambda p, x: (lambda h: h * jnp.exp(h))(x @ p.w), "float32"),
+        (lambda p, x: from_moments(x @ p.w), "float16"),
+        # A norm undoes the size of its operand.
+        (of_product(lambda h: h * (1 / jnp.sqrt(rows(h)))), "float16"),
+        (of_product(lambda h: h * rows(h) ** -0.5), "float16"),
+        (of_product(lambda h: h * (1 / jnp.abs(h).sum(-1, keepdims=True))), "float16"),
+        (of_product(lambda h: h * h.mean(-1, keepdims=True)), "float32"),
+        (of_product(lambda h: h * (h.mean(0) * h.std(0))), "float32"),
+        (of_product(lambda h: h * rows(h)), "float32"),
+        (of_product(lambda h: h * (1 / rows(h))), "float32"),
+        (of_product(lambda h: h * (jnp.sqrt(rows(h)) * rows(h) ** -0.5)), "float32"),
+        (lambda p, x: (x @ p.w) * ((x @ p.w).mean(0) * p.b), "float32"),
         (lambda p, x: instance(p, x @ p.w, gain=x), "float32"),
         (lambda p, x: instance(p, x @ p.w, bias=x), "float32"),
         (lambda p, x: instance(p, (x + p.b) @ p.w, bias=p.b), "float32"),
