@@ -56,7 +56,7 @@ class Step:
     @functools.cached_property
     def name(self) -> str:
         """The name of the primitive; "mul" for a product that adds up nothing."""
-        return policy.name_of(self.equation)
+        return policy.operation_of(self.equation)
 
     def has(self, trait: Trait) -> bool:
         """Whether its primitive has a trait, or one of several."""
@@ -253,7 +253,7 @@ def _bodies(
 
 def _folded_number(equation: Any, numbers: Sequence[Any]) -> Any:
     """Returns the number that the result is or is filled with, if it is known."""
-    name, aval = policy.name_of(equation), equation.outvars[0].aval
+    name, aval = policy.operation_of(equation), equation.outvars[0].aval
     if primitives.has(name, Trait.KEEPS) and len(numbers) == 1:
         return numbers[0]
     is_known = numbers and all(x is not None for x in numbers)

@@ -199,10 +199,11 @@ EXPONENTS = {"square": 2, "sqrt": 1 / 2, "rsqrt": -1 / 2}
 _ROWS = {name: row[:2] for row in TABLE for name in row[2].split()}
 
 
-def name_of(primitive: Any, types: Any, params: Any) -> str:
-    """Returns the name of a primitive; "mul" for a `dot_general` that adds up nothing.
+def table_name(primitive: Any, types: Any, params: Any) -> str:
+    """Returns the name that the table has for a primitive.
 
-    `jnp.einsum("...k,k->...k", x, gain)` is one: it multiplies, as `x * gain` does.
+    It is the primitive's own, but "mul" for a `dot_general` that adds up nothing, as
+    `jnp.einsum("...k,k->...k", x, gain)`: it multiplies, as `x * gain` does.
 
     Args:
       primitive: The primitive.

@@ -398,7 +398,7 @@ without_factors = instead(policy, "is_moderate", lambda factor: True)
 without_squares = instead(policy, "_is_square", lambda equation: False)
 without_solvers = instead(ends.Walk, "ends_by_floats", lambda *about: False)
 without_products = instead(
-    primitives, "name_of", lambda primitive, *about: primitive.name
+    primitives, "table_name", lambda primitive, *about: primitive.name
 )
 without_second_gains = instead(Layers, "_note_gain", lambda *about: None)
 without_sums = instead(policy, "is_sum", lambda equation: False)
