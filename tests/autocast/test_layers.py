@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from casting import dtypes, equations, normal
 from jax import export, lax
@@ -198,20 +199,40 @@ def test_a_norm_of_another_dtype_stays_as_it_is(dtype):
     assert dtypes(autocast(f), PARAMS, X, names=["mul"]) == [dtype, dtype]
 
 
-def test_an_average_that_is_unrolled_compiles_to_as_much_as_in_float32():
+def averages(n, decay):
+    """Lowers an average that is unrolled over n steps: in float32, by `autocast`."""
+
     def f(p, x):
-        u, a = x @ p.w, jax.nn.sigmoid(p.b)
+        u, a = x @ p.w, jax.nn.sigmoid(decay(p))
         h = u[0]
         for y in u:
             h = a * h + (1 - a) * y
         return jnp.mean((h @ p.w) ** 2)
 
-    sizes = [
-        jax.jit(jax.value_and_grad(x)).lower(PARAMS, jnp.ones((12, 16, 8))).compile()
-        for x in (f, autocast(f))
-    ]
-    plain, cast = (x.as_text().count("\n") for x in sizes)
-    assert cast < 1.4 * plain
+    x = jnp.ones((n, 8))
+    return [jax.jit(jax.value_and_grad(g)).lower(PARAMS, x) for g in (f, autocast(f))]
+
+
+def lines(compiled):
+    return compiled.as_text().count("\n")
+
+
+@pytest.mark.parametrize("decay", [lambda p: p.b, lambda p: p.b[0]])
+def test_an_average_that_is_unrolled_grows_with_its_steps(decay):
+    few, more, many = (
+        np.array(list(map(lines, averages(n, decay)))) for n in (4, 8, 12)
+    )
+    assert list(many - more) == list(more - few)  # As many lines for each step.
+    plain, cast = more - few
+    assert cast < 1.7 * plain
+
+
+@pytest.mark.parametrize(
+    ("n", "times"), [(12, 1.4), pytest.param(80, 1.25, marks=pytest.mark.exhaustive)]
+)
+def test_an_average_that_is_unrolled_compiles_to_little_more_than_in_float32(n, times):
+    plain, cast = (lines(x.compile()) for x in averages(n, lambda p: p.b))
+    assert cast < times * plain
 
 
 def test_the_gradient_of_a_gain_without_dimensions_is_a_sum_in_float32():
