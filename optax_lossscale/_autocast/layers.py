@@ -2,8 +2,9 @@
 
 - A linear layer, or a convolution: a product, moved or multiplied by numbers, or a sum
   of products, plus a bias.
-- A norm: an array, perhaps less its own mean, times what sums, powers and roots make of
-  its own numbers, times one gain, plus a bias.
+- A norm: an array, perhaps less its own mean, times a statistic that undoes its size,
+  as 1 / std does: of twice the array the norm is the same. Times one gain, plus a bias.
+  Statistics are made of sums, powers and roots of the array's own numbers.
 - A gain: a factor of a norm or of its statistics, or a number without dimensions. In a
   loop, a factor of the state is none, but a decay. A mask: a factor of two known
   numbers.
@@ -13,6 +14,7 @@ Biases and gains are parameters, as `roles` finds them. A bias has one dimension
 
 import collections
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from optax_lossscale._autocast import policy
@@ -35,16 +37,29 @@ class Layer(NamedTuple):
     is_norm: bool = False
 
 
+class Origin(NamedTuple):
+    """What an array is made of, as a norm is; parameters do not count.
+
+    Attributes:
+      array: The array that it is made of.
+      is_statistic: Whether it is a statistic of that array.
+      degree: Of twice that array it is 2**degree times as large.
+    """
+
+    array: Any
+    is_statistic: bool = False
+    degree: float = 1
+
+
 class Layers(collections.defaultdict[Any, Layer]):
     """By step of a program, what it is in a layer. Looks at each step once."""
 
-    def __init__(self, program: Any):
-        """Takes a program with its steps."""
+    def __init__(self, program: Any, origins: Mapping[Any, Origin] | None = None):
+        """Takes a program with its steps, and the origins of its arguments."""
         super().__init__(Layer)
         self._program = program
         self._sources: dict[Any, Any] = {}  # by variable, what it is a copy of
-        # By array, what it is made of, and whether it is a statistic of that.
-        self._origins: dict[Any, tuple[Any, bool]] = {}
+        self._origins = dict(origins or {})
         self._products: set[Any] = set()
         self._centered: dict[Any, Any] = {}  # by a difference, what is less its mean
         self._norms: dict[Any, Any] = {}  # by a norm, its operand
@@ -69,7 +84,7 @@ class Layers(collections.defaultdict[Any, Layer]):
 
     def _find(self, step, inputs, result):
         """Notes what a step of two arrays is in a layer."""
-        if step.has(Trait.MINUS) and self._is_own(*inputs):
+        if step.has(Trait.MINUS) and self._is_own(*inputs, degree=1):
             self._centered[result] = inputs[0]
         if not step.has(Trait.PLUS | Trait.TIMES):
             return
@@ -87,19 +102,19 @@ class Layers(collections.defaultdict[Any, Layer]):
         numbers = program.masks.get(part, [math.inf])
         if is_factor and all(map(policy.is_moderate, numbers)):
             return Layer(large, part)
-        if is_factor and self._is_own(large, part):
+        origin = self._origin(large)
+        if is_factor and self._is_own(large, part, degree=-origin.degree):
             self._note_gain(result, small in self._gained)
             return Layer(self._centered.get(source, large), part, is_norm=True)
         # Flax multiplies the statistics by the gain first, which broadcasts both.
-        _, is_statistic = self._origin(large)
-        is_whole = is_statistic or large.aval.size == result.aval.size
+        is_whole = origin.is_statistic or large.aval.size == result.aval.size
         is_vector = sum(n != 1 for n in small.aval.shape) < 2
         is_part = is_whole and program.role(small) == Role.PARAMETER
         if not is_part or not (is_factor or is_vector):
             return None
         is_number = not (part.aval.shape and small.aval.shape)
         has_gain = source in self._gained
-        if source in self._norms or (is_factor and is_statistic):
+        if source in self._norms or (is_factor and origin.is_statistic):
             is_gain = is_factor and not is_number
             if is_gain and has_gain:
                 return None
@@ -117,26 +132,59 @@ class Layers(collections.defaultdict[Any, Layer]):
 
     def _origin(self, variable):
         source = self._source(variable)
-        return self._origins.get(source, (source, False))
+        return self._origins.get(source, Origin(source))
 
-    def _is_own(self, variable, other):
-        """Whether an array is made of another one's statistics."""
-        origin, _ = self._origin(variable)
-        return self._origin(other) == (origin, True)
+    def _is_own(self, variable, other, degree):
+        """Whether an array is a statistic of another one's origin, of some degree."""
+        wanted = Origin(self._origin(variable).array, True, degree)
+        return self._origin(other) == wanted
 
     def _note_origins(self, step, inputs, results):
-        """Notes which array results are made of, as a norm is; gains do not count."""
+        """Notes what results are made of. A norm begins anew: its gain may be large."""
         arrays = [x for x in inputs if self._program.role(x) != Role.PARAMETER]
-        origins = set(map(self._origin, arrays))
-        steps = list(steps_of([step]))
-        if len({x for x, _ in origins}) != 1 or not all(map(_is_of_norm, steps)):
+        origins = dict(zip(arrays, map(self._origin, arrays), strict=True))
+        array, *others = {x.array for x in origins.values()} or [None]
+        is_norm = others or array is None or self._norms.keys() & results
+        if is_norm or not all(map(_is_of_norm, steps_of([step]))):
             return
-        has_sum = any(x.name == "reduce_sum" for x in steps)
-        ((origin, _), *_) = origins
-        for x in results:
-            is_smaller = all(x.aval.size != y.aval.size for y in arrays)
-            is_statistic = (has_sum and is_smaller) or all(y for _, y in origins)
-            self._origins[x] = origin, is_statistic
+        if step.bodies:
+            self._origins.update(self._origins_in(step, array, results))
+        elif (degree := self._degree(step, origins)) is not None:
+            is_statistic = all(x.is_statistic for x in origins.values())
+            for x in results:
+                is_smaller = all(x.aval.size != y.aval.size for y in arrays)
+                is_sum = step.name == "reduce_sum" and is_smaller
+                self._origins[x] = Origin(array, is_statistic or is_sum, degree)
+
+    def _origins_in(self, step, array, results):
+        """Yields the results of a call that are made of an array, and how they are."""
+        if len(step.bodies) == 1 and not step.carry:
+            ((body, operands),) = step.bodies
+            given = [self._origin(step.inputs[i]) for i in operands]
+            inside = Layers(body, dict(zip(body.jaxpr.invars, given, strict=True)))
+            for x, y in zip(results, map(inside._origin, body.outputs), strict=True):
+                if y.array is array:
+                    yield x, y
+
+    def _degree(self, step, origins):
+        """Returns the degree of the results of a step; None if they have none."""
+        degrees = [origins[x].degree if x in origins else 0 for x in step.inputs]
+        if step.has(Trait.TIMES):
+            return sum(degrees)
+        if step.has(Trait.OVER):
+            return degrees[0] - degrees[1]
+        if step.has(Trait.POWER):
+            exponent = _exponent(self._program, step)
+            return None if exponent is None else degrees[0] * exponent
+        common = {x.degree for x in origins.values()}
+        return common.pop() if len(common) == 1 else None
+
+
+def _exponent(program, step):
+    """Returns the exponent of a power or a root; None if it is no known number."""
+    if step.name == "pow":
+        return program.number(step.equation.invars[1])
+    return step.equation.params.get("y", primitives.EXPONENTS.get(step.name))
 
 
 def _is_of_norm(step):

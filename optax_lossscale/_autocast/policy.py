@@ -45,7 +45,7 @@ def kind_of(equation: Any, dtype: Any, known: Sequence[Any]) -> Kind:
       dtype: The dtype to compute in.
       known: For each operand, its number if the program knows it, else None.
     """
-    name, params = name_of(equation), equation.params
+    name, params = operation_of(equation), equation.params
     kind = primitives.kind_of(name)
     old: Any = equation.invars[0].aval if equation.invars else None
     if name == "convert_element_type" and old.dtype == equation.outvars[0].aval.dtype:
@@ -96,10 +96,10 @@ def _is_default(precision: Any) -> bool:
     return all(x is None or str(x) in ("DEFAULT", "Precision.DEFAULT") for x in chosen)
 
 
-def name_of(equation: Any) -> str:
-    """Returns the name of the primitive, as `primitives.name_of` does."""
+def operation_of(equation: Any) -> str:
+    """Returns what an equation computes, by its name in the table of primitives."""
     types = [x.aval for x in equation.invars]
-    return primitives.name_of(equation.primitive, types, equation.params)
+    return primitives.table_name(equation.primitive, types, equation.params)
 
 
 def _is_square(equation: Any) -> bool:
@@ -127,7 +127,7 @@ def is_saved(primitive: Any, *types: Any, **params: Any) -> bool:
             is_saved(x.primitive, *(y.aval for y in x.invars), **x.params)
             for x in parts.all_equations(called)
         )
-    name = primitives.name_of(primitive, types, params)
+    name = primitives.table_name(primitive, types, params)
     is_move = primitives.kind_of(name) == Kind.MOVE
     # Of a move in float32, what it moves is saved already, or can be, in fewer bytes.
     is_wide = is_move and any(x.dtype == np.float32 for x in types)

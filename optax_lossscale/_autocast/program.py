@@ -56,7 +56,7 @@ class Step:
     @functools.cached_property
     def name(self) -> str:
         """The name of the primitive; "mul" for a product that adds up nothing."""
-        return policy.name_of(self.equation)
+        return policy.operation_of(self.equation)
 
     def has(self, trait: Trait) -> bool:
         """Whether its primitive has a trait, or one of several."""
@@ -175,6 +175,7 @@ def read(
     known: Sequence[Any] = (),
     callers: tuple[Any, ...] = (),
     programs: dict[Any, "Program"] | None = None,
+    walk: ends.Walk | None = None,
 ) -> Program:
     """Returns the program of a jaxpr.
 
@@ -186,7 +187,9 @@ def read(
       callers: The equations that hold it, the outermost first.
       programs: What was read before, so that a function that is called often is read,
         planned and traced once. None if it matters where each call stands.
+      walk: The walk that finds solvers, which remembers the loops in loops.
     """
+    walk = walk or ends.Walk()
     key = id(closed), *map(repr, known)
     if programs is not None and key in programs:
         programs[key].is_shared = True
@@ -199,8 +202,10 @@ def read(
         # A loop changes its state, and a branch is not worth it.
         is_call = primitives.kind_of(equation.primitive.name) == Kind.CALL
         passed, around = numbers if is_call else (), (*callers, equation)
-        jaxprs, carry = _bodies(equation)
-        bodies = [(read(x, dtype, passed, around, programs), i) for x, i in jaxprs]
+        jaxprs, carry = _bodies(equation, walk)
+        bodies = [
+            (read(x, dtype, passed, around, programs, walk), i) for x, i in jaxprs
+        ]
         if equation.outvars:
             result = equation.outvars[0]
             program.numbers[result] = _folded_number(equation, numbers)
@@ -226,21 +231,21 @@ def _note_mask(program: Program, equation: Any, numbers: Sequence[Any]) -> None:
 
 
 def _bodies(
-    equation: Any,
+    equation: Any, walk: ends.Walk
 ) -> tuple[list[tuple[Any, Sequence[int]]], Sequence[int]]:
     """Returns jaxprs with the operands that each reads, and the state of a loop."""
     name, params = equation.primitive.name, equation.params
     operands = range(len(equation.invars))
     if name == "scan":
         return [(params["jaxpr"], operands)], flow.scan_parts(equation, operands)[1]
-    if name == "while" and not ends.by_floats(equation):
+    if name == "while" and not walk.ends_by_floats(equation):
         asked, consts, carry = flow.while_parts(equation, operands)
         condition = params["cond_jaxpr"], [*asked, *carry]
         return [condition, (params["body_jaxpr"], [*consts, *carry])], carry
     if name == "cond":
         return [(x, operands[1:]) for x in params["branches"]], ()
     is_rule = name in ("custom_jvp_call", "custom_vjp_call")
-    if is_rule and any(map(ends.by_floats, parts.equations_in(equation))):
+    if is_rule and any(map(walk.ends_by_floats, parts.equations_in(equation))):
         return [], ()  # The rule may take the steps of the loop again.
     is_call = primitives.kind_of(name) in (Kind.CALL, Kind.DEVICES)
     return [(parts.called_jaxpr(equation), operands)] if is_call else [], ()
@@ -248,7 +253,7 @@ def _bodies(
 
 def _folded_number(equation: Any, numbers: Sequence[Any]) -> Any:
     """Returns the number that the result is or is filled with, if it is known."""
-    name, aval = policy.name_of(equation), equation.outvars[0].aval
+    name, aval = policy.operation_of(equation), equation.outvars[0].aval
     if primitives.has(name, Trait.KEEPS) and len(numbers) == 1:
         return numbers[0]
     is_known = numbers and all(x is not None for x in numbers)

@@ -52,7 +52,7 @@ def reason(
         return None
     for step in steps:
         for x in () if step.bodies else parts.equations_in(step.equation):
-            is_product = primitives.kind_of(policy.name_of(x)) == Kind.PRODUCT
+            is_product = primitives.kind_of(policy.operation_of(x)) == Kind.PRODUCT
             if is_product and not policy.is_sum(x):
                 return _of_product(x, step, args, is_chosen)
     return f"it has no matrix product and no convolution: {LEAVE_OUT}"

@@ -146,18 +146,18 @@ class Call:
 
 
 def _closure(step: Step, held: Sequence[Any]) -> str:
-    """Says which rule reads arrays of a function that was traced before."""
+    """Returns the message on a rule that reads arrays of a function traced before."""
     file, line, _ = step.source().own
-    name, place = parts.name_of(parts.called_jaxpr(step.equation))
+    name, place = parts.function_of(parts.called_jaxpr(step.equation))
     is_users = lines.is_users(place.rpartition(":")[0])
     function = f"{name} ({Path(place).name})" if is_users else "a function"
-    ways = "jax.custom_jvp"
-    if step.name == "custom_vjp_call":
-        ways = "jax.custom_vjp or jax.custom_gradient"
+    # `jax.custom_gradient` makes a `jax.custom_vjp` of its function.
+    is_vjp = step.name == "custom_vjp_call"
+    made_by = "jax.custom_vjp or jax.custom_gradient" if is_vjp else "jax.custom_jvp"
     arrays = ", ".join(dict.fromkeys(str(jax.typeof(x)) for x in held))
     return (
         f"{Path(file).name}:{line} calls {function} with a rule of derivatives "
-        f"({ways}) that closes over arrays of the function around it: {arrays}. "
+        f"({made_by}) that closes over arrays of the function around it: {arrays}. "
         "autocast has traced that function before the rule runs. Pass these arrays as "
         "arguments of the function that has the rule."
     )

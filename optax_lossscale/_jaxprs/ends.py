@@ -1,8 +1,10 @@
 """Which loops end by floating-point numbers: solvers."""
 
+import collections
 import enum
-import functools
-from collections.abc import Callable, Sequence
+import heapq
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from optax_lossscale._jaxprs import flow, parts, primitives
@@ -16,8 +18,8 @@ class Origin(enum.IntEnum):
     - FIXED: The same in each iteration.
     - DRAWN: Random, and made of nothing else that changes.
     - STATE: The state of the loop.
-    - COMPARED: An integer or a flag, which compares floating-point numbers of the
-      state, or depends on such a one.
+    - COMPARED: An integer or a flag that is made of a comparison of floating-point
+      numbers of the state: the comparison itself, and what follows from it.
     """
 
     FIXED = 0
@@ -25,77 +27,70 @@ class Origin(enum.IntEnum):
     STATE = 2
     COMPARED = 3
 
+    __hash__ = int.__hash__  # Python's own, of an `Enum`, is slow.
+
 
 Origins = list[Origin]
 
 
-def by_floats(equation: Any) -> bool:
-    """Whether it is a `while` whose end floating-point numbers of its state decide.
-
-    Roundoff of half precision may never be as small as its tolerance. The condition
-    compares them itself, or reads a flag that the body got from a comparison, also
-    through integers, functions, branches and inner loops. An `argmax` compares numbers
-    only with each other, and a random number is compared with anything: no end of a
-    loop waits for their last digits.
-    """
-    if equation.primitive.name != "while":
-        return False
-    asked, consts, carry = flow.while_parts(equation, equation.invars)
-    state = [
-        Origin.FIXED if is_kept else Origin.STATE
-        for is_kept in _kept(equation.params["body_jaxpr"], len(consts), len(carry))
-    ]
-    given = [Origin.FIXED] * (len(asked) + len(consts)) + state
-    return _Walk().while_loop(equation, given)[0] == Origin.COMPARED
-
-
-def _kept(closed: Any, before: int, n: int) -> list[bool]:
-    """Returns of each part of a state whether a body returns it as it is."""
-    jaxpr, _ = parts.opened(closed)
-    given = jaxpr.invars[before : before + n]
-    return [x is y for x, y in zip(given, jaxpr.outvars[:n], strict=True)]
-
-
-class _Walk:
+class Walk:
     """Follows origins through jaxprs, each once for the origins of its arguments."""
 
     def __init__(self):
+        self._jaxprs: dict[Any, _Jaxpr] = {}
         self._found: dict[Any, Origins] = {}
 
-    def results(self, x: Any, given: Sequence[Origin]) -> Origins:
+    def ends_by_floats(self, equation: Any) -> bool:
+        """Whether an equation is a `while` that floating-point numbers end.
+
+        Such a loop waits until its numbers are as near to each other as a tolerance
+        says, and roundoff of half precision may keep them apart. Its condition compares
+        numbers of the state, or reads an integer or a flag that the body made of such a
+        comparison, also in functions, branches and inner loops.
+
+        Two comparisons end no solver: an `argmax` compares numbers only with each
+        other, and a random number is compared with anything.
+        """
+        if equation.primitive.name != "while":
+            return False
+        asked, consts, carry = flow.while_parts(equation, equation.invars)
+        state = [
+            Origin.FIXED if is_kept else Origin.STATE
+            for is_kept in _kept(equation.params["body_jaxpr"], len(consts), len(carry))
+        ]
+        given = [Origin.FIXED] * (len(asked) + len(consts)) + state
+        return self._while(equation, given)[0] == Origin.COMPARED
+
+    def _results(self, x: Any, given: Sequence[Origin]) -> Origins:
         """Returns the origins of the results of a jaxpr."""
         jaxpr, _ = parts.opened(x)
         key = id(jaxpr), *given
         if key not in self._found:
-            known = dict(zip(jaxpr.invars, given, strict=True))
-
-            def origin(x):
-                if parts.is_ref(x):
-                    return Origin.STATE  # Some iteration may write it.
-                # Constants and numbers are fixed.
-                return known.get(parts.variable_of(x), Origin.FIXED)
-
-            for equation in jaxpr.eqns:
-                results = self._of(equation, list(map(origin, equation.invars)))
-                pairs = zip(equation.outvars, results, strict=True)
-                known.update((x, _held(x, result)) for x, result in pairs)
-            self._found[key] = list(map(origin, jaxpr.outvars))
+            inside = self._inside(jaxpr)
+            inside.assign(dict(zip(jaxpr.invars, given, strict=True)))
+            self._found[key] = list(map(inside.origin, jaxpr.outvars))
         return self._found[key]
 
-    def _of(self, equation, given):
+    def _inside(self, jaxpr):
+        if id(jaxpr) not in self._jaxprs:
+            self._jaxprs[id(jaxpr)] = _Jaxpr(jaxpr, self)
+        return self._jaxprs[id(jaxpr)]
+
+    def of(self, equation: Any, given: Sequence[Origin]) -> Sequence[Origin]:
+        """Returns the origins of the results of an equation."""
         name, n = equation.primitive.name, len(equation.outvars)
         if name == "while":
-            return self.while_loop(equation, given)[1]
+            return self._while(equation, given)[1]
         if name == "scan":
-            consts, carry, xs = flow.scan_parts(equation, given)
-            body = equation.params["jaxpr"]
-            return self._last(lambda x: self.results(body, [*consts, *x, *xs]), carry)
+            return self._loop(
+                equation.params["jaxpr"], *flow.scan_parts(equation, given)
+            )
         if name == "cond":
             index, *operands = given
-            found = [self.results(x, operands) for x in equation.params["branches"]]
+            found = [self._results(x, operands) for x in equation.params["branches"]]
             return [max(index, *x) for x in zip(*found, strict=True)]
         if primitives.kind_of(name) in (Kind.CALL, Kind.DEVICES):
-            return self.results(parts.called_jaxpr(equation), given)
+            return self._results(parts.called_jaxpr(equation), given)
         if primitives.has(name, Trait.RANDOM):
             return [Origin.DRAWN] * n
         if primitives.has(name, Trait.PARALLEL) and n == len(given):
@@ -109,32 +104,106 @@ class _Walk:
             made = made if primitives.has(name, Trait.PLACE) else Origin.COMPARED
         return [made] * n
 
-    def while_loop(
-        self, equation: Any, given: Sequence[Origin]
-    ) -> tuple[Origin, Origins]:
+    def _while(self, equation: Any, given: Sequence[Origin]) -> tuple[Origin, Origins]:
         """Returns the origins of the condition of a `while`, and of its results."""
         asked, consts, carry = flow.while_parts(equation, given)
         params = equation.params
-        body = functools.partial(self.results, params["body_jaxpr"])
-        last = self._last(lambda x: body([*consts, *x]), carry)
-        (goes_on,) = self.results(params["cond_jaxpr"], [*asked, *last])
+        last = self._loop(params["body_jaxpr"], consts, carry)
+        (goes_on,) = self._results(params["cond_jaxpr"], [*asked, *last])
         kept = _kept(params["body_jaxpr"], len(consts), len(carry))
         pairs = zip(last, kept, strict=True)
         return goes_on, [x if is_kept else max(x, goes_on) for x, is_kept in pairs]
 
-    def _last(
-        self, step: Callable[[Origins], Origins], state: Sequence[Origin]
+    def _loop(
+        self,
+        body: Any,
+        consts: Sequence[Origin],
+        carry: Sequence[Origin],
+        xs: Sequence[Origin] = (),
     ) -> Origins:
-        """Returns the results of a step, with the state after many steps."""
-        state, n = list(state), len(state)
-        while True:
-            results = step(state)
-            after = list(map(max, state, results[:n]))
-            if after == state:
-                return [*after, *results[n:]]
-            state = after
+        """Returns the origins of the results of a loop, after many iterations."""
+        jaxpr, _ = parts.opened(body)
+        key = "loop", id(jaxpr), *consts, *carry, *xs
+        if key not in self._found:
+            inside, n = self._inside(jaxpr), len(carry)
+            inside.assign(dict(zip(jaxpr.invars, (*consts, *carry, *xs), strict=True)))
+            state = jaxpr.invars[len(consts) : len(consts) + n]
+            becomes = collections.defaultdict(list)  # by result, the state it becomes
+            for x, y in zip(map(parts.variable_of, jaxpr.outvars), state, strict=False):
+                becomes[x].append(y)
+            changed = set(becomes)
+            # Only what rises goes around again, so that an iteration costs no walk.
+            while risen := {
+                y: inside.origin(x)
+                for x in changed.intersection(becomes)
+                for y in becomes[x]
+                if inside.origin(x) > inside.origin(y)
+            }:
+                changed = inside.assign(risen)
+            results = *state, *jaxpr.outvars[n:]
+            self._found[key] = list(map(inside.origin, results))
+        return self._found[key]
 
 
-def _held(variable: Any, origin: Origin) -> Origin:
-    """Returns the origin of a variable; floating-point numbers decide nothing yet."""
-    return min(origin, Origin.STATE) if is_inexact(variable.aval) else origin
+class _Jaxpr:
+    """The origins of the variables of a jaxpr, for the arguments assigned last."""
+
+    def __init__(self, jaxpr: Any, walk: Walk):
+        self._equations, self._walk = jaxpr.eqns, walk
+        self._operands = [list(map(parts.variable_of, x.invars)) for x in jaxpr.eqns]
+        self._readers = collections.defaultdict(list)
+        for i, variables in enumerate(self._operands):
+            for x in set(variables):
+                self._readers[x].append(i)
+        self._waiting = list(range(len(jaxpr.eqns)))  # a heap
+        results = itertools.chain.from_iterable(x.outvars for x in jaxpr.eqns)
+        variables = [*jaxpr.constvars, *jaxpr.invars, *results]
+        self._bounds = {x: _bounds(x) for x in variables}
+        self._known = {x: lowest for x, (lowest, _) in self._bounds.items()}
+
+    def origin(self, atom: Any) -> Origin:
+        """Returns the origin of a result of the jaxpr."""
+        return self._known.get(parts.variable_of(atom), Origin.FIXED)
+
+    def assign(self, origins: Mapping[Any, Origin]) -> set[Any]:
+        """Assigns origins to arguments, and returns the variables that this changes.
+
+        It follows only the equations that read what changes.
+        """
+        changed: set[Any] = set()
+        self._note(origins.items(), changed)
+        while self._waiting:
+            i = heapq.heappop(self._waiting)
+            if self._waiting and self._waiting[0] == i:
+                continue  # Two of its operands have changed.
+            given = [self._known.get(x, Origin.FIXED) for x in self._operands[i]]
+            results = self._walk.of(self._equations[i], given)
+            pairs = zip(self._equations[i].outvars, results, strict=True)
+            self._note(pairs, changed)
+        return changed
+
+    def _note(self, origins, changed):
+        for x, origin in origins:
+            lowest, highest = self._bounds[x]
+            origin = min(max(origin, lowest), highest)
+            if origin is not self._known[x]:
+                self._known[x] = origin
+                changed.add(x)
+                for i in self._readers[x]:
+                    heapq.heappush(self._waiting, i)
+
+
+def _bounds(variable: Any) -> tuple[Origin, Origin]:
+    """Returns the smallest and the largest origin that a variable can have."""
+    if parts.is_ref(variable):
+        return Origin.STATE, Origin.STATE  # Any iteration may write what it holds.
+    # A floating-point number ends no loop before something compares it.
+    is_float = is_inexact(variable.aval)
+    return Origin.FIXED, Origin.STATE if is_float else Origin.COMPARED
+
+
+def _kept(closed: Any, before: int, n: int) -> list[bool]:
+    """Returns of each part of a state whether a body returns it as it is."""
+    jaxpr, _ = parts.opened(closed)
+    given = jaxpr.invars[before : before + n]
+    return [x is y for x, y in zip(given, jaxpr.outvars[:n], strict=True)]

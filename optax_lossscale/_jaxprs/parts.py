@@ -205,8 +205,11 @@ def _trace_of(x: Any) -> Any:
     return getattr(x, "_trace", None)
 
 
-def name_of(jaxpr: Any) -> tuple[str, str]:
-    """Returns the name of the function that a jaxpr is of, and "file:line"."""
+def function_of(jaxpr: Any) -> tuple[str, str]:
+    """Returns the name of the function that a jaxpr was traced from, and its place.
+
+    The place is "file:line".
+    """
     info = opened(jaxpr)[0].debug_info
     name, _, place = (info.func_src_info if info else "").partition(" at ")
     return name, place

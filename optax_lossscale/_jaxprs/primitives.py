@@ -194,13 +194,16 @@ TABLE = [
     (Kind.BRANCH, NONE, "cond"),
     (Kind.DEVICES, NONE, "shard_map"),
 ]  # fmt: skip
+# Of the powers whose exponents are no operands or parameters.
+EXPONENTS = {"square": 2, "sqrt": 1 / 2, "rsqrt": -1 / 2}
 _ROWS = {name: row[:2] for row in TABLE for name in row[2].split()}
 
 
-def name_of(primitive: Any, types: Any, params: Any) -> str:
-    """Returns the name of a primitive; "mul" for a `dot_general` that adds up nothing.
+def table_name(primitive: Any, types: Any, params: Any) -> str:
+    """Returns the name that the table has for a primitive.
 
-    `jnp.einsum("...k,k->...k", x, gain)` is one: it multiplies, as `x * gain` does.
+    It is the primitive's own, but "mul" for a `dot_general` that adds up nothing, as
+    `jnp.einsum("...k,k->...k", x, gain)`: it multiplies, as `x * gain` does.
 
     Args:
       primitive: The primitive.

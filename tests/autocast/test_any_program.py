@@ -65,7 +65,9 @@ def test_it_takes_any_program_on_a_mesh(seed, kind):
     try:
         wanted = types(program)
     except Exception as error:  # A sort of parts of an array, for example.
-        pytest.skip(f"JAX does not take it: {error}")
+        with pytest.raises(type(error)):
+            types(autocast(program))
+        return
     assert types(autocast(program)) == wanted
 
 

@@ -34,9 +34,9 @@ def test_the_error_is_at_most_twice_that_of_pytorch_or_has_a_reason(name):
 
 
 @pytest.mark.parametrize("name", exhaustive_but(NETWORKS, BY_DEFAULT))
-def test_the_error_is_still_at_most_twice_that_of_pytorch(name):
+def test_the_error_is_still_at_most_twice_that_of_pytorch_or_has_a_reason(name):
     with jax.numpy_dtype_promotion("standard"):
         today = pytorch.measure_in_jax(NETWORKS[name])
     pairs = zip(ROWS[name]["errors"], today, strict=True)
     row = {"errors": [old | {OURS: new} for old, (_, new) in pairs]}
-    assert "reason" in ROWS[name] or pytorch.times(row, OURS, THEIRS) <= 2
+    assert (pytorch.times(row, OURS, THEIRS) > 2) == ("reason" in ROWS[name])

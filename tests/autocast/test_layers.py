@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from casting import dtypes, equations, normal
 from jax import export, lax
@@ -50,6 +51,22 @@ def by_einsum(p, h):
     """The same, as MaxText multiplies."""
     h = h * lax.rsqrt(jnp.square(h).mean(-1, keepdims=True) + 1e-6)
     return jnp.einsum("...k,k->...k", h, p.b)
+
+
+def rows(h):
+    """Returns the squares of each row, added up."""
+    return jnp.square(h).sum(-1, keepdims=True)
+
+
+def from_moments(h):
+    """Returns a norm whose statistics two calls make."""
+    moments = jax.jit(lambda h: (h.mean(-1, keepdims=True), rows(h) / 8))(h)
+    scale = jax.jit(lambda mean, square: lax.rsqrt(square - mean**2 + 1e-5))(*moments)
+    return (h - moments[0]) * scale
+
+
+def of_product(f):
+    return lambda p, x: f(x @ p.w)
 
 
 def helped(p, h):
@@ -115,6 +132,17 @@ def pairs(h):
         (lambda p, x: instance(p, x @ p.w + x), "float32"),
         (lambda p, x: instance(p, x @ p.w, like=x), "float32"),
         (lambda p, x: (lambda h: h * jnp.exp(h))(x @ p.w), "float32"),
+        (lambda p, x: from_moments(x @ p.w), "float16"),
+        # A norm undoes the size of its operand.
+        (of_product(lambda h: h * (1 / jnp.sqrt(rows(h)))), "float16"),
+        (of_product(lambda h: h * rows(h) ** -0.5), "float16"),
+        (of_product(lambda h: h * (1 / jnp.abs(h).sum(-1, keepdims=True))), "float16"),
+        (of_product(lambda h: h * h.mean(-1, keepdims=True)), "float32"),
+        (of_product(lambda h: h * (h.mean(0) * h.std(0))), "float32"),
+        (of_product(lambda h: h * rows(h)), "float32"),
+        (of_product(lambda h: h * (1 / rows(h))), "float32"),
+        (of_product(lambda h: h * (jnp.sqrt(rows(h)) * rows(h) ** -0.5)), "float32"),
+        (lambda p, x: (x @ p.w) * ((x @ p.w).mean(0) * p.b), "float32"),
         (lambda p, x: instance(p, x @ p.w, gain=x), "float32"),
         (lambda p, x: instance(p, x @ p.w, bias=x), "float32"),
         (lambda p, x: instance(p, (x + p.b) @ p.w, bias=p.b), "float32"),
@@ -171,20 +199,40 @@ def test_a_norm_of_another_dtype_stays_as_it_is(dtype):
     assert dtypes(autocast(f), PARAMS, X, names=["mul"]) == [dtype, dtype]
 
 
-def test_an_average_that_is_unrolled_compiles_to_as_much_as_in_float32():
+def averages(n, decay):
+    """Lowers an average that is unrolled over n steps: in float32, by `autocast`."""
+
     def f(p, x):
-        u, a = x @ p.w, jax.nn.sigmoid(p.b)
+        u, a = x @ p.w, jax.nn.sigmoid(decay(p))
         h = u[0]
         for y in u:
             h = a * h + (1 - a) * y
         return jnp.mean((h @ p.w) ** 2)
 
-    sizes = [
-        jax.jit(jax.value_and_grad(x)).lower(PARAMS, jnp.ones((12, 16, 8))).compile()
-        for x in (f, autocast(f))
-    ]
-    plain, cast = (x.as_text().count("\n") for x in sizes)
-    assert cast < 1.4 * plain
+    x = jnp.ones((n, 8))
+    return [jax.jit(jax.value_and_grad(g)).lower(PARAMS, x) for g in (f, autocast(f))]
+
+
+def lines(compiled):
+    return compiled.as_text().count("\n")
+
+
+@pytest.mark.parametrize("decay", [lambda p: p.b, lambda p: p.b[0]])
+def test_an_average_that_is_unrolled_grows_with_its_steps(decay):
+    few, more, many = (
+        np.array(list(map(lines, averages(n, decay)))) for n in (4, 8, 12)
+    )
+    assert list(many - more) == list(more - few)  # As many lines for each step.
+    plain, cast = more - few
+    assert cast < 1.7 * plain
+
+
+@pytest.mark.parametrize(
+    ("n", "times"), [(12, 1.4), pytest.param(80, 1.25, marks=pytest.mark.exhaustive)]
+)
+def test_an_average_that_is_unrolled_compiles_to_little_more_than_in_float32(n, times):
+    plain, cast = (lines(x.compile()) for x in averages(n, lambda p: p.b))
+    assert cast < times * plain
 
 
 def test_the_gradient_of_a_gain_without_dimensions_is_a_sum_in_float32():

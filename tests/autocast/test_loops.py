@@ -1,5 +1,7 @@
 """Loops that floating-point numbers end are solvers: they take the steps of float32."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -164,9 +166,25 @@ def test_a_flag_on_its_way_through_the_state_ends_a_solver():
     assert dtypes(autocast(f), W, X) == ["float32"]
 
 
+class Counts(ends.Walk):
+    """A walk that counts the equations that it looks at."""
+
+    seen = 0
+
+    def of(self, equation, given):
+        self.seen += 1
+        return super().of(equation, given)
+
+
+def looks_at(f, *args):
+    """Returns how many equations a walk of a loop looks at, and how many there are."""
+    jaxpr, walk = jax.make_jaxpr(f)(*args).jaxpr, Counts()
+    list(map(walk.ends_by_floats, jaxpr.eqns))
+    return walk.seen, len(list(all_equations(jaxpr)))
+
+
 def test_loops_in_loops_are_followed_once():
     """Each jaxpr is walked for its arguments, however deep it lies."""
-    calls = []
 
     def f(x):
         for _ in range(8):
@@ -183,13 +201,26 @@ def test_loops_in_loops_are_followed_once():
         body = lambda s: (nested(5, s[0]), s[1] + 1)  # noqa: E731
         return lax.while_loop(lambda s: s[1] < 3, body, (x, 0))
 
-    class Walk(ends._Walk):
-        def _of(self, equation, given):
-            calls.append((equation, given))
-            return super()._of(equation, given)
+    seen, n = looks_at(run, 1.0)
+    assert seen <= 4 * n
 
-    jaxpr = jax.make_jaxpr(run)(1.0)
-    (equation,) = (x for x in jaxpr.eqns if x.primitive.name == "while")
-    given = [ends.Origin.STATE] * len(equation.invars)
-    Walk().while_loop(equation, given)
-    assert len(calls) <= 4 * len(list(all_equations(jaxpr.jaxpr)))
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "in a function"])
+def test_flags_that_hand_each_other_on_are_followed_once(wrap):
+    """An iteration changes one flag: the walk looks at what reads this flag alone."""
+
+    @wrap
+    def handed_on(near, flags):
+        return [near, *(~x for x in flags[:-1])]
+
+    def f(n, w, x):
+        def body(state):
+            z, flags = state
+            new = jnp.tanh(z @ w + x)
+            return new, handed_on(is_near(new, z), flags)
+
+        return lax.while_loop(lambda s: ~s[1][-1], body, (0 * x, [False] * n))[0]
+
+    few, many = (looks_at(functools.partial(f, n), W, X)[0] for n in (50, 100))
+    assert many < 2.2 * few
+    assert dtypes(autocast(functools.partial(f, 50)), W, X) == ["float32"]

@@ -53,6 +53,19 @@ def large_gain(p, x):
     return read(p, u * inverse) + jnp.mean(jnp.tanh(u * inverse))
 
 
+def two_gains(p, x):
+    """A norm with a gain of its own, and another one."""
+    u = x @ p["w"]
+    u = u * lax.rsqrt(jnp.square(u).mean(-1, keepdims=True)) * (300 + p["b"])
+    return read(p, shrunk(u * (300 + p["b"])))
+
+
+def cubes(p, x):
+    """Times its own statistic, but no norm: of twice `u` it is 8 times as large."""
+    u = x @ p["w"]
+    return read(p, shrunk(u * jnp.square(u).mean(-1, keepdims=True)))
+
+
 def fixed_point(p, x):
     def step(state):
         z, _, i = state
@@ -366,6 +379,13 @@ def with_any_gain(patch):
     patch.setattr(Layers, "_layer", layer)
 
 
+def with_any_statistic(patch):
+    def is_own(layers, x, other, degree):
+        return layers._origin(other)[:2] == (layers._origin(x).array, True)
+
+    patch.setattr(Layers, "_is_own", is_own)
+
+
 def instead(owner, name, value):
     """Returns a change of the package: another value of a name."""
     return lambda patch: patch.setattr(owner, name, value)
@@ -376,10 +396,11 @@ without_wants = instead(Planner, "_find_wishes", lambda *about: NOBODY.copy())
 without_range = instead(policy, "state_of_number", lambda *about: State.SOFT)
 without_factors = instead(policy, "is_moderate", lambda factor: True)
 without_squares = instead(policy, "_is_square", lambda equation: False)
-without_solvers = instead(ends, "by_floats", lambda equation: False)
+without_solvers = instead(ends.Walk, "ends_by_floats", lambda *about: False)
 without_products = instead(
-    primitives, "name_of", lambda primitive, *about: primitive.name
+    primitives, "table_name", lambda primitive, *about: primitive.name
 )
+without_second_gains = instead(Layers, "_note_gain", lambda *about: None)
 without_sums = instead(policy, "is_sum", lambda equation: False)
 cast_in_calls = instead(states.Plan, "read_wide", frozenset())
 
@@ -398,6 +419,8 @@ MUTATIONS = {
     "lengths": (without_sums, unit_length, 1),
     "small weights": (without_sums, small_weights, 1),
     "large gains": (with_any_gain, large_gain, 1),
+    "second gains": (without_second_gains, two_gains, 1),
+    "statistics": (with_any_statistic, cubes, 40),
     "solvers": (without_solvers, fixed_point, 1),
     "short averages": (without_factors, short_average, 1),
     "tiny constants": (without_range, tiny_constant, 1),
