@@ -248,9 +248,8 @@ def in_float32(
 def huge_loss(loss: float, dtype: str) -> str:
     """Says that the loss in float32 is itself beyond the range of a dtype."""
     return (
-        f"The loss is {loss:.3g} in float32, itself beyond {dtype}: if it grows from "
-        "step to step, the run diverges in float32, too, and a lower learning rate "
-        "comes first."
+        f"In float32, too, the loss is {loss:.3g}, beyond {dtype}: if it grows from step "
+        "to step, the run diverges, and a lower learning rate comes first."
     )
 
 
