@@ -23,12 +23,14 @@ from optax_lossscale.diagnostics._report import (
 from optax_lossscale.diagnostics._suggest import (
     suggest_loss_scale as suggest_loss_scale,
 )
+from optax_lossscale.diagnostics._trace.findings import (
+    NumericFinding as NumericFinding,
+)
 from optax_lossscale.diagnostics._trace.proposal import (
     Float32Lines as Float32Lines,
     float32_lines as float32_lines,
 )
 from optax_lossscale.diagnostics._trace.sites import (
-    NumericFinding as NumericFinding,
     NumericOperation as NumericOperation,
 )
 from optax_lossscale.diagnostics._trace.trace import (

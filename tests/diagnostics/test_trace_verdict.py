@@ -1,6 +1,9 @@
 """The verdict and the words of the trace, on small records: no program runs."""
 
+import json
 import math
+import pickle
+import re
 
 import numpy as np
 import pytest
@@ -8,6 +11,11 @@ from helpers import exhaustive_but
 
 from optax_lossscale._jaxprs.lines import Source
 from optax_lossscale.diagnostics._trace import verdict, words
+from optax_lossscale.diagnostics._trace.findings import (
+    Cause,
+    FindingKind,
+    NumericFinding,
+)
 from optax_lossscale.diagnostics._trace.sites import Outline, Run, Site
 from optax_lossscale.diagnostics._trace.summary import FIELDS, WAVES
 from optax_lossscale.diagnostics._trace.words import Fault
@@ -164,6 +172,20 @@ def test_an_argument_comes_before_what_it_makes():
 
 # The words.
 
+FORWARD = FindingKind.FORWARD
+
+
+def test_every_kind_is_documented():
+    documented = re.findall(r'"(\w+)":', NumericFinding.__doc__ or "")
+    assert documented == list(FindingKind)
+
+
+def test_a_kind_is_printed_as_a_string():
+    finding = NumericFinding(FORWARD, "message")
+    assert str(finding) == str(NumericFinding("forward", "message"))
+    assert f"{finding.kind}" == json.loads(json.dumps(finding.kind)) == "forward"
+    assert pickle.loads(pickle.dumps(FORWARD)) is FORWARD
+
 
 def operation(primitive="exp", number=1, dtype="float16", **found):
     made = site(number, primitive, (0,), dtype=dtype)
@@ -177,29 +199,39 @@ LARGE = BAD | {"float32_largest": 2.0**20}
 @pytest.mark.parametrize(
     ("cause", "found", "why", "advice"),
     [
-        ("range", LARGE, "ends at 2^16", "make its inputs sma"),
-        ("pole", LARGE, "ends at 2^16", "away from zero"),
-        ("float32 range", TOO, "too large for float32 as well", "subtracting the max"),
-        ("float32 inf", TOO, "An input holds inf", "keep inf out of its inputs"),
-        ("zeros", TOO, "An input holds zeros", "a second jnp.where"),
-        ("domain", TOO, "outside of the domain", "a second jnp.where"),
-        ("nan", TOO, "A constant is nan", "use another number there"),
-        ("constant", BAD, "-1e9 is -inf", "compute this line in float32"),
-        ("terms", BAD, "while they are added", "compute this line in float32"),
-        ("cast", BAD, "beyond the range of float16", "compute this line in float32"),
+        (Cause.RANGE, LARGE, "ends at 2^16", "make its inputs sma"),
+        (Cause.POLE, LARGE, "ends at 2^16", "away from zero"),
+        (
+            Cause.FLOAT32_RANGE,
+            TOO,
+            "too large for float32 as well",
+            "subtracting the max",
+        ),
+        (Cause.FLOAT32_INF, TOO, "An input holds inf", "keep inf out of its inputs"),
+        (Cause.ZEROS, TOO, "An input holds zeros", "a second jnp.where"),
+        (Cause.DOMAIN, TOO, "outside of the domain", "a second jnp.where"),
+        (Cause.NAN, TOO, "A constant is nan", "use another number there"),
+        (Cause.CONSTANT, BAD, "-1e9 is -inf", "compute this line in float32"),
+        (Cause.TERMS, BAD, "while they are added", "compute this line in float32"),
+        (
+            Cause.CAST,
+            BAD,
+            "beyond the range of float16",
+            "compute this line in float32",
+        ),
     ],
 )
 def test_float32_is_advised_only_where_it_is_right(cause, found, why, advice):
-    message = words.explain(Fault("forward", operation(**found), cause)).message
+    message = words.explain(Fault(FORWARD, operation(**found), cause)).message
     assert why in message
     assert advice in message
     assert ("in float32, by autocast(" in message) == ("float32_nonfinite" not in found)
 
 
-@pytest.mark.parametrize("cause", ["flushed", "rounded"])
+@pytest.mark.parametrize("cause", [Cause.FLUSHED, Cause.ROUNDED])
 def test_two_lines_to_change(cause):
     source = operation("square", number=1, flushed=1.0)
-    fault = Fault("forward", operation("log", **BAD), cause, (source._replace(line=7),))
+    fault = Fault(FORWARD, operation("log", **BAD), cause, (source._replace(line=7),))
     finding = words.explain(fault)
     assert finding.other.line == 7
     assert "compute model.py:7, in loss_fn, and this line in float32" in finding.message
@@ -209,7 +241,7 @@ def test_two_lines_to_change(cause):
 
 
 def test_a_constant_by_hand_may_be_a_rounded_one():
-    fault = Fault("forward", operation("div", **TOO), "zeros", is_autocast=False)
+    fault = Fault(FORWARD, operation("div", **TOO), Cause.ZEROS, is_autocast=False)
     assert "A constant like 1e-8 is 0 in float16" in words.explain(fault).message
     fault = fault._replace(is_autocast=True)
     assert "1e-8" not in words.explain(fault).message

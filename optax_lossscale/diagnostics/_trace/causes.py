@@ -4,6 +4,7 @@ import math
 
 from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of
 from optax_lossscale._tree import is_half
+from optax_lossscale.diagnostics._trace.findings import Cause, FindingKind
 from optax_lossscale.diagnostics._trace.sites import INHERITED, Run, spacing
 from optax_lossscale.diagnostics._trace.words import CASTS, Fault
 
@@ -109,7 +110,7 @@ def sources_of_error(run: Run, key: int, close: float) -> list[int]:
     return [k for k in run.sites if k in reached and run.site(k).primitive]
 
 
-def vanished_inputs(run: Run, key: int) -> tuple[str, list[int]] | None:
+def vanished_inputs(run: Run, key: int) -> tuple[Cause, list[int]] | None:
     """Returns what made the zeros that break an operation, if float32 has none there.
 
     Of a division that is the divisor. A sum is zero only where all of its terms are, so
@@ -135,7 +136,7 @@ def vanished_inputs(run: Run, key: int) -> tuple[str, list[int]] | None:
         if not at and is_exact:
             break
     else:
-        return ("flushed", [key]) if seen and run.limit(key) else None
+        return (Cause.FLUSHED, [key]) if seen and run.limit(key) else None
     # Each number is there, and only their difference is not.
     rounded: list[int] = []
     worst = max(run.operands(key), key=lambda k: run.range(k).error, default=key)
@@ -145,7 +146,7 @@ def vanished_inputs(run: Run, key: int) -> tuple[str, list[int]] | None:
         operands = [k for k in run.operands(worst) if run.range(k).error > least]
         worst = max(operands, key=lambda k: run.range(k).error, default=worst)
     rounded = [k for k in rounded if run.site(k).primitive and run.limit(k)]
-    return ("rounded", rounded) if rounded else None
+    return (Cause.ROUNDED, rounded) if rounded else None
 
 
 def _rounded_before(run, key):
@@ -176,71 +177,78 @@ def fault_of(run: Run, key: int, close: float) -> Fault:
     return Fault(kind, operation, cause, tuple(sources), *known)
 
 
-def _cause(run: Run, key: int, close: float) -> tuple[str, str, list[int]]:
+def _cause(run: Run, key: int, close: float) -> tuple[FindingKind, Cause, list[int]]:
     """Returns the kind of a fault, its cause, and other sites to change.
 
     These are those before that made it; of a cast, those that read it.
     """
     site, result = run.site(key), run.range(key)
-    kind = "backward" if site.phase == "backward" else "forward"
     if run.is_bad(key) or run.exceeds(key):
         cause, before = _cause_of_nonfinite(run, key)
+        kind = FindingKind.of_nonfinite(site.phase)
         return kind, cause, before or run.ran(site.readers)
     if is_underflow(run, key):
         limits = run.limit(key)
         is_small = limits is not None and 0 < result.float32_largest < limits.normal
-        return "underflow", "small" if is_small else "", run.ran(site.readers)
+        return (
+            FindingKind.UNDERFLOW,
+            Cause.SMALL if is_small else Cause.UNKNOWN,
+            run.ran(site.readers),
+        )
     if site.is_decision or site.primitive in CHOOSERS:
-        return "decision", "decided", _rounded_before(run, key)
-    operation, cause = run.operation(key), ""
+        return FindingKind.DECISION, Cause.DECIDED, _rounded_before(run, key)
+    operation, cause = run.operation(key), Cause.UNKNOWN
     if has(site.primitive, Trait.SUM) and (terms := spacing(operation)):
         is_small = result.float32_largest < 2.0 ** terms[1] / 4
-        cause = "cancel" if is_small else "terms lost"
+        cause = Cause.CANCEL if is_small else Cause.TERMS_LOST
     # A line that casts is not to be computed in float32: the next one is.
     before = sources_of_error(run, key, close)
     before = [k for k in before if run.site(k).primitive not in CASTS]
-    return "precision", cause, before
+    return FindingKind.PRECISION, cause, before
 
 
-def _cause_of_nonfinite(run: Run, key: int) -> tuple[str, list[int]]:
+def _cause_of_nonfinite(run: Run, key: int) -> tuple[Cause, list[int]]:
     """Returns what made inf or nan, and the sites before that did."""
     site = run.site(key)
     if any(map(math.isnan, site.constants)):
-        return "nan", []
+        return Cause.NAN, []
     if run.range(key).float32_nonfinite:
         return cause_in_float32(run, key), []
     constants = _constants_before(run, key)
     if run.exceeds(key):
         is_pole = site.primitive in INVERSE or _exponent(site) < 0
         is_constant = any(map(math.isinf, site.constants))
-        return "constant" if is_constant else "pole" if is_pole else "range", []
+        if is_constant:
+            return Cause.CONSTANT, []
+        return Cause.POLE if is_pole else Cause.RANGE, []
     if any(map(math.isinf, constants)):
-        return "constant", []
+        return Cause.CONSTANT, []
     if run.bad_operands(key):
-        return "inf", []
+        return Cause.INF, []
     if (vanishing := vanished_inputs(run, key)) is not None:
         return vanishing
     if has(site.primitive, Trait.SUM) or kind_of(site.primitive) == Kind.PRODUCT:
-        return "terms", []
-    return "cast" if site.primitive in CASTS else "", []
+        return Cause.TERMS, []
+    return Cause.CAST if site.primitive in CASTS else Cause.UNKNOWN, []
 
 
-def cause_in_float32(run: Run, key: int) -> str:
+def cause_in_float32(run: Run, key: int) -> Cause:
     """Returns what makes inf or nan in float32. Float32 is never the advice there."""
     site = run.site(key)
     if "exp" in site.primitive:
-        return "float32 range"
+        return Cause.FLOAT32_RANGE
     is_inf = any(run.range(k).float32_nonfinite for k in run.bad_operands(key))
     if is_inf or any(map(math.isinf, _constants_before(run, key))):
-        return "float32 inf"
+        return Cause.FLOAT32_INF
     # Of finite numbers these make no nan, and have no pole.
     grows = Trait.SUM | Trait.PLUS | Trait.MINUS | Trait.TIMES
     is_power = has(site.primitive, Trait.POWER)
     is_power &= _exponent(site) > 0 or not has(site.primitive, Trait.POLE)
     is_product = kind_of(site.primitive) == Kind.PRODUCT
     if is_product or is_power or has(site.primitive, grows):
-        return "float32 grows"
-    return "zeros" if any(run.range(k).zeros for k in run.operands(key)) else "domain"
+        return Cause.FLOAT32_GROWS
+    has_zeros = any(run.range(k).zeros for k in run.operands(key))
+    return Cause.ZEROS if has_zeros else Cause.DOMAIN
 
 
 def _constants_before(run, key):

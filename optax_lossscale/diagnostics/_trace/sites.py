@@ -224,41 +224,6 @@ def spacing(operation: NumericOperation) -> tuple[int, int] | None:
     return top - jnp.finfo(halves[0]).nmant, top
 
 
-class NumericFinding(NamedTuple):
-    """What is wrong with a step, and what to do; or that all is fine.
-
-    Attributes:
-      kind: "nonfinite_argument": a parameter or the data held inf or nan.
-        "forward": inf or nan begins in the forward pass, so no loss scale helps; in
-        float32, too, if the message says so.
-        "backward": inf or nan begins in the backward pass at every loss scale.
-        "scale_too_high": the backward pass overflows at this loss scale.
-        "no_scale": no loss scale fits two operations.
-        "underflow": results are flushed to zero, or too small to be precise.
-        "precision": finite results differ too much from float32.
-        "decision": float32 chooses otherwise, among numbers that half precision cannot
-        tell apart, or it ends a loop much sooner. Alone it is no fault.
-        "fine": the gradients agree with float32.
-      message: What happens and what to do, in plain words.
-      operation: The operation, or None.
-      other: A second operation that matters, or None.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from optax_lossscale import diagnostics
-      >>> def loss_fn(w):
-      ...     return jnp.sum(jnp.exp(w.astype(jnp.float16))).astype(jnp.float32)
-      >>> trace = diagnostics.trace_numerics(loss_fn, jnp.array([1.0, 12.0]))
-      >>> trace.findings[0].kind
-      'forward'
-    """
-
-    kind: str
-    message: str
-    operation: NumericOperation | None = None
-    other: NumericOperation | None = None
-
-
 def named(file: str, line: int, function: str) -> str:
     """Writes a line and its function."""
     inside = f", in {function}" if function not in ("", "<module>") else ""

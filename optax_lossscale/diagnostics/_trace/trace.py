@@ -16,7 +16,8 @@ from optax_lossscale._tree import nodes_of
 from optax_lossscale.diagnostics._common import check_host, scale_of
 from optax_lossscale.diagnostics._trace import steps
 from optax_lossscale.diagnostics._trace.call import Traced, make_call
-from optax_lossscale.diagnostics._trace.sites import NumericFinding, NumericOperation
+from optax_lossscale.diagnostics._trace.findings import FindingKind, NumericFinding
+from optax_lossscale.diagnostics._trace.sites import NumericOperation
 from optax_lossscale.diagnostics._trace.verdict import Search, closeness, find_all
 from optax_lossscale.diagnostics._trace.words import power
 
@@ -219,8 +220,9 @@ def trace_numerics(
         operations = [k for k, x in sites if x.primitive and not x.is_decision]
         loss, float32_loss = run.losses
         findings = find_all(search)
-        if not traced.computes_in_dtype and findings[0].kind == "fine":
-            findings = [NumericFinding("fine", f"Nothing to judge in {traced.dtype}.")]
+        fine = FindingKind.FINE
+        if not traced.computes_in_dtype and findings[0].kind == fine:
+            findings = [NumericFinding(fine, f"Nothing to judge in {traced.dtype}.")]
         return NumericsTrace(
             findings=findings,
             first_nonfinite=None if first is None else run.operation(first),

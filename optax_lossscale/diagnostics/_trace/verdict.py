@@ -19,10 +19,10 @@ import numpy as np
 from optax_lossscale.diagnostics import _common
 from optax_lossscale.diagnostics._bits import limits_of
 from optax_lossscale.diagnostics._trace import causes, words
+from optax_lossscale.diagnostics._trace.findings import FindingKind, NumericFinding
 from optax_lossscale.diagnostics._trace.sites import (
     INHERITED,
     LOOP,
-    NumericFinding,
     Run,
     depending_on,
     ratio,
@@ -175,7 +175,7 @@ def headroom(run: Run, key: int) -> float:
 def find_all(search: Search) -> list[NumericFinding]:
     """Returns the findings, what to fix first."""
     findings, loops = _judge(search), _standing_loops(search.run)
-    is_urgent = findings[0].kind not in ("fine", "precision", "decision", "underflow")
+    is_urgent = FindingKind(findings[0].kind).precedes(FindingKind.UNDERFLOW)
     return [*findings, *loops] if is_urgent else [*loops, *findings]
 
 
@@ -260,8 +260,8 @@ def _bad_float32(search):
 
 def _beside_loss(run, finding):
     """Adds to a finding of inf or nan that the loss is huge in float32 as well."""
-    loss = run.losses[1]
-    if finding.kind not in ("forward", "backward") or not math.isfinite(loss):
+    loss, kinds = run.losses[1], (FindingKind.FORWARD, FindingKind.BACKWARD)
+    if finding.kind not in kinds or not math.isfinite(loss):
         return finding
     if abs(loss) < limits_of(run.outline.dtype).overflow:
         return finding
@@ -377,10 +377,10 @@ def _left(search, best, wrong, is_second):
     keys = (_origin_of(search, best, [i]) for i in wrong)
     findings = (_explain(search, best, key, scale) for key in keys)
     first = next(findings)
-    if first.kind != "decision":
+    if first.kind != FindingKind.DECISION:
         return [first]
     # Of another parameter, an error that is no choice comes first.
-    others = (x for x in findings if x.kind != "decision")
+    others = (x for x in findings if x.kind != FindingKind.DECISION)
     return [*itertools.islice(others, 1), first]
 
 

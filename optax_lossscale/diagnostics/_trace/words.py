@@ -8,8 +8,12 @@ from optax_lossscale._autocast.choices import ONE_LAYER
 from optax_lossscale._tree import is_half
 from optax_lossscale.diagnostics import _common
 from optax_lossscale.diagnostics._bits import limits_of
-from optax_lossscale.diagnostics._trace.sites import (
+from optax_lossscale.diagnostics._trace.findings import (
+    Cause,
+    FindingKind,
     NumericFinding,
+)
+from optax_lossscale.diagnostics._trace.sites import (
     NumericOperation,
     NumericRange,
     named,
@@ -21,7 +25,6 @@ USUAL_BITS = 4
 # Smaller errors, relative to the largest number, do not matter by themselves.
 SMALL = 0.005
 CASTS = ("convert_element_type", "reduce_precision")
-ROUNDED = "A constant like 1e-8 is 0 in float16, and one like -1e9 is -inf."
 
 
 class Fault(NamedTuple):
@@ -30,65 +33,20 @@ class Fault(NamedTuple):
     Attributes:
       kind: The kind of the finding.
       operation: The operation.
-      cause: What made it: a name in `CAUSES`.
+      cause: What made it.
       sources: The operations of other lines to change, too, in order of execution.
       dtype: The dtype in question.
       is_autocast: Whether `autocast` made the program.
       products: How many matrix products its line computes in the forward pass.
     """
 
-    kind: str
+    kind: FindingKind
     operation: NumericOperation
-    cause: str = ""
+    cause: Cause = Cause.UNKNOWN
     sources: tuple[NumericOperation, ...] = ()
     dtype: str = "float16"
     is_autocast: bool = True
     products: int = 1
-
-
-RANGE = "The largest {noun} would be 2^{size:.1f}; {dtype} ends at 2^{end:.0f}."
-INF = "An input holds inf, and inf - inf, inf / inf and 0 * inf are nan."
-ZEROS = "Its input holds zeros that float32 would not have: "
-SPACING = "{half} has a spacing of {step} at 2^{top}"
-# What makes a fault, in words.
-CAUSES = {
-    "": "",
-    "decided": "",
-    "range": RANGE,
-    "pole": RANGE,
-    "float32 range": "The result is too large for float32 as well.",
-    "float32 grows": "The result is too large for float32 as well.",
-    "constant": ROUNDED,
-    "nan": "A constant is nan.",
-    "inf": INF,
-    "float32 inf": INF,
-    "zeros": "An input holds zeros.",
-    "domain": "An input is outside of the domain of the function.",
-    "flushed": ZEROS + "they were flushed at {at}.",
-    "rounded": ZEROS + "the numbers that cancel are rounded at {at}.",
-    "terms": "Its terms overflow while they are added.",
-    "cast": "Its input is beyond the range of {dtype}.",
-    "small": "The largest is 2^{size:.1f}.",
-    "terms lost": SPACING + ": smaller terms of the sum are lost.",
-    "cancel": SPACING + ", and the inputs, which are as large as this, nearly cancel.",
-}
-# What mends it. Of all others, the float32 twin shows that float32 does.
-GUARD = (
-    "keep its inputs in the domain of the operation and of its derivative: guard log, "
-    "sqrt, norm and division with a second jnp.where, as in jnp.log(jnp.where(x > 0, "
-    "x, 1)), or add an epsilon"
-)
-FINITE = "jnp.where, or the least finite number, jnp.finfo(x.dtype).min"
-GUARDS = {
-    "float32 range": "make its inputs smaller, for example by subtracting the maximum",
-    "float32 grows": "the run diverges. Lower the learning rate, or clip gradients, "
-    "and go on from a checkpoint of before. In the first step, look for outliers in "
-    "the data and in the initial parameters",
-    "float32 inf": f"keep inf out of its inputs. For a mask, take {FINITE}",
-    "zeros": GUARD,
-    "domain": GUARD,
-    "nan": "use another number there",
-}
 
 
 def power(scale: float) -> str:
@@ -122,17 +80,17 @@ def lines_to_pass(operations: Iterable[NumericOperation], is_autocast: bool) -> 
 def what_of(fault: Fault) -> str:
     """Returns what happens there: "3% of the gradients are flushed to zero"."""
     result, is_backward = fault.operation.output, fault.operation.phase == "backward"
-    noun = "gradients" if is_backward else "results"
-    if fault.kind in ("forward", "backward"):
-        is_too = result.float32_nonfinite > 0 and fault.cause != "float32 range"
-        return f"{begins(fault.operation)} here" + ", in float32 too" * is_too
-    if fault.kind == "underflow":
-        return f"{result.flushed:.0%} of the {noun} are flushed to zero"
-    if fault.kind == "decision":
-        share = f" for {_common.percent(result.flushed)} of the numbers"
-        return f"float32 decides otherwise here{share * bool(result.flushed)}"
-    text = f"the {noun} differ from float32 by {result.error:.2g} of the largest"
-    return text + ", and other lines magnify that" * (result.error < SMALL)
+    is_too = result.float32_nonfinite > 0 and fault.cause is not Cause.FLOAT32_RANGE
+    share = f" for {_common.percent(result.flushed)} of the numbers"
+    return fault.kind.what.format(
+        begins=begins(fault.operation),
+        too=", in float32 too" * is_too,
+        noun="gradients" if is_backward else "results",
+        flushed=result.flushed,
+        share=share * bool(result.flushed),
+        error=result.error,
+        magnified=", and other lines magnify that" * (result.error < SMALL),
+    )
 
 
 def why_of(fault: Fault) -> str:
@@ -142,41 +100,39 @@ def why_of(fault: Fault) -> str:
     ends = is_half(result.dtype) and math.log2(limits_of(result.dtype).overflow)
     halves = (x.dtype for x in (result, *operation.inputs) if is_half(x.dtype))
     places = [x.place for x in fault.sources] or ["this line"]
-    why = CAUSES[fault.cause].format(
+    why = fault.cause.value.why.format(
         noun="gradient" if operation.phase == "backward" else "result",
         size=math.log2(result.float32_largest or 1),
         **{"dtype": result.dtype, "end": ends, "at": places[0]},
         **{"half": next(halves, fault.dtype), "step": power(2.0**step), "top": top},
     )
-    # By hand, the twin has the rounded constants, too.
-    is_rounded = fault.cause in ("zeros", "float32 inf") and not fault.is_autocast
-    return f"{why} {ROUNDED}" if is_rounded else why
+    by_hand = fault.cause.value.by_hand
+    return why if fault.is_autocast or not by_hand else f"{why} {by_hand}"
 
 
 def advice_of(fault: Fault) -> str:
     """Returns what to do: "compute this line in float32, by autocast(...)"."""
-    if fault.cause in GUARDS:
-        return GUARDS[fault.cause]
-    operation, sources = fault.operation, fault.sources
+    cause, operation, sources = fault.cause.value, fault.operation, fault.sources
+    if cause.guard:
+        return cause.guard
     is_own = operation.own[:2] == (operation.file, operation.line)
     line = "this line" if is_own else f"the call at {named(*operation.own)}"
     passed = lines_to_pass([*sources, operation], fault.is_autocast)
     passed = f", by autocast(loss_fn, {passed})" if passed else ""
     places = "; ".join(dict.fromkeys(x.place for x in sources))
-    if places and fault.cause in ("flushed", "rounded", "decided"):
+    if places and cause.is_before:
         passed = passed or ", and cast nothing in between"
         return f"compute {places}, and {line} in float32{passed}"
     is_float32 = operation.dtype == "float32"
     text = f"{'keep' if is_float32 else 'compute'} {line} in float32"
     is_cast = operation.primitive in CASTS and not fault.is_autocast
-    text += " without a cast back" * (is_cast and fault.cause == "range")
+    text += " without a cast back" * (is_cast and fault.cause is Cause.RANGE)
     if places:
-        is_before = fault.kind == "precision"
+        is_before = fault.kind == FindingKind.PRECISION
         others = "lines that feed it" if is_before else "others that read this number"
         text += f", and the {others}: {places}"
     text += passed
-    text += ", or make its inputs smaller" * (fault.cause == "range")
-    text += ", or keep its inputs away from zero" * (fault.cause == "pole")
+    text += f", or {cause.instead}" * bool(cause.instead)
     if places and passed:
         text += ". diagnostics.float32_lines finds the fewest lines that it takes"
     # A line that calls a whole model is more than one wants.
@@ -193,17 +149,18 @@ def explain(fault: Fault, scale: float | None = None) -> NumericFinding:
         no scale changes anything.
     """
     text, advice = f"{fault.operation}: {what_of(fault)}", advice_of(fault)
-    if fault.kind == "decision":
+    if fault.kind == FindingKind.DECISION:
         text += f": chosen among numbers that {fault.dtype} cannot tell apart; if "
         text += "training is fine, leave it."
         halves = [x for x in fault.operation.inputs if is_half(x.dtype)]
         text += f" If not, {advice}." * bool(fault.sources or halves)
-    elif scale is None:
+        return NumericFinding(fault.kind, text, fault.operation)
+    if scale is None:
         text = f"{text}. {why_of(fault)}".strip() + f" No loss scale helps: {advice}."
     else:
         text = f"At the loss scale {power(scale)}, too: {text}. {why_of(fault)}".strip()
         text += f" {advice[0].upper()}{advice[1:]}."
-    others = fault.sources if fault.cause in ("flushed", "rounded") else ()
+    others = fault.sources if fault.cause.value.is_before else ()
     return NumericFinding(fault.kind, text, fault.operation, next(iter(others), None))
 
 
@@ -223,33 +180,34 @@ def nonfinite_argument(
         f"The {kind} {name}{others} held {held} before anything was computed. It is "
         f"first used by: {operation}. No loss scale helps. {fix}."
     )
-    return NumericFinding("nonfinite_argument", text, operation)
+    return NumericFinding(FindingKind.NONFINITE_ARGUMENT, text, operation)
 
 
 def in_float32(
-    operation: NumericOperation, cause: str, is_hidden: bool
+    operation: NumericOperation, cause: Cause, is_hidden: bool
 ) -> NumericFinding:
     """Says that float32 makes inf or nan where half precision does not.
 
     Args:
       operation: Where it does.
-      cause: What makes it: a name in `CAUSES`.
+      cause: What makes it.
       is_hidden: Whether half precision has finite numbers there; otherwise its inf or
         nan begins earlier.
     """
     what = "float32 itself makes inf or nan here"
     if is_hidden:
         what = "float32 makes inf or nan here, and rounded inputs hide it"
-    advice = GUARDS.get(cause, GUARD)
-    text = f"{operation}: {what}. {CAUSES[cause]} No loss scale helps: {advice}."
-    return NumericFinding(operation.phase, text, operation)
+    why, advice = cause.value.why, cause.value.guard
+    text = f"{operation}: {what}. {why} No loss scale helps: {advice}."
+    kind = FindingKind.of_nonfinite(operation.phase)
+    return NumericFinding(kind, text, operation)
 
 
 def huge_loss(loss: float, dtype: str) -> str:
     """Says that the loss in float32 is itself beyond the range of a dtype."""
     return (
-        f"In float32, too, the loss is {loss:.3g}, beyond {dtype}: if it grows from step "
-        "to step, the run diverges, and a lower learning rate comes first."
+        f"In float32, too, the loss is {loss:.3g}, beyond {dtype}: if it grows from "
+        "step to step, the run diverges, and a lower learning rate comes first."
     )
 
 
@@ -265,13 +223,13 @@ def standing_loop(
         f"float32 {wide:.0f}. If it is a solver, {dtype} does not reach its tolerance: "
         f"compute the loop in float32{passed}."
     )
-    return NumericFinding("decision", text, operation)
+    return NumericFinding(FindingKind.DECISION, text, operation)
 
 
 def constant_loss(loss: float) -> NumericFinding:
     """Says that the loss is inf or nan, and depends on nothing."""
     text = f"The loss is {loss:g}, a constant: nothing in it depends on an argument."
-    return NumericFinding("forward", text)
+    return NumericFinding(FindingKind.FORWARD, text)
 
 
 def too_high(
@@ -304,7 +262,7 @@ def too_high(
         f"{power(scale)}. The largest scale with which nothing in the backward pass "
         f"overflows is {power(largest)}.{more}"
     )
-    return NumericFinding("scale_too_high", text, operation)
+    return NumericFinding(FindingKind.SCALE_TOO_HIGH, text, operation)
 
 
 def start_at(scale: float) -> str:
@@ -346,7 +304,7 @@ def underflow(
     if is_first:
         text += ", the largest with which nothing in the backward pass overflows. Use "
         text += f"that: {start_at(largest)}"
-    return NumericFinding("underflow", f"{text}.", operation)
+    return NumericFinding(FindingKind.UNDERFLOW, f"{text}.", operation)
 
 
 def no_scale(
@@ -375,7 +333,7 @@ def no_scale(
         "(diagnostics.float32_lines finds them), or give the loss that feeds the "
         "second a scale of its own."
     )
-    return NumericFinding("no_scale", text, overflows, vanishes)
+    return NumericFinding(FindingKind.NO_SCALE, text, overflows, vanishes)
 
 
 def fine(
@@ -401,4 +359,4 @@ def fine(
     if swallowed is not None:
         kinds = kinds_of(swallowed.output)
         text += f" The {kinds} at {swallowed.place} changes nothing."
-    return NumericFinding("fine", text)
+    return NumericFinding(FindingKind.FINE, text)

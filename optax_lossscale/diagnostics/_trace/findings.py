@@ -1,0 +1,162 @@
+"""The kinds of findings, and what makes a fault: of each its words."""
+
+import dataclasses
+import enum
+from typing import NamedTuple
+
+from optax_lossscale.diagnostics._trace.sites import NumericOperation
+
+
+class FindingKind(enum.StrEnum):
+    """The kinds of findings, the most urgent first. `NumericFinding` documents them.
+
+    Attributes:
+      what: Of a kind that `words.explain` takes, what happens at the operation; the
+        arguments are in `words.what_of`.
+    """
+
+    NONFINITE_ARGUMENT = "nonfinite_argument"
+    FORWARD = "forward", "{begins} here{too}"
+    BACKWARD = "backward", "{begins} here{too}"
+    SCALE_TOO_HIGH = "scale_too_high"
+    NO_SCALE = "no_scale"
+    UNDERFLOW = "underflow", "{flushed:.0%} of the {noun} are flushed to zero"
+    PRECISION = (
+        "precision",
+        "the {noun} differ from float32 by {error:.2g} of the largest{magnified}",
+    )
+    DECISION = "decision", "float32 decides otherwise here{share}"
+    FINE = "fine"
+
+    what: str
+
+    def __new__(cls, kind: str, what: str = ""):
+        """Makes a string of the kind alone."""
+        self = str.__new__(cls, kind)
+        self._value_, self.what = kind, what
+        return self
+
+    __repr__ = str.__repr__  # A finding is printed as with a string.
+
+    @classmethod
+    def of_nonfinite(cls, phase: str) -> "FindingKind":
+        """Returns the kind of inf and nan that begin in a pass."""
+        return cls.BACKWARD if phase == "backward" else cls.FORWARD
+
+    def precedes(self, other: "FindingKind") -> bool:
+        """Whether it is more urgent than another kind."""
+        kinds = list(FindingKind)
+        return kinds.index(self) < kinds.index(other)
+
+
+class NumericFinding(NamedTuple):
+    """What is wrong with a step, and what to do; or that all is fine.
+
+    Attributes:
+      kind: "nonfinite_argument": a parameter or the data held inf or nan.
+        "forward": inf or nan begins in the forward pass, so no loss scale helps; in
+        float32, too, if the message says so.
+        "backward": inf or nan begins in the backward pass at every loss scale.
+        "scale_too_high": the backward pass overflows at this loss scale.
+        "no_scale": no loss scale fits two operations.
+        "underflow": results are flushed to zero, or too small to be precise.
+        "precision": finite results differ too much from float32.
+        "decision": float32 chooses otherwise, among numbers that half precision cannot
+        tell apart, or it ends a loop much sooner. Alone it is no fault.
+        "fine": the gradients agree with float32.
+      message: What happens and what to do, in plain words.
+      operation: The operation, or None.
+      other: A second operation that matters, or None.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from optax_lossscale import diagnostics
+      >>> def loss_fn(w):
+      ...     return jnp.sum(jnp.exp(w.astype(jnp.float16))).astype(jnp.float32)
+      >>> trace = diagnostics.trace_numerics(loss_fn, jnp.array([1.0, 12.0]))
+      >>> trace.findings[0].kind
+      'forward'
+    """
+
+    kind: str
+    message: str
+    operation: NumericOperation | None = None
+    other: NumericOperation | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Words:
+    """What to say of a cause.
+
+    Attributes:
+      why: Why it happens; `words.why_of` has the arguments.
+      by_hand: What to add if casts are written by hand: the twin has rounded constants
+        then, too.
+      guard: What mends it where float32 does not. The float32 twin shows that it does
+        of each cause without a guard.
+      instead: Another way than float32, if there is one.
+      is_before: Whether the lines before made it: these are named first.
+    """
+
+    why: str = ""
+    by_hand: str = ""
+    guard: str = ""
+    instead: str = ""
+    is_before: bool = False
+
+
+OVERFLOW = "The largest {noun} would be 2^{size:.1f}; {dtype} ends at 2^{end:.0f}."
+TOO_LARGE = "The result is too large for float32 as well."
+CONSTANTS = "A constant like 1e-8 is 0 in float16, and one like -1e9 is -inf."
+HOLDS_INF = "An input holds inf, and inf - inf, inf / inf and 0 * inf are nan."
+HOLDS_ZEROS = "Its input holds zeros that float32 would not have: "
+SPACING = "{half} has a spacing of {step} at 2^{top}"
+GUARD = (
+    "keep its inputs in the domain of the operation and of its derivative: guard log, "
+    "sqrt, norm and division with a second jnp.where, as in jnp.log(jnp.where(x > 0, "
+    "x, 1)), or add an epsilon"
+)
+
+
+class Cause(enum.Enum):
+    """What made a fault; the value has its words."""
+
+    UNKNOWN = Words()
+    # Of inf and nan that float32 does not have.
+    RANGE = Words(OVERFLOW, instead="make its inputs smaller")
+    POLE = Words(OVERFLOW, instead="keep its inputs away from zero")
+    CONSTANT = Words(CONSTANTS)
+    INF = Words(HOLDS_INF)
+    FLUSHED = Words(HOLDS_ZEROS + "they were flushed at {at}.", is_before=True)
+    ROUNDED = Words(
+        HOLDS_ZEROS + "the numbers that cancel are rounded at {at}.", is_before=True
+    )
+    TERMS = Words("Its terms overflow while they are added.")
+    CAST = Words("Its input is beyond the range of {dtype}.")
+    # Of inf and nan that float32 has, too.
+    FLOAT32_RANGE = Words(
+        TOO_LARGE,
+        guard="make its inputs smaller, for example by subtracting the maximum",
+    )
+    FLOAT32_GROWS = Words(
+        TOO_LARGE,
+        guard="the run diverges. Lower the learning rate, or clip gradients, and go on "
+        "from a checkpoint of before. In the first step, look for outliers in the data "
+        "and in the initial parameters",
+    )
+    FLOAT32_INF = Words(
+        HOLDS_INF,
+        by_hand=CONSTANTS,
+        guard="keep inf out of its inputs. For a mask, take jnp.where, or the least "
+        "finite number, jnp.finfo(x.dtype).min",
+    )
+    ZEROS = Words("An input holds zeros.", by_hand=CONSTANTS, guard=GUARD)
+    DOMAIN = Words("An input is outside of the domain of the function.", guard=GUARD)
+    NAN = Words("A constant is nan.", guard="use another number there")
+    # Of finite results.
+    SMALL = Words("The largest is 2^{size:.1f}.")
+    TERMS_LOST = Words(SPACING + ": smaller terms of the sum are lost.")
+    CANCEL = Words(
+        SPACING + ", and the inputs, which are as large as this, nearly cancel."
+    )
+    DECIDED = Words(is_before=True)
