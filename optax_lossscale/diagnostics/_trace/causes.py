@@ -26,43 +26,65 @@ def origin_of_error(run: Run, key: int, small: float) -> int:
       key: The site of the result.
       small: An error that is not worth following.
     """
-
-    def is_wrong(k):
-        result = run.range(k)
-        return result.error >= small or result.flushed or run.is_lost(k)
-
-    def wrong_operands(k):
-        return filter(is_wrong, run.operands(k))
-
-    # An inf or nan may be swallowed: 1 / inf is 0.
-    reached = run.ancestors([key], wrong_operands) if run.lost_origins else ()
-    if origins := [k for k in run.lost_origins if k in reached]:
-        # In a loop, an inf that is made later comes in earlier.
-        return min(origins, key=lambda k: bool(run.bad_operands(k)))
-    seen, begin = set(), key
-    while key not in seen:
-        seen.add(key)
-        begin = key if run.site(key).primitive else begin
-        operands = [k for k in run.operands(key) if k not in seen]
-        otherwise = list(filter(run.is_decided_otherwise, operands))
-        numbers = [k for k in operands if not run.site(k).is_decision]
-        worst = max(numbers, key=lambda k: run.range(k).error, default=None)
-        least = max(small, min(run.range(key).error, 1) / INHERITED)
-        is_large = worst is not None and run.range(worst).error >= least
-        if not run.site(key).primitive:
-            # It took another branch; or the loop did not end, which is not seen inside.
-            is_large &= not otherwise
-            otherwise = otherwise or [k for k in operands if run.site(k).is_decision]
-        if worst is not None and is_large:
-            key = worst
-        elif otherwise:  # The index is wrong, or the mask.
-            key = otherwise[0]
-    if run.is_decided_otherwise(begin):
-        zeros = vanished_inputs(run, begin)
-        if zeros is not None:
-            return zeros[1][-1]
+    swallowed = _swallowed_before(run, key, small)
+    if swallowed is not None:
+        return swallowed
+    seen, begin, ahead = set(), key, key
+    while ahead is not None:
+        seen.add(ahead)
+        begin = ahead if run.site(ahead).primitive else begin
+        ahead = _wrong_operand(run, ahead, small, seen)
+    if run.is_decided_otherwise(begin) and (zeros := vanished_inputs(run, begin)):
+        return zeros[1][-1]
     made = run.site(begin).row  # A move has the error of what it moves.
     return made if run.site(made).primitive else begin
+
+
+def _swallowed_before(run, key, small):
+    """Returns where an inf or nan begins that is not in float32; None if nowhere.
+
+    It may be swallowed on the way to the result: 1 / inf is 0.
+    """
+
+    def wrong_operands(k):
+        return (
+            x
+            for x in run.operands(k)
+            if run.range(x).error >= small or run.range(x).flushed or run.is_lost(x)
+        )
+
+    reached = run.ancestors([key], wrong_operands) if run.lost_origins else ()
+    origins = (k for k in run.lost_origins if k in reached)
+    # In a loop, an inf that is made later comes in earlier.
+    return min(origins, key=lambda k: bool(run.bad_operands(k)), default=None)
+
+
+def _wrong_operand(run, key, small, seen):
+    """Returns the operand from which a result has its error; None if it has its own.
+
+    Args:
+      run: The run.
+      key: The site of the result.
+      small: An error that is not worth following.
+      seen: Operands to pass over.
+    """
+    operands = [k for k in run.operands(key) if k not in seen]
+    decisions = [k for k in operands if run.site(k).is_decision]
+    otherwise = list(filter(run.is_decided_otherwise, decisions))
+    if not run.site(key).primitive:  # It leaves a branch or a loop.
+        if otherwise:
+            return otherwise[0]  # It took another branch.
+        otherwise = decisions  # A loop that did not end is not seen inside.
+    worst = _worst(run, [k for k in operands if not run.site(k).is_decision])
+    least = max(small, min(run.range(key).error, 1) / INHERITED)
+    if worst is not None and run.range(worst).error >= least:
+        return worst
+    return next(iter(otherwise), None)  # The index is wrong, or the mask.
+
+
+def _worst(run, keys):
+    """Returns the site with the largest error; None of none."""
+    return max(keys, key=lambda k: run.range(k).error, default=None)
 
 
 def newly_flushed(run: Run, key: int) -> float:
@@ -113,40 +135,64 @@ def sources_of_error(run: Run, key: int, close: float) -> list[int]:
 def vanished_inputs(run: Run, key: int) -> tuple[Cause, list[int]] | None:
     """Returns what made the zeros that break an operation, if float32 has none there.
 
-    Of a division that is the divisor. A sum is zero only where all of its terms are, so
-    the first line with any zero is not what counts, but the one with as many.
-
     Returns:
-      "flushed" with the site where they were, or "rounded" with the sites that rounded
+      `FLUSHED` with the site where they were, or `ROUNDED` with the sites that rounded
       a number from which another one is subtracted; None if there are no such zeros.
     """
-    operands = run.operands(key)
-    at = operands[-1:] if has(run.site(key).primitive, Trait.OVER) else operands
-    at = [k for k in at if run.range(k).flushed and not run.site(k).is_decision]
-    seen: set[int] = set()
-    while at:
-        key = max(at, key=lambda k: run.range(k).flushed)
-        seen.add(key)
-        site, share = run.site(key), run.range(key).flushed
-        is_exact = not site.primitive or kind_of(site.primitive) in EXACT
-        is_exact |= has(site.primitive, Trait.SUM) or not run.limit(key)
-        numbers = [k for k in run.operands(key) if not run.site(k).is_decision]
-        zeros = [k for k in numbers if run.range(k).flushed and k not in seen]
-        at = [k for k in zeros if is_exact or run.range(k).flushed >= share]
-        if not at and is_exact:
-            break
-    else:
-        return (Cause.FLUSHED, [key]) if seen and run.limit(key) else None
+    zeros = _origin_of_zeros(run, key)
+    if zeros is None:
+        return None
+    if not _flushes_nothing(run, zeros):
+        return Cause.FLUSHED, [zeros]
     # Each number is there, and only their difference is not.
-    rounded: list[int] = []
-    worst = max(run.operands(key), key=lambda k: run.range(k).error, default=key)
-    while worst not in rounded and run.range(worst).error > 0:
-        rounded = [worst, *rounded]
-        least = run.range(worst).error / INHERITED
-        operands = [k for k in run.operands(worst) if run.range(k).error > least]
-        worst = max(operands, key=lambda k: run.range(k).error, default=worst)
-    rounded = [k for k in rounded if run.site(k).primitive and run.limit(k)]
+    rounded = _rounded_operands(run, zeros)
     return (Cause.ROUNDED, rounded) if rounded else None
+
+
+def _origin_of_zeros(run, key):
+    """Returns where the zeros that an operation reads begin; None if there are none.
+
+    Of a division these are in the divisor. A sum is zero only where all of its terms
+    are, so the first line with any zero is not what counts, but the one with as many.
+    """
+
+    def flushed(k):
+        return run.range(k).flushed
+
+    def zeros_among(keys):
+        return [k for k in keys if flushed(k) and not run.site(k).is_decision]
+
+    operands, origin, seen = run.operands(key), None, set()
+    is_division = has(run.site(key).primitive, Trait.OVER)
+    at = zeros_among(operands[-1:] if is_division else operands)
+    while at:
+        origin = max(at, key=flushed)
+        seen.add(origin)
+        least = 0 if _flushes_nothing(run, origin) else flushed(origin)
+        zeros = zeros_among(run.operands(origin))
+        at = [k for k in zeros if k not in seen and flushed(k) >= least]
+    return origin
+
+
+def _flushes_nothing(run, key):
+    """Whether zeros at a site are not flushed there."""
+    name = run.site(key).primitive
+    is_exact = not name or kind_of(name) in EXACT or has(name, Trait.SUM)
+    return is_exact or not run.limit(key)
+
+
+def _rounded_operands(run, key):
+    """Returns where half precision rounds what an operation reads, in order.
+
+    It is the way of the largest error, as far as that is inherited.
+    """
+    way, worst = [], _worst(run, run.operands(key) or [key])
+    while worst not in way and run.range(worst).error > 0:
+        way = [worst, *way]
+        least = run.range(worst).error / INHERITED
+        ahead = [k for k in run.operands(worst) if run.range(k).error > least]
+        worst = _worst(run, ahead or [worst])
+    return [k for k in way if run.site(k).primitive and run.limit(k)]
 
 
 def _rounded_before(run, key):
@@ -185,16 +231,13 @@ def _cause(run: Run, key: int, close: float) -> tuple[FindingKind, Cause, list[i
     site, result = run.site(key), run.range(key)
     if run.is_bad(key) or run.exceeds(key):
         cause, before = _cause_of_nonfinite(run, key)
-        kind = FindingKind.of_nonfinite(site.phase)
-        return kind, cause, before or run.ran(site.readers)
+        others = before or run.ran(site.readers)
+        return FindingKind.of_nonfinite(site.phase), cause, others
     if is_underflow(run, key):
         limits = run.limit(key)
         is_small = limits is not None and 0 < result.float32_largest < limits.normal
-        return (
-            FindingKind.UNDERFLOW,
-            Cause.SMALL if is_small else Cause.UNKNOWN,
-            run.ran(site.readers),
-        )
+        cause = Cause.SMALL if is_small else Cause.UNKNOWN
+        return FindingKind.UNDERFLOW, cause, run.ran(site.readers)
     if site.is_decision or site.primitive in CHOOSERS:
         return FindingKind.DECISION, Cause.DECIDED, _rounded_before(run, key)
     operation, cause = run.operation(key), Cause.UNKNOWN
@@ -216,10 +259,9 @@ def _cause_of_nonfinite(run: Run, key: int) -> tuple[Cause, list[int]]:
         return cause_in_float32(run, key), []
     constants = _constants_before(run, key)
     if run.exceeds(key):
-        is_pole = site.primitive in INVERSE or _exponent(site) < 0
-        is_constant = any(map(math.isinf, site.constants))
-        if is_constant:
+        if any(map(math.isinf, site.constants)):
             return Cause.CONSTANT, []
+        is_pole = site.primitive in INVERSE or _exponent(site) < 0
         return Cause.POLE if is_pole else Cause.RANGE, []
     if any(map(math.isinf, constants)):
         return Cause.CONSTANT, []
