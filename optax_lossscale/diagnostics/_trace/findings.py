@@ -1,4 +1,4 @@
-"""The kinds of findings, and what makes a fault: of each its words."""
+"""The kinds of findings and the causes of faults, each with its words."""
 
 import dataclasses
 import enum
@@ -11,8 +11,8 @@ class FindingKind(enum.StrEnum):
     """The kinds of findings, the most urgent first. `NumericFinding` documents them.
 
     Attributes:
-      what: Of a kind that `words.explain` takes, what happens at the operation; the
-        arguments are in `words.what_of`.
+      what: The words that `words.what_of` fills in: what happens at an operation. ""
+        for kinds that have a function of their own in `words`.
     """
 
     NONFINITE_ARGUMENT = "nonfinite_argument"
@@ -36,7 +36,7 @@ class FindingKind(enum.StrEnum):
         self._value_, self.what = kind, what
         return self
 
-    __repr__ = str.__repr__  # A finding is printed as with a string.
+    __repr__ = str.__repr__  # A finding prints its kind as a string.
 
     @classmethod
     def of_nonfinite(cls, phase: str) -> "FindingKind":
@@ -44,7 +44,7 @@ class FindingKind(enum.StrEnum):
         return cls.BACKWARD if phase == "backward" else cls.FORWARD
 
     def precedes(self, other: "FindingKind") -> bool:
-        """Whether it is more urgent than another kind."""
+        """Whether it is more urgent than another kind: it stands above."""
         kinds = list(FindingKind)
         return kinds.index(self) < kinds.index(other)
 
@@ -89,13 +89,12 @@ class Words:
     """What to say of a cause.
 
     Attributes:
-      why: Why it happens; `words.why_of` has the arguments.
-      by_hand: What to add if casts are written by hand: the twin has rounded constants
-        then, too.
-      guard: What mends it where float32 does not. The float32 twin shows that it does
-        of each cause without a guard.
-      instead: Another way than float32, if there is one.
-      is_before: Whether the lines before made it: these are named first.
+      why: Why it happens; `words.why_of` fills it in.
+      by_hand: More about it for casts by hand, where the twin has rounded constants.
+      guard: The advice in place of float32. Without it the advice is float32, which the
+        twin shows to be right.
+      instead: The advice beside float32, if there is any.
+      is_before: Whether it was made by lines before, which are named first.
     """
 
     why: str = ""
