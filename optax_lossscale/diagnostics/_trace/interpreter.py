@@ -91,7 +91,8 @@ class Interpreter:
           x: The value.
           place: Where it is.
           inputs: The sites that it depends on; None for what has none.
-          is_elementwise: Whether it is computed number by number.
+          is_elementwise: Whether it is computed number by number, of operands of its
+            shape.
           same: The site of the same magnitudes, if it is a move.
           **about: More fields of its site.
         """
@@ -117,7 +118,9 @@ class Interpreter:
         if same is None:
             origins = None
             if site.primitive and not site.is_decision:
-                rows = [self.sites[i].row for i in site.inputs]
+                operands = [self.sites[i] for i in site.inputs]
+                is_elementwise &= all(i.shape == site.shape for i in operands)
+                rows = [i.row for i in operands]
                 origins = Origins(rows, site.constants, is_elementwise)
             place.recorder.add(number, *x.pair(x.differs), origins)
         self._note_readers(number, place)
@@ -181,34 +184,55 @@ class Interpreter:
         ]
 
     def _operation(self, equation, inputs, place):
-        name = equation.primitive.name
-        both, key = functools.partial(_both, equation), key_of(_both, equation)
-        pairs = [x.pair(x.differs) for x in inputs]
-        call = place.recorder.call
-        reals, wides = call(both, pairs, key=key)
-        opaque = wides is None and not has(name, Trait.BITS)
-        if not wides:
-            wides = [call(widen, x, key=widen) if in_half(x) else x for x in reals]
-        numbers = [x for x in inputs if x.site is not None or is_inexact(x.real)]
-        constants = [c for x in numbers if x.site is None for c in _constant(x.real)]
-        if name == "integer_pow":
-            constants.append(float(equation.params["y"]))
-        shapes = {self.sites[x.site].shape for x in numbers if x.site is not None}
-        is_finite = all(map(math.isfinite, constants))
-        elementwise = has(name, Trait.ELEMENTWISE) and is_finite
-        is_move = has(name, Trait.KEEPS) or name in SIGNS
-        if name == "convert_element_type":  # All of half precision is in float32.
-            is_move = in_half(inputs[0].real) and reals[0].dtype == jnp.float32
-        about = {"primitive": name, "opaque": opaque, "constants": tuple(constants)}
-        about["inputs"] = [x.site for x in numbers]
-        about["same"] = inputs[0].site if is_move and len(inputs) == 1 else None
-        values = []
-        for i, (real, wide) in enumerate(zip(reals, wides, strict=True)):
-            about["is_elementwise"] = elementwise and shapes <= {real.shape}
-            values.append(self.measure(i, Value(real, wide), place, **about))
-        if name == "convert_element_type" and not parts.has_line(equation):
+        """Runs an equation that holds no bodies."""
+        results, opaque = _results(equation, inputs, place.recorder.call)
+        about = _about(equation, inputs) | {"opaque": opaque}
+        values = [self.measure(i, x, place, **about) for i, x in enumerate(results)]
+        if _is_cast(equation) and not parts.has_line(equation):
             self._held[values[0].site] = [self.sites[values[0].site]]
         return values
+
+
+def _is_cast(equation):
+    return equation.primitive.name == "convert_element_type"
+
+
+def _about(equation: Any, inputs: Sequence[Value]) -> dict[str, Any]:
+    """Returns what an equation says of its results, for `Interpreter.measure`."""
+    name, numbers = equation.primitive.name, [x for x in inputs if _is_number(x)]
+    constants = [c for x in numbers if x.site is None for c in _constant(x.real)]
+    if name == "integer_pow":
+        constants.append(float(equation.params["y"]))
+    is_move = has(name, Trait.KEEPS) or name in SIGNS
+    if _is_cast(equation):  # All of half precision is in float32.
+        to = equation.outvars[0].aval.dtype
+        is_move = in_half(inputs[0].real) and to == jnp.float32
+    is_finite = all(map(math.isfinite, constants))
+    return {
+        "primitive": name,
+        "inputs": [x.site for x in numbers],
+        "constants": tuple(constants),
+        "same": inputs[0].site if is_move and len(inputs) == 1 else None,
+        "is_elementwise": has(name, Trait.ELEMENTWISE) and is_finite,
+    }
+
+
+def _is_number(x):
+    return x.site is not None or is_inexact(x.real)
+
+
+def _results(equation, inputs, call):
+    """Runs an equation and its twin, each as the whole of a step.
+
+    Returns:
+      The results; and whether they could not be computed in float32.
+    """
+    both, key = functools.partial(_both, equation), key_of(_both, equation)
+    reals, wides = call(both, [x.pair(x.differs) for x in inputs], key=key)
+    opaque = wides is None and not has(equation.primitive.name, Trait.BITS)
+    if not wides:
+        wides = [call(widen, x, key=widen) if in_half(x) else x for x in reals]
+    return list(map(Value, reals, wides)), opaque
 
 
 def _both(equation, pairs):
