@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from optax_lossscale._jaxprs import flow, lines, parts
 from optax_lossscale._tree import Template, is_inexact
-from optax_lossscale.diagnostics._trace.summary import NOTHING, Recorder
+from optax_lossscale.diagnostics._trace.summary import NOTHING, GroupedRows, Rows
 from optax_lossscale.diagnostics._trace.twin import Value, values_of
 
 
@@ -31,19 +31,15 @@ class Place(NamedTuple):
 
     path: tuple[Any, ...]
     interpreter: Any
-    recorder: Recorder
+    recorder: Rows
     source: lines.Source = lines.Source()
     scope: str = ""
     phase: str = "forward"
     zero: Any = np.int32(0)
 
-    def inside(self, name: str) -> "Place":
+    def inside(self, name: str, recorder: Rows) -> "Place":
         """Returns the place inside a loop, a branch or a device."""
-        return self._replace(path=(*self.path, name), recorder=Recorder())
-
-    def finish(self) -> Any:
-        """Returns what was summed up here."""
-        return self.recorder.finish() + self.zero
+        return self._replace(path=(*self.path, name), recorder=recorder)
 
 
 class Result(NamedTuple):
@@ -97,10 +93,11 @@ def run_cond(equation: Any, inputs: Sequence[Value], place: Place) -> Result:
     differ = [is_inexact(x.aval) for x in equation.outvars]
 
     def branch(k, pairs):
-        inner = place.inside(f"branch {k}")
+        recorder = GroupedRows()
+        inner = place.inside(f"branch {k}", recorder)
         values = inner.interpreter.enter("operand", values_of(pairs, operands), inner)
         out = inner.interpreter.call(branches[k], values, inner)
-        rows, sites = inner.finish(), inner.recorder.sites
+        rows, sites = recorder.finish() + place.zero, recorder.sites
         return list(map(Value.pair, out, differ)), rows, sites, _labels(out)
 
     pairs = [x.pair(x.differs) for x in operands]
@@ -146,10 +143,11 @@ def _run_loop(
     """
 
     def iterate(pairs, x):
-        inner = place.inside("loop")
+        recorder = GroupedRows()
+        inner = place.inside("loop", recorder)
         values = inner.interpreter.enter("state", values_of(pairs, carry), inner)
         new, out, decision = body(values, x, inner)
-        rows, sites = inner.finish(), inner.recorder.sites
+        rows, sites = recorder.finish() + place.zero, recorder.sites
         state = list(map(Value.pair, new, differ))
         outs = [x.pair(x.may_differ) for x in out]
         labels = list(map(_labels, (values, new, out)))
@@ -251,11 +249,12 @@ def run_shard_map(equation: Any, inputs: Sequence[Value], place: Place) -> Resul
         # It varies over all axes of devices, as the summaries do.
         every = jax.sharding.get_abstract_mesh().manual_axes
         zero = 0 * lax.axis_index(tuple(every))
-        inner = place.inside("device")._replace(zero=zero)
+        recorder = GroupedRows()
+        inner = place.inside("device", recorder)._replace(zero=zero)
         values = inner.interpreter.enter("operand", values_of(pairs, inputs), inner)
         out = inner.interpreter.call(params["jaxpr"], values, inner)
-        rows = inner.finish()[None]
-        static.take((_labels(out), inner.recorder.sites))
+        rows = (recorder.finish() + zero)[None]
+        static.take((_labels(out), recorder.sites))
         return [x.pair(x.may_differ) for x in out], rows
 
     in_specs = (list(params["in_specs"]),)

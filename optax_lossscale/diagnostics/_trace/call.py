@@ -205,7 +205,7 @@ class Traced:
         names = [*self._names, *names]
         arrays = [jnp.float32(1), *self._arrays, *self._constants]
         tape = steps.Tape(list(map(jax.typeof, arrays)))
-        recorder = summary.Recorder(tape.call)
+        recorder = summary.TapeRows(tape.call)
         interpreter = Interpreter(jaxpr.invars[0])
         place = Place((), interpreter, recorder)
         with steps.quiet():

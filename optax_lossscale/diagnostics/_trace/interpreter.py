@@ -116,13 +116,13 @@ class Interpreter:
             **({} if phase == "scale" else about),
         )
         if same is None:
-            origins = None
             if site.primitive and not site.is_decision:
                 operands = [self.sites[i] for i in site.inputs]
                 is_elementwise &= all(i.shape == site.shape for i in operands)
                 rows = [i.row for i in operands]
                 origins = Origins(rows, site.constants, is_elementwise)
-            place.recorder.add(number, *x.pair(x.differs), origins)
+                place.recorder.origins[number] = origins
+            place.recorder.add(number, *x.pair(x.differs))
         self._note_readers(number, place)
         return x._replace(site=number)
 
