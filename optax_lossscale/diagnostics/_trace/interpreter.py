@@ -19,7 +19,7 @@ from optax_lossscale.diagnostics._trace.bodies import BODIES, Place
 from optax_lossscale.diagnostics._trace.sites import LOOP, Site
 from optax_lossscale.diagnostics._trace.steps import Slot, key_of
 from optax_lossscale.diagnostics._trace.summary import Origins
-from optax_lossscale.diagnostics._trace.twin import Value, widen
+from optax_lossscale.diagnostics._trace.twin import Pair, widen, without_sites
 
 # Moves that change signs alone.
 SIGNS = ("abs", "neg")
@@ -45,7 +45,7 @@ class Interpreter:
         self._scale, self._numbers = scale, {}
         self._held: dict[int, list[Site]] = {}  # By site, the casts that it moves.
 
-    def interpret(self, jaxpr: Any, args: Sequence[Value], place: Place) -> list[Value]:
+    def interpret(self, jaxpr: Any, args: Sequence[Pair], place: Place) -> list[Pair]:
         """Evaluates a jaxpr, of its constants and its arguments."""
 
         def follow(index, equation, inputs):
@@ -61,14 +61,14 @@ class Interpreter:
                 place = place._replace(phase="backward")
             return self._follow(equation, inputs, here)
 
-        return twin.walk(jaxpr, args, follow, lambda x: Value(x, x))
+        return twin.walk(jaxpr, args, follow, Pair)
 
-    def call(self, jaxpr: Any, args: Sequence[Value], place: Place) -> list[Value]:
+    def call(self, jaxpr: Any, args: Sequence[Pair], place: Place) -> list[Pair]:
         """Evaluates a jaxpr in an equation."""
         jaxpr, consts = parts.opened(jaxpr)
-        return self.interpret(jaxpr, [*(Value(x, x) for x in consts), *args], place)
+        return self.interpret(jaxpr, [*map(Pair, consts), *args], place)
 
-    def enter(self, name: str, values: Sequence[Value], place: Place) -> list[Value]:
+    def enter(self, name: str, values: Sequence[Pair], place: Place) -> list[Pair]:
         """Sums up what a loop, a branch or a device gets, in each iteration."""
         pairs = enumerate(values)
         return [self.measure((name, i), x, place, inputs=[x.site]) for i, x in pairs]
@@ -76,14 +76,14 @@ class Interpreter:
     def measure(
         self,
         name: Any,
-        x: Value,
+        x: Pair,
         place: Place,
         *,
         inputs: Iterable[int | None] = (),
         is_elementwise: bool = False,
         same: int | None = None,
         **about: Any,
-    ) -> Value:
+    ) -> Pair:
         """Sums a value up, if it is a number, or is decided otherwise in float32.
 
         Args:
@@ -97,7 +97,7 @@ class Interpreter:
           **about: More fields of its site.
         """
         if not x.may_differ:
-            return x._replace(site=None)
+            return x.at(None)
         number = self._numbers.setdefault((*place.path, name), len(self._numbers))
         # What depends on the scale is known to be backward later.
         phase = "forward" if place.phase == "backward" else place.phase
@@ -122,9 +122,9 @@ class Interpreter:
                 rows = [i.row for i in operands]
                 origins = Origins(rows, site.constants, is_elementwise)
                 place.recorder.origins[number] = origins
-            place.recorder.add(number, *x.pair(x.differs))
+            place.recorder.add(number, x.real, x.wide)
         self._note_readers(number, place)
-        return x._replace(site=number)
+        return x.at(number)
 
     def _note_readers(self, number, place):
         """Notes the readers of a cast without a line, which gets that of the first."""
@@ -144,8 +144,7 @@ class Interpreter:
             return inputs
         if kind_of(name) == Kind.CALL:
             if name == "remat2":
-                pairs = [x.pair(x.differs) for x in inputs]
-                inputs = twin.values_of(jax.tree.map(_again, pairs), inputs)
+                inputs = jax.tree.map(_again, inputs)
             return self.call(parts.called_jaxpr(equation), inputs, place)
         if name not in BODIES or twin.refs_among(equation.invars):
             return self._operation(equation, inputs, place)
@@ -153,20 +152,13 @@ class Interpreter:
 
     def _flow(self, equation, inputs, place):
         """Runs a loop, a branch or devices."""
-
-        def follow_bodies(pairs):
-            values = twin.values_of(pairs, inputs)
-            return BODIES[equation.primitive.name](equation, values, place)
-
-        recorder, pairs = place.recorder, [x.pair(x.differs) for x in inputs]
-        pairs, sources, sites, rows, decision, count = recorder.call(
-            follow_bodies, pairs
-        )
+        recorder, run = place.recorder, BODIES[equation.primitive.name]
+        run = functools.partial(run, equation, place=place)
+        values, sources, sites, rows, decision, count = recorder.call(run, inputs)
         recorder.extend(sites, rows)
-        values = twin.unpaired(pairs)
         if values and decision is not None:
             # The twin goes its own way: another branch, or more or fewer iterations.
-            wides = [x.wide for x in inputs]
+            wides = [x.twin for x in inputs]
             if count is None:
                 own = recorder.call(functools.partial(twin.bind_wide, equation), wides)
             else:
@@ -174,9 +166,9 @@ class Interpreter:
                 own, wide_count = recorder.call(run_wide, wides)
                 counts = recorder.call(_as_floats, [count, wide_count])
                 about = {"inputs": [decision], "primitive": LOOP}
-                self.measure("iterations", Value(*counts), place, **about)
+                self.measure("iterations", Pair(*counts), place, **about)
             pairs = zip(values, own or [x.wide for x in values], strict=True)
-            values = [Value(x.real, wide) for x, wide in pairs]
+            values = [Pair(x.real, wide) for x, wide in pairs]
             sources = [[*x, decision] for x in sources]
         return [
             self.measure(i, x, place, inputs=y)
@@ -186,10 +178,14 @@ class Interpreter:
     def _operation(self, equation, inputs, place):
         """Runs an equation that holds no bodies."""
         results, opaque = _results(equation, inputs, place.recorder.call)
-        about = _about(equation, inputs) | {"opaque": opaque}
-        values = [self.measure(i, x, place, **about) for i, x in enumerate(results)]
+        about = _about(equation, inputs)
+        values = [
+            self.measure(i, x, place, opaque=opaque, **about)
+            for i, x in enumerate(results)
+        ]
         if _is_cast(equation) and not parts.has_line(equation):
-            self._held[values[0].site] = [self.sites[values[0].site]]
+            casts = [x.site for x in values if x.site is not None]
+            self._held |= {site: [self.sites[site]] for site in casts}
         return values
 
 
@@ -197,7 +193,7 @@ def _is_cast(equation):
     return equation.primitive.name == "convert_element_type"
 
 
-def _about(equation: Any, inputs: Sequence[Value]) -> dict[str, Any]:
+def _about(equation: Any, inputs: Sequence[Pair]) -> dict[str, Any]:
     """Returns what an equation says of its results, for `Interpreter.measure`."""
     name, numbers = equation.primitive.name, [x for x in inputs if _is_number(x)]
     constants = [c for x in numbers if x.site is None for c in _constant(x.real)]
@@ -228,11 +224,11 @@ def _results(equation, inputs, call):
       The results; and whether they could not be computed in float32.
     """
     both, key = functools.partial(_both, equation), key_of(_both, equation)
-    reals, wides = call(both, [x.pair(x.differs) for x in inputs], key=key)
+    reals, wides = call(both, without_sites(inputs), key=key)
     opaque = wides is None and not has(equation.primitive.name, Trait.BITS)
     if not wides:
-        wides = [call(widen, x, key=widen) if in_half(x) else x for x in reals]
-    return list(map(Value, reals, wides)), opaque
+        wides = [call(widen, x, key=widen) if in_half(x) else None for x in reals]
+    return list(map(Pair, reals, wides)), opaque
 
 
 def _both(equation, pairs):
@@ -243,8 +239,7 @@ def _both(equation, pairs):
       not be computed.
     """
     name = equation.primitive.name
-    inputs = twin.unpaired(pairs)
-    args = [x.real for x in inputs]
+    args = [x.real for x in pairs]
     is_constant = not all(isinstance(x, Tracer) for x in args)
     if has(name, Trait.OVER):
         # The compiler would multiply by the reciprocal of a constant, and in a step of
@@ -255,10 +250,10 @@ def _both(equation, pairs):
     if has(name, Trait.REWRITTEN) or is_constant:
         reals = lax.optimization_barrier(reals)
     has_half = any(map(in_half, reals))
-    differs = has_half or any(x.differs for x in inputs)
+    differs = has_half or any(x.differs for x in pairs)
     if not differs and not has(name, Trait.OPAQUE):
         return reals, []
-    return reals, twin.bind_wide(equation, [x.wide for x in inputs])
+    return reals, twin.bind_wide(equation, [x.twin for x in pairs])
 
 
 def _as_floats(counts):
