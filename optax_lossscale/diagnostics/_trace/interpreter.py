@@ -118,8 +118,8 @@ class Interpreter:
         if same is None:
             if site.primitive and not site.is_decision:
                 operands = [self.sites[i] for i in site.inputs]
-                is_elementwise &= all(i.shape == site.shape for i in operands)
-                rows = [i.row for i in operands]
+                is_elementwise &= all(y.shape == site.shape for y in operands)
+                rows = [y.row for y in operands]
                 origins = Origins(rows, site.constants, is_elementwise)
                 place.recorder.origins[number] = origins
             place.recorder.add(number, x.real, x.wide)
@@ -177,12 +177,9 @@ class Interpreter:
 
     def _operation(self, equation, inputs, place):
         """Runs an equation that holds no bodies."""
-        results, opaque = _results(equation, inputs, place.recorder.call)
         about = _about(equation, inputs)
-        values = [
-            self.measure(i, x, place, opaque=opaque, **about)
-            for i, x in enumerate(results)
-        ]
+        results, about["opaque"] = _results(equation, inputs, place.recorder.call)
+        values = [self.measure(i, x, place, **about) for i, x in enumerate(results)]
         if _is_cast(equation) and not parts.has_line(equation):
             casts = [x.site for x in values if x.site is not None]
             self._held |= {site: [self.sites[site]] for site in casts}
@@ -218,7 +215,7 @@ def _is_number(x):
 
 
 def _results(equation, inputs, call):
-    """Runs an equation and its twin, each as the whole of a step.
+    """Runs an equation and its twin in one step.
 
     Returns:
       The results; and whether they could not be computed in float32.
