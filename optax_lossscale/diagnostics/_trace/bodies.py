@@ -1,8 +1,11 @@
 """The bodies of loops, branches and devices, of values and their twins.
 
-Each body is followed once, so that the cost grows with the program. Values enter as
-pairs of arrays, and a value that cannot differ stays one array. What is summed up
+Each body is followed once, so that the cost grows with the program. What is summed up
 inside leaves the body as one array, with one row for each site.
+
+JAX carries pairs, as they are pytrees. But branches have to return the same structure,
+and a loop has to return that of its state. So there pairs have no sites, and each has a
+twin if any branch or the loop makes one: a body is followed until no more are added.
 """
 
 import functools
@@ -18,8 +21,8 @@ from jax.sharding import PartitionSpec
 
 from optax_lossscale._jaxprs import flow, lines, parts
 from optax_lossscale._tree import Template, is_inexact
-from optax_lossscale.diagnostics._trace.summary import NOTHING, Recorder
-from optax_lossscale.diagnostics._trace.twin import Value, values_of
+from optax_lossscale.diagnostics._trace.summary import NOTHING, GroupedRows, Rows
+from optax_lossscale.diagnostics._trace.twin import Pair, without_sites
 
 
 class Place(NamedTuple):
@@ -31,26 +34,22 @@ class Place(NamedTuple):
 
     path: tuple[Any, ...]
     interpreter: Any
-    recorder: Recorder
+    recorder: Rows
     source: lines.Source = lines.Source()
     scope: str = ""
     phase: str = "forward"
     zero: Any = np.int32(0)
 
-    def inside(self, name: str) -> "Place":
+    def inside(self, name: str, recorder: Rows) -> "Place":
         """Returns the place inside a loop, a branch or a device."""
-        return self._replace(path=(*self.path, name), recorder=Recorder())
-
-    def finish(self) -> Any:
-        """Returns what was summed up here."""
-        return self.recorder.finish() + self.zero
+        return self._replace(path=(*self.path, name), recorder=recorder)
 
 
 class Result(NamedTuple):
     """What a loop, a branch or devices return.
 
     Attributes:
-      pairs: The results, each an array and its twin, or None.
+      pairs: The results.
       sources: For each, the sites that it may come from; None for what has none.
       sites: What was summed up inside.
       rows: Its summaries, i32[len(sites), n].
@@ -59,7 +58,7 @@ class Result(NamedTuple):
       count: Of a `while`, how many iterations it ran, i32[].
     """
 
-    pairs: list[Any]
+    pairs: list[Pair]
     sources: list[list[int | None]]
     sites: list[int]
     rows: Any
@@ -84,12 +83,7 @@ def _traced(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any
     return replay, template.fill(closed.out_avals)
 
 
-def _labels(values: Sequence[Value]) -> list[tuple[int | None, bool]]:
-    """Returns the sites of values, and whether they may differ, without the arrays."""
-    return [(x.site, x.may_differ) for x in values]
-
-
-def run_cond(equation: Any, inputs: Sequence[Value], place: Place) -> Result:
+def run_cond(equation: Any, inputs: Sequence[Pair], place: Place) -> Result:
     """Runs a `cond`. Of branches that are not taken, the summaries are zeros."""
     index, *operands = inputs
     branches = equation.params["branches"]
@@ -97,36 +91,36 @@ def run_cond(equation: Any, inputs: Sequence[Value], place: Place) -> Result:
     differ = [is_inexact(x.aval) for x in equation.outvars]
 
     def branch(k, pairs):
-        inner = place.inside(f"branch {k}")
-        values = inner.interpreter.enter("operand", values_of(pairs, operands), inner)
+        recorder = GroupedRows()
+        inner = place.inside(f"branch {k}", recorder)
+        values = inner.interpreter.enter("operand", pairs, inner)
         out = inner.interpreter.call(branches[k], values, inner)
-        rows, sites = inner.finish(), inner.recorder.sites
-        return list(map(Value.pair, out, differ)), rows, sites, _labels(out)
+        rows = recorder.finish() + place.zero
+        return list(map(Pair.with_twin, out, differ)), rows, recorder.sites
 
-    pairs = [x.pair(x.differs) for x in operands]
     while True:
         before = differ
-        traced = [_traced(functools.partial(branch, k), pairs) for k in numbers]
-        ends = list(zip(*(x[-1] for _, x in traced), strict=True))
-        differ = [any(differs for _, differs in x) for x in ends]
+        traced = [_traced(functools.partial(branch, k), operands) for k in numbers]
+        ends = list(zip(*(out for _, (out, _, _) in traced), strict=True))
+        differ = [any(x.differs for x in of_branches) for of_branches in ends]
         if differ == before:  # What one branch decides otherwise has a twin in all.
             break
-    sites = [x for _, (_, _, x, _) in traced]
+    sites = [x for _, (_, _, x) in traced]
 
     def complete(k, pairs):
-        out, own, _, _ = traced[k][0](pairs)
+        out, own, _ = traced[k][0](pairs)
         rows = [np.repeat(NOTHING[None], len(x), 0) + place.zero for x in sites]
-        return out, jnp.concatenate([*rows[:k], own, *rows[k + 1 :]])
+        return without_sites(out), jnp.concatenate([*rows[:k], own, *rows[k + 1 :]])
 
     chosen = [functools.partial(complete, k) for k in numbers]
-    out, rows = flow.switch(equation, index.real, chosen, pairs)
-    sources = [[i for i, _ in x] for x in ends]
+    out, rows = flow.switch(equation, index.real, chosen, operands)
+    sources = [[x.site for x in of_branches] for of_branches in ends]
     decision = index.site if index.differs else None
     return Result(out, sources, [y for x in sites for y in x], rows, decision)
 
 
 def _run_loop(
-    carry: Sequence[Value],
+    carry: Sequence[Pair],
     x: Any,
     place: Place,
     body: Callable[..., Any],
@@ -136,7 +130,7 @@ def _run_loop(
 
     Args:
       carry: The values before the loop.
-      x: The types of the pairs of one slice.
+      x: The types of one slice, in pairs.
       place: Where it is.
       body: Maps values, pairs of a slice and a place to new values, outputs, and the
         site of the decision to go on, or None.
@@ -145,40 +139,45 @@ def _run_loop(
         summaries, and how many iterations ran, or None if that is no decision.
     """
 
-    def iterate(pairs, x):
-        inner = place.inside("loop")
-        values = inner.interpreter.enter("state", values_of(pairs, carry), inner)
+    def iterate(state, x):
+        recorder = GroupedRows()
+        inner = place.inside("loop", recorder)
+        values = [y.at(first.site) for y, first in zip(state, carry, strict=True)]
+        values = inner.interpreter.enter("state", values, inner)
         new, out, decision = body(values, x, inner)
-        rows, sites = inner.finish(), inner.recorder.sites
-        state = list(map(Value.pair, new, differ))
-        outs = [x.pair(x.may_differ) for x in out]
-        labels = list(map(_labels, (values, new, out)))
-        return state, outs, rows, (labels, sites, decision)
+        rows = recorder.finish() + place.zero
+        new = [y.with_twin(old.differs) for y, old in zip(new, state, strict=True)]
+        about = [y.site for y in values], recorder.sites, decision
+        return new, list(map(Pair.with_twin, out)), rows, about
 
-    differ = [x.may_differ for x in carry]
+    def iterate_without_sites(state, x):
+        new, out, rows, _ = step(state, x)
+        return without_sites(new), out, rows
+
+    start = without_sites(map(Pair.with_twin, carry))
     while True:
-        before, start = differ, list(map(Value.pair, carry, differ))
-        step, types = _traced(iterate, start, x)
-        _, _, rows, ((entered, new, out), sites, decision) = types
-        differ = [x or y for x, (_, y) in zip(differ, new, strict=True)]
-        if differ == before:  # What the loop decides otherwise, it carries on.
+        step, (new, out, rows, about) = _traced(iterate, start, x)
+        if all(y.differs == old.differs for y, old in zip(new, start, strict=True)):
             break
-    state, outs, rows, count = loop_over(lambda *args: step(*args)[:3], start, rows)
+        # What the loop decides otherwise, it carries on.
+        start = [old.with_twin(y.differs) for y, old in zip(new, start, strict=True)]
+    entered, sites, decision = about
+    state, outs, rows, count = loop_over(iterate_without_sites, start, rows)
     sources = []
-    for x, (made, _), (first, _) in zip(carry, new, entered, strict=True):
-        sources.append([i for i in (x.site, made) if i is not None])
+    for x, made, first in zip(carry, new, entered, strict=True):
+        sources.append([i for i in (x.site, made.site) if i is not None])
         if first is not None:
             place.interpreter.sites[first].inputs = tuple(sources[-1])
-    sources += [[i] for i, _ in out]
+    sources += [[x.site] for x in out]
     return Result([*state, *outs], sources, sites, rows, decision, count)
 
 
-def run_scan(equation: Any, inputs: Sequence[Value], place: Place) -> Result:
+def run_scan(equation: Any, inputs: Sequence[Pair], place: Place) -> Result:
     """Runs a `scan`."""
     consts, carry, xs = flow.scan_parts(equation, inputs)
 
     def body(values, x, inner):
-        slices = inner.interpreter.enter("slice", values_of(x, xs), inner)
+        slices = inner.interpreter.enter("slice", x, inner)
         args = [*inner.interpreter.enter("constant", consts, inner), *values, *slices]
         out = inner.interpreter.call(equation.params["jaxpr"], args, inner)
         return out[: len(carry)], out[len(carry) :], None
@@ -188,7 +187,7 @@ def run_scan(equation: Any, inputs: Sequence[Value], place: Place) -> Result:
             state, *out = step(state, x)
             return state, out
 
-        state, (outs, rows) = flow.scan(equation, step_of_scan, start, pairs)
+        state, (outs, rows) = flow.scan(equation, step_of_scan, start, xs)
         return state, outs, jnp.max(rows, 0, initial=0), None
 
     def types_of_slice(pair, variable):
@@ -196,13 +195,12 @@ def run_scan(equation: Any, inputs: Sequence[Value], place: Place) -> Result:
             lambda x: parts.type_like(variable.aval, dtype=x.dtype), pair
         )
 
-    pairs = [x.pair(x.differs) for x in xs]
     variables = parts.opened(equation.params["jaxpr"])[0].invars
-    slices = map(types_of_slice, pairs, variables[len(consts) + len(carry) :])
+    slices = map(types_of_slice, xs, variables[len(consts) + len(carry) :])
     return _run_loop(carry, list(slices), place, body, loop_over)
 
 
-def run_while(equation: Any, inputs: Sequence[Value], place: Place) -> Result:
+def run_while(equation: Any, inputs: Sequence[Pair], place: Place) -> Result:
     """Runs a `while`, as often as the program does."""
     asked, consts, carry = flow.while_parts(equation, inputs)
     condition = equation.params["cond_jaxpr"]
@@ -219,14 +217,14 @@ def run_while(equation: Any, inputs: Sequence[Value], place: Place) -> Result:
             choose = functools.partial(flow.choose, again.real)
             pairs = zip(new, values, strict=True)
             new = [
-                Value(choose(x.real, y.real), choose(x.wide, y.wide), x.site)
+                Pair(choose(x.real, y.real), choose(x.twin, y.twin), x.site)
                 for x, y in pairs
             ]
         return new, [], again.site if again.differs else None
 
     def loop_over(step, start, like):
         def goes_on(both):
-            args = [*(x.real for x in asked), *(x for x, _ in both[0])]
+            args = [*(x.real for x in asked), *(x.real for x in both[0])]
             return jnp.any(eval_jaxpr(condition.jaxpr, condition.consts, *args)[0])
 
         def step_of_while(both):
@@ -242,7 +240,7 @@ def run_while(equation: Any, inputs: Sequence[Value], place: Place) -> Result:
     return _run_loop(carry, [], place, body, loop_over)
 
 
-def run_shard_map(equation: Any, inputs: Sequence[Value], place: Place) -> Result:
+def run_shard_map(equation: Any, inputs: Sequence[Pair], place: Place) -> Result:
     """Runs a `shard_map`. Summaries are those of the worst device."""
     params, axes = equation.params, parts.manual_axes(equation)
     static = Template()
@@ -251,19 +249,20 @@ def run_shard_map(equation: Any, inputs: Sequence[Value], place: Place) -> Resul
         # It varies over all axes of devices, as the summaries do.
         every = jax.sharding.get_abstract_mesh().manual_axes
         zero = 0 * lax.axis_index(tuple(every))
-        inner = place.inside("device")._replace(zero=zero)
-        values = inner.interpreter.enter("operand", values_of(pairs, inputs), inner)
+        recorder = GroupedRows()
+        inner = place.inside("device", recorder)._replace(zero=zero)
+        values = inner.interpreter.enter("operand", pairs, inner)
         out = inner.interpreter.call(params["jaxpr"], values, inner)
-        rows = inner.finish()[None]
-        static.take((_labels(out), inner.recorder.sites))
-        return [x.pair(x.may_differ) for x in out], rows
+        rows = (recorder.finish() + zero)[None]
+        static.take(recorder.sites)
+        return list(map(Pair.with_twin, out)), rows
 
     in_specs = (list(params["in_specs"]),)
     out_specs = list(params["out_specs"]), PartitionSpec(axes)
     on_devices = flow.shard_map(equation, body, in_specs, out_specs)
-    out, rows = on_devices([x.pair(x.differs) for x in inputs])
-    labels, sites = static.fill([])
-    return Result(out, [[i] for i, _ in labels], sites, rows.max(0))
+    out, rows = on_devices(inputs)
+    sources = [[x.site] for x in out]
+    return Result(out, sources, static.fill([]), rows.max(0))
 
 
 BODIES = {

@@ -21,7 +21,7 @@ from optax_lossscale.diagnostics._trace import steps, summary, twin
 from optax_lossscale.diagnostics._trace.bodies import Place
 from optax_lossscale.diagnostics._trace.interpreter import Interpreter
 from optax_lossscale.diagnostics._trace.sites import Outline, Run, depending_on
-from optax_lossscale.diagnostics._trace.twin import Value
+from optax_lossscale.diagnostics._trace.twin import Pair
 
 # How many characters of the types of arguments an error shows.
 TYPES_SHOWN = 300
@@ -205,18 +205,19 @@ class Traced:
         names = [*self._names, *names]
         arrays = [jnp.float32(1), *self._arrays, *self._constants]
         tape = steps.Tape(list(map(jax.typeof, arrays)))
-        recorder = summary.Recorder(tape.call)
+        recorder = summary.TapeRows(tape.call)
         interpreter = Interpreter(jaxpr.invars[0])
         place = Place((), interpreter, recorder)
         with steps.quiet():
             entrance = place._replace(phase="argument")
-            scale, *inputs = (Value(x, x) for x in tape.inputs)
+            scale, *inputs = map(Pair, tape.inputs)
             pairs = zip(names, inputs, strict=True)
             inputs = [interpreter.measure(name, x, entrance) for name, x in pairs]
             values = [*inputs[count:], scale, *inputs[:count]]
             loss, *grads = interpreter.interpret(jaxpr, values, place)
             call = functools.partial(tape.call, summary.norms, key=summary.norms)
-            results = recorder.rows, loss[:2], [call(*x[:2]) for x in grads]
+            norms = [call(x.real, x.twin) for x in grads]
+            results = recorder.rows, (loss.real, loss.twin), norms
         _mark_backward(interpreter.sites)
         named = {x.site: name for x, name in zip(inputs, names, strict=True)}
         parameters, ends = names[: self._count], [x.site for x in grads]

@@ -19,7 +19,7 @@ from optax_lossscale.diagnostics._trace.bodies import BODIES, Place
 from optax_lossscale.diagnostics._trace.sites import LOOP, Site
 from optax_lossscale.diagnostics._trace.steps import Slot, key_of
 from optax_lossscale.diagnostics._trace.summary import Origins
-from optax_lossscale.diagnostics._trace.twin import Value, widen
+from optax_lossscale.diagnostics._trace.twin import Pair, widen, without_sites
 
 # Moves that change signs alone.
 SIGNS = ("abs", "neg")
@@ -45,7 +45,7 @@ class Interpreter:
         self._scale, self._numbers = scale, {}
         self._held: dict[int, list[Site]] = {}  # By site, the casts that it moves.
 
-    def interpret(self, jaxpr: Any, args: Sequence[Value], place: Place) -> list[Value]:
+    def interpret(self, jaxpr: Any, args: Sequence[Pair], place: Place) -> list[Pair]:
         """Evaluates a jaxpr, of its constants and its arguments."""
 
         def follow(index, equation, inputs):
@@ -61,14 +61,14 @@ class Interpreter:
                 place = place._replace(phase="backward")
             return self._follow(equation, inputs, here)
 
-        return twin.walk(jaxpr, args, follow, lambda x: Value(x, x))
+        return twin.walk(jaxpr, args, follow, Pair)
 
-    def call(self, jaxpr: Any, args: Sequence[Value], place: Place) -> list[Value]:
+    def call(self, jaxpr: Any, args: Sequence[Pair], place: Place) -> list[Pair]:
         """Evaluates a jaxpr in an equation."""
         jaxpr, consts = parts.opened(jaxpr)
-        return self.interpret(jaxpr, [*(Value(x, x) for x in consts), *args], place)
+        return self.interpret(jaxpr, [*map(Pair, consts), *args], place)
 
-    def enter(self, name: str, values: Sequence[Value], place: Place) -> list[Value]:
+    def enter(self, name: str, values: Sequence[Pair], place: Place) -> list[Pair]:
         """Sums up what a loop, a branch or a device gets, in each iteration."""
         pairs = enumerate(values)
         return [self.measure((name, i), x, place, inputs=[x.site]) for i, x in pairs]
@@ -76,14 +76,14 @@ class Interpreter:
     def measure(
         self,
         name: Any,
-        x: Value,
+        x: Pair,
         place: Place,
         *,
         inputs: Iterable[int | None] = (),
         is_elementwise: bool = False,
         same: int | None = None,
         **about: Any,
-    ) -> Value:
+    ) -> Pair:
         """Sums a value up, if it is a number, or is decided otherwise in float32.
 
         Args:
@@ -91,12 +91,13 @@ class Interpreter:
           x: The value.
           place: Where it is.
           inputs: The sites that it depends on; None for what has none.
-          is_elementwise: Whether it is computed number by number.
+          is_elementwise: Whether it is computed number by number, of operands of its
+            shape.
           same: The site of the same magnitudes, if it is a move.
           **about: More fields of its site.
         """
         if not x.may_differ:
-            return x._replace(site=None)
+            return x.at(None)
         number = self._numbers.setdefault((*place.path, name), len(self._numbers))
         # What depends on the scale is known to be backward later.
         phase = "forward" if place.phase == "backward" else place.phase
@@ -115,13 +116,15 @@ class Interpreter:
             **({} if phase == "scale" else about),
         )
         if same is None:
-            origins = None
             if site.primitive and not site.is_decision:
-                rows = [self.sites[i].row for i in site.inputs]
+                operands = [self.sites[i] for i in site.inputs]
+                is_elementwise &= all(y.shape == site.shape for y in operands)
+                rows = [y.row for y in operands]
                 origins = Origins(rows, site.constants, is_elementwise)
-            place.recorder.add(number, *x.pair(x.differs), origins)
+                place.recorder.origins[number] = origins
+            place.recorder.add(number, x.real, x.wide)
         self._note_readers(number, place)
-        return x._replace(site=number)
+        return x.at(number)
 
     def _note_readers(self, number, place):
         """Notes the readers of a cast without a line, which gets that of the first."""
@@ -141,8 +144,7 @@ class Interpreter:
             return inputs
         if kind_of(name) == Kind.CALL:
             if name == "remat2":
-                pairs = [x.pair(x.differs) for x in inputs]
-                inputs = twin.values_of(jax.tree.map(_again, pairs), inputs)
+                inputs = jax.tree.map(_again, inputs)
             return self.call(parts.called_jaxpr(equation), inputs, place)
         if name not in BODIES or twin.refs_among(equation.invars):
             return self._operation(equation, inputs, place)
@@ -150,20 +152,13 @@ class Interpreter:
 
     def _flow(self, equation, inputs, place):
         """Runs a loop, a branch or devices."""
-
-        def follow_bodies(pairs):
-            values = twin.values_of(pairs, inputs)
-            return BODIES[equation.primitive.name](equation, values, place)
-
-        recorder, pairs = place.recorder, [x.pair(x.differs) for x in inputs]
-        pairs, sources, sites, rows, decision, count = recorder.call(
-            follow_bodies, pairs
-        )
+        recorder, run = place.recorder, BODIES[equation.primitive.name]
+        run = functools.partial(run, equation, place=place)
+        values, sources, sites, rows, decision, count = recorder.call(run, inputs)
         recorder.extend(sites, rows)
-        values = twin.unpaired(pairs)
         if values and decision is not None:
             # The twin goes its own way: another branch, or more or fewer iterations.
-            wides = [x.wide for x in inputs]
+            wides = [x.twin for x in inputs]
             if count is None:
                 own = recorder.call(functools.partial(twin.bind_wide, equation), wides)
             else:
@@ -171,9 +166,9 @@ class Interpreter:
                 own, wide_count = recorder.call(run_wide, wides)
                 counts = recorder.call(_as_floats, [count, wide_count])
                 about = {"inputs": [decision], "primitive": LOOP}
-                self.measure("iterations", Value(*counts), place, **about)
+                self.measure("iterations", Pair(*counts), place, **about)
             pairs = zip(values, own or [x.wide for x in values], strict=True)
-            values = [Value(x.real, wide) for x, wide in pairs]
+            values = [Pair(x.real, wide) for x, wide in pairs]
             sources = [[*x, decision] for x in sources]
         return [
             self.measure(i, x, place, inputs=y)
@@ -181,34 +176,56 @@ class Interpreter:
         ]
 
     def _operation(self, equation, inputs, place):
-        name = equation.primitive.name
-        both, key = functools.partial(_both, equation), key_of(_both, equation)
-        pairs = [x.pair(x.differs) for x in inputs]
-        call = place.recorder.call
-        reals, wides = call(both, pairs, key=key)
-        opaque = wides is None and not has(name, Trait.BITS)
-        if not wides:
-            wides = [call(widen, x, key=widen) if in_half(x) else x for x in reals]
-        numbers = [x for x in inputs if x.site is not None or is_inexact(x.real)]
-        constants = [c for x in numbers if x.site is None for c in _constant(x.real)]
-        if name == "integer_pow":
-            constants.append(float(equation.params["y"]))
-        shapes = {self.sites[x.site].shape for x in numbers if x.site is not None}
-        is_finite = all(map(math.isfinite, constants))
-        elementwise = has(name, Trait.ELEMENTWISE) and is_finite
-        is_move = has(name, Trait.KEEPS) or name in SIGNS
-        if name == "convert_element_type":  # All of half precision is in float32.
-            is_move = in_half(inputs[0].real) and reals[0].dtype == jnp.float32
-        about = {"primitive": name, "opaque": opaque, "constants": tuple(constants)}
-        about["inputs"] = [x.site for x in numbers]
-        about["same"] = inputs[0].site if is_move and len(inputs) == 1 else None
-        values = []
-        for i, (real, wide) in enumerate(zip(reals, wides, strict=True)):
-            about["is_elementwise"] = elementwise and shapes <= {real.shape}
-            values.append(self.measure(i, Value(real, wide), place, **about))
-        if name == "convert_element_type" and not parts.has_line(equation):
-            self._held[values[0].site] = [self.sites[values[0].site]]
+        """Runs an equation that holds no bodies."""
+        about = _about(equation, inputs)
+        results, about["opaque"] = _results(equation, inputs, place.recorder.call)
+        values = [self.measure(i, x, place, **about) for i, x in enumerate(results)]
+        if _is_cast(equation) and not parts.has_line(equation):
+            casts = [x.site for x in values if x.site is not None]
+            self._held |= {site: [self.sites[site]] for site in casts}
         return values
+
+
+def _is_cast(equation):
+    return equation.primitive.name == "convert_element_type"
+
+
+def _about(equation: Any, inputs: Sequence[Pair]) -> dict[str, Any]:
+    """Returns what an equation says of its results, for `Interpreter.measure`."""
+    name, numbers = equation.primitive.name, [x for x in inputs if _is_number(x)]
+    constants = [c for x in numbers if x.site is None for c in _constant(x.real)]
+    if name == "integer_pow":
+        constants.append(float(equation.params["y"]))
+    is_move = has(name, Trait.KEEPS) or name in SIGNS
+    if _is_cast(equation):  # All of half precision is in float32.
+        to = equation.outvars[0].aval.dtype
+        is_move = in_half(inputs[0].real) and to == jnp.float32
+    is_finite = all(map(math.isfinite, constants))
+    return {
+        "primitive": name,
+        "inputs": [x.site for x in numbers],
+        "constants": tuple(constants),
+        "same": inputs[0].site if is_move and len(inputs) == 1 else None,
+        "is_elementwise": has(name, Trait.ELEMENTWISE) and is_finite,
+    }
+
+
+def _is_number(x):
+    return x.site is not None or is_inexact(x.real)
+
+
+def _results(equation, inputs, call):
+    """Runs an equation and its twin in one step.
+
+    Returns:
+      The results; and whether they could not be computed in float32.
+    """
+    both, key = functools.partial(_both, equation), key_of(_both, equation)
+    reals, wides = call(both, without_sites(inputs), key=key)
+    opaque = wides is None and not has(equation.primitive.name, Trait.BITS)
+    if not wides:
+        wides = [call(widen, x, key=widen) if in_half(x) else None for x in reals]
+    return list(map(Pair, reals, wides)), opaque
 
 
 def _both(equation, pairs):
@@ -219,8 +236,7 @@ def _both(equation, pairs):
       not be computed.
     """
     name = equation.primitive.name
-    inputs = twin.unpaired(pairs)
-    args = [x.real for x in inputs]
+    args = [x.real for x in pairs]
     is_constant = not all(isinstance(x, Tracer) for x in args)
     if has(name, Trait.OVER):
         # The compiler would multiply by the reciprocal of a constant, and in a step of
@@ -231,10 +247,10 @@ def _both(equation, pairs):
     if has(name, Trait.REWRITTEN) or is_constant:
         reals = lax.optimization_barrier(reals)
     has_half = any(map(in_half, reals))
-    differs = has_half or any(x.differs for x in inputs)
+    differs = has_half or any(x.differs for x in pairs)
     if not differs and not has(name, Trait.OPAQUE):
         return reals, []
-    return reals, twin.bind_wide(equation, [x.wide for x in inputs])
+    return reals, twin.bind_wide(equation, [x.twin for x in pairs])
 
 
 def _as_floats(counts):

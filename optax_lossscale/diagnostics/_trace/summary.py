@@ -1,5 +1,6 @@
 """A few numbers about an array and its twin; two summaries of one array join by max."""
 
+import abc
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -50,68 +51,39 @@ class Origins(NamedTuple):
     is_elementwise: bool
 
 
-def apply(function: Callable[..., Any], *args: Any, key: Any = None) -> Any:
-    """Calls a function of pytrees of arrays; `key` is for the tape."""
-    del key
-    return function(*args)
-
-
-class Recorder:
-    """Sums arrays up: one row for each site.
-
-    In one program, arrays of one size are summed up together: that compiles faster.
+class Rows(abc.ABC):
+    """The summaries of arrays: one row for each site.
 
     Attributes:
       sites: What was summed up, in the order of the rows.
       rows: Each i32[n, len(FIELDS)], of some of the sites.
-      call: Calls a function of pytrees of arrays; those of one key do the same.
+      origins: By site, what decides whether inf or nan begins there, if it can.
     """
 
-    def __init__(self, call: Callable[..., Any] = apply):
-        """Takes what calls functions: in one program, or as steps of a tape."""
-        self.call = call
+    def __init__(self):
+        """Begins without rows."""
         self.sites: list[int] = []
-        self.rows: list[Any] = [NOTHING[None][:0]] if call is apply else []
-        self._groups: dict[Any, list[Any]] = {}
-        self._origins: dict[int, Origins] = {}
+        self.rows: list[Any] = []
+        self.origins: dict[int, Origins] = {}
 
-    def add(self, site: int, real: Any, wide: Any, origins: Origins | None) -> None:
+    @abc.abstractmethod
+    def call(self, function: Callable[..., Any], *args: Any, key: Any = None) -> Any:
+        """Calls a function of pytrees of arrays; those of one key do the same."""
+
+    @abc.abstractmethod
+    def add(self, site: int, real: Any, wide: Any) -> None:
         """Sums an array and its twin up.
 
         Args:
           site: The number of its site.
           real: The array.
           wide: The array in float32; None if that is the same.
-          origins: What decides whether inf or nan begins here; None if it cannot.
         """
-        if origins is not None:
-            self._origins[site] = origins
-        if self.call is not apply:
-            self.extend([site], self.call(row_of, real, wide, key=row_of))
-            return
-        real, wide, edge = _numbers(real, wide)
-        size = real.size
-        if not size or 2 * size > GROUPED or not _is_replicated(real):
-            row = _reduced(real, wide, edge, tuple(range(real.ndim)))
-            self.extend([site], row[None])
-            return
-        size = ROW if size < ROW and ROW % size == 0 else size
-        kind = edge, wide is not real, size
-        group = self._groups.setdefault(kind, [])
-        group.append((site, real, wide))
-        if (len(group) + 1) * size > GROUPED or len(group) == MEMBERS:
-            self._reduce_group(kind)
 
     def extend(self, sites: Sequence[int], summaries: Any) -> None:
         """Adds what was summed up elsewhere."""
         self.sites += sites
         self.rows.append(summaries)
-
-    def finish(self) -> Any:
-        """Returns i32[len(sites), len(FIELDS)]."""
-        for kind in list(self._groups):
-            self._reduce_group(kind)
-        return self.with_beginnings(jnp.concatenate(self.rows))
 
     def with_beginnings(self, summaries: Any) -> Any:
         """Says in the summaries of all sites where inf and nan begin."""
@@ -120,7 +92,7 @@ class Recorder:
         none, mask, never = range(len(rows), len(rows) + 3)
         index: list[list[int]] = [[never]] * len(rows)
         elementwise = np.zeros(len(rows), bool)
-        for site, (inputs, constants, is_elementwise) in self._origins.items():
+        for site, (inputs, constants, is_elementwise) in self.origins.items():
             elementwise[rows[site]] = is_elementwise
             # An inf may be a mask, but with a constant of nan the nan begins here.
             masks = [mask] * any(map(math.isinf, constants))
@@ -140,6 +112,61 @@ class Recorder:
         # In the rows of a loop or a branch inside, it is known already.
         column = np.eye(len(FIELDS), dtype=np.int32)[[BEGINS]]
         return xp.maximum(summaries, begins.view(np.int32)[:, None] * column)
+
+
+class TapeRows(Rows):
+    """Rows of which each is a step of a tape."""
+
+    def __init__(self, call: Callable[..., Any]):
+        """Takes what adds a step."""
+        super().__init__()
+        self._call = call
+
+    def call(self, function: Callable[..., Any], *args: Any, key: Any = None) -> Any:
+        """Adds a step, and returns what stands for its results."""
+        return self._call(function, *args, key=key)
+
+    def add(self, site: int, real: Any, wide: Any) -> None:
+        """Adds a step that sums an array and its twin up."""
+        self.extend([site], self.call(row_of, real, wide, key=row_of))
+
+
+class GroupedRows(Rows):
+    """Rows in one program: arrays of one size are summed up together.
+
+    That compiles faster.
+    """
+
+    def __init__(self):
+        """Begins without groups."""
+        super().__init__()
+        self._groups: dict[Any, list[Any]] = {}
+
+    def call(self, function: Callable[..., Any], *args: Any, key: Any = None) -> Any:
+        """Calls a function."""
+        del key
+        return function(*args)
+
+    def add(self, site: int, real: Any, wide: Any) -> None:
+        """Adds an array and its twin to those of their size."""
+        real, wide, edge = _numbers(real, wide)
+        size = real.size
+        if not size or 2 * size > GROUPED or not _is_replicated(real):
+            row = _reduced(real, wide, edge, tuple(range(real.ndim)))
+            self.extend([site], row[None])
+            return
+        size = ROW if size < ROW and ROW % size == 0 else size
+        kind = edge, wide is not real, size
+        group = self._groups.setdefault(kind, [])
+        group.append((site, real, wide))
+        if (len(group) + 1) * size > GROUPED or len(group) == MEMBERS:
+            self._reduce_group(kind)
+
+    def finish(self) -> Any:
+        """Returns i32[len(sites), len(FIELDS)], where inf and nan begin included."""
+        for kind in list(self._groups):
+            self._reduce_group(kind)
+        return self.with_beginnings(jnp.concatenate([NOTHING[None][:0], *self.rows]))
 
     def _reduce_group(self, kind):
         edge, has_twin, size = kind
@@ -167,7 +194,7 @@ def numbers(summary: Any) -> dict[str, float]:
 
 
 def row_of(real: Any, wide: Any) -> Any:
-    """Returns i32[1, len(FIELDS)] of an array and its twin; see `Recorder.add`."""
+    """Returns i32[1, len(FIELDS)] of an array and its twin; see `Rows.add`."""
     real, wide, edge = _numbers(real, wide)
     return _reduced(real, wide, edge, tuple(range(real.ndim)))[None]
 

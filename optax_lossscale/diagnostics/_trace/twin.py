@@ -1,7 +1,8 @@
 """A value and its float32 twin; a way through a jaxpr; an equation in float32."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,40 +29,54 @@ def rounded(x: Any, dtype: str) -> Any:
     return jax.lax.reduce_precision(x, 8, jnp.finfo(dtype).nmant)
 
 
-class Value(NamedTuple):
-    """An array, what it would be in float32, and the number of its site.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """An array, and what it would be in float32.
 
-    As long as the two cannot differ they are one object, and nothing runs twice.
+    It is a pytree, so transformations and steps of a tape carry pairs. Its structure
+    says whether it has a twin, and its site.
+
+    Attributes:
+      real: The array.
+      wide: Its twin in float32; None as long as the two cannot differ.
+      site: The number of its site; None if it has none. Where structures have to
+        agree, as those of a loop's state do, pairs are without: see `without_sites`.
     """
 
     real: Any
-    wide: Any
-    site: int | None = None
+    wide: Any = None
+    site: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def differs(self) -> bool:
         """Whether float32 may have other numbers."""
-        return self.wide is not self.real
+        return self.wide is not None
 
     @property
     def may_differ(self) -> bool:
         """Whether it differs, or is a number at all."""
         return self.differs or is_inexact(self.real)
 
-    def pair(self, differs: bool) -> tuple[Any, Any]:
-        """Returns (array, twin), or (array, None) if the two cannot differ."""
-        return (self.real, widen(self.wide)) if differs else (self.real, None)
+    @property
+    def twin(self) -> Any:
+        """What it is in float32, which is the array itself as long as it is alone."""
+        return self.wide if self.differs else self.real
+
+    def at(self, site: int | None) -> "Pair":
+        """Returns the pair with another site."""
+        return Pair(self.real, self.wide, site)
+
+    def with_twin(self, always: bool = False) -> "Pair":
+        """Returns the pair with a twin if it may differ, or always."""
+        if self.differs or not (always or self.may_differ):
+            return self
+        return Pair(self.real, widen(self.real), self.site)
 
 
-def unpaired(pairs: Iterable[Any]) -> list[Value]:
-    """Returns values from pairs of arrays."""
-    return [Value(real, real if wide is None else wide) for real, wide in pairs]
-
-
-def values_of(pairs: Iterable[Any], like: Iterable[Value]) -> list[Value]:
-    """Returns values from pairs of arrays, each with the site of another value."""
-    values = zip(unpaired(pairs), like, strict=True)
-    return [x._replace(site=y.site) for x, y in values]
+def without_sites(pairs: Iterable[Pair]) -> list[Pair]:
+    """Returns pairs without their sites."""
+    return [x.at(None) for x in pairs]
 
 
 def refs_among(variables: Iterable[Any]) -> list[Any]:
