@@ -128,9 +128,12 @@ def is_float32_scalar(leaf: Any) -> bool:
 
 def types_of(tree: Any) -> Any:
     """Returns a tree with the types of its leaves, for messages."""
-    return jax.tree.map(
-        lambda x: jax.typeof(x) if hasattr(x, "dtype") else type(x).__name__, tree
-    )
+
+    def type_of(x):
+        is_array = hasattr(x, "dtype") and not isinstance(x, type)  # jnp.float16 is one
+        return jax.typeof(x) if is_array else type(x).__name__
+
+    return jax.tree.map(type_of, tree)
 
 
 def map_named(function: Callable[[Any, Any], Any], name: str, tree: Any) -> Any:

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from optax_lossscale import _check as check
 from optax_lossscale._autocast import choices as choices_lib, reasons
-from optax_lossscale._autocast.evaluate import DIAGNOSES, MARK, evaluate
+from optax_lossscale._autocast.evaluate import DIAGNOSES, IDLE_MARK, MARK, evaluate
 from optax_lossscale._autocast.policy import State, is_float32
 from optax_lossscale._autocast.program import Step, read
 from optax_lossscale._autocast.roles import Role, mark, steps_of
@@ -172,8 +172,9 @@ def autocast(
             )
             if (notes := reasons.NOTES.get()) is not None:
                 notes.append(f"{reason}." if reason else "")
-            if DIAGNOSES.value and not reason:
-                arrays = [checkpoint_name(x, MARK) for x in arrays]
+            if DIAGNOSES.value:
+                mark = IDLE_MARK if reason else MARK
+                arrays = [checkpoint_name(x, mark) for x in arrays]
             if reason and not told:
                 told.append(reason)
                 warn(f"autocast computes nothing of {of} in {name}: {reason}.")

@@ -19,11 +19,12 @@ from optax_lossscale._jaxprs.primitives import Kind, Trait
 FLOAT32 = jnp.dtype(jnp.float32)
 # Whether a diagnosis traces the program. Then `autocast` casts constants in it, where
 # the diagnosis sees their float32 values; it leaves casts for products without a line;
-# and its results have the name MARK. JAX's caches know this context: a program that was
-# traced for a diagnosis is not trained, and the other way round. All diagnoses share
-# what they trace.
+# and its results have the name MARK, or IDLE_MARK if it casts nothing. JAX's caches
+# know this context: a program that was traced for a diagnosis is not trained, and the
+# other way round. All diagnoses share what they trace.
 DIAGNOSES = jax.make_user_context(default_value=False)
 MARK = "optax_lossscale.autocast"
+IDLE_MARK = f"{MARK} computes nothing"
 
 
 def evaluate(

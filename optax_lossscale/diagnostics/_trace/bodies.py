@@ -55,7 +55,7 @@ class Result(NamedTuple):
       rows: Its summaries, i32[len(sites), n].
       decision: The site that says which branch is taken, or how often a loop runs, if
         that may be another one in float32.
-      count: Of a `while`, how many iterations it ran, i32[].
+      count: Of a `while`, how many iterations it ran, f32[].
     """
 
     pairs: list[Pair]
@@ -233,7 +233,7 @@ def run_while(equation: Any, inputs: Sequence[Pair], place: Place) -> Result:
             return state, jnp.maximum(most, rows), count + 1
 
         nothing = np.zeros(like.shape, np.int32) + place.zero
-        start = start, nothing, np.int32(0) + place.zero
+        start = start, nothing, jnp.asarray(place.zero, jnp.float32)
         state, rows, count = lax.while_loop(goes_on, step_of_while, start)
         return state, [], rows, count
 

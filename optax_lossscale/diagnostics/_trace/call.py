@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale import _check as check, _modules
-from optax_lossscale._autocast.evaluate import DIAGNOSES, MARK
+from optax_lossscale._autocast.evaluate import DIAGNOSES, IDLE_MARK, MARK
 from optax_lossscale._autocast.reasons import NOTES
 from optax_lossscale._gradients import check_scalar_loss, loss_of
 from optax_lossscale._jaxprs import parts
@@ -148,6 +148,7 @@ class Traced:
       closed: The jaxpr that it follows.
       equations: All equations in it.
       is_autocast: Whether `autocast` casts anything in it.
+      is_idle: Whether it holds an `autocast` that casts nothing.
       reason: Why the outermost `autocast` casts nothing; "" if it does.
       computes_in_dtype: Whether anything computes in the dtype in question.
     """
@@ -168,7 +169,9 @@ class Traced:
         self.reason = reasons[-1] if reasons else ""
         self.equations = list(parts.all_equations(self.closed.jaxpr))
         # JAX may have traced it for a diagnosis before, and then adds no reasons.
-        self.is_autocast = any(x.params.get("name") == MARK for x in self.equations)
+        marked = (x for x in self.equations if x.primitive.name == "name")
+        marks = {x.params["name"] for x in marked}
+        self.is_autocast, self.is_idle = MARK in marks, IDLE_MARK in marks
         results = (x.aval for equation in self.equations for x in equation.outvars)
         halves = {x.dtype.name for x in results if in_half(x)}
         self.computes_in_dtype = self.dtype in halves

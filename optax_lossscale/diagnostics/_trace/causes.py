@@ -12,6 +12,7 @@ from optax_lossscale.diagnostics._trace.words import CASTS, Fault
 SHARE = 0.01
 # They make large numbers of small ones; a power does if its exponent is negative.
 INVERSE, POWERS = ("div", "rsqrt", "log", "log1p"), ("pow", "integer_pow")
+EXPONENTIALS = ("exp", "exp2", "expm1")
 # They compute nothing, so that they flush nothing.
 EXACT = (Kind.MOVE, Kind.SPREAD)
 # Max-pooling: it chooses, but returns numbers, not flags.
@@ -276,21 +277,24 @@ def _cause_of_nonfinite(run: Run, key: int) -> tuple[Cause, list[int]]:
 
 def cause_in_float32(run: Run, key: int) -> Cause:
     """Returns what makes inf or nan in float32. Float32 is never the advice there."""
-    site = run.site(key)
-    if "exp" in site.primitive:
-        return Cause.FLOAT32_RANGE
+    site, operands = run.site(key), run.operands(key)
     is_inf = any(run.range(k).float32_nonfinite for k in run.bad_operands(key))
     if is_inf or any(map(math.isinf, _constants_before(run, key))):
         return Cause.FLOAT32_INF
-    # Of finite numbers these make no nan, and have no pole.
-    grows = Trait.SUM | Trait.PLUS | Trait.MINUS | Trait.TIMES
-    is_power = has(site.primitive, Trait.POWER)
-    is_power &= _exponent(site) > 0 or not has(site.primitive, Trait.POLE)
-    is_product = kind_of(site.primitive) == Kind.PRODUCT
-    if is_product or is_power or has(site.primitive, grows):
+    if site.primitive in EXPONENTIALS:
+        return Cause.FLOAT32_RANGE
+    # Of finite numbers these make inf, and no nan.
+    grows = has(site.primitive, Trait.SUM | Trait.PLUS | Trait.MINUS | Trait.TIMES)
+    grows |= site.primitive == "square" or kind_of(site.primitive) == Kind.PRODUCT
+    if grows or (site.primitive == "integer_pow" and _exponent(site) > 0):
         return Cause.FLOAT32_GROWS
-    has_zeros = any(run.range(k).zeros for k in run.operands(key))
-    return Cause.ZEROS if has_zeros else Cause.DOMAIN
+    if not run.is_origin(key):  # Half precision does not tell whether it is inf or nan.
+        return Cause.FLOAT32_ONLY
+    has_zeros = any(run.range(k).zeros for k in operands)
+    if run.range(key).nans:
+        return Cause.ZEROS if has_zeros else Cause.DOMAIN
+    is_pole = has_zeros and has(site.primitive, Trait.POLE)
+    return Cause.ZEROS if is_pole else Cause.FLOAT32_GROWS
 
 
 def _constants_before(run, key):

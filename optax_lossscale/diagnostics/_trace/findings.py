@@ -62,7 +62,7 @@ class NumericFinding(NamedTuple):
         "underflow": results are flushed to zero, or too small to be precise.
         "precision": finite results differ too much from float32.
         "decision": float32 chooses otherwise, among numbers that half precision cannot
-        tell apart, or it ends a loop much sooner. Alone it is no fault.
+        tell apart, or it ends a loop sooner. Alone it is no fault.
         "fine": the gradients agree with float32.
       message: What happens and what to do, in plain words.
       operation: The operation, or None.
@@ -117,6 +117,16 @@ GUARD = (
 )
 
 
+SMALLER = (
+    "make its inputs smaller: look for outliers in the data, in constants and in the "
+    "parameters"
+)
+DIVERGES = (
+    "If the loss grew from step to step, the run diverges: lower the learning rate, "
+    "and restore an earlier checkpoint"
+)
+
+
 class Cause(enum.Enum):
     """What made a fault; the value has its words."""
 
@@ -139,10 +149,9 @@ class Cause(enum.Enum):
     )
     FLOAT32_GROWS = Words(
         TOO_LARGE,
-        guard="the run diverges. Lower the learning rate, or clip gradients, and go on "
-        "from a checkpoint of before. In the first step, look for outliers in the data "
-        "and in the initial parameters",
+        guard=f"{SMALLER}. {DIVERGES}",
     )
+    FLOAT32_ONLY = Words(guard=f"{SMALLER}, or {GUARD}. {DIVERGES}")
     FLOAT32_INF = Words(
         HOLDS_INF,
         by_hand=CONSTANTS,

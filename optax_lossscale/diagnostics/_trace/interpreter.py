@@ -11,12 +11,12 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from optax_lossscale._jaxprs import lines, parts
+from optax_lossscale._jaxprs import ends, lines, parts
 from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of, names_of
 from optax_lossscale._tree import in_half, is_inexact
 from optax_lossscale.diagnostics._trace import twin
 from optax_lossscale.diagnostics._trace.bodies import BODIES, Place
-from optax_lossscale.diagnostics._trace.sites import LOOP, Site
+from optax_lossscale.diagnostics._trace.sites import SOLVER, Site
 from optax_lossscale.diagnostics._trace.steps import Slot, key_of
 from optax_lossscale.diagnostics._trace.summary import Origins
 from optax_lossscale.diagnostics._trace.twin import Pair, widen, without_sites
@@ -159,21 +159,30 @@ class Interpreter:
         if values and decision is not None:
             # The twin goes its own way: another branch, or more or fewer iterations.
             wides = [x.twin for x in inputs]
-            if count is None:
-                own = recorder.call(functools.partial(twin.bind_wide, equation), wides)
-            else:
-                run_wide = functools.partial(twin.run_wide_while, equation)
-                own, wide_count = recorder.call(run_wide, wides)
-                counts = recorder.call(_as_floats, [count, wide_count])
-                about = {"inputs": [decision], "primitive": LOOP}
-                self.measure("iterations", Pair(*counts), place, **about)
+            is_loop = count is not None
+            bind = twin.run_wide_while if is_loop else twin.bind_wide
+            own = recorder.call(functools.partial(bind, equation), wides)
+            own, wide_count = own if is_loop else (own, None)
             pairs = zip(values, own or [x.wide for x in values], strict=True)
             values = [Pair(x.real, wide) for x, wide in pairs]
+            if wide_count is not None:
+                counts = Pair(count, wide_count)
+                self._measure_solver(equation, inputs, values, counts, place)
             sources = [[*x, decision] for x in sources]
         return [
             self.measure(i, x, place, inputs=y)
             for i, (x, y) in enumerate(zip(values, sources, strict=True))
         ]
+
+    def _measure_solver(self, equation, inputs, values, counts, place):
+        """Sums up how many iterations a solver takes, and whether it stands still."""
+        if ends.Walk().ends_by_floats(equation):
+            counts = self.measure("iterations", counts, place, primitive=SOLVER)
+            ask = functools.partial(twin.stands_still, equation)
+            call = place.recorder.call
+            flags = Pair(*call(ask, without_sites(inputs), without_sites(values)))
+            about = {"inputs": [counts.site], "primitive": SOLVER}
+            self.measure("stands still", flags, place, **about)
 
     def _operation(self, equation, inputs, place):
         """Runs an equation that holds no bodies."""
@@ -251,10 +260,6 @@ def _both(equation, pairs):
     if not differs and not has(name, Trait.OPAQUE):
         return reals, []
     return reals, twin.bind_wide(equation, [x.twin for x in pairs])
-
-
-def _as_floats(counts):
-    return [jnp.asarray(x, jnp.float32) for x in counts]
 
 
 def _again(x):

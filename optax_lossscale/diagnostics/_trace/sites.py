@@ -20,8 +20,9 @@ from optax_lossscale.diagnostics import _bits
 INHERITED = 4
 # How many lines to name that led to an operation.
 CALLERS = 3
-# The primitive of a site that counts iterations, in float32.
-LOOP = "while"
+# The primitive of two sites of a solver: its iterations, f32[], and whether it stands
+# still.
+SOLVER = "while"
 # Everyday names of primitives.
 NOUNS = {
     "add": "sum of two", "add_any": "sum of gradients", "cumsum": "running sum",
@@ -32,7 +33,7 @@ NOUNS = {
     "ragged_dot_general": "matrix product", "reduce_max": "maximum",
     "reduce_min": "minimum", "reduce_sum": "sum", "rsqrt": "1 / square root",
     "select_and_gather_add": "max-pooling", "select_and_scatter_add": "max-pooling",
-    "select_n": "choice", "while": "loop", "sqrt": "square root", "sub": "difference",
+    "select_n": "choice", "while": "solver", "sqrt": "square root", "sub": "difference",
     **dict.fromkeys(names_of(Trait.ORDER | Trait.EQUAL), "comparison"),
 }  # fmt: skip
 
@@ -365,6 +366,11 @@ class Run:
         """The operations of the backward pass."""
         sites = self.sites.items()
         return [k for k, x in sites if x.phase == "backward" and x.primitive]
+
+    @property
+    def solvers(self) -> list[int]:
+        """The sites of solvers: iterations, and whether one stands still."""
+        return [k for k, x in self.sites.items() if x.primitive == SOLVER]
 
     @property
     def gradients(self) -> list[int]:

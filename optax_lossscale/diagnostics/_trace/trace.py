@@ -24,6 +24,7 @@ from optax_lossscale.diagnostics._trace.words import power
 PRODUCTS = names_of(Kind.PRODUCT)
 WIDTH = 79
 TRY = "trace autocast(loss_fn) to try it."
+IDLE = "trace autocast(loss_fn) without jax.jit to see why."
 
 
 def not_followed(sites: Iterable[Any]) -> list[str]:
@@ -146,8 +147,7 @@ def trace_numerics(
     where the error begins: what is not finite in float32, then inf and nan, then what a
     loss scale mends, then what no scale mends. A finding of the kind "decision" says
     that float32 chooses otherwise, among numbers that half precision cannot tell apart,
-    or that a loop takes at least twice as many iterations as in float32. It is no fault
-    by itself.
+    or that a solver takes more iterations than in float32. It is no fault by itself.
 
     Of `autocast(f)` it compares with `f`, with its constants. In a program with casts
     written by hand, constants count as the dtype rounds them: 1e-8 is 0 in float16.
@@ -211,7 +211,8 @@ def trace_numerics(
         call = make_call(name, loss_fn, params, args, kwargs, has_aux)
         traced = Traced(call, dtype)
         cast = getattr(loss_fn, "without_scale", loss_fn)
-        nothing = "" if function_of(cast) is None else traced.reason
+        nothing = IDLE if traced.is_idle and not traced.is_autocast else ""
+        nothing = nothing if function_of(cast) is None else traced.reason
         traced.is_autocast &= not nothing
         search = Search(traced.at, closeness(traced.dtype), scale)
         run, best = search.run, search.best

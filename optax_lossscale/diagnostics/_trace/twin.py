@@ -156,10 +156,10 @@ def run_wide_while(equation: Any, args: Sequence[Any]) -> tuple[list[Any] | None
     """Runs a `while` in float32, as `bind_wide` does, and counts its iterations.
 
     Returns:
-      The results, or None if it cannot; and how many iterations it ran, i32[].
+      The results, and how many iterations it ran, f32[]; or twice None if it cannot.
     """
     if parts.has_side_effects(equation):
-        return None, jnp.int32(0)
+        return None, None
     try:
         names = "cond_jaxpr", "body_jaxpr"
         jaxprs = (_widen_jaxpr(*parts.opened(equation.params[x])) for x in names)
@@ -168,18 +168,40 @@ def run_wide_while(equation: Any, args: Sequence[Any]) -> tuple[list[Any] | None
 
         def step(both):
             state, count = both
-            return flow.step_of_while(equation, goes_on, body)(state), count + 1
+            return flow.step_of_while(equation, asking, body)(state), count + 1
 
-        def goes_on(state):
+        def asking(state):
             return asks(*asked, *state)[0]
 
         def body(state):
             return runs(*consts, *state)
 
-        start = carry, jnp.int32(0)
-        return lax.while_loop(lambda both: jnp.any(goes_on(both[0])), step, start)
+        start = carry, jnp.float32(0)
+        return lax.while_loop(lambda both: jnp.any(asking(both[0])), step, start)
     except Exception:  # Whatever a primitive does not support.
-        return None, jnp.int32(0)
+        return None, None
+
+
+def stands_still(
+    equation: Any, inputs: Sequence[Pair], results: Sequence[Pair]
+) -> tuple[Any, Any]:
+    """Asks whether numbers in half precision never reach the tolerance of a `while`.
+
+    It asks the condition about the last floating-point numbers of the program, and the
+    last integers and flags of float32, among which a counter is below its limit.
+
+    Args:
+      equation: The equation.
+      inputs: Its operands.
+      results: Its results, the last state.
+
+    Returns:
+      Whether the loop would go on, bool[]; and what float32 says, False.
+    """
+    asked, _, _ = flow.while_parts(equation, [x.real for x in inputs])
+    state = [x.real if is_inexact(x.real) else x.twin for x in results]
+    (goes_on,) = jaxpr_as_fun(equation.params["cond_jaxpr"])(*asked, *state)
+    return jnp.any(goes_on), jnp.zeros((), bool)
 
 
 def _wide_dtype(dtype: Any) -> Any:

@@ -22,7 +22,6 @@ from optax_lossscale.diagnostics._trace import causes, words
 from optax_lossscale.diagnostics._trace.findings import FindingKind, NumericFinding
 from optax_lossscale.diagnostics._trace.sites import (
     INHERITED,
-    LOOP,
     Run,
     depending_on,
     ratio,
@@ -41,8 +40,6 @@ PART = 0.1
 LEAST, MOST = -126, 126
 # How many lines to name of each kind.
 LINES = 3
-# A loop that takes so many times the iterations of float32 stands still.
-MANY = 2
 # An inf that is swallowed leaves larger errors than this.
 SWALLOWED = 0.5
 
@@ -174,24 +171,24 @@ def headroom(run: Run, key: int) -> float:
 
 def find_all(search: Search) -> list[NumericFinding]:
     """Returns the findings, what to fix first."""
-    findings, loops = _judge(search), _standing_loops(search.run)
-    is_urgent = FindingKind(findings[0].kind).precedes(FindingKind.UNDERFLOW)
-    return [*findings, *loops] if is_urgent else [*loops, *findings]
+    findings, run = _judge(search), search.run
+    solvers: dict[bool, list[NumericFinding]] = {True: [], False: []}
+    for key in _distinct_lines(run, _slow_solvers(run)):
+        stands_still = any(
+            key in run.operands(k) and run.is_decided_otherwise(k) for k in run.solvers
+        )
+        finding = words.slow_solver(run.operation(key), run.outline.dtype, stands_still)
+        solvers[stands_still].append(finding)
+    standing, others = (solvers[x][:LINES] for x in (True, False))
+    if findings[0].kind == FindingKind.FINE:
+        return [*standing, *findings, *others]
+    return [*findings, *standing, *others]
 
 
-def _standing_loops(run):
-    """Finds loops that take many more iterations than in float32."""
-    loops = [k for k, x in run.sites.items() if x.primitive == LOOP]
-    loops = [
-        k
-        for k in loops
-        if run.range(k).largest >= MANY * max(run.range(k).float32_largest, 1)
-    ]
-    about = run.outline.dtype, run.outline.is_autocast
-    return [
-        words.standing_loop(run.operation(k), *about)
-        for k in itertools.islice(_distinct_lines(run, loops), LINES)
-    ]
+def _slow_solvers(run):
+    """Returns the solvers that take more iterations than in float32."""
+    counts = ((k, run.range(k)) for k in run.solvers if not run.site(k).is_decision)
+    return [k for k, x in counts if x.largest > x.float32_largest]
 
 
 def _judge(search):
@@ -234,28 +231,33 @@ def _bad_argument(run):
 
 def _bad_float32(search):
     """Finds where float32 itself makes inf or nan of the loss or of a gradient."""
+    if not _float32_origins(search.run):
+        return []
+    # Where a scale lifts a gradient above float32, a lower one has no such origin.
+    run = search.best or search.at(min(search.run.scale, 1.0))
+    key = next(iter(_float32_origins(run)), None)
+    if key is None:
+        return []
+    if run.is_origin(key):
+        return [words.explain(causes.fault_of(run, key, search.close))]
+    cause = causes.cause_in_float32(run, key)
+    is_hidden = not run.is_bad(key)
+    return [words.in_float32(run.operation(key), cause, is_hidden)]
+
+
+def _float32_origins(run):
+    """Returns where inf and nan of the loss and the gradients begin in float32."""
 
     def is_bad(key):
         return run.range(key).float32_nonfinite > 0
 
     def bad_operands(key):
-        return filter(is_bad, run.operands(key))
+        return list(filter(is_bad, run.operands(key)))
 
-    for run in (search.run, search.best or search.at(min(search.run.scale, 1.0))):
-        # At a lower scale a gradient may be in the range of float32.
-        results = [*run.ran([run.outline.loss]), *run.gradients]
-        reached = run.ancestors(filter(is_bad, results), bad_operands)
-        if not reached:
-            return []
+    results = [*run.ran([run.outline.loss]), *run.gradients]
+    reached = run.ancestors(filter(is_bad, results), bad_operands)
     keys = (k for k in run.sites if k in reached and run.site(k).primitive)
-    key = next((k for k in keys if not any(bad_operands(k))), None)
-    if key is None:
-        return []
-    if run.is_origin(key):
-        return [words.explain(causes.fault_of(run, key, search.close))]
-    is_hidden = not run.is_bad(key)
-    cause = causes.cause_in_float32(run, key)
-    return [words.in_float32(run.operation(key), cause, is_hidden)]
+    return [k for k in keys if not bad_operands(k)]
 
 
 def _beside_loss(run, finding):

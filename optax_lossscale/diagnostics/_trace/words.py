@@ -211,18 +211,25 @@ def huge_loss(loss: float, dtype: str) -> str:
     )
 
 
-def standing_loop(
-    operation: NumericOperation, dtype: str, is_autocast: bool
+def slow_solver(
+    operation: NumericOperation, dtype: str, stands_still: bool
 ) -> NumericFinding:
-    """Says that a loop takes many iterations, and few of them in float32."""
+    """Says that a loop that solves takes more iterations than in float32.
+
+    Args:
+      operation: The loop; its largest number is how many iterations it takes.
+      dtype: The dtype in question.
+      stands_still: Whether its numbers never reach the tolerance.
+    """
     count, wide = operation.output.largest, operation.output.float32_largest
-    passed = lines_to_pass([operation], is_autocast)
-    passed = f", by autocast(loss_fn, {passed})" if passed else ""
-    text = (
-        f"{operation.name} at {operation.place}: it takes {count:.0f} iterations, in "
-        f"float32 {wide:.0f}. If it is a solver, {dtype} does not reach its tolerance: "
-        f"compute the loop in float32{passed}."
-    )
+    text = f"{operation.name} at {operation.place}: this loop takes {count:.0f} "
+    text += f"iterations, in float32 {wide:.0f}"
+    if stands_still:
+        text += f": in {dtype} its numbers never reach the tolerance. Compute the loop "
+        text += "in float32."
+    else:
+        text += f". If that is its limit, {dtype} does not reach the tolerance: "
+        text += "compute the loop in float32."
     return NumericFinding(FindingKind.DECISION, text, operation)
 
 
