@@ -35,20 +35,52 @@ def key_of(function: Callable[..., Any], equation: Any) -> Hashable:
     It does so with arrays of the same types. None for a kernel or a callback,
     which holds what its function closes over, or if a parameter has no hash.
     """
-    if has(equation.primitive.name, Trait.OPAQUE):
+    if any(has(x.primitive.name, Trait.OPAQUE) for x in parts.equations_in(equation)):
         return None
     types = [x.aval for x in (*equation.invars, *equation.outvars)]
-    # 0.0 equals -0.0, and True equals 1.
-    params = [
-        (name, type(x), repr(x) if isinstance(x, float | np.floating) else x)
-        for name, x in sorted(equation.params.items())
-    ]
-    key = (function, equation.primitive, *params, *types, parts.context_of(equation))
     try:
+        key = function, *_key_of_operation(equation), *types
         hash(key)
     except TypeError:
         return None
     return key
+
+
+def _key_of_operation(equation):
+    params = ((name, _key_of_value(x)) for name, x in sorted(equation.params.items()))
+    return equation.primitive, *params, parts.context_of(equation)
+
+
+def _key_of_value(x):
+    """Returns a key of a parameter, equal for equal programs."""
+    if parts.is_jaxpr(x):
+        jaxpr, consts = parts.opened(x)
+        # Two programs that hold arrays are equal only if they are the same.
+        return x if consts else _key_of_program(jaxpr)
+    if isinstance(x, tuple):
+        return type(x), *map(_key_of_value, x)
+    # 0.0 equals -0.0, and True equals 1.
+    return type(x), repr(x) if isinstance(x, float | np.floating) else x
+
+
+def _key_of_program(jaxpr):
+    """Returns a key of a jaxpr: its equations, with numbers in place of variables."""
+    numbers: dict[Any, int] = {}
+
+    def key_of_atom(x):
+        if parts.is_literal(x):
+            return np.asarray(x.val).tobytes(), x.aval
+        return numbers.setdefault(x, len(numbers)), x.aval
+
+    def key_of_atoms(atoms):
+        return tuple(map(key_of_atom, atoms))
+
+    arguments = key_of_atoms((*jaxpr.constvars, *jaxpr.invars))
+    equations = [
+        (key_of_atoms(x.invars), _key_of_operation(x), key_of_atoms(x.outvars))
+        for x in jaxpr.eqns
+    ]
+    return arguments, *equations, key_of_atoms(jaxpr.outvars)
 
 
 class Slot:
@@ -203,12 +235,14 @@ class _Kind:
     @functools.cached_property
     def compiled(self):
         """The compiled function, of the leaves of the arguments."""
-        size = max((math.prod(x.shape) for x in self._avals), default=0)
-        options = _options(self._is_one, self._is_one and size >= LARGE)
-        function = self._flat
-        if not self._is_one:  # Tracing it registers sites, so it must be traced once.
-            function = jaxpr_as_fun(jax.make_jaxpr(self._flat)(*self._avals))
-        return jax.jit(function, compiler_options=options)
+        if self._is_one:
+            size = max((math.prod(x.shape) for x in self._avals), default=0)
+            options = _options(True, size >= LARGE)
+            return jax.jit(self._flat, compiler_options=options)
+        # Tracing it registers sites, so it must be traced once.
+        closed = jax.make_jaxpr(self._flat)(*self._avals)
+        options = _options(False, False)
+        return jax.jit(jaxpr_as_fun(closed), compiler_options=options)
 
     @functools.cached_property
     def avals(self):
