@@ -105,6 +105,21 @@ def test_a_loop_with_a_callback_has_no_key():
     assert steps.key_of(total, step_with_a_loop(function)) is None
 
 
+def test_only_long_loops_are_worth_optimization():
+    def loop(length):
+        def function(x):
+            def inner(x, _):
+                return lax.scan(lambda x, _: (x * 2, None), x, length=3)[0], None
+
+            return lax.cond(
+                x > 0, lambda x: lax.scan(inner, x, length=length)[0], lambda x: x, x
+            )
+
+        return jax.make_jaxpr(function)(1.0).jaxpr
+
+    assert [steps._iterations(loop(n)) for n in (2, 1000)] == [6, 3000]
+
+
 def in_a_thread(function, *args):
     with futures.ThreadPoolExecutor(1) as threads:
         return threads.submit(function, *args).result()

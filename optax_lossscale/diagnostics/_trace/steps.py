@@ -25,6 +25,8 @@ from optax_lossscale.diagnostics._trace.twin import bind_on_refs, constants_of, 
 PATIENCE = 5
 # From so many numbers on, a step is worth some optimization.
 LARGE = 2**14
+# From so many iterations on, a loop is.
+LONG = 2**11
 # A step of one operation compiles in half the time so. Newer versions have it no more.
 SIMPLER = ("xla_cpu_use_fusion_emitters", False)
 
@@ -241,7 +243,7 @@ class _Kind:
             return jax.jit(self._flat, compiler_options=options)
         # Tracing it registers sites, so it must be traced once.
         closed = jax.make_jaxpr(self._flat)(*self._avals)
-        options = _options(False, False)
+        options = _options(False, _iterations(closed.jaxpr) >= LONG)
         return jax.jit(jaxpr_as_fun(closed), compiler_options=options)
 
     @functools.cached_property
@@ -288,11 +290,20 @@ def call_on_host() -> Iterator[None]:
         _KINDS.reset(token)
 
 
-def _options(is_one, is_large):
+def _iterations(jaxpr):
+    """Returns how often the innermost `scan` runs in all."""
+    counts = [1]
+    for equation in jaxpr.eqns:
+        length = equation.params["length"] if equation.primitive.name == "scan" else 1
+        counts += [length * _iterations(x) for x in parts.jaxprs_in(equation)]
+    return max(counts)
+
+
+def _options(is_one, is_optimized):
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
     if jax.default_backend() == "cpu":
-        # It runs a few times only, and LLVM would take most of the time.
-        options["xla_backend_optimization_level"] = int(is_large)
+        # Most steps run a few times only, and LLVM would take most of the time.
+        options["xla_backend_optimization_level"] = int(is_optimized)
         options |= [SIMPLER] if is_one and _is_known(SIMPLER) else []
     return options
 
