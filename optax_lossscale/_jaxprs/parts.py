@@ -79,10 +79,16 @@ def all_equations(jaxpr: Any) -> Iterator[Any]:
 def equations_in(equation: Any) -> Iterator[Any]:
     """Yields an equation, and those of the jaxprs in its parameters."""
     yield equation
+    for jaxpr in jaxprs_in(equation):
+        yield from all_equations(jaxpr)
+
+
+def jaxprs_in(equation: Any) -> Iterator[Any]:
+    """Yields the jaxprs in the parameters of an equation, without their constants."""
     for parameter in equation.params.values():
         for x in parameter if isinstance(parameter, tuple) else (parameter,):
             if is_jaxpr(x):
-                yield from all_equations(opened(x)[0])
+                yield opened(x)[0]
 
 
 def manual_axes(equation: Any) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from tracing import line_of
 
 from optax_lossscale import autocast
 from optax_lossscale.diagnostics import float32_lines, trace_numerics
+from optax_lossscale.diagnostics._trace import proposal, summary
 
 CLOSE = 0.01
 HERE = Path(__file__).name
@@ -99,6 +100,27 @@ def test_a_healthy_program_needs_no_line(scale):
     assert ("the largest that fits" in str(found)) == (scale is None)
     assert found.scale == (scale or trace_numerics(autocast(loss_fn), W).largest_scale)
     assert error_with([], loss_fn, W, scale=found.scale) < CLOSE
+
+
+@pytest.mark.parametrize(
+    ("real", "wide"),
+    [
+        (np.float16([[0, 1], [2, 3]]), np.float32([[1e-8, 1.001], [2.001, 3]])),
+        (jnp.bfloat16([3, 4]), np.float32([3.01, 4.01])),
+        (np.complex64([3j, 4]), np.complex64([3.01j, 4.01])),
+        (np.float32(3e38), np.float32(2e38)),
+        (np.float32([np.inf, 1]), np.float32([1, 1])),
+        (np.float32([]), np.float32([])),
+    ],
+)
+def test_norms_on_the_host_are_those_of_a_trace(real, wide):
+    norms = np.array(summary.norms(real, wide)[:3])
+    on_host = proposal._norms(np.asarray(real), wide)
+    are_finite = np.isfinite(norms)
+    np.testing.assert_array_equal(np.isfinite(on_host), are_finite)
+    np.testing.assert_allclose(
+        np.array(on_host)[are_finite], norms[are_finite], rtol=1e-5
+    )
 
 
 def test_it_says_why_no_line_helps():

@@ -76,6 +76,50 @@ def test_steps_are_kept_until_another_program_is_traced():
     assert not set(first) <= set(trace(3))
 
 
+def step_with_a_loop(function):
+    """Returns the equation of a loop, traced anew."""
+    closed = jax.make_jaxpr(
+        lambda x: lax.scan(lambda x, _: (function(x), None), x, length=3)
+    )
+    return closed(TWO).eqns[-1]
+
+
+def test_loops_with_equal_bodies_have_equal_keys():
+    def key(function):
+        return steps.key_of(total, step_with_a_loop(function))
+
+    functions = jnp.sin, jnp.cos, lambda x: x * 0.0, lambda x: x * -0.0
+    functions += lambda x: x * 1e-8, lambda x: jnp.sin(jnp.cos(x))
+    functions += (lambda x: lax.fori_loop(0, 2, lambda _, x: jnp.sin(x), x),)
+    functions += (lambda x: lax.fori_loop(0, 2, lambda _, x: jnp.cos(x), x),)
+    keys = list(map(key, functions))
+    assert None not in keys
+    assert len(set(keys)) == len(functions)
+    assert keys == [key(lambda x, f=f: f(x)) for f in functions]
+
+
+def test_a_loop_with_a_callback_has_no_key():
+    def function(x):
+        return jax.pure_callback(lambda x: x, jax.typeof(x), x)
+
+    assert steps.key_of(total, step_with_a_loop(function)) is None
+
+
+def test_only_long_loops_are_worth_optimization():
+    def loop(length):
+        def function(x):
+            def inner(x, _):
+                return lax.scan(lambda x, _: (x * 2, None), x, length=3)[0], None
+
+            return lax.cond(
+                x > 0, lambda x: lax.scan(inner, x, length=length)[0], lambda x: x, x
+            )
+
+        return jax.make_jaxpr(function)(1.0).jaxpr
+
+    assert [steps._iterations(loop(n)) for n in (2, 1000)] == [6, 3000]
+
+
 def in_a_thread(function, *args):
     with futures.ThreadPoolExecutor(1) as threads:
         return threads.submit(function, *args).result()

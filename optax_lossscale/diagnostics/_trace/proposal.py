@@ -19,7 +19,6 @@ from optax_lossscale._tree import in_half
 from optax_lossscale.diagnostics._trace import causes, steps, trace, verdict, words
 from optax_lossscale.diagnostics._trace.call import Traced, gradients_of, make_call
 from optax_lossscale.diagnostics._trace.sites import INHERITED, Run, named
-from optax_lossscale.diagnostics._trace.summary import norms
 from optax_lossscale.diagnostics._trace.verdict import Search
 
 FileLine = tuple[str, int]  # The file and the number; "" and 0 if they are not known.
@@ -225,7 +224,7 @@ def _compared(run: Run, function: Any, call: Callable[..., Any]) -> Callable[...
 
     def gradients(function):
         taken = call(function)
-        scale, arrays = jnp.float32(run.scale), taken[1]
+        scale, arrays = jnp.float32(run.scale), taken.arrays
         closed = jax.make_jaxpr(gradients_of(taken))(scale, arrays)
         loss, *grads = steps.results_of(closed, scale, *arrays)
         return loss, grads
@@ -238,11 +237,22 @@ def _compared(run: Run, function: Any, call: Callable[..., Any]) -> Callable[...
             half = jnp.dtype(run.outline.dtype)
             loss, grads = gradients(autocast(function, half, float32=names))
         pairs = zip(grads, truth()[1], strict=True)
-        with steps.quiet():
-            sizes = np.array([jax.jit(norms)(*pair) for pair in pairs], float)
+        sizes = np.array([_norms(*pair) for pair in pairs])
         return sizes, (float(loss), float(truth()[0]))
 
     return compare
+
+
+def _norms(real: Any, wide: Any) -> list[Any]:
+    """Returns the first three of `summary.norms`.
+
+    The gradients are on the host, where no shape of them has to compile.
+    """
+    kind = complex if jnp.iscomplexobj(wide) else float
+    real, wide = (np.asarray(x, kind).ravel().view(float) for x in (real, wide))
+    with np.errstate(over="ignore", invalid="ignore"):
+        arrays = wide, real - wide, np.where(real == 0, wide, 0)
+        return list(map(np.linalg.norm, arrays))
 
 
 def _minimal(

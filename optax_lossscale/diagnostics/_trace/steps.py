@@ -25,6 +25,8 @@ from optax_lossscale.diagnostics._trace.twin import bind_on_refs, constants_of, 
 PATIENCE = 5
 # From so many numbers on, a step is worth some optimization.
 LARGE = 2**14
+# From so many iterations on, a loop is.
+LONG = 2**11
 # A step of one operation compiles in half the time so. Newer versions have it no more.
 SIMPLER = ("xla_cpu_use_fusion_emitters", False)
 
@@ -35,20 +37,52 @@ def key_of(function: Callable[..., Any], equation: Any) -> Hashable:
     It does so with arrays of the same types. None for a kernel or a callback,
     which holds what its function closes over, or if a parameter has no hash.
     """
-    if has(equation.primitive.name, Trait.OPAQUE):
+    if any(has(x.primitive.name, Trait.OPAQUE) for x in parts.equations_in(equation)):
         return None
     types = [x.aval for x in (*equation.invars, *equation.outvars)]
-    # 0.0 equals -0.0, and True equals 1.
-    params = [
-        (name, type(x), repr(x) if isinstance(x, float | np.floating) else x)
-        for name, x in sorted(equation.params.items())
-    ]
-    key = (function, equation.primitive, *params, *types, parts.context_of(equation))
     try:
+        key = function, *_key_of_operation(equation), *types
         hash(key)
     except TypeError:
         return None
     return key
+
+
+def _key_of_operation(equation):
+    params = ((name, _key_of_value(x)) for name, x in sorted(equation.params.items()))
+    return equation.primitive, *params, parts.context_of(equation)
+
+
+def _key_of_value(x):
+    """Returns a key of a parameter, equal for equal programs."""
+    if parts.is_jaxpr(x):
+        jaxpr, consts = parts.opened(x)
+        # Two programs that hold arrays are equal only if they are the same.
+        return x if consts else _key_of_program(jaxpr)
+    if isinstance(x, tuple):
+        return type(x), *map(_key_of_value, x)
+    # 0.0 equals -0.0, and True equals 1.
+    return type(x), repr(x) if isinstance(x, float | np.floating) else x
+
+
+def _key_of_program(jaxpr):
+    """Returns a key of a jaxpr: its equations, with numbers in place of variables."""
+    numbers: dict[Any, int] = {}
+
+    def key_of_atom(x):
+        if parts.is_literal(x):
+            return np.asarray(x.val).tobytes(), x.aval
+        return numbers.setdefault(x, len(numbers)), x.aval
+
+    def key_of_atoms(atoms):
+        return tuple(map(key_of_atom, atoms))
+
+    arguments = key_of_atoms((*jaxpr.constvars, *jaxpr.invars))
+    equations = [
+        (key_of_atoms(x.invars), _key_of_operation(x), key_of_atoms(x.outvars))
+        for x in jaxpr.eqns
+    ]
+    return arguments, *equations, key_of_atoms(jaxpr.outvars)
 
 
 class Slot:
@@ -203,12 +237,14 @@ class _Kind:
     @functools.cached_property
     def compiled(self):
         """The compiled function, of the leaves of the arguments."""
-        size = max((math.prod(x.shape) for x in self._avals), default=0)
-        options = _options(self._is_one, self._is_one and size >= LARGE)
-        function = self._flat
-        if not self._is_one:  # Tracing it registers sites, so it must be traced once.
-            function = jaxpr_as_fun(jax.make_jaxpr(self._flat)(*self._avals))
-        return jax.jit(function, compiler_options=options)
+        if self._is_one:
+            size = max((math.prod(x.shape) for x in self._avals), default=0)
+            options = _options(True, size >= LARGE)
+            return jax.jit(self._flat, compiler_options=options)
+        # Tracing it registers sites, so it must be traced once.
+        closed = jax.make_jaxpr(self._flat)(*self._avals)
+        options = _options(False, _iterations(closed.jaxpr) >= LONG)
+        return jax.jit(jaxpr_as_fun(closed), compiler_options=options)
 
     @functools.cached_property
     def avals(self):
@@ -254,11 +290,20 @@ def call_on_host() -> Iterator[None]:
         _KINDS.reset(token)
 
 
-def _options(is_one, is_large):
+def _iterations(jaxpr):
+    """Returns how often the innermost `scan` runs in all."""
+    counts = [1]
+    for equation in jaxpr.eqns:
+        length = equation.params["length"] if equation.primitive.name == "scan" else 1
+        counts += [length * _iterations(x) for x in parts.jaxprs_in(equation)]
+    return max(counts)
+
+
+def _options(is_one, is_optimized):
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
     if jax.default_backend() == "cpu":
-        # It runs a few times only, and LLVM would take most of the time.
-        options["xla_backend_optimization_level"] = int(is_large)
+        # Most steps run a few times only, and LLVM would take most of the time.
+        options["xla_backend_optimization_level"] = int(is_optimized)
         options |= [SIMPLER] if is_one and _is_known(SIMPLER) else []
     return options
 
