@@ -191,11 +191,12 @@ def test_it_differentiates_what_a_step_differentiates(name):
     step = optimizer.value_and_grad(loss_fn, optimizer.init(params), has_aux=has_aux)
     _, wanted = step(*args)
     call = make_call("trace_numerics", loss_fn, params, args[1:], {}, has_aux)
-    _, arrays, names, count = call
-    _, grads = gradients_of(call)(1.0, arrays)
+    _, grads = gradients_of(call)(1.0, call.arrays)
     for x, y in zip(grads, jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)
-    assert not re.search("mean|var|table|rate", " ".join(names[:count]))
+    assert not re.search(
+        "mean|var|table|rate", " ".join(call.names[: call.differentiated])
+    )
     trace = trace_numerics(loss_fn, *args, has_aux=has_aux)
     assert trace.findings[0].kind == "fine"
 

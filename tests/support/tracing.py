@@ -31,7 +31,7 @@ class Findings:
     def search(self, *args, scale=1.0):
         self._program._compiled  # noqa: B018 # All copies share it.
         found = copy.copy(self._program)
-        _, found._arrays, *_ = call_of(lambda: None, *args)
+        found._call = call_of(lambda: None, *args)
         return Search(found.at, closeness(found.dtype), scale)
 
     def __call__(self, *args, scale=1.0):

@@ -3,7 +3,7 @@
 import functools
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,22 @@ from optax_lossscale.diagnostics._trace.twin import Value
 TYPES_SHOWN = 300
 
 
+class Call(NamedTuple):
+    """A call of a loss function, taken apart.
+
+    Attributes:
+      function: Returns the loss, of other arrays in place of these.
+      arrays: The arrays of the arguments, the differentiated ones first.
+      names: Their names.
+      differentiated: How many are differentiated.
+    """
+
+    function: Callable[[Sequence[Any]], Any]
+    arrays: list[Any]
+    names: list[str]
+    differentiated: int
+
+
 def make_call(
     caller: str,
     loss_fn: Any,
@@ -34,7 +50,7 @@ def make_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     has_aux: Any,
-) -> tuple[Callable[[Sequence[Any]], Any], list[Any], list[str], int]:
+) -> Call:
     """Takes a call apart.
 
     Args:
@@ -44,10 +60,6 @@ def make_call(
       args: More arguments.
       kwargs: Its keyword arguments.
       has_aux: Whether it returns auxiliary data as well.
-
-    Returns:
-      A function that returns the loss of other arrays in place of these; the arrays,
-      the differentiated ones first; their names; and how many are differentiated.
 
     Raises:
       TypeError: If `loss_fn` is no function, `has_aux` no boolean, an argument belongs
@@ -109,7 +121,7 @@ def make_call(
         check_scalar_loss(loss)
         return loss
 
-    return function, list(chosen.values()), [names[i] for i in chosen], count
+    return Call(function, list(chosen.values()), [names[i] for i in chosen], count)
 
 
 def _check_array(name: str, x: jax.Array) -> None:
@@ -121,20 +133,18 @@ def _check_array(name: str, x: jax.Array) -> None:
         raise ValueError(text)
 
 
-def gradients_of(call: Any) -> Callable[..., Any]:
-    """Returns a function of a loss scale and arrays: the loss, the scaled gradients.
-
-    Args:
-      call: What `make_call` returns.
-    """
-    function, _, _, count = call
+def gradients_of(call: Call) -> Callable[..., Any]:
+    """Returns a function of a loss scale and arrays: the loss, the scaled gradients."""
 
     def program(scale, arrays):
+        count = call.differentiated
+        first, rest = arrays[:count], arrays[count:]
+
         def scaled(first):
-            loss = function([*first, *arrays[count:]])
+            loss = call.function([*first, *rest])
             return scale_up(loss, scale), loss
 
-        (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(arrays[:count])
+        (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(first)
         return loss, grads
 
     return program
@@ -152,16 +162,16 @@ class Traced:
       computes_in_dtype: Whether anything computes in the dtype in question.
     """
 
-    def __init__(self, call: Any, dtype: Any):
-        """Traces a call, as `make_call` returns it."""
+    def __init__(self, call: Call, dtype: Any):
+        """Traces a call."""
         self.dtype = check.dtype("dtype", dtype)
         _bits.limits_of(self.dtype)  # Some have no zero.
-        _, self._arrays, self._names, self._count = call
+        self._call = call
         token = NOTES.set(reasons := [])
         try:
             with DIAGNOSES(True):
                 program, scale = gradients_of(call), jnp.float32(1)
-                self.closed = jax.make_jaxpr(program)(scale, self._arrays)
+                self.closed = jax.make_jaxpr(program)(scale, call.arrays)
         finally:
             NOTES.reset(token)
         self._constants = twin.constants_of(self.closed)
@@ -186,7 +196,7 @@ class Traced:
           rounds: Whether to round the parameters and the data first.
         """
         compiled, recorder, outline = self._compiled
-        arrays = [*self._arrays, *self._constants]
+        arrays = [*self._call.arrays, *self._constants]
         if rounds:
             arrays = [twin.rounded(x, self.dtype) for x in arrays]
         rows, losses, sizes = compiled(jnp.float32(scale), *arrays)
@@ -199,11 +209,11 @@ class Traced:
     @functools.cached_property
     def _compiled(self):
         """What runs, what sums it up, and what is known of it."""
-        jaxpr, count = self.closed.jaxpr, len(self._arrays)
+        jaxpr, count = self.closed.jaxpr, len(self._call.arrays)
         closed_over = range(len(jaxpr.constvars))
         names = [f"(array {i} that loss_fn closes over)" for i in closed_over]
-        names = [*self._names, *names]
-        arrays = [jnp.float32(1), *self._arrays, *self._constants]
+        names = [*self._call.names, *names]
+        arrays = [jnp.float32(1), *self._call.arrays, *self._constants]
         tape = steps.Tape(list(map(jax.typeof, arrays)))
         recorder = summary.Recorder(tape.call)
         interpreter = Interpreter(jaxpr.invars[0])
@@ -219,7 +229,7 @@ class Traced:
             results = recorder.rows, loss[:2], [call(*x[:2]) for x in grads]
         _mark_backward(interpreter.sites)
         named = {x.site: name for x, name in zip(inputs, names, strict=True)}
-        parameters, ends = names[: self._count], [x.site for x in grads]
+        parameters, ends = names[: self._call.differentiated], [x.site for x in grads]
         about = interpreter.sites, named, parameters, loss.site, ends
         outline = Outline(self.dtype, *about, self.is_autocast)
         return tape.compiled(results), recorder, outline

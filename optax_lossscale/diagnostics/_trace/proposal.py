@@ -224,7 +224,7 @@ def _compared(run: Run, function: Any, call: Callable[..., Any]) -> Callable[...
 
     def gradients(function):
         taken = call(function)
-        scale, arrays = jnp.float32(run.scale), taken[1]
+        scale, arrays = jnp.float32(run.scale), taken.arrays
         closed = jax.make_jaxpr(gradients_of(taken))(scale, arrays)
         loss, *grads = steps.results_of(closed, scale, *arrays)
         return loss, grads
