@@ -34,13 +34,13 @@ class Call(NamedTuple):
       function: Returns the loss, of other arrays in place of these.
       arrays: The arrays of the arguments, the differentiated ones first.
       names: Their names.
-      count: How many are differentiated.
+      differentiated: How many are differentiated.
     """
 
     function: Callable[[Sequence[Any]], Any]
     arrays: list[Any]
     names: list[str]
-    count: int
+    differentiated: int
 
 
 def make_call(
@@ -137,7 +137,8 @@ def gradients_of(call: Call) -> Callable[..., Any]:
     """Returns a function of a loss scale and arrays: the loss, the scaled gradients."""
 
     def program(scale, arrays):
-        first, rest = arrays[: call.count], arrays[call.count :]
+        count = call.differentiated
+        first, rest = arrays[:count], arrays[count:]
 
         def scaled(first):
             loss = call.function([*first, *rest])
@@ -232,7 +233,7 @@ class Traced:
             results = recorder.rows, (loss.real, loss.twin), norms
         _mark_backward(interpreter.sites)
         named = {x.site: name for x, name in zip(inputs, names, strict=True)}
-        parameters, ends = names[: self._call.count], [x.site for x in grads]
+        parameters, ends = names[: self._call.differentiated], [x.site for x in grads]
         about = interpreter.sites, named, parameters, loss.site, ends
         outline = Outline(self.dtype, *about, self.is_autocast)
         return tape.compiled(results), recorder, outline
