@@ -729,6 +729,10 @@ class TestManyMembers:
         nothing = jnp.zeros(3, jnp.int32)
         state = state._replace(stuck_steps=nothing, consecutive_skipped_steps=nothing)
         assert report(state).member == (0,)
+        # A veto is no loss: the one that lost more is worse, though it goes on.
+        applied, skipped = jnp.array([False, False, True]), jnp.array([1, 1, 9])
+        state = state._replace(last_step_applied=applied, skipped_steps=skipped)
+        assert report(state).member == (2,)
 
     def test_their_leaves_come_first(self):
         state = with_numbers(scale=[4, 8], skipped_steps=[1, 0])
