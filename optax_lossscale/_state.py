@@ -60,9 +60,10 @@ class LossScaleOptimizerState(NamedTuple):
       retries: i32[], passes that `minimize` repeated so far; None without
         `retries`.
       skip_reasons: i32[], why steps were skipped since one was applied, a sum: 1 if
-        gradients were not finite, 2 if a loss was not finite, and 4 if `skip_if` alone
-        skipped the last step. A step whose loss and gradients are not finite counts as
-        one of its loss. None, which it then stays, in a state from before this field.
+        the rule did not let the gradients pass (those of this package let all pass that
+        are finite), 2 if a loss was not finite, and 4 if `skip_if` alone skipped the
+        last step. A step that has both of the first two reasons counts as one of its
+        loss. None, which it then stays, in a state from before this field.
     """
 
     inner_state: Any

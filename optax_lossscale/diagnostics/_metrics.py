@@ -32,7 +32,9 @@ def metrics(state: Any, prefix: str = "") -> dict[str, jax.Array]:
       `consecutive_skipped_steps`, `stuck_steps` and `skip_reasons`, i32[]; with
       `check_loss=True` also `nonfinite_loss_steps`, i32[], and with `retries` also
       `retries`, i32[]. `LossScaleOptimizerState` describes them. The logarithm of a
-      damaged scale is -inf (for 0), inf, or nan (for a negative number too).
+      damaged scale is -inf (for 0), inf, or nan (for a negative number too). If a field
+      of the rule's state has the name of another of these scalars, the other one is
+      returned, and the field is not.
 
     Raises:
       ValueError: If `state` holds no such state, or several.
@@ -51,9 +53,10 @@ def metrics(state: Any, prefix: str = "") -> dict[str, jax.Array]:
     """
     state = find_state(state)
     scale = jnp.asarray(unbox(state.loss_scale_state.loss_scale), jnp.float32)
-    named = {"loss_scale": scale, "log2_loss_scale": _log2(scale)}
-    named |= numbers_of(state.loss_scale_state)
-    named |= numbers_of(state._replace(inner_state=None, loss_scale_state=None))
+    scales = {"loss_scale": scale, "log2_loss_scale": _log2(scale)}
+    counts = numbers_of(state._replace(inner_state=None, loss_scale_state=None))
+    # The scales come first, and a rule's field of the same name replaces neither.
+    named = scales | numbers_of(state.loss_scale_state) | counts | scales
     return {prefix + name: value for name, value in named.items()}
 
 

@@ -1,5 +1,6 @@
 """One verdict: does training make progress, and if not, what to do about it."""
 
+import collections
 import enum
 import textwrap
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import numpy as np
 from optax_lossscale import _check as check, _state
 from optax_lossscale._rules.dynamic import DynamicLossScaleState
 from optax_lossscale._rules.fixed import FixedLossScaleState
+from optax_lossscale._rules.headroom import HeadroomLossScaleState
 from optax_lossscale._rules.tolerant import TolerantLossScaleState
 from optax_lossscale._tree import is_array, is_inexact, unbox
 from optax_lossscale.diagnostics._common import check_host, named_leaves, power
@@ -27,18 +29,23 @@ ARRAYS_SHOWN = 3
 # The states of rules whose `good_steps` counts from 0 at each new scale. A field of
 # this name in other states means what its author wants.
 COUNTING = DynamicLossScaleState, TolerantLossScaleState
+# The states of rules that skip a step if, and only if, its gradients are not finite.
+# Other rules have reasons of their own.
+OURS = *COUNTING, FixedLossScaleState, HeadroomLossScaleState
 
 
 class Reason(enum.StrEnum):
-    """The reason of a verdict."""
+    """The reason of a verdict. Of skips in a row, the worse comes first."""
 
     NOT_FINITE = enum.auto()
     DAMAGED_SCALE = enum.auto()
+    LOSS = enum.auto()
+    LOSS_OR_GRADIENTS = enum.auto()
     FIXED_SCALE = enum.auto()
     AT_MINIMUM = enum.auto()
     RETRIES_FAILED = enum.auto()
-    LOSS = enum.auto()
     LONG_OVERFLOW = enum.auto()
+    RULE = enum.auto()
     OVERFLOW = enum.auto()
     VETO = enum.auto()
     LOW_SCALE = enum.auto()
@@ -47,6 +54,9 @@ class Reason(enum.StrEnum):
     NEW_SCALE = enum.auto()
     UNCHECKED = enum.auto()
     NONE_SKIPPED = enum.auto()
+
+    # A record that holds it prints as one of plain strings.
+    __repr__ = str.__repr__
 
 
 # Advice of several reasons. A report leaves out what does not apply.
@@ -66,9 +76,14 @@ FROZEN = (
     "state. With scale_as_parameter, see "
     "whether the scale among the parameters is finite: report(state, params)."
 )
-NO_LOSS = (
-    "If the loss is not finite, look for inf and nan in data and parameters, and for "
-    "an overflow in the forward pass. No loss scale helps there."
+UPDATE = (
+    "See by diagnostics.describe_nonfinite(grads) whether the skipped gradients are "
+    "finite. If they are, your rule skips them for a reason of its own: its update "
+    "says why."
+)
+PLACES = (
+    "for inf and nan in data and parameters, and for an overflow in the forward pass. "
+    "No loss scale helps there."
 )
 GO_ON = "Then go on from here: skipped steps change neither parameters nor inner state."
 ALL_ADVICE = (
@@ -77,13 +92,13 @@ ALL_ADVICE = (
     FROZEN,
     "If you add gradients up yourself, start each step with zeros, also after a skip: "
     "an inf stays in the sum.",
-    NO_LOSS,
+    f"If the loss is not finite, look {PLACES}",
     "If the loss is finite, compute in float32 what overflows, clip gradients, lower "
     "the learning rate, or lower a high scale (fixed, min_scale or initial_scale).",
     GO_ON,
 )
 # Of each reason the diagnosis, and what to do, one step after the other. {skips} is
-# "The last 2 steps were skipped: their gradients were", for example.
+# "The last 2 steps were skipped: their gradients were not finite", for example.
 WORDS = {
     Reason.NOT_FINITE: (
         "Not finite: {leaves}. {diagnosis}",
@@ -102,25 +117,27 @@ WORDS = {
         "Restore an earlier checkpoint, or begin the scale anew: state._replace("
         "loss_scale_state=optimizer.init(params).loss_scale_state).",
     ),
+    Reason.LOSS: ("{skips}.", TRACE, f"Look {PLACES}", GO_ON),
+    Reason.LOSS_OR_GRADIENTS: ("{skips}.", UPDATE, *ALL_ADVICE),
     Reason.FIXED_SCALE: (
-        "{skips} not finite at this fixed loss scale.",
+        "{skips} at this fixed loss scale.",
         *ALL_ADVICE,
     ),
     Reason.AT_MINIMUM: (
-        "{skips} not finite, though the loss scale cannot go lower.",
+        "{skips}, though the loss scale cannot go lower.",
         *ALL_ADVICE,
     ),
     Reason.RETRIES_FAILED: (
-        "{skips} not finite, in spite of retries.",
+        "{skips}, in spite of retries.",
         *ALL_ADVICE,
     ),
-    Reason.LOSS: ("{skips} not finite.", TRACE, NO_LOSS, GO_ON),
     Reason.LONG_OVERFLOW: (
-        "{skips} not finite, for longer than is usual.",
+        "{skips}, for longer than is usual.",
         *ALL_ADVICE,
     ),
+    Reason.RULE: ("{skips}.", UPDATE, AGAIN, *ALL_ADVICE),
     Reason.OVERFLOW: (
-        "{skips} not finite. A few skips in a row are usual at the start, and a single "
+        "{skips}. A few skips in a row are usual at the start, and a single "
         "one later, when the loss scale has grown too high.",
         AGAIN,
     ),
@@ -133,8 +150,8 @@ WORDS = {
         "Unless you chose it, run diagnostics.trace_numerics(loss_fn, params, batch, "
         "scale=2.0**15). It names the line that overflows at that scale.",
     ),
-    Reason.APPLIED: ("The last step was applied.", RETRIED),
-    Reason.REPEATED: ("No step was skipped. Overflows that cost no batch: {retries}.",),
+    Reason.APPLIED: ("The last step was applied.",),
+    Reason.REPEATED: ("No step was skipped. Passes repeated instead: {retries}.",),
     Reason.NEW_SCALE: ("No step has been taken yet, or the scale has just grown.",),
     Reason.UNCHECKED: (
         "No step was skipped. The state does not tell more: a fixed loss scale checks "
@@ -143,10 +160,17 @@ WORDS = {
     ),
     Reason.NONE_SKIPPED: ("No step was skipped.",),
 }
+# Why steps were skipped: by a rule of this package, and by any other.
 CAUSES = {
-    _state.GRADIENTS: "gradients were",
-    _state.LOSS: "loss was",
-    _state.GRADIENTS | _state.LOSS: "loss or gradients were",
+    _state.GRADIENTS: "{0} gradients were not finite",
+    _state.LOSS: "{0} loss was not finite",
+    _state.GRADIENTS | _state.LOSS: "{0} loss or gradients were not finite",
+}
+OTHER_CAUSES = CAUSES | {
+    _state.GRADIENTS: "the rule did not let {0} gradients pass",
+    _state.GRADIENTS | _state.LOSS: (
+        "{0} loss was not finite, or the rule did not let {0} gradients pass"
+    ),
 }
 # Advice on leaves that are not finite.
 SCALE = (
@@ -170,8 +194,8 @@ STATISTICS = (
 class Report(NamedTuple):
     """The result of `report` and `check_health`. Print it.
 
-    A report about many members or devices says how many of them skipped steps. Its
-    numbers are those of the worst one.
+    A report about many members or devices says how many of them skipped steps, and
+    for which reasons. Its numbers are those of the worst one.
 
     Attributes:
       healthy: Whether training makes progress, as far as the state tells.
@@ -181,19 +205,20 @@ class Report(NamedTuple):
       skipped_steps: Steps skipped so far, including vetoes by `skip_if`.
       consecutive_skipped_steps: Steps skipped since one was applied, without vetoes.
       stuck_steps: How many of these consecutive steps were skipped although the scale
-        could not have been lower.
+        was at its minimum (for a rule without `min_scale`: although it did not fall).
       nonfinite_loss_steps: Steps skipped so far because of the loss; None without
         `check_loss`.
       retries: Passes that were repeated so far; None without `retries`.
       member: The index of the worst member, `(2,)` for example; `()` if the state
         belongs to one. `jax.tree.map(lambda x: x[result.member], state)` is its state.
-      reason: The reason of the verdict as one word, a `str` to compare and to log.
-        Parameters or scale: "not_finite", "damaged_scale". Skipped steps: "overflow" (a
-        few, as is usual), "long_overflow", "at_minimum" (of the scale), "fixed_scale",
-        "retries_failed", "loss" (the loss explains all), "veto". The last step was
-        applied: "applied", "low_scale". No step was skipped: "none_skipped",
-        "new_scale" (no step at this scale yet), "repeated" (passes were), "unchecked"
-        (by a fixed scale).
+      reason: The reason of the verdict as a short name, a `str` to compare and to log.
+        Parameters or scale: "not_finite", "damaged_scale". Skipped steps: "loss" (which
+        explains all), "loss_or_gradients", "fixed_scale", "at_minimum" (of the scale),
+        "retries_failed", "long_overflow", "rule" (one of your own did not let the
+        gradients pass), "overflow" (a few, as is usual), "veto". The last step was
+        applied: "low_scale", "applied". No step was skipped: "repeated" (passes were),
+        "new_scale" (no step at this scale yet), "unchecked" (by a fixed scale),
+        "none_skipped".
 
     Examples:
       >>> import jax.numpy as jnp
@@ -232,7 +257,7 @@ class Report(NamedTuple):
         rows = {
             "loss scale": f"{self.loss_scale:.10g}{log2}",
             "skipped steps": f"{self.skipped_steps}{of_which}",
-            "at lowest scale": stuck and f"{stuck} of these",
+            "stuck steps": stuck and f"{stuck} of these",
             "loss not finite": loss and f"{loss} steps",
             "repeated passes": self.retries,
         }
@@ -266,7 +291,9 @@ def report(state: Any, params: Any = None) -> Report:
       Nor does the state tell whether a trainer scales the loss.
     - The rule. So the report does not know whether a fixed scale skips steps at all. It
       shows the scale as it is: if you restored it or set it by hand, it may be out of
-      the bounds, to which `optimizer.current_loss_scale(state)` clips it.
+      the bounds, to which `optimizer.current_loss_scale(state)` clips it. And it takes
+      a rule for one of this package if its state is: give a rule that skips finite
+      gradients a state of its own, and the report does not call them non-finite.
     - Gradients far below the range of float16. Those of 2**-60 are zero until a dynamic
       scale has doubled about 20 times, which takes 40,000 steps by default. If the loss
       does not fall, ask `suggest_loss_scale` for a higher scale.
@@ -275,10 +302,11 @@ def report(state: Any, params: Any = None) -> Report:
       state: The state after a step; a pytree that holds one
         `LossScaleOptimizerState`. If it belongs to many members (`jax.vmap`) or
         devices (`jax.pmap`), the report says how many skipped steps, and is about the
-        worst of them: one with a damaged scale, one that is not finite, the nearest to
-        one of these limits, or else the one with the most skipped steps, then with the
-        most retries, then with the lowest scale. An array with first axes as long as
-        theirs counts as theirs.
+        worst of them: one with a damaged scale, one that is not finite, one beyond
+        these limits, or else one that skips steps now, of which the `reason` in
+        `Report` that stands first is the worst. Then come the nearest to a limit, the
+        most skipped steps, the most retries and the lowest scale. An array with first
+        axes as long as theirs counts as theirs.
       params: The parameters, batch statistics or a model: any pytree. Of each leaf that
         is not finite, in the inner state as well, the report counts inf and nan. These
         reach parameters of float16 when a new value is rounded, and batch statistics
@@ -336,7 +364,7 @@ def report(state: Any, params: Any = None) -> Report:
     state = _state.find_state(state)
     check_host("report (or check_health)", (state, params))
     read, members = _read_worst(state, params)
-    reason = _reason(read, params is not None)
+    reason = read["reason"]
     template, *advice = WORDS[reason]
     skips = _skips(read) if read["consecutive_skipped_steps"] else ""
     diagnosis = members + template.format(skips=skips, retries=read.get("retries"))
@@ -420,29 +448,60 @@ def _read_worst(state: Any, params: Any) -> tuple[dict[str, Any], str]:
     rule_state = state.loss_scale_state
     named = numbers_of(state._replace(inner_state=None, loss_scale_state=None))
     named["loss_scale"] = jnp.asarray(unbox(rule_state.loss_scale), jnp.float32)
-    if isinstance(rule_state, COUNTING):
+    if type(rule_state) in COUNTING:
         named["good_steps"] = jnp.asarray(unbox(rule_state.good_steps))
     named = jax.device_get(named)
     shape = np.shape(named["skipped_steps"])
     named = {k: np.broadcast_to(x, shape).ravel() for k, x in named.items()}
     scale, skipped = named["loss_scale"], named["skipped_steps"]
-    # Take the member that is nearest to a limit, or furthest beyond it.
+    # How near each member is to a limit, or how far beyond it.
     stuck, in_a_row = named["stuck_steps"], named["consecutive_skipped_steps"]
     measure = np.maximum(stuck / STUCK_STEPS, in_a_row / SKIPPED_STEPS)
     is_valid, is_broken = _is_valid(scale), _is_broken(params, state, shape)
     named["measure"] = np.where(is_valid & ~is_broken, measure, np.inf)
-    # Of several, the one that lost most.
-    retries = named.get("retries", skipped)
-    worst = np.lexsort((scale, -retries, -skipped, -named["measure"], is_valid))[0]
-    read: dict[str, Any] = {name: x[worst].item() for name, x in named.items()}
-    read["is_fixed"] = isinstance(rule_state, FixedLossScaleState)
+    facts = {
+        "is_fixed": type(rule_state) is FixedLossScaleState,
+        "is_ours": type(rule_state) in OURS,
+        "has_params": params is not None,
+    }
+
+    def read_at(indices):
+        columns = [x[indices].tolist() for x in named.values()]
+        rows = zip(*columns, strict=True)
+        return [facts | dict(zip(named, row, strict=True)) for row in rows]
+
+    # Of several, take the one that lost most. Reasons rank those that skip steps now.
+    skips = np.flatnonzero(named["last_step_applied"] == 0)
+    reasons = [_reason(read) for read in read_at(skips)]
+    order, ranks = {x: i for i, x in enumerate(Reason)}, np.full(scale.size, np.inf)
+    ranks[skips] = [order[x] for x in reasons]
+    ranks[in_a_row == 0] = np.inf  # A veto is no loss.
+    measure, retries = named["measure"], named.get("retries", skipped)
+    beyond = np.where(measure < 1, 0, measure)
+    keys = scale, -retries, -skipped, -measure, ranks, -beyond, is_valid
+    worst = np.lexsort(keys)[0]
+    (read,) = read_at([worst])
+    read["reason"] = _reason(read)
     read["member"] = tuple(map(int, np.unravel_index(worst, shape)))
-    ever, last = np.sum(skipped > 0), np.sum(named["last_step_applied"] == 0)
-    members = (
-        f"Members that skipped steps: {ever} of {scale.size}; the last step: {last}."
+    return read, _members(skipped, reasons, read["member"]) if shape else ""
+
+
+def _members(skipped: Any, reasons: list[Reason], member: tuple[int, ...]) -> str:
+    """Says how many of several members skipped steps, why, and which is the worst.
+
+    Args:
+      skipped: i32[n], how many steps each of them skipped.
+      reasons: The reasons of those that skipped the last step.
+      member: The index of the worst.
+    """
+    ever = f"{(skipped > 0).sum()} of {skipped.size}"
+    counts = collections.Counter(reasons)
+    which = ", ".join(f"{counts[x]} {x}" for x in Reason if counts[x])
+    why = f" ({which})" if len(counts) > 1 else ""
+    return (
+        f"Members that skipped steps: {ever}; the last step: {len(reasons)}{why}. "
+        f"The worst is member {list(member)}. "
     )
-    members += f" The worst is member {list(read['member'])}. "
-    return read, members if shape else ""
 
 
 def _is_broken(params: Any, state: Any, shape: tuple[int, ...]) -> np.ndarray:
@@ -459,20 +518,26 @@ def _is_broken(params: Any, state: Any, shape: tuple[int, ...]) -> np.ndarray:
     return broken.ravel()
 
 
-def _loss_skips(read: dict[str, Any]) -> tuple[int, int]:
-    """Returns how many of the steps in a row their loss explains: at least, at most."""
+def _causes(read: dict[str, Any]) -> int:
+    """Returns why steps in a row were skipped, or may have been: a sum of bits."""
+    causes = read.get("skip_reasons", 0) & (_state.GRADIENTS | _state.LOSS)
+    if causes:
+        return causes
+    # Of a state from before this field, its counters tell how many the loss explains.
     in_a_row = read["consecutive_skipped_steps"]
     total = read.get("nonfinite_loss_steps", 0)
-    most = min(total, in_a_row - read["stuck_steps"])
-    causes = read.get("skip_reasons", 0) & (_state.GRADIENTS | _state.LOSS)
-    if causes == _state.LOSS:
-        return in_a_row, in_a_row
-    if causes == _state.GRADIENTS:
-        return 0, 0
-    return max(0, total - (read["skipped_steps"] - in_a_row)), most
+    least = total - (read["skipped_steps"] - in_a_row)
+    most = _most_by_loss(read)
+    return _state.LOSS * (most > 0) | _state.GRADIENTS * (least < in_a_row)
 
 
-def _reason(read: dict[str, Any], has_params: bool) -> Reason:
+def _most_by_loss(read: dict[str, Any]) -> int:
+    """Returns how many of the steps in a row the loss may explain."""
+    in_a_row, stuck = read["consecutive_skipped_steps"], read["stuck_steps"]
+    return min(read.get("nonfinite_loss_steps", 0), in_a_row - stuck)
+
+
+def _reason(read: dict[str, Any]) -> Reason:
     """Returns the reason of a verdict on the state alone."""
     if not _is_valid(read["loss_scale"]):
         return Reason.DAMAGED_SCALE
@@ -489,50 +554,63 @@ def _reason(read: dict[str, Any], has_params: bool) -> Reason:
         return Reason.REPEATED
     if read.get("good_steps") == 0:
         return Reason.NEW_SCALE
-    return (
-        Reason.UNCHECKED if read["is_fixed"] and not has_params else Reason.NONE_SKIPPED
-    )
+    if read["is_fixed"] and not read["has_params"]:
+        return Reason.UNCHECKED
+    return Reason.NONE_SKIPPED
 
 
 def _reason_of_skips(read: dict[str, Any]) -> Reason:
     """Returns the reason of a verdict on steps that were just skipped in a row."""
-    in_a_row, stuck = read["consecutive_skipped_steps"], read["stuck_steps"]
-    least, _ = _loss_skips(read)
-    if least == in_a_row:
-        return Reason.LOSS
-    if in_a_row <= START_UP and not stuck and "retries" not in read:
+    causes = _causes(read)
+    if causes & _state.LOSS:
+        is_loss = causes == _state.LOSS
+        return Reason.LOSS if is_loss else Reason.LOSS_OR_GRADIENTS
+    if not read["is_ours"]:
+        return Reason.RULE
+    if _are_few(read):
         return Reason.OVERFLOW
     if read["is_fixed"]:
         return Reason.FIXED_SCALE
-    if stuck:
+    if read["stuck_steps"]:
         return Reason.AT_MINIMUM
     return Reason.RETRIES_FAILED if "retries" in read else Reason.LONG_OVERFLOW
+
+
+def _are_few(read: dict[str, Any]) -> bool:
+    """Whether so many skips in a row are usual, while the scale falls."""
+    is_long = read["consecutive_skipped_steps"] > START_UP
+    return not (is_long or read["stuck_steps"] or "retries" in read)
 
 
 def _skips(read: dict[str, Any]) -> str:
     """Begins a sentence about the steps that were skipped in a row."""
     in_a_row, reasons = read["consecutive_skipped_steps"], read.get("skip_reasons", 0)
-    least, most = _loss_skips(read)
-    causes = _state.LOSS * (most > 0) | _state.GRADIENTS * (least < in_a_row)
     is_one = in_a_row == 1
-    whose = f"{'its' if is_one else 'their'} {CAUSES[causes]}"
+    sentences = CAUSES if read["is_ours"] else OTHER_CAUSES
+    why = sentences[_causes(read)].format("its" if is_one else "their")
     steps = "last step was" if is_one else f"last {in_a_row} steps were"
     start = "The"
     if not reasons:  # Of a state from before this field. Nobody knows which came last.
         start = "Apart from vetoes, the"
     elif reasons & _state.VETO:
         start = "The last step was vetoed by skip_if. Before it, the"
-    return f"{start} {steps} skipped: {whose}"
+    return f"{start} {steps} skipped: {why}"
 
 
 def _unfit(read: dict[str, Any]) -> set[str]:
     """Returns the advice that does not apply."""
-    in_a_row, stuck = read["consecutive_skipped_steps"], read["stuck_steps"]
-    retries, (_, most) = read.get("retries"), _loss_skips(read)
+    in_a_row, are_few = read["consecutive_skipped_steps"], _are_few(read)
     # The scale fell for so long that the step may not use it.
-    is_frozen = in_a_row - most > START_UP and in_a_row > stuck
-    has_retried = retries is not None and (in_a_row or retries == 0)
-    fits = {AGAIN: in_a_row > 1, RETRIED: has_retried, FROZEN: is_frozen}
+    by_gradients = in_a_row - _most_by_loss(read)
+    is_frozen = by_gradients > START_UP and in_a_row > read["stuck_steps"]
+    fits = {
+        UPDATE: not read["is_ours"] and (in_a_row > 1 or not are_few),
+        AGAIN: are_few and in_a_row > 1,
+        RETRIED: "retries" in read,
+        FROZEN: is_frozen,
+    }
+    if read["reason"] is Reason.RULE and are_few:
+        fits |= dict.fromkeys(ALL_ADVICE, False)
     return {item for item, applies in fits.items() if not applies}
 
 

@@ -1,6 +1,7 @@
 """Metrics, and the names of non-finite gradients."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -114,6 +115,23 @@ class TestMetrics:
 
         found = metrics(run(GOOD, loss_scale=Rule()))
         assert found.keys() == {"loss_scale", "log2_loss_scale", "drops"} | COUNTERS
+
+    def test_the_optimizer_wins_where_a_rule_uses_its_names(self):
+        class State(NamedTuple):
+            loss_scale: jax.Array
+            log2_loss_scale: jax.Array
+            skip_reasons: jax.Array
+
+        class Rule(LossScale):
+            def init(self):
+                return State(jnp.float32(4), jnp.float32(99), jnp.int32(99))
+
+            def update(self, grads, state, *, axis_name=None):
+                return state, all_finite(grads)
+
+        found = metrics(run(BAD, loss_scale=Rule()))
+        assert found.keys() == {"loss_scale", "log2_loss_scale"} | COUNTERS
+        assert (found["log2_loss_scale"], found["skip_reasons"]) == (2, 1)
 
 
 class TestNonfiniteLeaves:

@@ -1,5 +1,6 @@
 """The verdict on a state: what it finds, what it advises, and when it raises."""
 
+import dataclasses
 import functools
 import re
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from optax_lossscale import (
     TolerantLossScale,
     all_finite,
 )
+from optax_lossscale._rules.dynamic import DynamicLossScaleState
 from optax_lossscale.diagnostics import Report, check_health, metrics, report
 from optax_lossscale.diagnostics._report import Reason
 
@@ -134,9 +136,16 @@ class TestThresholds:
     def test_plain_numbers(self):
         verdict = report(run(1.0, INF, LOST))
         numbers = 2.0**14, 2, 2, 0, 1, None, ()
-        assert verdict == (True, *verdict[1:3], *numbers, "overflow")
+        assert verdict == (True, *verdict[1:3], *numbers, "loss_or_gradients")
         assert [type(x) for x in verdict[3:-3]] == [float, int, int, int, int]
-        assert (str(verdict.reason), f"{verdict.reason}") == ("overflow", "overflow")
+
+    def test_the_reason_is_logged_as_a_string(self):
+        reason = report(run(INF)).reason
+        assert [str(reason), f"{reason}"] == ["overflow"] * 2
+        assert repr({"reason": reason}) == "{'reason': 'overflow'}"
+
+    def test_is_a_report(self):
+        verdict = report(run())
         assert isinstance(verdict, Report)
 
 
@@ -175,7 +184,11 @@ REASONS = [
     (run, [LOST, (1.0, 1.0), OVERFLOW], {"loss_scale": SKIPPING}, "fixed_scale"),
     (run, [LOST, (1.0, 1.0), OVERFLOW], {}, "overflow"),
     (run, [LOST, LOST], {}, "loss"),
-    (run, [OVERFLOW, LOST], {}, "overflow"),
+    # No loss is as is usual, also after a step whose gradients alone overflowed.
+    (run, [OVERFLOW, LOST], {}, "loss_or_gradients"),
+    (run, [*[LOST] * 3, OVERFLOW], {}, "loss_or_gradients"),
+    (run, [*[OVERFLOW] * 9, LOST], {"loss_scale": ONE}, "loss_or_gradients"),
+    (run, [LOST, OVERFLOW], {"loss_scale": SKIPPING}, "loss_or_gradients"),
     (retry, [1.0, 1.0], {}, "repeated"),
     (retry, [1.0], {"loss_scale": DynamicLossScale(8.0)}, "none_skipped"),
     (retry, [1.0, NAN], {}, "retries_failed"),
@@ -207,52 +220,131 @@ def no_reason(*steps, **options):
     return run(*steps, **options)._replace(skip_reasons=None)
 
 
+class AnyScale(NamedTuple):
+    loss_scale: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class AtMostTwo(LossScale):
+    """Skips larger gradients, although they are finite."""
+
+    factor: float = 1.0
+
+    def init(self):
+        return AnyScale(jnp.float32(2.0**60))
+
+    def update(self, grads, state, *, axis_name=None):
+        passes = jnp.max(jnp.abs(grads["w"])) <= 2
+        scale = jnp.where(passes, self(state), self(state) * self.factor)
+        return AnyScale(scale), passes
+
+
 ITS = "The last step was skipped: its gradients were not finite"
 USUAL = (
     ". A few skips in a row are usual at the start, and a single one later, when the "
     "loss scale has grown too high."
 )
-# Of each reason an example, the diagnosis, and the words with which each advice begins.
-ALL = "Run diagnostics", "If you add", "If the loss is not", "If the loss is f", "Then"
+TRACE = (
+    "Run diagnostics.trace_numerics(loss_fn, params, batch, state=state) with the "
+    "arguments of a skipped step. It names the line where inf or nan begins."
+)
+RETRIED = (
+    "See why retries did not help: the loss is not finite, all retries are used up, "
+    "minimize is not called, or the rule keeps the scale (min_scale, hysteresis)."
+)
+FROZEN = (
+    "If the trace finds nothing at this scale, make sure that value_and_grad and "
+    "get_scaled_loss are called inside the step, with the state that the update gets: "
+    "a function made once before the loop keeps the first scale, and so does a second "
+    "state. With scale_as_parameter, see whether the scale among the parameters is "
+    "finite: report(state, params)."
+)
+GO_ON = "Then go on from here: skipped steps change neither parameters nor inner state."
+ALL = (
+    "If you add gradients up yourself, start each step with zeros, also after a skip: "
+    "an inf stays in the sum.",
+    "If the loss is not finite, look for inf and nan in data and parameters, and for "
+    "an overflow in the forward pass. No loss scale helps there.",
+    "If the loss is finite, compute in float32 what overflows, clip gradients, lower "
+    "the learning rate, or lower a high scale (fixed, min_scale or initial_scale).",
+    GO_ON,
+)
+UPDATE = (
+    "See by diagnostics.describe_nonfinite(grads) whether the skipped gradients are "
+    "finite. If they are, your rule skips them for a reason of its own: its update "
+    "says why."
+)
+# Of each reason an example, the diagnosis, and all of the advice.
 WORDS = {
     "not_finite": (
         (lambda: (run(1.0), jnp.float16(INF))),
         "Not finite: params, float16[]: 1 inf, 0 nan of 1. No step was skipped.",
-        ("Restore", "Keep", "Take a rule that skips"),
+        (
+            "Restore a checkpoint in which they are finite. Before the first step, "
+            "initialize them anew.",
+            "Keep parameters of float16 in float32 and cast them in the loss function: "
+            "no step sees that a large value is inf once it is rounded.",
+            "Take a rule that skips: dynamic, or FixedLossScale(..., "
+            "skip_nonfinite=True). For updates that are not finite, chain "
+            "optax.apply_if_finite(optax.identity(), 5) after the inner optimizer. "
+            "Keep returned statistics by select_applied.",
+        ),
     ),
     "damaged_scale": (
         lambda: with_numbers(NAN),
         "The loss scale is damaged: it is not a number from 2^-126 to 2^126. If it is "
         "inf or nan, the next step begins anew at the initial_scale of the rule.",
-        ("Restore an earlier checkpoint, or begin the scale anew",),
+        (
+            "Restore an earlier checkpoint, or begin the scale anew: state._replace("
+            "loss_scale_state=optimizer.init(params).loss_scale_state).",
+        ),
     ),
     "fixed_scale": (
         lambda: run(NAN, loss_scale=SKIPPING),
         f"{ITS} at this fixed loss scale.",
-        ALL,
+        (TRACE, *ALL),
     ),
     "at_minimum": (
         lambda: retry(NAN, loss_scale=ONE),
         f"{ITS}, though the loss scale cannot go lower.",
-        ("See why retries did not help", *ALL),
+        (RETRIED, TRACE, *ALL),
     ),
     "retries_failed": (
         lambda: retry(NAN),
         f"{ITS}, in spite of retries.",
-        ("See why retries did not help", *ALL),
+        (RETRIED, TRACE, *ALL),
     ),
     "loss": (
         lambda: run(LOST),
         "The last step was skipped: its loss was not finite.",
-        (ALL[0], ALL[2], ALL[4]),
+        (
+            TRACE,
+            "Look for inf and nan in data and parameters, and for an overflow in the "
+            "forward pass. No loss scale helps there.",
+            GO_ON,
+        ),
+    ),
+    "loss_or_gradients": (
+        lambda: run(*[LOST] * 3, OVERFLOW),
+        "The last 4 steps were skipped: their loss or gradients were not finite.",
+        (TRACE, *ALL),
     ),
     "long_overflow": (
         lambda: run(*[INF] * 25, loss_scale=DynamicLossScale(2.0**40)),
         "The last 25 steps were skipped: their gradients were not finite, for longer "
         "than is usual.",
-        (ALL[0], "If the trace finds nothing at this scale", *ALL[1:]),
+        (TRACE, FROZEN, *ALL),
     ),
-    "overflow": (lambda: run(INF), ITS + USUAL, ()),
+    "rule": (
+        lambda: run(*[10.0] * 101, loss_scale=AtMostTwo()),
+        "The last 101 steps were skipped: the rule did not let their gradients pass.",
+        (UPDATE, TRACE, *ALL),
+    ),
+    "overflow": (
+        lambda: run(INF, INF),
+        "The last 2 steps were skipped: their gradients were not finite" + USUAL,
+        (f"If they continue: {TRACE}",),
+    ),
     "veto": (
         lambda: run(VETOED),
         "The last step was vetoed by skip_if. It counts as skipped, and check_health "
@@ -262,16 +354,19 @@ WORDS = {
     "low_scale": (
         lambda: run(INF, 1.0, loss_scale=DynamicLossScale(2.0)),
         "The last step was applied, but the loss scale is too low to help.",
-        ("Unless you chose it, run",),
+        (
+            "Unless you chose it, run diagnostics.trace_numerics(loss_fn, params, "
+            "batch, scale=2.0**15). It names the line that overflows at that scale.",
+        ),
     ),
     "applied": (
         lambda: run(INF, 1.0, retries=24),
         "The last step was applied.",
-        ("See why retries did not help",),
+        (),
     ),
     "repeated": (
         lambda: retry(1.0, 1.0),
-        "No step was skipped. Overflows that cost no batch: 5.",
+        "No step was skipped. Passes repeated instead: 5.",
         (),
     ),
     "new_scale": (run, "No step has been taken yet, or the scale has just grown.", ()),
@@ -279,7 +374,10 @@ WORDS = {
         lambda: run(NAN, loss_scale=1.0),
         "No step was skipped. The state does not tell more: a fixed loss scale checks "
         "no gradients, unless it has skip_nonfinite=True.",
-        ("Pass the parameters",),
+        (
+            "Pass the parameters, report(state, params), to see whether they are "
+            "finite.",
+        ),
     ),
     "none_skipped": (lambda: run(1.0), "No step was skipped.", ()),
 }
@@ -291,9 +389,43 @@ def test_the_words_of_each_reason(reason):
     make, diagnosis, advice = WORDS[reason]
     made = make()
     verdict = report(*made) if type(made) is tuple else report(made)
-    assert (verdict.reason, verdict.diagnosis) == (reason, diagnosis)
-    pairs = zip(verdict.advice, advice, strict=True)
-    assert all(got.startswith(wanted) for got, wanted in pairs)
+    assert verdict.reason == reason
+    assert (verdict.diagnosis, verdict.advice) == (diagnosis, advice)
+
+
+@pytest.mark.filterwarnings("ignore:update repeats nothing")
+@pytest.mark.parametrize("skipped", [VETOED, LOST, OVERFLOW])
+def test_retries_are_no_topic_once_a_step_is_applied(skipped):
+    verdict = report(run(skipped, (1.0, 1.0), retries=2))
+    assert (verdict.reason, verdict.retries, verdict.advice) == ("applied", 0, ())
+
+
+def test_a_rule_of_a_user_may_skip_finite_gradients():
+    verdict = report(run(LOST, LOST, (10.0, 1.0), loss_scale=AtMostTwo()))
+    assert verdict.diagnosis == (
+        "The last 3 steps were skipped: their loss was not finite, or the rule did not "
+        "let their gradients pass."
+    )
+    assert verdict.advice == (UPDATE, TRACE, *ALL)
+    # If the scale falls, a few skips are no reason to worry.
+    again = UPDATE, f"If they continue: {TRACE}"
+    for steps, advice in ((1, ()), (2, again), (25, (UPDATE, TRACE, FROZEN, *ALL))):
+        verdict = report(run(*[10.0] * steps, loss_scale=AtMostTwo(0.5)))
+        assert (verdict.reason, verdict.advice) == ("rule", advice)
+        assert verdict.diagnosis.endswith("gradients pass.")
+
+
+def test_a_state_that_looks_like_one_of_ours_is_not():
+    class State(DynamicLossScaleState):
+        pass
+
+    state = run(INF)
+    rule_state = State(*state.loss_scale_state)
+    verdict = report(state._replace(loss_scale_state=rule_state))
+    assert verdict.reason == "rule"
+    assert verdict.diagnosis == (
+        "The last step was skipped: the rule did not let its gradients pass."
+    )
 
 
 # Sentences about skipped steps. The last step alone may be a veto.
@@ -332,6 +464,11 @@ SENTENCES = [
         no_reason,
         [LOST, (1.0, 1.0), OVERFLOW],
         "Apart from vetoes, the last step was skipped: its loss or gradients were not",
+    ),
+    (
+        no_reason,
+        [*[LOST] * 5, OVERFLOW],
+        "Apart from vetoes, the last 6 steps were skipped: their loss or gradients w",
     ),
 ]
 
@@ -373,9 +510,11 @@ ANY_RULE = {"loss_scale": AnyRule()}
         ([], {}, "none_skipped"),
         ([1.0], {}, "none_skipped"),
         ([INF, 1.0], {}, "applied"),
-        ([INF] * 2, {}, "overflow"),
+        ([INF], {}, "rule"),
+        ([INF] * 2, {}, "rule"),
         ([VETOED], NO_CHECK, "veto"),
         ([LOST] * 2, {}, "loss"),
+        ([LOST, OVERFLOW], {}, "loss_or_gradients"),
     ],
 )
 def test_a_rule_may_call_its_fields_as_it_likes(steps, options, reason):
@@ -399,7 +538,7 @@ def test_every_number_that_tells_something_has_a_row():
     assert rows_of(verdict) == {
         "loss scale": "1 (2^0)",
         "skipped steps": "6, of which 6 in a row",
-        "at lowest scale": "3 of these",
+        "stuck steps": "3 of these",
         "loss not finite": "1 steps",
     }
     assert max(map(len, str(verdict).splitlines())) < 80
@@ -504,7 +643,7 @@ MEMBERS = {
     "retries": (
         {"skipped_steps": [0] * 3, "retries": [0, 5, 2]},
         (1,),
-        "0 of 3; the last step: 0. The worst is member [1]. No step was skipped. Over",
+        "0 of 3; the last step: 0. The worst is member [1]. No step was skipped. Pass",
     ),
     "none skipped": (
         {"skipped_steps": [0] * 3, "scale": [4, 8, 2]},
@@ -567,11 +706,33 @@ class TestManyMembers:
         grads, losses = jnp.array([1.0, 1.0, INF]), jnp.array([1.0, NAN, 1.0])
         state = step(grads, losses, jnp.array([True, False, False]))
         assert state.skip_reasons.tolist() == [4, 2, 1]
-        verdict = report(state)
-        assert (verdict.member, verdict.reason) == ((2,), "overflow")
-        state = state._replace(skipped_steps=jnp.array([1, 2, 1]))
-        verdict = report(state)
-        assert (verdict.member, verdict.reason) == ((1,), "loss")
+        # Whatever was skipped before, a loss is worse than a usual overflow.
+        for skipped in ([1, 1, 1], [1, 1, 9]):
+            verdict = report(state._replace(skipped_steps=jnp.array(skipped)))
+            assert (verdict.member, verdict.reason) == ((1,), "loss")
+            assert verdict.diagnosis.startswith(
+                "Members that skipped steps: 3 of 3; the last step: 3 (1 loss, "
+                "1 overflow, 1 veto). The worst is member [1]. The last step was"
+            )
+
+    def test_the_reason_ranks_only_those_that_skip_now_and_within_the_limits(self):
+        numbers = {
+            "scale": [4] * 3,
+            "skip_reasons": [0, 2, 1],
+            "skipped_steps": [9] * 3,
+        }
+        numbers["last_step_applied"] = [0] * 3
+        state = with_numbers(**numbers, consecutive_skipped_steps=[0, 1, 9])
+        assert (report(state).member, report(state).reason) == ((1,), "loss")
+        state = state._replace(stuck_steps=jnp.array([0, 0, 100]))
+        assert (report(state).member, report(state).reason) == ((2,), "at_minimum")
+        nothing = jnp.zeros(3, jnp.int32)
+        state = state._replace(stuck_steps=nothing, consecutive_skipped_steps=nothing)
+        assert report(state).member == (0,)
+        # A veto is no loss: the one that lost more is worse, though it goes on.
+        applied, skipped = jnp.array([False, False, True]), jnp.array([1, 1, 9])
+        state = state._replace(last_step_applied=applied, skipped_steps=skipped)
+        assert report(state).member == (2,)
 
     def test_their_leaves_come_first(self):
         state = with_numbers(scale=[4, 8], skipped_steps=[1, 0])
@@ -588,7 +749,7 @@ class TestManyMembers:
             nonfinite_loss_steps=[[0, 0], [3, 0]],
         )
         verdict = report(state)
-        assert verdict[3:] == (32, 8, 6, 5, 3, None, (1, 0), "at_minimum")
+        assert verdict[3:] == (32, 8, 6, 5, 3, None, (1, 0), "loss_or_gradients")
         assert "Members that skipped steps: 3 of 4" in verdict.diagnosis
         assert "The worst is member [1, 0]." in verdict.diagnosis
 

@@ -220,13 +220,10 @@ class TestOtherStates:
         saved = saved(*(getattr(after, name) for name in names))
         restored = library(saved, {name: fields[name] for name in names}, tmp_path)
         old = LossScaleOptimizerState(**restored)
-        new = LossScaleOptimizerState(**restored, skip_reasons=jnp.int32(0))
         assert_same_bits(old, after._replace(skip_reasons=None))
-        assert signature(new) == signature(after)
-        for grads, reasons in ((BAD, 1), (GOOD, 0)):
-            (_, old), (_, new) = update(grads, old), update(grads, new)
-            assert_same_bits(old, new._replace(skip_reasons=None))
-            assert new.skip_reasons == reasons
+        for grads in (BAD, GOOD):
+            (_, old), (_, after) = update(grads, old), update(grads, after)
+            assert_same_bits(old, after._replace(skip_reasons=None))
 
     def test_ways_to_go_on(self, tmp_path):
         update = jax.jit(self.DYNAMIC.update)
