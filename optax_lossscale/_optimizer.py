@@ -481,7 +481,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta)
           skip_if: bool[] or bool, whether to skip this step for a reason of your own: a
             loss that is an outlier, or a step that another optimizer skips. With
             `axis_name`, all devices skip if one does. The loss scale sees the gradients
-            as always, and does not back off.
+            as always: it does not back off if they are finite.
           **extra_args: For the inner optimizer. `check_loss` needs `value`, the loss.
 
         Returns:

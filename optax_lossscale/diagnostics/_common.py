@@ -87,3 +87,8 @@ def check_host(function: str, tree: Any) -> None:
             f"{function} is for the host, to wait for numbers: call it outside of jit, "
             "or by jax.debug.callback."
         )
+    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(tree)):
+        raise ValueError(
+            f"{function} got an array that was deleted: the step donated it "
+            "(donate_argnums). Pass what the step returned."
+        )

@@ -86,13 +86,15 @@ PLACES = (
     "No loss scale helps there."
 )
 GO_ON = "Then go on from here: skipped steps change neither parameters nor inner state."
+KEEPS = "check_loss=True skips such steps without lowering the scale."
+BAD_BATCHES = f"If now and then a batch has a loss of nan or inf: {KEEPS}"
 ALL_ADVICE = (
     RETRIED,
     TRACE,
     FROZEN,
     "If you add gradients up yourself, start each step with zeros, also after a skip: "
     "an inf stays in the sum.",
-    f"If the loss is not finite, look {PLACES}",
+    f"If the loss is not finite, look {PLACES} {KEEPS}",
     "If the loss is finite, compute in float32 what overflows, clip gradients, lower "
     "the learning rate, or lower a high scale (fixed, min_scale or initial_scale).",
     GO_ON,
@@ -148,7 +150,8 @@ WORDS = {
     Reason.LOW_SCALE: (
         "The last step was applied, but the loss scale is too low to help.",
         "Unless you chose it, run diagnostics.trace_numerics(loss_fn, params, batch, "
-        "scale=2.0**15). It names the line that overflows at that scale.",
+        "scale=2.0**15). It names the line that overflows at that scale, if one does.",
+        BAD_BATCHES,
     ),
     Reason.APPLIED: ("The last step was applied.",),
     Reason.REPEATED: ("No step was skipped. Passes repeated instead: {retries}.",),

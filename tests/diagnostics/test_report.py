@@ -260,11 +260,12 @@ FROZEN = (
     "finite: report(state, params)."
 )
 GO_ON = "Then go on from here: skipped steps change neither parameters nor inner state."
+KEEPS = "check_loss=True skips such steps without lowering the scale."
 ALL = (
     "If you add gradients up yourself, start each step with zeros, also after a skip: "
     "an inf stays in the sum.",
     "If the loss is not finite, look for inf and nan in data and parameters, and for "
-    "an overflow in the forward pass. No loss scale helps there.",
+    f"an overflow in the forward pass. No loss scale helps there. {KEEPS}",
     "If the loss is finite, compute in float32 what overflows, clip gradients, lower "
     "the learning rate, or lower a high scale (fixed, min_scale or initial_scale).",
     GO_ON,
@@ -356,7 +357,9 @@ WORDS = {
         "The last step was applied, but the loss scale is too low to help.",
         (
             "Unless you chose it, run diagnostics.trace_numerics(loss_fn, params, "
-            "batch, scale=2.0**15). It names the line that overflows at that scale.",
+            "batch, scale=2.0**15). It names the line that overflows at that scale, if "
+            "one does.",
+            f"If now and then a batch has a loss of nan or inf: {KEEPS}",
         ),
     ),
     "applied": (

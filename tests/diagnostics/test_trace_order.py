@@ -4,12 +4,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from helpers import exhaustive_but
 from jax import lax
 
-from optax_lossscale import autocast
-from optax_lossscale.diagnostics import trace_numerics
+from optax_lossscale import LossScaleOptimizer, autocast
+from optax_lossscale.diagnostics import float32_lines, report, trace_numerics
 
 X = jax.random.normal(jax.random.key(0), (32, 8))
 W = jax.random.normal(jax.random.key(1), (8, 8)) / 3
@@ -212,3 +213,35 @@ def test_a_loop_that_ends_by_a_choice_is_no_solver():
 def test_a_jitted_autocast_that_casts_nothing_is_not_advised_again():
     trace = trace_numerics(jax.jit(autocast(lambda w, x: jnp.sum(w * x))), W[:1], X)
     assert "trace autocast(loss_fn) without jax.jit to see why" in trace.summary
+
+
+def test_of_a_jitted_autocast_float32_lines_wants_what_is_inside():
+    loss_fn = jax.jit(autocast(lambda w, x: jnp.sum(x @ w)))
+    with pytest.raises(TypeError, match="pass the function inside"):
+        float32_lines(loss_fn, W, X)
+
+
+@pytest.mark.parametrize("size", [1e5, 1.0])
+def test_gradients_beyond_float16_come_with_a_huge_loss(size):
+    def loss_fn(w, x):
+        return jnp.sum((x @ w + size) ** 2)
+
+    (first,) = trace_numerics(autocast(loss_fn), W, X).findings
+    is_huge = size > 1
+    assert first.kind == ("scale_too_high" if is_huge else "fine")
+    assert ("In float32, too, the loss is" in first.message) == is_huge
+
+
+def test_a_donated_state_is_refused_by_name():
+    optimizer = LossScaleOptimizer(optax.sgd(0.1))
+    state = optimizer.init(W)
+    for x in jax.tree.leaves(state):
+        x.delete()
+    for call in (
+        lambda: trace_numerics(
+            autocast(lambda w, x: jnp.sum(x @ w)), W, X, state=state
+        ),
+        lambda: report(state),
+    ):
+        with pytest.raises(ValueError, match="the step donated it"):
+            call()

@@ -207,7 +207,12 @@ def float32_lines(
 def _refusal(given: Traced) -> str:
     """Says why a function that is no `autocast` is refused."""
     text = "loss_fn must be autocast(f), whose lines float32= keeps in float32. "
-    for equation in () if given.is_autocast else given.equations:
+    if given.is_autocast or given.is_idle:
+        return (
+            f"{text}This one calls an autocast, as jax.jit(autocast(f)) does: pass the "
+            "function inside, float32_lines(autocast(f), ...)."
+        )
+    for equation in given.equations:
         is_cast = equation.primitive.name == "convert_element_type"
         if is_cast and in_half(equation.outvars[0].aval):
             at = source_of(equation, Source(), is_backward=False)

@@ -262,7 +262,8 @@ def _float32_origins(run):
 
 def _beside_loss(run, finding):
     """Adds to a finding of inf or nan that the loss is huge in float32 as well."""
-    loss, kinds = run.losses[1], (FindingKind.FORWARD, FindingKind.BACKWARD)
+    loss = run.losses[1]
+    kinds = FindingKind.FORWARD, FindingKind.BACKWARD, FindingKind.SCALE_TOO_HIGH
     if finding.kind not in kinds or not math.isfinite(loss):
         return finding
     if abs(loss) < limits_of(run.outline.dtype).overflow:

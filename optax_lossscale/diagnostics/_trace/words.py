@@ -206,7 +206,7 @@ def in_float32(
 def huge_loss(loss: float, dtype: str) -> str:
     """Says that the loss in float32 is itself beyond the range of a dtype."""
     return (
-        f"In float32, too, the loss is {loss:.3g}, beyond {dtype}: if it grows from "
+        f"In float32, too, the loss is {loss:.3g}, beyond {dtype}: if it grew from "
         "step to step, the run diverges, and a lower learning rate comes first."
     )
 
