@@ -106,7 +106,7 @@ def test_a_healthy_program_needs_no_line(scale):
     ("real", "wide"),
     [
         (np.float16([[0, 1], [2, 3]]), np.float32([[1e-8, 1.001], [2.001, 3]])),
-        (jnp.bfloat16([3, 4]), np.float32([3.01, 4.01])),
+        (np.array([3, 4], jnp.bfloat16), np.float32([3.01, 4.01])),
         (np.complex64([3j, 4]), np.complex64([3.01j, 4.01])),
         (np.float32(3e38), np.float32(2e38)),
         (np.float32([np.inf, 1]), np.float32([1, 1])),

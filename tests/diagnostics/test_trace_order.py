@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from arithmetic import normal
 from helpers import exhaustive_but
 from jax import lax
 
 from optax_lossscale import LossScaleOptimizer, autocast
 from optax_lossscale.diagnostics import float32_lines, report, trace_numerics
 
-X = jax.random.normal(jax.random.key(0), (32, 8))
-W = jax.random.normal(jax.random.key(1), (8, 8)) / 3
+X, W = normal(32, 8), normal(8, 8, scale=1 / 3)
 
 
 def logs(w, x):
@@ -234,7 +234,7 @@ def test_gradients_beyond_float16_come_with_a_huge_loss(size):
 
 def test_a_donated_state_is_refused_by_name():
     optimizer = LossScaleOptimizer(optax.sgd(0.1))
-    state = optimizer.init(W)
+    state = optimizer.init(jnp.asarray(W))
     for x in jax.tree.leaves(state):
         x.delete()
     for call in (
