@@ -164,13 +164,13 @@ def float32_lines(
         cast = getattr(loss_fn, "without_scale", loss_fn)
         given = Traced(call(loss_fn), dtype)  # It raises an error for another dtype.
         if (function := function_of(cast)) is None:
-            raise TypeError(_refusal(given))
+            raise TypeError(_refusal(given, given.is_autocast or given.is_idle))
         tolerance = check.share("tolerance", tolerance)
         is_given = scale is not None or state is not None
         scale = trace.check_scale(name, loss_fn, args, state, scale)
         if nothing := given.reason:
             if given.computes_in_dtype:  # The function casts by itself.
-                raise TypeError(_refusal(given))
+                raise TypeError(_refusal(given, calls_autocast=False))
             text = f"No line needs float32. {trace.summarize(given, nothing)}"
             return Float32Lines([], scale, 0.0, 0.0, True, text)
         # The lines that it has already are proposed, too.
@@ -204,10 +204,10 @@ def float32_lines(
         return Float32Lines(proposal, search.run.scale, *errors, kept is not None, text)
 
 
-def _refusal(given: Traced) -> str:
+def _refusal(given: Traced, calls_autocast: bool) -> str:
     """Says why a function that is no `autocast` is refused."""
     text = "loss_fn must be autocast(f), whose lines float32= keeps in float32. "
-    if given.is_autocast or given.is_idle:
+    if calls_autocast:
         return (
             f"{text}This one calls an autocast, as jax.jit(autocast(f)) does: pass the "
             "function inside, float32_lines(autocast(f), ...)."
