@@ -235,6 +235,25 @@ def test_an_average_that_is_unrolled_compiles_to_little_more_than_in_float32(n, 
     assert cast < times * plain
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("decay", [0.9, np.full(16, 0.9, np.float32)])
+def test_an_average_of_batches_compiles_to_a_tenth_more_at_most(decay):
+    def f(p, x):
+        inputs = (x @ p["w"]).reshape(24, 8, 16)
+        h = inputs[0]
+        for y in inputs:
+            h = p["decay"] * h + (1 - p["decay"]) * y
+        return jnp.mean(h**2)
+
+    params = {"w": jnp.eye(16), "decay": jnp.asarray(decay, jnp.float32)}
+    x = jnp.ones((24 * 8, 16))
+    plain, cast = (
+        lines(jax.jit(jax.value_and_grad(g)).lower(params, x).compile())
+        for g in (f, autocast(f))
+    )
+    assert cast < 1.1 * plain
+
+
 def test_the_gradient_of_a_gain_without_dimensions_is_a_sum_in_float32():
     def f(a, x, w):
         return jnp.mean(((x @ w) * a) @ w)

@@ -161,7 +161,7 @@ def cast_by_hand(w):
         (lambda w: jnp.sum(w @ w), r"float32_lines\(autocast\(loss_fn\)"),
         (
             lambda w: autocast(lambda w: jnp.sum(w @ w))(w),
-            r"float32_lines\(autocast\(loss_fn\)",
+            r"pass the function inside, float32_lines\(autocast\(f\)",
         ),
     ],
 )
