@@ -44,6 +44,7 @@ class Interpreter:
         self.sites: dict[int, Site] = {}
         self._scale, self._numbers = scale, {}
         self._held: dict[int, list[Site]] = {}  # By site, the casts that it moves.
+        self._walk = ends.Walk()
 
     def interpret(self, jaxpr: Any, args: Sequence[Pair], place: Place) -> list[Pair]:
         """Evaluates a jaxpr, of its constants and its arguments."""
@@ -176,7 +177,7 @@ class Interpreter:
 
     def _measure_solver(self, equation, inputs, values, counts, place):
         """Sums up how many iterations a solver takes, and whether it stands still."""
-        if ends.Walk().ends_by_floats(equation):
+        if self._walk.ends_by_floats(equation):
             counts = self.measure("iterations", counts, place, primitive=SOLVER)
             ask = functools.partial(twin.stands_still, equation)
             call = place.recorder.call

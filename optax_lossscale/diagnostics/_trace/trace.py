@@ -211,8 +211,9 @@ def trace_numerics(
         call = make_call(name, loss_fn, params, args, kwargs, has_aux)
         traced = Traced(call, dtype)
         cast = getattr(loss_fn, "without_scale", loss_fn)
-        nothing = IDLE if traced.is_idle and not traced.is_autocast else ""
-        nothing = nothing if function_of(cast) is None else traced.reason
+        nothing = traced.reason
+        if function_of(cast) is None:  # An autocast inside tells no reason twice.
+            nothing = IDLE if traced.is_idle and not traced.is_autocast else ""
         traced.is_autocast &= not nothing
         search = Search(traced.at, closeness(traced.dtype), scale)
         run, best = search.run, search.best
