@@ -82,12 +82,13 @@ def percent(x: float) -> str:
 
 def check_host(function: str, tree: Any) -> None:
     """Raises where numbers cannot be waited for."""
-    if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
+    leaves = jax.tree.leaves(tree)
+    if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in leaves):
         raise TypeError(
             f"{function} is for the host, to wait for numbers: call it outside of jit, "
             "or by jax.debug.callback."
         )
-    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(tree)):
+    if any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
         raise ValueError(
             f"{function} got an array that was deleted: the step donated it "
             "(donate_argnums). Pass what the step returned."
