@@ -23,14 +23,14 @@ from optax_lossscale.diagnostics._report import (
 from optax_lossscale.diagnostics._suggest import (
     suggest_loss_scale as suggest_loss_scale,
 )
-from optax_lossscale.diagnostics._trace.findings import (
+from optax_lossscale.diagnostics._trace.judge.findings import (
     NumericFinding as NumericFinding,
 )
 from optax_lossscale.diagnostics._trace.proposal import (
     Float32Lines as Float32Lines,
     float32_lines as float32_lines,
 )
-from optax_lossscale.diagnostics._trace.sites import (
+from optax_lossscale.diagnostics._trace.run import (
     NumericOperation as NumericOperation,
 )
 from optax_lossscale.diagnostics._trace.trace import (

@@ -16,10 +16,16 @@ from optax_lossscale import _check as check
 from optax_lossscale._autocast.cast import autocast, function_of
 from optax_lossscale._jaxprs.lines import Source, source_of
 from optax_lossscale._tree import in_half
-from optax_lossscale.diagnostics._trace import causes, steps, trace, verdict, words
-from optax_lossscale.diagnostics._trace.call import Traced, gradients_of, make_call
-from optax_lossscale.diagnostics._trace.sites import INHERITED, Run, named
-from optax_lossscale.diagnostics._trace.verdict import Search
+from optax_lossscale.diagnostics._trace import trace
+from optax_lossscale.diagnostics._trace.judge import causes, verdict, words
+from optax_lossscale.diagnostics._trace.judge.verdict import Search
+from optax_lossscale.diagnostics._trace.measure import tape
+from optax_lossscale.diagnostics._trace.measure.call import (
+    Traced,
+    gradients_of,
+    make_call,
+)
+from optax_lossscale.diagnostics._trace.run import INHERITED, Run, named
 
 FileLine = tuple[str, int]  # The file and the number; "" and 0 if they are not known.
 
@@ -156,7 +162,7 @@ def float32_lines(
       (0, True)
     """
     name = "float32_lines"
-    with steps.call_on_host():
+    with tape.diagnosis():
 
         def call(function):
             return make_call(name, function, params, args, kwargs, has_aux)
@@ -231,7 +237,7 @@ def _compared(run: Run, function: Any, call: Callable[..., Any]) -> Callable[...
         taken = call(function)
         scale, arrays = jnp.float32(run.scale), taken.arrays
         closed = jax.make_jaxpr(gradients_of(taken))(scale, arrays)
-        loss, *grads = steps.results_of(closed, scale, *arrays)
+        loss, *grads = tape.results_of(closed, scale, *arrays)
         return loss, grads
 
     truth = functools.cache(lambda: gradients(function))
@@ -249,7 +255,7 @@ def _compared(run: Run, function: Any, call: Callable[..., Any]) -> Callable[...
 
 
 def _norms(real: Any, wide: Any) -> list[Any]:
-    """Returns the first three of `summary.norms`.
+    """Returns the first three of `statistics.norms`.
 
     The gradients are on the host, where no shape of them has to compile.
     """
@@ -269,7 +275,7 @@ def _minimal(
       lines: All lines, what helps most first.
       helps: Whether it is enough that these compute in float32.
     """
-    count, tell = 0, steps.teller()
+    count, tell = 0, tape.teller()
     while not helps(lines[:count]):
         if count == len(lines):
             return None

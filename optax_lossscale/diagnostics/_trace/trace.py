@@ -14,12 +14,15 @@ from optax_lossscale._jaxprs.primitives import Kind, names_of
 from optax_lossscale._state import LossScaleOptimizerState
 from optax_lossscale._tree import nodes_of
 from optax_lossscale.diagnostics._common import check_host, scale_of
-from optax_lossscale.diagnostics._trace import steps
-from optax_lossscale.diagnostics._trace.call import Traced, make_call
-from optax_lossscale.diagnostics._trace.findings import FindingKind, NumericFinding
-from optax_lossscale.diagnostics._trace.sites import NumericOperation
-from optax_lossscale.diagnostics._trace.verdict import Search, closeness, find_all
-from optax_lossscale.diagnostics._trace.words import power
+from optax_lossscale.diagnostics._trace.judge.findings import (
+    FindingKind,
+    NumericFinding,
+)
+from optax_lossscale.diagnostics._trace.judge.verdict import Search, closeness, find_all
+from optax_lossscale.diagnostics._trace.judge.words import power
+from optax_lossscale.diagnostics._trace.measure import tape
+from optax_lossscale.diagnostics._trace.measure.call import Traced, make_call
+from optax_lossscale.diagnostics._trace.run import NumericOperation
 
 PRODUCTS = names_of(Kind.PRODUCT)
 WIDTH = 79
@@ -205,7 +208,7 @@ def trace_numerics(
       [NumericalStabilitySanitizer](https://clang.llvm.org/docs/NumericalStabilitySanitizer.html).
     """
     name = "trace_numerics"
-    with steps.call_on_host():
+    with tape.diagnosis():
         scale = check_scale(name, loss_fn, args, state, scale)
 
         call = make_call(name, loss_fn, params, args, kwargs, has_aux)

@@ -4,9 +4,9 @@ import math
 
 from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of
 from optax_lossscale._tree import is_half
-from optax_lossscale.diagnostics._trace.findings import Cause, FindingKind
-from optax_lossscale.diagnostics._trace.sites import INHERITED, Run, spacing
-from optax_lossscale.diagnostics._trace.words import CASTS, Fault
+from optax_lossscale.diagnostics._trace.judge.findings import Cause, FindingKind
+from optax_lossscale.diagnostics._trace.judge.words import CASTS, Fault
+from optax_lossscale.diagnostics._trace.run import INHERITED, Run, spacing
 
 # Of an array, a smaller share that is flushed to zero is not worth a word.
 SHARE = 0.01

@@ -8,12 +8,12 @@ from optax_lossscale._autocast.choices import ONE_LAYER
 from optax_lossscale._tree import is_half
 from optax_lossscale.diagnostics import _common
 from optax_lossscale.diagnostics._bits import limits_of
-from optax_lossscale.diagnostics._trace.findings import (
+from optax_lossscale.diagnostics._trace.judge.findings import (
     Cause,
     FindingKind,
     NumericFinding,
 )
-from optax_lossscale.diagnostics._trace.sites import (
+from optax_lossscale.diagnostics._trace.run import (
     NumericOperation,
     NumericRange,
     named,

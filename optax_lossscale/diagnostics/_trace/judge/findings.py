@@ -4,7 +4,7 @@ import dataclasses
 import enum
 from typing import NamedTuple
 
-from optax_lossscale.diagnostics._trace.sites import NumericOperation
+from optax_lossscale.diagnostics._trace.run import NumericOperation
 
 
 class FindingKind(enum.StrEnum):

@@ -10,12 +10,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale._jaxprs import lines
 from optax_lossscale._jaxprs.primitives import Trait, names_of
 from optax_lossscale._tree import is_half
 from optax_lossscale.diagnostics import _bits
 
+# The statistics of a result at a site. Shares are those of the worst iteration of a
+# loop, or of the worst device.
+FIELDS = (
+    "seen", "begins", "zeros", "infs", "nans", "flushed", "float32_nonfinite",
+    "largest", "float32_largest", "error", "smallest",
+)  # fmt: skip
+# A sketch of a gradient has a projection on a wave of each of these squared
+# frequencies, of which none is a multiple of another.
+WAVES = (1, 2, 3, 5)
 # An operation makes an error of its own if its inputs have so many times smaller ones.
 INHERITED = 4
 # How many lines to name that led to an operation.
@@ -248,6 +258,22 @@ def _short(file: str) -> str:
     return "/".join(parts if lines.is_installed(file) else parts[-2:])
 
 
+def sketch_distance(before: Any, after: Any) -> Any:
+    """Estimates how far the gradients of two runs are from each other.
+
+    From projections on `WAVES`; of n of them the relative error is about 1/sqrt(2 n).
+
+    Args:
+      before: f64[parameters, 3 + n]: `Run.norms` of one run.
+      after: Those of the other.
+
+    Returns:
+      f64[parameters]: the norm of the difference of each parameter's gradients.
+    """
+    change = np.sum(np.square(after[:, 3:] - before[:, 3:]), 1)
+    return np.sqrt(2 * change / len(WAVES))
+
+
 def depending_on(keys: Iterable[int], inputs: Mapping[int, Iterable[int]]) -> set[int]:
     """Returns the sites that depend on others, and these themselves.
 
@@ -293,7 +319,9 @@ class Run:
       outline: The program.
       scale: The loss scale.
       losses: The loss, and what it would be in float32.
-      norms: Of each parameter's gradient, f64[n, 4]: see `summary.norms`.
+      norms: Of each parameter's gradient, f64[n, 3 + len(WAVES)]: the norms of the
+        gradient in float32, of its error, and of what was flushed to zero; then a
+        sketch of the gradient in float32, for `sketch_distance`.
       sites: All sites that ran, by their numbers, in order of execution.
     """
 
@@ -310,7 +338,7 @@ class Run:
         Args:
           outline: The program.
           scale: The loss scale.
-          numbers: By row, the numbers of its summary, by the names in `summary.FIELDS`.
+          numbers: By row, the numbers of its summary, by the names in `FIELDS`.
           losses: See the attribute.
           norms: See the attribute.
         """

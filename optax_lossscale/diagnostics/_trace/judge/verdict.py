@@ -18,15 +18,18 @@ import numpy as np
 
 from optax_lossscale.diagnostics import _common
 from optax_lossscale.diagnostics._bits import limits_of
-from optax_lossscale.diagnostics._trace import causes, words
-from optax_lossscale.diagnostics._trace.findings import FindingKind, NumericFinding
-from optax_lossscale.diagnostics._trace.sites import (
+from optax_lossscale.diagnostics._trace.judge import causes, words
+from optax_lossscale.diagnostics._trace.judge.findings import (
+    FindingKind,
+    NumericFinding,
+)
+from optax_lossscale.diagnostics._trace.run import (
     INHERITED,
     Run,
     depending_on,
     ratio,
+    sketch_distance,
 )
-from optax_lossscale.diagnostics._trace.summary import sketch_distance
 
 # Results agree with float32 if they differ by less: 20 times the precision of float16.
 CLOSE = 0.01
