@@ -30,6 +30,18 @@ from optax_lossscale.diagnostics._trace.run import INHERITED, Run, named
 FileLine = tuple[str, int]  # The file and the number; "" and 0 if they are not known.
 
 
+class Suspect(NamedTuple):
+    """The worst result of a line in half precision.
+
+    Attributes:
+      severity: The reasons for float32 as numbers, the strongest first.
+      site: The site of the result.
+    """
+
+    severity: tuple[float, ...]
+    site: int
+
+
 class Float32Line(NamedTuple):
     """A line to compute in float32.
 
@@ -122,10 +134,10 @@ def float32_lines(
 
     Args:
       loss_fn: `autocast(f)`. Called as `loss_fn(params, *args, **kwargs)`; returns a
-        real scalar loss, or the loss and auxiliary data if `has_aux`. Lines that it
-        keeps in float32 already are proposed, too.
-      params: The parameters, any pytree or model. What `minimize` trains of it is
-        differentiated.
+        real scalar loss, or the loss and auxiliary data if `has_aux`. It may keep lines
+        in float32 already: they are proposed as well.
+      params: The parameters, any pytree or model. The arrays that `minimize` would
+        train are differentiated.
       *args: More arguments.
       state: The state, for its loss scale: a pytree that holds one
         `LossScaleOptimizerState`.
@@ -139,8 +151,8 @@ def float32_lines(
         `dtype`, `tolerance` or `has_aux` itself, bind that with `functools.partial`.
 
     Returns:
-      A `Float32Lines`. Print it to read the lines, why they need float32, and what to
-      write.
+      A `Float32Lines`. Print it to read the lines, why they need float32, and how to
+      keep them there.
 
     Raises:
       ValueError: If both `state` and `scale` are given, or a number is out of range; if
@@ -179,7 +191,7 @@ def float32_lines(
                 raise TypeError(_refusal(given, calls_autocast=False))
             text = f"No line needs float32. {trace.summarize(given, nothing)}"
             return Float32Lines([], scale, 0.0, 0.0, True, text)
-        # The lines that it has already are proposed, too.
+        # The lines that it has already are proposed as well.
         followed = given
         if getattr(cast, "float32", ()):
             followed = Traced(call(autocast(function, jnp.dtype(given.dtype))), dtype)
@@ -189,13 +201,13 @@ def float32_lines(
             largest = search.best.scale if search.best else math.inf
             search.run = search.at(max(min(largest, search.predicted), 1.0))
         suspects = _suspects(search.run)
-        lines = sorted(suspects, key=lambda x: suspects[x][0], reverse=True)
+        lines = sorted(suspects, key=lambda x: suspects[x].severity, reverse=True)
         compare = _compared(search.run, function, call)
         effect = functools.cache(lambda lines: search.judge(*compare(lines)))
 
         def helps(some):
             result = effect(frozenset(some))
-            # A loss that differs with all lines in float32, too, is roundoff.
+            # If the loss differs even with all lines in float32, that is roundoff.
             is_close = (
                 result.loss <= tolerance or effect(frozenset(lines)).loss > tolerance
             )
@@ -203,8 +215,11 @@ def float32_lines(
 
         kept = _minimal(lines, helps)
         after, before = (effect(frozenset(x)) for x in (kept or (), ()))
-        keys = [key for line, (_, key) in suspects.items() if line in (kept or ())]
-        proposal = [_describe(search, key) for key in keys]
+        proposal = [
+            _describe(search, suspects[line].site)
+            for line in suspects
+            if line in (kept or ())
+        ]
         text = _message(search, is_given, kept, len(lines), after, before)
         errors = after.loss, after.gradients
         return Float32Lines(proposal, search.run.scale, *errors, kept is not None, text)
@@ -272,7 +287,7 @@ def _minimal(
     """Returns lines that help, of which none can be dropped; None if none help.
 
     Args:
-      lines: All lines, what helps most first.
+      lines: All lines, the most helpful first.
       helps: Whether it is enough that these compute in float32.
     """
     count, tell = 0, tape.teller()
@@ -290,22 +305,19 @@ def _minimal(
     return kept
 
 
-def _suspects(run: Run) -> dict[FileLine, tuple[tuple[float, ...], int]]:
-    """Returns lines in half precision, in order of execution.
-
-    With each is how much speaks for float32, and the site that says so.
-    """
-    suspects: dict[FileLine, tuple[tuple[float, ...], int]] = {}
+def _suspects(run: Run) -> dict[FileLine, Suspect]:
+    """Returns the suspect of each line in half precision, in order of execution."""
+    suspects: dict[FileLine, Suspect] = {}
     for key, site in run.sites.items():
         if site.primitive and causes.has_half(run, key):
-            severity, line = _severity(run, key), site.source.own[:2]
-            if line not in suspects or severity > suspects[line][0]:
-                suspects[line] = severity, key
+            suspect, line = Suspect(_severity(run, key), key), site.source.own[:2]
+            if line not in suspects or suspect.severity > suspects[line].severity:
+                suspects[line] = suspect
     return suspects
 
 
 def _severity(run: Run, key: int) -> tuple[float, ...]:
-    """Returns what speaks for float32 at a site, the strongest first."""
+    """Returns the reasons for float32 at a site as numbers, the strongest first."""
     operands, error = run.operands(key), run.range(key).error
     inherited = max((run.range(k).error for k in operands), default=0.0)
     leaves_range = run.exceeds(key), any(map(run.exceeds, operands)), run.is_origin(key)
@@ -316,7 +328,7 @@ def _severity(run: Run, key: int) -> tuple[float, ...]:
 def _message(
     search: Search, is_given: bool, kept: Any, count: int, after: Any, before: Any
 ) -> str:
-    """Says what these lines do, of so many that use half precision, at which scale."""
+    """Says in words which lines help, and how much."""
     first, *_ = verdict.find_all(search)
     at = f"at the loss scale {words.power(search.run.scale)}"
     at += ", the largest that fits," * (search.run.scale > 1 and not is_given)
@@ -338,10 +350,12 @@ def _message(
 
 
 def _describe(search: Search, key: int) -> Float32Line:
-    """Returns a line, why it needs float32, and what to write."""
+    """Returns the line of a site, with its reason and its fix."""
     run, site = search.run, search.run.site(key)
     fault = causes.fault_of(run, key, search.close)
-    reason = words.what_of(fault) + " in the backward pass" * (site.phase == "backward")
+    reason = words.event_of(fault) + " in the backward pass" * (
+        site.phase == "backward"
+    )
     reason = f"{reason}. {words.why_of(fault)}".strip()
     beyond = [k for k in run.operands(key) if run.exceeds(k)]
     if beyond and not run.exceeds(key):
