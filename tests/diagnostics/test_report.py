@@ -24,7 +24,7 @@ from optax_lossscale import (
 )
 from optax_lossscale._rules.dynamic import DynamicLossScaleState
 from optax_lossscale.diagnostics import Report, check_health, metrics, report
-from optax_lossscale.diagnostics._report import Reason
+from optax_lossscale.diagnostics._reading import Reason
 
 PARAMS = {"b": np.zeros(2, np.float32), "w": np.ones(3, np.float32)}
 # A step is a gradient, perhaps with a loss, and perhaps with a veto.

@@ -353,10 +353,10 @@ def _describe(search: Search, key: int) -> Float32Line:
     """Returns the line of a site, with its reason and its fix."""
     run, site = search.run, search.run.site(key)
     fault = causes.fault_of(run, key, search.close)
-    reason = words.event_of(fault) + " in the backward pass" * (
-        site.phase == "backward"
-    )
-    reason = f"{reason}. {words.why_of(fault)}".strip()
+    event = words.event_of(fault)
+    if site.phase == "backward":
+        event += " in the backward pass"
+    reason = f"{event}. {words.why_of(fault)}".strip()
     beyond = [k for k in run.operands(key) if run.exceeds(k)]
     if beyond and not run.exceeds(key):
         size = math.log2(run.range(beyond[0]).float32_largest)

@@ -57,17 +57,17 @@ def origin_of_error(run: Run, key: int, small: float) -> int:
 
 
 def _swallowed_before(run, key, small):
-    """Returns where an inf or nan begins that is not in float32; None if nowhere.
+    """Returns where inf or nan begins that float32 does not have; None if nowhere.
 
     It may be swallowed on the way to the result: 1 / inf is 0.
     """
 
     def wrong_operands(k):
-        return (
-            x
-            for x in run.operands(k)
-            if run.range(x).error >= small or run.range(x).flushed or run.is_lost(x)
-        )
+        return filter(is_wrong, run.operands(k))
+
+    def is_wrong(k):
+        numbers = run.range(k)
+        return numbers.error >= small or numbers.flushed or run.is_lost(k)
 
     reached = run.ancestors([key], wrong_operands) if run.lost_origins else ()
     origins = (k for k in run.lost_origins if k in reached)
