@@ -1,4 +1,4 @@
-"""What happened during training, and why.
+"""Diagnoses of a training run: skipped steps, lost gradients, and their reasons.
 
 The functions are pure, and you may call them under `jax.jit`, unless their
 documentation says that they run on the host.
@@ -39,7 +39,6 @@ from optax_lossscale.diagnostics._trace.trace import (
 )
 from optax_lossscale.diagnostics._underflow import (
     ExponentHistogram as ExponentHistogram,
-    Underflow as Underflow,
     UnderflowStats as UnderflowStats,
     exponent_histogram as exponent_histogram,
     underflow_stats as underflow_stats,

@@ -17,8 +17,8 @@ class Report(NamedTuple):
 
     Attributes:
       healthy: Whether training makes progress, as far as the state tells.
-      diagnosis: How things stand, or what is wrong.
-      advice: What to do, one step after the other. Empty if there is nothing to do.
+      diagnosis: The state of training, or its fault.
+      advice: The steps to take, one after the other. Empty if there is nothing to do.
       loss_scale: The loss scale that the state holds.
       skipped_steps: Steps skipped so far, including vetoes by `skip_if`.
       consecutive_skipped_steps: Steps skipped since one was applied, without vetoes.
@@ -89,7 +89,7 @@ class Report(NamedTuple):
 
 
 def report(state: Any, params: Any = None) -> Report:
-    """Says how loss scaling is doing, and what to do next.
+    """Says how loss scaling is doing, with advice.
 
     Print it on the host, between steps: it waits for the state. With `params` it also
     names the leaves that are not finite.
@@ -201,7 +201,7 @@ def report(state: Any, params: Any = None) -> Report:
 
 
 def check_health(state: Any, params: Any = None) -> Report:
-    """Raises an error if training makes no progress, and says what to do.
+    """Raises an error with advice if training makes no progress.
 
     A compiled step cannot raise an error, so training may skip every step unnoticed.
     Call this on the host from time to time, for example when you log losses. It waits
