@@ -1,1 +1,1 @@
-"""The side that reads a `Run`, and says what is wrong. It sees no program."""
+"""The side that reads a `Run`, and finds the faults. It sees no program."""

@@ -230,7 +230,7 @@ def fault_of(run: Run, key: int, close: float) -> Fault:
       key: The site of the operation.
       close: How far results may be from float32.
     """
-    kind, made = _judge(run, key, close)
+    kind, made = _classify(run, key, close)
     others = [k for k in made.by if run.site(k).source != run.site(key).source]
     operation, *sources = map(run.operation, [key, *others])
     forward = (x for x in run.sites.values() if x.phase == "forward")
@@ -246,7 +246,7 @@ def fault_of(run: Run, key: int, close: float) -> Fault:
     )
 
 
-def _judge(run: Run, key: int, close: float) -> tuple[FindingKind, Made]:
+def _classify(run: Run, key: int, close: float) -> tuple[FindingKind, Made]:
     """Returns the kind of the fault at a site, and its cause."""
     site = run.site(key)
     if run.is_bad(key) or run.exceeds(key):

@@ -1,1 +1,1 @@
-"""The side that runs a program, and a shadow of it in float32. It returns a `Run`."""
+"""The side that runs a program, and its twin in float32. It makes a `Run`."""

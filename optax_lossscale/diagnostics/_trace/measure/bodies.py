@@ -220,7 +220,7 @@ def _run_loop(
 
 
 def _trace_iteration(carry, x, place, body):
-    """Traces an iteration, until it returns twins of what it gets with a twin.
+    """Traces an iteration, until the new state has twins where the old one has them.
 
     Returns:
       The first state; and the iteration, whose result is an `Iteration`.

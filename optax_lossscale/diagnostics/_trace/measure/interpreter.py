@@ -112,7 +112,7 @@ class Interpreter:
           name: Its name, unique at this place.
           x: The value.
           place: Its place.
-          about: What its equation says of it.
+          about: The part of its site that its equation knows.
 
         Returns:
           The value with its site, or without one if it is not recorded.
@@ -130,7 +130,7 @@ class Interpreter:
 
     def _site(self, number, x, place, about):
         """Returns the site of a value."""
-        # Later `call` marks as backward what depends on the loss scale.
+        # Sites that depend on the loss scale become backward later, in `call`.
         phase = "forward" if place.phase == "backward" else place.phase
         if phase == "scale" and in_half(x.real):
             # The gradient of a loss in half. As the scale, inf could not begin in it.
@@ -245,7 +245,7 @@ def _is_cast(equation):
 
 
 def _about(equation: Any, inputs: Sequence[Pair]) -> About:
-    """Returns what an equation says of its results."""
+    """Returns the part of a result's site that its equation knows."""
     name = equation.primitive.name
     operands = [x for x in inputs if x.site is not None or is_inexact(x.real)]
     constants = [c for x in operands if x.site is None for c in _constant(x.real)]
