@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _check as check, _modules
+from optax_lossscale import _check as check, _models
 from optax_lossscale._autocast.evaluate import DIAGNOSES, IDLE_MARK, MARK
 from optax_lossscale._autocast.reasons import NOTES
 from optax_lossscale._gradients import check_scalar_loss, loss_of
@@ -93,7 +93,7 @@ def make_call(
             f"{one} is on {sorted(map(str, here))}, and {other} on "
             f"{sorted(map(str, there))}. Pass all arrays on the same devices."
         )
-    trained = enumerate(_modules.trained(params))
+    trained = enumerate(_models.trained(params))
     chosen = {i: leaves[i] for i, x in trained if x and is_inexact(leaves[i])}
     count = len(chosen)
     if not chosen:
