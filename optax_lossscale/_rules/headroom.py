@@ -67,8 +67,8 @@ class HeadroomLossScale(AdaptiveLossScale):
       growth_interval: Finite steps in which the margin shrinks by one bit.
       release_steps: The time constant, in steps, with which the peak falls to smaller
         gradients. It rises to larger ones at once.
-      hysteresis_bits: Bits that the gradients may fall before the scale grows, so that it
-        does not oscillate.
+      hysteresis_bits: Bits that the gradients may fall before the scale grows, so that
+        it does not oscillate.
       min_scale: The scale never falls below this.
       max_scale: The scale never rises above this. The default is the largest
         power of two whose reciprocal is a normal float32 number.
