@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from optax_lossscale._nnx import position_of
 from optax_lossscale._tree import Args, Out, in_half, is_half
 
 # Within these bounds the scale and its reciprocal are normal float32 numbers.
@@ -69,8 +70,7 @@ function = _of(callable, "a function")
 
 def _are_argnums(value: Any) -> bool:
     places = value if isinstance(value, tuple | list) else [value]
-    # nnx.DiffState has an argnum.
-    return all(isinstance(getattr(x, "argnum", x), numbers.Integral) for x in places)
+    return all(isinstance(position_of(x), numbers.Integral) for x in places)
 
 
 argnums = _of(_are_argnums, "an integer or a tuple of integers")

@@ -4,8 +4,7 @@ import contextlib
 import functools
 import math
 import reprlib
-import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,16 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from optax_lossscale import _check as check, _modules, _uses
-from optax_lossscale._commit import barrier_on_cpu, is_recording
-from optax_lossscale._hints import (
-    MODULES,
-    SHARED,
-    hint,
-    is_of_module,
-    is_of_shared_module,
-)
-from optax_lossscale._jaxprs.parts import has_name, varying_axes
+from optax_lossscale import _check as check, _devices, _models, _nnx, _uses
+from optax_lossscale._hints import hint
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._scaling import scale_all_down, scale_up
@@ -37,24 +28,15 @@ from optax_lossscale._state import (
 )
 from optax_lossscale._tree import (
     in_one_program,
-    inexact_leaves,
     is_inexact,
     nodes_of,
     split_arrays,
     types_of,
     unbox,
 )
+from optax_lossscale._update import barrier_on_cpu, is_recording
 from optax_lossscale._uses import Use
 from optax_lossscale._warn import warn
-
-# What may be passed as `transform=`, of libraries that may be missing. Any other
-# function may average gradients: then nothing warns of devices that do not.
-TRANSFORMS = (
-    ("jax", "value_and_grad"),
-    ("flax.nnx", "value_and_grad"),
-    ("equinox", "filter_value_and_grad"),
-    ("haiku", "value_and_grad"),
-)
 
 
 def scale_of_step(rule: LossScale, state: Any) -> jax.Array:
@@ -110,7 +92,7 @@ def differentiate(
 
     def value_and_grad(*args, **kwargs):
         places = _places(argnums, args)
-        parts = {i: _modules.partition(args[i]) for i in places}
+        parts = {i: _models.partition(args[i]) for i in places}
         for i, (trained, _) in parts.items():
             if not jax.tree.leaves(trained) and jax.tree.leaves(args[i]):
                 raise TypeError(
@@ -121,13 +103,12 @@ def differentiate(
         def of_parts(*given):
             *given, kwargs = given
             for i, (_, rest) in parts.items():
-                given[i] = _modules.combine(given[i], rest)
+                given[i] = _models.combine(given[i], rest)
             return fun(*given, **kwargs)
 
         # One argument more: Flax takes no keyword that has no position.
         given = [parts[i][0] if i in parts else x for i, x in enumerate(args)]
-        is_nnx = _modules.has_modules([given[i] for i in parts])
-        library = _modules.value_and_grad_of_nnx if is_nnx else jax.value_and_grad
+        library = _models.value_and_grad_for([given[i] for i in parts])
         of_library = library(of_parts, argnums=tuple(places.values()), has_aux=has_aux)
         value, grads = of_library(*given, kwargs)
         return value, grads if isinstance(argnums, tuple | list) else grads[0]
@@ -148,9 +129,9 @@ def _places(argnums: Any, args: tuple[Any, ...]) -> dict[int, Any]:
         )
     places = {}
     for x in several:
-        i = getattr(x, "argnum", x)
+        i = _nnx.position_of(x)
         if -len(args) <= i < len(args):
-            places[i % len(args)] = x if hasattr(x, "argnum") else i % len(args)
+            places[i % len(args)] = x if _nnx.chooses_variables(x) else i % len(args)
     if len(places) != len(several):
         raise ValueError(
             "argnums must name each of some positional arguments once, got "
@@ -179,7 +160,7 @@ def scaled_grad(
     check.argnums("argnums", argnums, ORDER)
     # eqx.filter_value_and_grad has no argnums: it uses the first argument.
     options = {"argnums": argnums} if argnums != 0 else {}
-    transform = functools.partial(transform or differentiate, **options)
+    differentiate_by = functools.partial(transform or differentiate, **options)
 
     def of_scale(scale, /, *args, **kwargs):
         _uses.note(rule, Use.GRADIENTS)
@@ -189,9 +170,9 @@ def scaled_grad(
             loss = loss_of(out, has_aux)
             warn_of_float16(loss, rule._bounds[1])
             scaled = scale_up(loss, scale)
-            if not is_users(transform):
+            if not _devices.may_average(transform):
                 check_scalar_loss(loss)
-                _warn_of_independent(scaled, args, transform)
+                _warn_of_independent(scaled, args, differentiate_by)
             # The loss itself is passed along: the scaled one may be inf.
             return scaled, _Out(out)
 
@@ -201,13 +182,13 @@ def scaled_grad(
         if kwargs:  # Flax nnx looks up their positions.
             vars(loss_times_scale)["__wrapped__"] = fun
         with (
-            hint(MODULES, is_of_module),
-            hint(SHARED, is_of_shared_module),
+            _nnx.hint_of_trace(),
+            _nnx.hint_of_sharing(),
             hint(TRAIN_STATE, lambda _: has_state(args)),
         ):
-            result = transform(loss_times_scale, has_aux=True)(*args, **kwargs)
+            result = differentiate_by(loss_times_scale, has_aux=True)(*args, **kwargs)
         value, grads = _unpack(result)
-        _warn_of_local_loss(loss_of(value, has_aux), grads, transform)
+        _devices.warn_of_local_loss(loss_of(value, has_aux), grads, transform)
         return value, grads
 
     return of_scale
@@ -216,85 +197,11 @@ def scaled_grad(
 def check_argnums(transform: Callable[..., Any] | None) -> None:
     """Raises if a transform differentiates anything but the first argument."""
     argnums = getattr(transform, "keywords", {}).get("argnums", 0)
-    if getattr(argnums, "argnum", argnums) != 0:  # nnx.DiffState chooses variables.
+    if _nnx.position_of(argnums) != 0:
         raise ValueError(
             "minimize trains the first argument of loss_fn, got a transform with "
             f"argnums={argnums!r}. Pass all parameters as one tree, and no argnums."
         )
-
-
-def _unreduced_axes(transform: Callable[..., Any] | None) -> tuple[Any, ...]:
-    """Returns the named axes of devices along which JAX reduces no gradients.
-
-    `jax.shard_map` adds up the gradients of replicated parameters by itself, but not
-    with `check_vma=False`, and `jax.pmap` never does.
-    """
-
-    def is_unreduced(axis):
-        # Over an axis without a name nobody can reduce.
-        index = jax.eval_shape(lambda: lax.axis_index(axis))
-        is_alone = lax.axis_size(axis) == 1
-        return has_name(axis) and not is_alone and not varying_axes(index)
-
-    axes = jax.sharding.get_abstract_mesh().manual_axes
-    unreduced = filter(is_unreduced, sorted(axes, key=str))
-    return () if is_users(transform) else tuple(unreduced)
-
-
-def check_averaging(
-    axes: tuple[Hashable, ...], transform: Callable[..., Any] | None
-) -> None:
-    """Raises, or warns, if `minimize` leaves each device its own gradients."""
-    names = _unreduced_axes(transform)
-    for axis in filter(axes.__contains__, names):
-        raise ValueError(
-            "minimize cannot average gradients in jax.pmap or shard_map(check_vma="
-            f"False). Call value_and_grad, jax.lax.pmean(grads, {axis!r}), "
-            "apply_gradients; or use jax.shard_map(check_vma=True)."
-        )
-    if names:
-        warn(
-            "In jax.pmap and shard_map(check_vma=False) minimize leaves each device of "
-            f"{names} its own gradients. To average them, call value_and_grad, "
-            f"jax.lax.pmean(grads, {names}), apply_gradients. If they need no average, "
-            "as those of shards or of members, leave pmean out."
-        )
-
-
-def warn_of_local_decision(
-    axes: tuple[Hashable, ...], transform: Callable[..., Any] | None
-) -> None:
-    """Warns if each device decides by itself whether a model keeps its changes."""
-    if names := tuple(x for x in _unreduced_axes(transform) if x not in axes):
-        warn(
-            f"Each device of {names} decides by its own gradients whether variables of "
-            "the model, such as batch statistics, take back their old values. If you "
-            f"average gradients, write LossScaleOptimizer(..., axis_name={names})."
-        )
-
-
-def _warn_of_local_loss(loss: Any, grads: Any, transform: Callable[..., Any]) -> None:
-    """Warns if each device has a loss of its own, but all update the same parameters.
-
-    `jax.shard_map` adds up such gradients. An axis along which a parameter varies is
-    left out: there, each device may train a part of the model by a loss of its own.
-    Its gradient varies as well.
-    """
-    axes = varying_axes(loss).difference(*map(varying_axes, inexact_leaves(grads)))
-    if axes and not is_users(transform):
-        names = tuple(sorted(axes, key=str))
-        warn(
-            f"The loss differs along {names}, and JAX adds up its gradients there. In "
-            f"loss_fn write jax.lax.pmean(loss, {names}), or psum for parts of a sum."
-        )
-
-
-def is_users(transform: Callable[..., Any] | None) -> bool:
-    """Whether a transform is the user's: those of libraries reduce no gradients."""
-    while isinstance(transform, functools.partial):
-        transform = transform.func
-    known = [getattr(sys.modules.get(x), name, None) for x, name in TRANSFORMS]
-    return not any(transform is x for x in (None, differentiate, *known))
 
 
 def check_scalar_loss(loss: Any) -> None:
@@ -313,9 +220,9 @@ def _warn_of_independent(loss: Any, args: Any, transform: Callable[..., Any]) ->
     """
     argnums = getattr(transform, "keywords", {}).get("argnums", 0)
     places = argnums if isinstance(argnums, tuple | list) else (argnums,)
-    if any(hasattr(x, "argnum") for x in places):
-        return  # Of an nnx.DiffState, not all parameters are differentiated.
-    trained = [_modules.trainable(_modules.partition(args[i])[0]) for i in places]
+    if any(map(_nnx.chooses_variables, places)):
+        return  # Not all parameters are differentiated.
+    trained = [_models.trainable(_models.partition(args[i])[0]) for i in places]
     types = {type(x) for x in jax.tree.leaves(trained) if isinstance(x, Tracer)}
     if types and type(loss) not in types:
         which = f"argument {places[0]}" if len(places) == 1 else f"arguments {places}"

@@ -12,16 +12,6 @@ DEVICES = (
     "jax.vmap around this step. Under jax.jit alone, also with sharded arrays, leave "
     "it out."
 )
-MODULES = (
-    "A Flax nnx module from outside is changed or differentiated. Pass it as an "
-    "argument: to the function, and to nnx.scan or nnx.jit around it, which replace "
-    "those of JAX. If the first argument of a loss is no module, but a later one "
-    "changes, minimize and value_and_grad need transform=nnx.value_and_grad."
-)
-SHARED = (
-    "A Flax nnx module, or a part of one, is in two arguments, with gradients in only "
-    "one of them. Pass it once. For a copy without gradients, pass nnx.clone(model)."
-)
 
 
 @contextlib.contextmanager
@@ -44,21 +34,3 @@ def add_once(error: Exception, text: str) -> None:
 def is_of_axis(error: Exception) -> bool:
     """Whether a name of devices is not bound."""
     return isinstance(error, NameError) and "axis name" in str(error)
-
-
-def is_of_module(error: Exception) -> bool:
-    """Whether a module of Flax nnx belongs to another trace."""
-    # By its name, because nobody may have imported Flax.
-    is_of_trace = type(error).__name__ == "TraceContextError"
-    return is_of_trace or _begins(
-        error, "Cannot extract graph node from different trace"
-    )
-
-
-def is_of_shared_module(error: Exception) -> bool:
-    """Whether a module of Flax nnx is differentiated in one place, not in another."""
-    return _begins(error, "Inconsistent aliasing detected")
-
-
-def _begins(error: Exception, words: str) -> bool:
-    return type(error) is ValueError and str(error).startswith(words)

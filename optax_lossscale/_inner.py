@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lossscale._hints import PARAMETERS, add_once
-from optax_lossscale._modules import combine, partition
+from optax_lossscale._models import combine, partition
 from optax_lossscale._tree import (
     difference,
     in_half,
     is_array,
     is_float0,
-    is_inexact,
+    is_inexact_array,
     strongly_typed,
     zero_update,
 )
@@ -272,7 +272,7 @@ def as_parameters(proposed: Any, params: Any) -> Any:
     """Gives proposed parameters the dtypes, and the constants, of `params`."""
 
     def cast(new, old):
-        if not (is_array(new) and is_inexact(new)):
+        if not is_inexact_array(new):
             return old
         return new.astype(old.dtype) if is_array(old) else new
 

@@ -12,13 +12,14 @@ import optax
 
 from optax_lossscale import (
     _check,
+    _devices,
     _gradients,
-    _modules,
     _retries,
     _step,
     _uses,
 )
 from optax_lossscale._inner import as_parameters, check_optimizer
+from optax_lossscale._models import Model
 from optax_lossscale._rules import identifiers
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
@@ -345,19 +346,18 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta)
         """
         options, rule = self._options, self.loss_scale
         _gradients.check_argnums(transform)
-        _gradients.check_averaging(options.axes, transform)
+        _devices.check_averaging(options.axes, transform)
         scaled = _gradients.scaled_grad(rule, loss_fn, has_aux, transform)
-        changes = _modules.Changes((params, args, kwargs))
-        value, grads, state, look = _retries.value_and_grad(
-            options, scaled, has_aux, state, (params, *args), kwargs
+        model = Model((params, *args), kwargs)
+        model.remember()
+        value, grads, state, verdict = _retries.value_and_grad(
+            options, scaled, has_aux, state, model
         )
-        changed = changes.found()  # Before the new parameters are written.
-        old = _modules.parameters_of(params, grads)
+        old = model.parameters(grads)
 
         def value_fn(proposed):
-            proposed = as_parameters(proposed, old)
-            model = _modules.with_parameters(params, proposed, in_place=False)
-            out: Any = loss_fn(model, *args, **kwargs)
+            copy = model.with_parameters(as_parameters(proposed, old))
+            out: Any = loss_fn(copy, *args, **kwargs)
             return out[0] if has_aux else out
 
         loss = value[0] if has_aux else value
@@ -366,12 +366,11 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta)
         if callable(skip_if):
             skip_if = _step.as_veto(skip_if(value, grads))
         new, state = _step.take_step(
-            options, grads, old, state, extra, skip_if, look, adds=True
+            options, grads, old, state, extra, skip_if, verdict, returns_params=True
         )
-        model = _modules.with_parameters(params, new, in_place=True)
-        if options.skips or skip_if is not None:
-            changes.keep_if(state.last_step_applied, changed)
-        return model, state, value
+        may_skip = options.skips or skip_if is not None
+        is_applied = state.last_step_applied if may_skip else None
+        return model.write(new, is_applied), state, value
 
     def value_and_grad(
         self,
@@ -444,16 +443,17 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta)
         find_rule_state(state, rule)  # Raises early.
 
         def value_and_grad(*args, **kwargs):
-            changes = _modules.Changes((args, kwargs))
+            model = Model(args, kwargs)
+            model.remember()
             # Read once: a state may change in place.
             scale = _gradients.scale_of_step(rule, state)
             value, grads = scaled(scale, *args, **kwargs)
             grads = _gradients.unscale(grads, scale, options.skips)
-            changed = changes.found()
+            changed = model.changed()
             if changed and rule.skip_nonfinite:
                 finite = all_finite(grads, axis_name=options.axis_name)
-                changes.keep_if(finite, changed)
-                _gradients.warn_of_local_decision(options.axes, transform)
+                model.restore(changed, finite)
+                _devices.warn_of_local_decision(options.axes, transform)
             return value, grads
 
         return value_and_grad
@@ -506,9 +506,15 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta)
         """
         self._options.warn_of_retries("update")
         _uses.warn_of_unscaled(self.loss_scale)
-        params = _modules.parameters_of(params, updates)
+        params = Model((params,)).parameters(updates)
         return _step.take_step(
-            self._options, updates, params, state, extra_args, skip_if, adds=False
+            self._options,
+            updates,
+            params,
+            state,
+            extra_args,
+            skip_if,
+            returns_params=False,
         )
 
     def apply_gradients(
@@ -566,11 +572,12 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta)
         """
         self._options.warn_of_retries("apply_gradients")
         _uses.warn_of_unscaled(self.loss_scale)
-        old = _modules.parameters_of(params, grads)
+        model = Model((params,))
+        old = model.parameters(grads)
         new, state = _step.take_step(
-            self._options, grads, old, state, extra_args, skip_if, adds=True
+            self._options, grads, old, state, extra_args, skip_if, returns_params=True
         )
-        return _modules.with_parameters(params, new, in_place=True), state
+        return model.write(new), state
 
     def current_loss_scale(self, state: Any) -> jax.Array:
         """Returns the current loss scale.

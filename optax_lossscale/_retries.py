@@ -12,12 +12,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, Var, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from optax_lossscale import _gradients, _state, _tree
-from optax_lossscale._commit import is_recording
 from optax_lossscale._jaxprs import parts, primitives
 from optax_lossscale._jaxprs.primitives import Trait
-from optax_lossscale._modules import Modules
+from optax_lossscale._models import Model
 from optax_lossscale._scaling import all_finite
-from optax_lossscale._step import Look, Options, check_no_state, look_at
+from optax_lossscale._step import Options, RuleUpdate, check_no_state, update_rule
+from optax_lossscale._update import is_recording
 
 
 def value_and_grad(
@@ -25,9 +25,8 @@ def value_and_grad(
     scaled: Callable[..., tuple[Any, Any]],
     has_aux: bool,
     state: _state.LossScaleOptimizerState,
-    args: Any,
-    kwargs: Any,
-) -> tuple[Any, Any, _state.LossScaleOptimizerState, Look | None]:
+    model: Model,
+) -> tuple[Any, Any, _state.LossScaleOptimizerState, RuleUpdate | None]:
     """Computes gradients at the scale of the state, or at the next that is low enough.
 
     The first pass is the ordinary one. The loop after it ends at once, unless gradients
@@ -38,45 +37,47 @@ def value_and_grad(
       scaled: The function that `scaled_grad` made of the loss function.
       has_aux: Whether that returns a loss and auxiliary data.
       state: The state before the step.
-      args: The arguments of the loss function, first the parameters.
-      kwargs: More of them.
+      model: The arguments of the loss function, first the parameters.
 
     Returns:
       The value of the first pass, the unscaled gradients, the state with the number of
-      retries, and the look at the gradients; None without retries. If no retry saved
-      the step, it is the first look: the rule then goes on as without retries.
+      retries, and the rule's verdict on the gradients; None without retries. If no
+      retry saved the step, it is the first verdict: the rule then goes on as without
+      retries.
     """
     rule, axis_name = options.loss_scale, options.axis_name
     scale = _gradients.scale_of_step(rule, state)
-    check_no_state(args[0])
+    check_no_state(model.args[0])
     if not options.retries:
-        value, grads = scaled(scale, *args, **kwargs)
+        value, grads = scaled(scale, *model.args, **model.kwargs)
         return value, _gradients.unscale(grads, scale, options.skips), state, None
     _state.check_state(state, rule)
-    with Modules((args, kwargs)) as modules:
-        one_pass = _Pass(scaled, modules, scale)
+    with model:
+        one_pass = _Pass(scaled, model, scale)
         _check_effects(one_pass.jaxpr, options)
         value, grads = one_pass(scale, one_pass.constants)
         value, changes = one_pass.value.fill(value)
-        modules.write(changes)
+        model.write_changes(changes)
     loss = _gradients.loss_of(value, has_aux)
     loss_is_finite = all_finite(loss, axis_name=axis_name)
 
     def judge(grads, old, scale, retries):
-        look = look_at(rule, one_pass.unscaled(grads, scale), old, axis_name)
+        verdict = update_rule(rule, one_pass.unscaled(grads, scale), old, axis_name)
         # In jax.shard_map it varies over the devices if the scale does.
-        finite = look.finite | lax.full_like(scale, False, bool)
-        look = look._replace(finite=finite, after=_tree.cast_like(look.after, old))
-        again = ~finite & loss_is_finite & (rule(look.after) < scale)
-        return look, again & (retries < options.retries)
+        finite = verdict.finite | lax.full_like(scale, False, bool)
+        verdict = verdict._replace(
+            finite=finite, after=_tree.cast_like(verdict.after, old)
+        )
+        again = ~finite & loss_is_finite & (rule(verdict.after) < scale)
+        return verdict, again & (retries < options.retries)
 
     def attempt(last):
-        retries, look, _, _ = last
-        scale = lax.stop_gradient(rule(look.after))
+        retries, verdict, _, _ = last
+        scale = lax.stop_gradient(rule(verdict.after))
         _, grads = one_pass(scale, [_pin(x, scale) for x in one_pass.constants])
         retries += 1
-        look, again = judge(grads, look.after, scale, retries)
-        return retries, look, grads, again
+        verdict, again = judge(grads, verdict.after, scale, retries)
+        return retries, verdict, grads, again
 
     like = _state.within_bounds(rule, rule.init())
     old = _state.within_bounds(rule, state.loss_scale_state)
@@ -87,15 +88,15 @@ def value_and_grad(
     _check_axes(frozenset.difference(*varying), options)
     with jax.named_scope("retries"):  # The loop's name in a profile.
         last = none_yet, first, grads, again
-        retries, look, grads, _ = _repeat(attempt, last)
+        retries, verdict, grads, _ = _repeat(attempt, last)
     grads = list(map(_retried.bind, grads))
-    grads = one_pass.unscaled(grads, lax.stop_gradient(rule(look.before)))
+    grads = one_pass.unscaled(grads, lax.stop_gradient(rule(verdict.before)))
     if state.retries is not None:  # None in a state from before they were switched on.
         retries += jnp.asarray(state.retries, jnp.int32)
     retries = jnp.where(retries < 0, 2**31 - 1, retries)
-    before, after = _tree.select(look.finite, look[:2], (old, first.after))
-    look = Look(before, after, look.finite)
-    return value, grads, state._replace(retries=retries), look
+    before, after = _tree.select(verdict.finite, verdict[:2], (old, first.after))
+    verdict = RuleUpdate(before, after, verdict.finite)
+    return value, grads, state._replace(retries=retries), verdict
 
 
 class _Pass:
@@ -107,14 +108,14 @@ class _Pass:
       constants: The arrays that it closes over.
     """
 
-    def __init__(self, scaled: Callable[..., Any], modules: Modules, scale: Any):
+    def __init__(self, scaled: Callable[..., Any], model: Model, scale: Any):
         """Traces a function of a scale and of the arguments of the loss."""
         # Other results are constants, and stay as they are.
         self.value = _tree.Template(lambda x: isinstance(x, Tracer))
         self._grads = _tree.Template()
 
         def one_pass(scale):
-            (args, kwargs), changes = modules.join(modules.tree)
+            (args, kwargs), changes = model.copies(model.arrays)
             value, grads = scaled(scale, *args, **kwargs)
             return self.value.take((value, changes())), self._grads.take(grads)
 

@@ -1,8 +1,6 @@
 """The scale among the parameters: for trainers that compute the gradients."""
 
-import contextlib
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,16 +13,17 @@ from jax.custom_derivatives import SymbolicZero
 from optax_lossscale import (
     _check as check,
     _gradients,
-    _modules,
+    _models,
+    _nnx,
     _state,
     _step,
     _tree,
     _uses,
 )
+from optax_lossscale._devices import on_all_devices
 from optax_lossscale._jaxprs.parts import varying_axes
-from optax_lossscale._modules import nnx
 from optax_lossscale._optimizer import LossScaleOptimizer
-from optax_lossscale._scaling import all_finite, on_all_devices, scale_up
+from optax_lossscale._scaling import all_finite, scale_up
 from optax_lossscale._step import Options
 from optax_lossscale._tree import Args, Out, Tree
 from optax_lossscale._uses import Use
@@ -193,14 +192,14 @@ def with_loss_scale(
 
 def _scaled_loss(loss_fn, name, has_aux, params, /, *args, **kwargs) -> Any:
     _uses.note(name, Use.IN_PARAMETERS)
-    is_module = _modules.is_stateful(params)
-    if not is_module and _modules.has_modules(params):
+    is_module = _nnx.is_mutable(params)
+    if not is_module and _nnx.has_modules(params):
         raise TypeError(
             "params must be an nnx module itself, not a tree with modules in it. Write "
             f"model.{name} = nnx.Param(jnp.float32(initial_scale)), and pass the model."
         )
-    tree = nnx.state(params) if is_module else params
-    place, leaf, rest = _take_out(name, tree, "params")
+    tree = _nnx.state(params) if is_module else params
+    leaf, rest, place = _partition(name, tree, "params")
     scale = jnp.clip(leaf, check.SMALLEST_SCALE, check.LARGEST_SCALE)
     # Zero means that an outer with_loss_scale scales the loss already.
     scale = lax.stop_gradient(jnp.where(leaf <= 0, 1, scale))
@@ -209,16 +208,16 @@ def _scaled_loss(loss_fn, name, has_aux, params, /, *args, **kwargs) -> Any:
     # Zero in its place: a penalty on all parameters would add the scale to the loss.
     inside = place(join(arrays), jnp.zeros_like(leaf))
     args, kwargs = jax.tree.map(
-        lambda x: _unscaled(x, scale), (args, kwargs), is_leaf=_modules.is_stateful
+        lambda x: _unscaled(x, scale), (args, kwargs), is_leaf=_nnx.is_mutable
     )
     if not is_module:
         out = loss_fn(inside, *args, **kwargs)
     else:
-        nnx.update(params, inside)
+        _nnx.write(params, inside)
         try:
             out = loss_fn(params, *args, **kwargs)
         finally:
-            nnx.update(params, place(nnx.state(params), leaf))
+            _nnx.write(params, place(_nnx.state(params), leaf))
     loss = _gradients.loss_of(out, has_aux)
     _gradients.warn_of_float16(loss)
     loss = scale_gradient(loss, scale)
@@ -227,12 +226,12 @@ def _scaled_loss(loss_fn, name, has_aux, params, /, *args, **kwargs) -> Any:
 
 def _unscaled(x: Any, scale: jax.Array) -> Any:
     """Unscales gradients with respect to an argument that is not the parameters."""
-    if not _modules.is_stateful(x):
+    if not _nnx.is_mutable(x):
         return scale_gradient(x, 1 / scale)
-    # A module of an outer trace cannot be changed, and gets no gradient here.
-    with contextlib.suppress(sys.modules["flax.errors"].TraceContextError):
-        if isinstance(x, nnx.Pytree):
-            nnx.update(x, scale_gradient(nnx.state(x), 1 / scale))
+    # One of an outer trace gets no gradient here.
+    with _nnx.unless_of_outer_trace():
+        if _nnx.is_module(x):
+            _nnx.write(x, scale_gradient(_nnx.state(x), 1 / scale))
     return x
 
 
@@ -336,29 +335,36 @@ def scale_as_parameter(
     options.warn_of_retries("scale_as_parameter")
 
     def init(params: Any) -> Any:
-        params = _modules.trainable(params)
+        params = _models.trainable(params)
         if jax.tree.leaves(params):  # optax.tree.map_params has a placeholder.
-            _, _, params = _take_out(name, params, "params")
+            _, params, _ = _partition(name, params, "params")
         return optimizer.init(params)
 
     def update(
         updates, state, params=None, *, skip_if=None, **extra_args
     ) -> tuple[Any, Any]:
         _uses.warn_of_unscaled_parameters(options.loss_scale, name)
-        params = _modules.parameters_of(params, updates)
-        place, old, params = _take_out(name, params, "params")
-        _, flags, grads = _take_out(name, updates, "grads")
+        params = _models.Model((params,)).parameters(updates)
+        old, params, place = _partition(name, params, "params")
+        flags, grads, _ = _partition(name, updates, "grads")
         # No addition leads back from inf or nan: `report` says what to write.
         is_lost = ~jnp.isfinite(old)
         # One flag, or one for each example.
-        look = _look_at(options, grads, state, jnp.any(flags != 0), is_lost)
+        verdict = _update_rule(options, grads, state, jnp.any(flags != 0), is_lost)
         if "grad" in extra_args:
-            _, _, extra_args["grad"] = _take_out(name, extra_args["grad"], "grads")
+            _, extra_args["grad"], _ = _partition(name, extra_args["grad"], "grads")
         if (of_all := extra_args.get("value_fn")) is not None:
             of_rest = jax.tree_util.Partial(lambda params: of_all(place(params, old)))
             extra_args["value_fn"] = of_rest
         updates, state = _step.take_step(
-            options, grads, params, state, extra_args, skip_if, look, adds=False
+            options,
+            grads,
+            params,
+            state,
+            extra_args,
+            skip_if,
+            verdict,
+            returns_params=False,
         )
         new_scale = options.loss_scale(state.loss_scale_state)
         # optax.apply_updates adds the difference. If the scale falls by more than
@@ -369,10 +375,10 @@ def scale_as_parameter(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _look_at(
+def _update_rule(
     options: Options, grads: Any, state: Any, overflow: jax.Array, is_lost: jax.Array
-) -> _step.Look:
-    """Shows the rule an overflow, if the gradient of the scale tells of one.
+) -> _step.RuleUpdate:
+    """Updates the rule, with an overflow if the gradient of the scale tells of one.
 
     If the scale among the parameters is lost, the rule learns nothing, and the step is
     skipped.
@@ -382,19 +388,21 @@ def _look_at(
     true_grads = jax.tree.map(
         lambda x: jnp.where(overflow, jnp.nan, x) if _tree.is_inexact(x) else x, grads
     )
-    before, after, finite = _step.look_at(
+    before, after, finite = _step.update_rule(
         rule, true_grads, state.loss_scale_state, options.axis_name
     )
     if not rule.skip_nonfinite:  # The rule would apply the zeros.
         finite = on_all_devices(~overflow, options.axis_name)
     kept = _tree.cast_like(_state.within_bounds(rule, before), after)
-    return _step.Look(before, _tree.select(is_lost, kept, after), finite & ~is_lost)
+    return _step.RuleUpdate(
+        before, _tree.select(is_lost, kept, after), finite & ~is_lost
+    )
 
 
-def _take_out(
+def _partition(
     name: str, tree: Any, what: str
-) -> tuple[Callable[[Any, Any], Any], jax.Array, Any]:
-    """Takes the scale, or its gradient, out of a tree.
+) -> tuple[jax.Array, Any, Callable[[Any, Any], Any]]:
+    """Splits a tree into the scale, or its gradient, and the rest.
 
     Args:
       name: The name of the scale.
@@ -402,8 +410,8 @@ def _take_out(
       what: "params" or "grads".
 
     Returns:
-      A function that puts an array in the place of the scale in such a tree; the scale;
-      and the tree with None in its place.
+      The scale; the tree with None in its place; and a function that puts an array in
+      the place of the scale in such a tree.
     """
     boxes: dict[str, Any] = {}
 
@@ -425,4 +433,4 @@ def _take_out(
         box = jax.tree.map(lambda _: leaf, box)
         return _tree.map_named(lambda *_: box, name, tree)
 
-    return place, arrays[0], rest
+    return arrays[0], rest, place

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from optax_lossscale._devices import on_all_devices, over_devices
 from optax_lossscale._tree import inexact_leaves
 
 
@@ -98,20 +99,6 @@ def _all_finite(leaves: list[jax.Array], axis_name: Hashable | None) -> jax.Arra
     return on_all_devices(finite, axis_name)
 
 
-def on_all_devices(flag: jax.Array, axis_name: Hashable | None) -> jax.Array:
-    """Returns bool[], whether a flag is true on all devices of the axis."""
-    if axis_name is None:
-        return flag
-    return _over_devices(lax.pmin, flag.astype(jnp.int32), axis_name).astype(bool)
-
-
-def _over_devices(reduce: Any, x: jax.Array, axis_name: Hashable | None) -> jax.Array:
-    index = lax.axis_index(axis_name)
-    # Add a zero that varies along the axes: jax.shard_map refuses to reduce over axes
-    # if devices are known to agree along some of them (as after a sum of gradients).
-    return reduce(x + 0 * index.astype(x.dtype), axis_name)
-
-
 def all_finite(tree: Any, *, axis_name: Hashable | None = None) -> jax.Array:
     """Tells whether every number in a tree is finite.
 
@@ -153,7 +140,7 @@ def _largest(leaves: list[jax.Array], axis_name: Hashable | None) -> jax.Array:
         largest = jnp.max(jnp.fmin(jnp.fmax(each, 0.0), jnp.finfo(jnp.float32).max))
     if axis_name is None:
         return largest
-    return _over_devices(lax.pmax, largest, axis_name)
+    return over_devices(lax.pmax, largest, axis_name)
 
 
 def largest_magnitude(tree: Any, *, axis_name: Hashable | None = None) -> jax.Array:

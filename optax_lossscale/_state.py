@@ -9,7 +9,7 @@ import optax
 from jax import lax
 
 from optax_lossscale import _tree
-from optax_lossscale._modules import is_stateful
+from optax_lossscale._nnx import is_mutable
 from optax_lossscale._rules.base import LossScale, types_of_state
 from optax_lossscale._tree import Tree
 from optax_lossscale._warn import warn
@@ -159,8 +159,8 @@ def find_state(state: Any) -> LossScaleOptimizerState:
 def check_state(state: Any, rule: LossScale) -> None:
     """Raises if `state` is none, or belongs to another rule or has other shapes."""
     inside = _tree.nodes_of(LossScaleOptimizerState, state)
-    leaves = jax.tree.leaves([x.loss_scale_state for x in inside], is_leaf=is_stateful)
-    if any(map(is_stateful, leaves)):
+    leaves = jax.tree.leaves([x.loss_scale_state for x in inside], is_leaf=is_mutable)
+    if any(map(is_mutable, leaves)):
         raise ValueError(
             "state must be what optimizer.init(model) returns, got the opt_state of an "
             "nnx.Optimizer, which only its own update takes, after "

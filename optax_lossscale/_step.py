@@ -1,4 +1,4 @@
-"""One step: look at the gradients, decide, run or keep, record."""
+"""One step: check the gradients, decide, update or skip, count."""
 
 import numbers
 import reprlib
@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_lossscale import _hints, _inner, _modules, _state, _tree
-from optax_lossscale._commit import commit
+from optax_lossscale import _hints, _inner, _models, _nnx, _state, _tree
+from optax_lossscale._devices import axes_of, on_all_devices
 from optax_lossscale._rules.base import LossScale
-from optax_lossscale._scaling import all_finite, on_all_devices
+from optax_lossscale._scaling import all_finite
+from optax_lossscale._update import conditional_update
 from optax_lossscale._warn import warn
 
 
@@ -37,8 +38,7 @@ class Options(NamedTuple):
     @property
     def axes(self) -> tuple[Hashable, ...]:
         """The names in `axis_name`."""
-        name = self.axis_name
-        return name if isinstance(name, tuple) else (name,)
+        return axes_of(self.axis_name)
 
     @property
     def skips(self) -> bool:
@@ -49,13 +49,13 @@ class Options(NamedTuple):
 def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
     """Returns the state before the first step."""
     _check_params(params)
-    leaves = jax.tree.leaves(params, is_leaf=_modules.is_module)
+    leaves = jax.tree.leaves(params, is_leaf=_nnx.is_module)
     if leaves and not any(map(_is_parameter, leaves)):
         raise TypeError(
             f"params must hold arrays, got {reprlib.repr(_tree.types_of(params))}. "
             + _state.FUNCTIONAL
         )
-    params = _modules.trainable(params)
+    params = _models.trainable(params)
     inner_state = _tree.strongly_typed(_inner.init(options.inner_optimizer, params))
     if _tree.nodes_of(_state.LossScaleOptimizerState, inner_state):
         raise TypeError(
@@ -81,7 +81,7 @@ def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
 def _is_parameter(leaf: Any) -> bool:
     """Whether a leaf may be of the parameters; others are models as they are called."""
     is_number = hasattr(leaf, "dtype") or isinstance(leaf, numbers.Number)
-    return is_number or _modules.is_module(leaf)
+    return is_number or _nnx.is_module(leaf)
 
 
 def take_step(
@@ -91,9 +91,9 @@ def take_step(
     state: Any,
     extra: dict[str, Any],
     skip_if: Any = None,
-    look: "Look | None" = None,
+    rule_update: "RuleUpdate | None" = None,
     *,
-    adds: bool,
+    returns_params: bool,
 ) -> tuple[Any, _state.LossScaleOptimizerState]:
     """Takes a step, or skips it.
 
@@ -104,22 +104,26 @@ def take_step(
       state: The state.
       extra: Extra arguments of the inner optimizer.
       skip_if: Whether to skip the step, or None; see `LossScaleOptimizer.update`.
-      look: The rule's look at the gradients; None if it has not looked yet.
-      adds: Whether the result is the parameters, or else the updates, which are -0.0
-        in a skipped step.
+      rule_update: The rule's verdict on the gradients; None if it has not seen them.
+      returns_params: Whether to return the new parameters instead of the updates.
+        Updates of a skipped step are -0.0.
+
+    Returns:
+      The parameters or the updates, and the new state.
     """
     rule, inner = options.loss_scale, options.inner_optimizer
     _check_step(options, grads, params, state)
     params = _inner.parameters_as_arrays(params, grads)
-    may_skip = options.skips or skip_if is not None or look is not None
-    if look is None:
-        look = look_at(rule, grads, state.loss_scale_state, options.axis_name)
-    decision, rule_state = decide(options, look, extra, skip_if)
+    may_skip = options.skips or skip_if is not None or rule_update is not None
+    if rule_update is None:
+        old = state.loss_scale_state
+        rule_update = update_rule(rule, grads, old, options.axis_name)
+    decision, rule_state = decide(options, rule_update, extra, skip_if)
     if not may_skip:
         decision = decision._replace(should_apply=None)
 
     def keep(like, inner_state, params):
-        result = params if adds else jax.tree.map(_tree.zero_update, like[0])
+        result = params if returns_params else jax.tree.map(_tree.zero_update, like[0])
         return result, inner_state
 
     def run(inputs, inner_state, params):
@@ -127,13 +131,13 @@ def take_step(
         if "value_fn" in extra:  # For a line search, which also wants the gradients.
             extra = {"grad": grads} | extra
         updates, inner_state = _inner.update(inner, grads, inner_state, params, extra)
-        if adds:
+        if returns_params:
             # Python integers among the parameters stay Python integers.
             return _inner.apply_updates(params, updates), inner_state
         return _inner.narrow_like(updates, grads), inner_state
 
     inner_state = _tree.strongly_typed(state.inner_state)
-    result, inner_state = commit(
+    result, inner_state = conditional_update(
         decision.should_apply, run, keep, (grads, extra), inner_state, params
     )
     state = state._replace(inner_state=None, loss_scale_state=None)
@@ -174,13 +178,13 @@ class Decision(NamedTuple):
 
 
 def decide(
-    options: Options, look: "Look", extra: dict[str, Any], skip_if: Any
+    options: Options, rule_update: "RuleUpdate", extra: dict[str, Any], skip_if: Any
 ) -> tuple[Decision, Any]:
     """Decides by the gradients, the loss and `skip_if` whether a step is applied.
 
     Args:
       options: The arguments of the optimizer.
-      look: The rule's look at the gradients.
+      rule_update: The rule's verdict on the gradients.
       extra: Extra arguments of the inner optimizer, among them the loss.
       skip_if: Whether to skip the step, or None.
 
@@ -188,7 +192,7 @@ def decide(
       The decision, and the state of the rule after the step.
     """
     rule, axis_name = options.loss_scale, options.axis_name
-    old, new, finite = look
+    old, new, finite = rule_update
     should_apply = finite
     at_minimum = rule._is_at_minimum(rule(old), rule(new))
     loss_is_finite = is_vetoed = None
@@ -205,8 +209,8 @@ def decide(
     return decision, new
 
 
-class Look(NamedTuple):
-    """The look of a rule at the gradients of a step.
+class RuleUpdate(NamedTuple):
+    """The verdict of a rule on the gradients of a step.
 
     Attributes:
       before: The state of the rule before these gradients.
@@ -219,13 +223,15 @@ class Look(NamedTuple):
     finite: jax.Array
 
 
-def look_at(rule: LossScale, grads: Any, old: Any, axis_name: Hashable | None) -> Look:
-    """Shows the gradients to the rule."""
+def update_rule(
+    rule: LossScale, grads: Any, old: Any, axis_name: Hashable | None
+) -> RuleUpdate:
+    """Updates the rule with the gradients."""
     with _hints.hint(_hints.DEVICES, _hints.is_of_axis):
         new, finite = rule.update(grads, old, axis_name=axis_name)
     finite = jnp.asarray(finite, bool)
     # The scale has no derivative.
-    return Look(old, lax.stop_gradient(_state.within_bounds(rule, new)), finite)
+    return RuleUpdate(old, lax.stop_gradient(_state.within_bounds(rule, new)), finite)
 
 
 def check_no_state(params: Any) -> None:

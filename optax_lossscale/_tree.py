@@ -1,6 +1,7 @@
 """Trees of arrays: which leaves are numbers, their dtypes, selecting between trees."""
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -72,15 +73,19 @@ def split_arrays(
 
 
 class Template:
-    """The rest of a tree without its arrays, for a function that JAX traces.
+    """The structure of a tree, and its leaves that are not arrays.
 
-    The function returns the arrays that `take` takes out. JAX may keep them for later;
-    `fill` puts others in their places. Whatever else leaves the function goes this way:
-    a variable outside of it would hold what the last trace wrote.
+    A function that JAX traces returns the arrays that `take` returns. JAX may keep them
+    for later; `fill` puts others in their places. All other results leave the function
+    this way: a nonlocal variable would keep the values of the last trace.
     """
 
     def __init__(self, is_chosen: Callable[[Any], bool] = is_array):
-        """Takes a function that says which leaves count as arrays."""
+        """Makes an empty template.
+
+        Args:
+          is_chosen: Whether a leaf counts as an array.
+        """
         self._is_chosen, self._is_filled = is_chosen, True
 
     def take(self, tree: Any) -> list[jax.Array]:
@@ -110,6 +115,11 @@ def is_inexact(leaf: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
+def is_inexact_array(leaf: Any) -> bool:
+    """Whether `leaf` is a float or complex array, of JAX or NumPy."""
+    return is_array(leaf) and is_inexact(leaf)
+
+
 @functools.cache
 def is_half(dtype: Any) -> bool:
     """Whether a dtype is a floating-point one of at most 16 bits."""
@@ -127,7 +137,7 @@ def is_float32_scalar(leaf: Any) -> bool:
 
 
 def types_of(tree: Any) -> Any:
-    """Returns a tree with the types of its leaves, for messages."""
+    """Replaces each leaf by its type, for error messages."""
 
     def type_of(x):
         is_array = hasattr(x, "dtype") and not isinstance(x, type)  # jnp.float16 is one
@@ -148,6 +158,13 @@ def map_named(function: Callable[[Any, Any], Any], name: str, tree: Any) -> Any:
         is_leaf=is_named,
         is_leaf_takes_path=True,
     )
+
+
+def classes_of(library: str, *names: str) -> tuple[type, ...]:
+    """Returns classes of a library; none if nobody has imported it."""
+    module = sys.modules.get(library)
+    # Another thread may be importing it.
+    return tuple(getattr(module, x) for x in names if hasattr(module, x))
 
 
 def nodes_of(kind: Any, tree: Any) -> list[Any]:
@@ -207,7 +224,7 @@ def difference(got: Any, wanted: Any) -> str:
 
     try:
         jax.tree.map_with_path(leaf, got, wanted)
-        # A leaf of `got` has matched any subtree of `wanted`.
+        # Until here, `got` may have a leaf where `wanted` has a subtree.
         jax.tree.map(lambda *_: None, wanted, got)
     except ValueError as error:
         return str(error)

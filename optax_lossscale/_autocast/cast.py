@@ -22,9 +22,9 @@ from optax_lossscale._autocast.policy import State, is_float32
 from optax_lossscale._autocast.program import Step, read
 from optax_lossscale._autocast.roles import Role, mark, steps_of
 from optax_lossscale._autocast.states import Planner
-from optax_lossscale._hints import MODULES, hint, is_of_module
 from optax_lossscale._jaxprs import parts
-from optax_lossscale._modules import Modules, is_model, is_stateful
+from optax_lossscale._models import Model
+from optax_lossscale._nnx import hint_of_trace, is_model, is_mutable
 from optax_lossscale._tree import (
     Args,
     Out,
@@ -152,15 +152,15 @@ def autocast(
     @functools.wraps(given, updated=())
     def cast(*args, **kwargs):
         def flat(*arrays):
-            (args, kwargs), changes = modules.join(join(arrays))
+            (args, kwargs), changes = model.copies(join(arrays))
             out = written(*args, **kwargs)
             return results.take((out, changes()))
 
         _name_like(flat, given)
         results = Template(lambda x: isinstance(x, jax.Array))
-        with Modules(((*held, *args), kwargs)) as modules:
-            arrays, join = split_arrays(modules.tree, _is_traced)
-            with hint(MODULES, is_of_module):
+        with Model((*held, *args), kwargs) as model:
+            arrays, join = split_arrays(model.arrays, _is_traced)
+            with hint_of_trace():
                 closed = parts.traced(flat, *arrays)
             arrays = list(map(jnp.asarray, arrays))
             named = {"args": args, "kwargs": kwargs}
@@ -180,7 +180,7 @@ def autocast(
                 warn(f"autocast computes nothing of {of} in {name}: {reason}.")
             out, changes = results.fill(arrays)
             _check_result(of, out)
-            modules.write(changes)
+            model.write_changes(changes)
         return out
 
     # A wrapper of it gets this, too, but is another function.
@@ -219,7 +219,7 @@ def _opened(fun: Any) -> tuple[Any, tuple[Any, ...]]:
         return functools.partial(function, **fun.keywords), (*held, *fun.args)
     if isinstance(fun, types.MethodType):
         return fun.__func__, (fun.__self__,)
-    is_model = is_stateful(fun) or not jax.tree_util.all_leaves([fun])
+    is_model = is_mutable(fun) or not jax.tree_util.all_leaves([fun])
     return (operator.call, (fun,)) if is_model else (fun, ())
 
 
@@ -258,9 +258,9 @@ def _check_result(of: str, out: Any) -> None:
 
 def _roles(args, kwargs):
     """Returns the roles of the arrays of arguments, but for those of modules."""
-    pairs = jax.tree.leaves_with_path((args, kwargs), is_leaf=is_stateful)
+    pairs = jax.tree.leaves_with_path((args, kwargs), is_leaf=is_mutable)
     models = [path[:2] for path, x in pairs if is_model(x)]
-    held = [path[:2] for path, x in pairs if _is_traced(x) or is_stateful(x)]
+    held = [path[:2] for path, x in pairs if _is_traced(x) or is_mutable(x)]
     # Parameters may come after a name, but not by a name.
     first = (*models, *(path for path in held if path[0].idx == 0), None)[0]
     roles = {True: Role.PARAMETER, False: Role.DATA}

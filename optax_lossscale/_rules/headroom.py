@@ -48,7 +48,8 @@ class HeadroomLossScale(AdaptiveLossScale):
                         margin = max(margin, limit - peak - log2(loss_scale))
                     highest = limit - peak - margin
                     loss_scale = 2**clip(log2(loss_scale),
-                                         floor(highest - hysteresis), floor(highest))
+                                         floor(highest - hysteresis_bits),
+                                         floor(highest))
         non-finite: loss_scale = loss_scale / 2
 
     where `limit` is the exponent at which `dtype` overflows. After overflows the rule
@@ -66,8 +67,8 @@ class HeadroomLossScale(AdaptiveLossScale):
       growth_interval: Finite steps in which the margin shrinks by one bit.
       release_steps: The time constant, in steps, with which the peak falls to smaller
         gradients. It rises to larger ones at once.
-      hysteresis: Bits that the gradients may fall before the scale grows, so that it
-        does not oscillate.
+      hysteresis_bits: Bits that the gradients may fall before the scale grows, so that
+        it does not oscillate.
       min_scale: The scale never falls below this.
       max_scale: The scale never rises above this. The default is the largest
         power of two whose reciprocal is a normal float32 number.
@@ -101,7 +102,7 @@ class HeadroomLossScale(AdaptiveLossScale):
     min_margin: float = 1.0
     growth_interval: int = 2000
     release_steps: int = 100
-    hysteresis: float = 0.5
+    hysteresis_bits: float = 0.5
     min_scale: float = 1.0
     max_scale: float = 2.0**126
 
@@ -110,7 +111,7 @@ class HeadroomLossScale(AdaptiveLossScale):
         "dtype": check.dtype,
         "min_margin": check.bits,
         "release_steps": check.count,
-        "hysteresis": check.bits,
+        "hysteresis_bits": check.bits,
     }
 
     def init(self) -> HeadroomLossScaleState:
@@ -144,7 +145,7 @@ class HeadroomLossScale(AdaptiveLossScale):
         margin = jnp.minimum(jnp.maximum(margin, self.min_margin), 256.0)
 
         highest = limit - peak - margin
-        lower, upper = jnp.floor(highest - self.hysteresis), jnp.floor(highest)
+        lower, upper = jnp.floor(highest - self.hysteresis_bits), jnp.floor(highest)
         followed = lax.clamp(exact_exp2(lower), scale, exact_exp2(upper))
         return HeadroomLossScaleState(
             loss_scale=jnp.where(finite, followed, scale / 2),

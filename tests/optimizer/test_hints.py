@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from optax_lossscale import LossScaleOptimizer, _hints, autocast
+from optax_lossscale import LossScaleOptimizer, _hints, _nnx, autocast
 
 W, X = {"w": np.ones(2, np.float32)}, np.ones((4, 2), np.float32)
 MOMENTUM = optax.sgd(0.5, 0.9)
@@ -111,7 +111,7 @@ MISTAKES = {
             W, W, LossScaleOptimizer(MOMENTUM, axis_name="batch")
         ),
     },
-    _hints.MODULES: {
+    _nnx.MODULES: {
         "in the closure of autocast": closed_over(lambda f: autocast(f)(W)),
         "in the closure of the loss": closed_over(lambda f: minimize(W, W, loss_fn=f)),
         "in the closure, with retries": closed_over(
@@ -122,7 +122,7 @@ MISTAKES = {
         ),
         "from outside of a scan": module_from_outside_of_a_scan,
     },
-    _hints.SHARED: {
+    _nnx.SHARED: {
         "in two arguments": shared(),
         "in two arguments, with retries": shared(retries=3),
         "in two arguments, by nnx": shared(transform=nnx.value_and_grad),
@@ -194,7 +194,7 @@ def test_an_error_of_the_loss_itself_has_no_note(words):
         with pytest.raises(ValueError, match=words) as caught:
             minimize(model, model, optimizer, loss_fn)
         notes = getattr(caught.value, "__notes__", ())
-        assert not {_hints.MODULES, _hints.SHARED}.intersection(notes)
+        assert not {_nnx.MODULES, _nnx.SHARED}.intersection(notes)
 
 
 def test_an_error_of_the_inner_optimizer_itself_has_no_note():

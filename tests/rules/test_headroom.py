@@ -38,7 +38,7 @@ def test_follows_the_dynamic_rule_where_gradients_stay():
         state, should_apply = scale.update(grad, state)
         return state, (scale(state), should_apply)
 
-    scale = HeadroomLossScale(growth_interval=50, hysteresis=0)
+    scale = HeadroomLossScale(growth_interval=50, hysteresis_bits=0)
     _, (scales, applied) = jax.lax.scan(step, scale.init(), length=1000)
     assert np.all(scales[20:] >= 2.0**10)
     assert int(np.sum(~applied[:20])) == 5
@@ -46,7 +46,7 @@ def test_follows_the_dynamic_rule_where_gradients_stay():
 
 
 def test_rounding_does_not_halve_the_scale_that_it_keeps():
-    scale = HeadroomLossScale(release_steps=1, hysteresis=0)
+    scale = HeadroomLossScale(release_steps=1, hysteresis_bits=0)
     for grad in 2.0 ** np.linspace(-3, -2, 97):
         states, _ = run(scale, [grad, np.inf, np.inf, grad])
         assert states.loss_scale[3] == states.loss_scale[2] == states.loss_scale[0] / 4

@@ -56,7 +56,7 @@ headroom = st.fixed_dictionaries(
         "min_margin": st.sampled_from([0.0, 0.5, 3.0]),
         "growth_interval": st.integers(1, 5),
         "release_steps": st.sampled_from([1, 3, 50]),
-        "hysteresis": st.sampled_from([0.0, 0.3, 1.0]),
+        "hysteresis_bits": st.sampled_from([0.0, 0.3, 1.0]),
     }
 )
 
@@ -83,7 +83,7 @@ def check_headroom(config, grads, states):
         actual = float(np.log2(states.loss_scale[step]))
         if actual != rule.exponent:
             # Within a rounding error of a whole number of bits both are right.
-            rooms = np.array([room, room - rule.hysteresis])
+            rooms = np.array([room, room - rule.hysteresis_bits])
             assert np.any(abs(rooms - np.round(rooms)) < 1e-4), (step, rooms, actual)
             assert abs(actual - rule.exponent) == 1
             rule.exponent = actual

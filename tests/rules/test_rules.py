@@ -230,7 +230,7 @@ def quick(rule):
 QUICK_RULES = {name: quick(rule) for name, rule in RULES.items()} | {
     "patient": DynamicLossScale(**QUICK, hysteresis=3),
     "consecutive": DynamicLossScale(**QUICK, hysteresis=3, consecutive_hysteresis=True),
-    "released": HeadroomLossScale(**QUICK, release_steps=2, hysteresis=0.25),
+    "released": HeadroomLossScale(**QUICK, release_steps=2, hysteresis_bits=0.25),
 }
 FLOATS = [np.nan, np.inf, -np.inf, 0.0, -0.0, -3.5, 1e-45, 1e30, -1e30, 3e38, 300.0]
 INTEGERS = [0, -1, -(2**31), 2**31 - 1, 2**31 - 2, 10**6, -(10**6)]

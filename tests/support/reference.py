@@ -94,7 +94,7 @@ class Headroom:
     min_margin: float
     growth_interval: int
     release_steps: int
-    hysteresis: float
+    hysteresis_bits: float
     min_scale: float
     max_scale: float
 
@@ -114,8 +114,8 @@ class Headroom:
             room = 16 - self.peak - self.margin
             if self.exponent > math.floor(room):
                 self.exponent = math.floor(room)
-            elif self.exponent < math.floor(room - self.hysteresis):
-                self.exponent = math.floor(room - self.hysteresis)
+            elif self.exponent < math.floor(room - self.hysteresis_bits):
+                self.exponent = math.floor(room - self.hysteresis_bits)
         lowest, highest = math.log2(self.min_scale), math.log2(self.max_scale)
         self.exponent = min(max(self.exponent, lowest), highest)
         return room

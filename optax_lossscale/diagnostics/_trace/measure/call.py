@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lossscale import _check as check, _modules
+from optax_lossscale import _check as check, _models
 from optax_lossscale._autocast.evaluate import DIAGNOSES, IDLE_MARK, MARK
 from optax_lossscale._autocast.reasons import NOTES
 from optax_lossscale._gradients import check_scalar_loss, loss_of
@@ -140,7 +140,7 @@ def _differentiated(params: Any, leaves: list[Any]) -> dict[int, Any]:
       params: The first argument.
       leaves: The leaves of all arguments, of which its own come first.
     """
-    trained = enumerate(_modules.trained(params))
+    trained = enumerate(_models.trained(params))
     chosen = {i: leaves[i] for i, x in trained if x and is_inexact(leaves[i])}
     if not chosen:
         raise TypeError(

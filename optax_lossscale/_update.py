@@ -1,4 +1,4 @@
-"""Run a step or keep the old values: by a select, or by a branch on CPU."""
+"""Apply the update or keep the old values: by a select, or by a branch on CPU."""
 
 import functools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ MUCH_LARGER = 4
 
 
 def is_recording() -> bool:
-    """Tells whether operations are recorded for a compiler, as under `jax.jit`.
+    """Whether operations are recorded for a compiler, as under `jax.jit`.
 
     `jax.vmap` and `jax.grad` alone record nothing: they run operations one by one.
     """
@@ -36,7 +36,7 @@ def _probe():
 
 
 def may_branch() -> bool:
-    """Tells whether a step may be skipped by a branch."""
+    """Whether `lax.cond` may skip a step."""
     # Devices of jax.shard_map need not agree: if one branched alone, it would not join
     # the collectives of the others.
     return is_recording() and not jax.sharding.get_abstract_mesh().manual_axes
@@ -60,7 +60,7 @@ def barrier_on_cpu(skips: bool, tree: Any) -> Any:
     return join(lax.platform_dependent(arrays, cpu=barriers, default=list))
 
 
-def commit(
+def conditional_update(
     should_apply: jax.Array | None,
     run: Callable[..., Any],
     keep: Callable[..., Any],
@@ -108,7 +108,7 @@ def commit(
 
     def where(should_apply, arrays):
         inputs, operands = join(arrays)
-        numbers, join_inputs = _tree.split_arrays(inputs, _is_number)
+        numbers, join_inputs = _tree.split_arrays(inputs, _tree.is_inexact_array)
         guarded = _tree.in_one_program(_small_if_skipped, should_apply, numbers)
         guarded = join_inputs(guarded), operands
         new = compute(_tree.split_arrays(guarded)[0])
@@ -136,17 +136,13 @@ def commit(
     return results.fill(new)
 
 
-def _is_number(x: Any) -> bool:
-    return _tree.is_array(x) and _tree.is_inexact(x)
-
-
 @functools.partial(jax.jit, inline=True)
 def _small_if_skipped(should_apply: jax.Array, arrays: list[Any]) -> list[Any]:
     return [lax.select(should_apply, x, _tree.filled_like(x, SMALL)) for x in arrays]
 
 
 def _is_select_better(old: list[jax.Array], arrays: list[jax.Array]) -> bool:
-    """Tells whether a branch would store much more than a select copies.
+    """Whether a branch would store much more than a select copies.
 
     Args:
       old: The results of a skipped step.

@@ -1,0 +1,226 @@
+"""Models of any library: what a step trains of them, and what it writes back.
+
+A model is a pytree. Flax nnx modules are leaves here, which change in place: `_nnx` has
+all that is about them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from optax_lossscale import _nnx, _tree
+
+
+def partition(tree: Any) -> tuple[Any, Any]:
+    """Splits a tree into what has a gradient and the rest, as `eqx.partition` does.
+
+    Floating-point numbers have one, and nnx modules, of which Flax differentiates the
+    parameters. Python numbers in an Equinox module are settings.
+
+    Returns:
+      Two such trees, each with None in the place of what the other one holds.
+    """
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_nnx.is_module)
+    flags = _have_gradients(tree)
+
+    def only(chosen):
+        pairs = zip(flags, leaves, strict=True)
+        return treedef.unflatten([x if flag == chosen else None for flag, x in pairs])
+
+    return only(True), only(False)
+
+
+def combine(trained: Any, rest: Any) -> Any:
+    """Joins two trees that `partition` has split."""
+
+    def is_leaf(x):
+        return x is None or _nnx.is_module(x)
+
+    return jax.tree.map(
+        lambda x, y: y if x is None else x, trained, rest, is_leaf=is_leaf
+    )
+
+
+def _have_gradients(tree: Any) -> list[bool]:
+    """Returns of each leaf of a tree whether it has a gradient; modules are leaves."""
+    equinox = _tree.classes_of("equinox", "Module")
+
+    def is_equinox(x):
+        return isinstance(x, equinox)
+
+    def has_gradient(x, node):
+        is_setting = is_equinox(node) and not _tree.is_array(x)
+        return _nnx.is_module(x) or (_tree.is_inexact(x) and not is_setting)
+
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: is_equinox(x) or _nnx.is_module(x))
+    return [
+        has_gradient(x, node)
+        for node in nodes
+        for x in jax.tree.leaves(node, is_leaf=_nnx.is_module)
+    ]
+
+
+def trained(tree: Any) -> list[bool]:
+    """Returns of each array in a tree whether a step trains it."""
+    leaves = jax.tree.leaves(tree, is_leaf=_nnx.is_module)
+    pairs = zip(leaves, _have_gradients(tree), strict=True)
+    flags = [_nnx.are_parameters(x) if _nnx.is_module(x) else y for x, y in pairs]
+    return jax.tree.leaves(flags)
+
+
+def trainable(tree: Any) -> Any:
+    """Returns a tree with an `nnx.State` of its parameters in place of each module.
+
+    Modules may share parameters. As in gradients, the first module alone has them.
+    """
+    held = set()
+
+    def of_module(module):
+        if not _nnx.is_module(module):
+            return module
+        found = _nnx.parameters(module)
+        own = {path: x for path, x in found.items() if id(x) not in held}
+        held.update(map(id, own.values()))
+        return _nnx.state_of(own)
+
+    return jax.tree.map(of_module, tree, is_leaf=_nnx.is_module)
+
+
+def value_and_grad_for(trees: Any) -> Callable[..., Any]:
+    """Returns the `value_and_grad` of JAX, or that of Flax if trees hold modules."""
+    return _nnx.value_and_grad if _nnx.has_modules(trees) else jax.value_and_grad
+
+
+class Model:
+    """The arguments of a loss function, first the model, as a step sees them.
+
+    A loss function may change nnx modules and variables among them in place. A step
+    writes new parameters back, and takes changes back if it is skipped: first
+    `remember`, then the loss, then `write` or `restore`. Or it runs the loss on copies,
+    inside `with model`: `copies` are arguments for it, and `write_changes` brings back
+    the changes in them.
+
+    Attributes:
+      args: The arguments by position, first the model.
+      kwargs: Those by name.
+      arrays: The arguments, inside `with model`, with the arrays of modules and
+        variables in place of these.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None):
+        """Takes the arguments."""
+        self.args, self.kwargs = args, kwargs or {}
+        leaves, self._treedef = jax.tree.flatten(
+            (args, self.kwargs), is_leaf=_nnx.is_mutable
+        )
+        places = (i for i, x in enumerate(leaves) if _nnx.is_mutable(x))
+        self._mutable = {i: leaves[i] for i in places}
+        self._leaves = [None if i in self._mutable else x for i, x in enumerate(leaves)]
+        self._before: dict[Any, Any] = {}
+
+    @property
+    def _modules(self) -> list[Any]:
+        return list(self._mutable.values())
+
+    def parameters(self, grads: Any) -> Any:
+        """Returns the parameters: of a module, the variables that have a gradient.
+
+        Args:
+          grads: Gradients: an `nnx.State` in place of each module.
+        """
+        params, *_ = self.args
+        if not self._has_modules():  # Then the structures may differ.
+            return params
+
+        def of_module(module, grads):
+            is_module = _nnx.is_module(module)
+            return _nnx.variables_like(module, grads) if is_module else module
+
+        return jax.tree.map(of_module, params, grads, is_leaf=_nnx.is_module)
+
+    def with_parameters(self, params: Any, *, in_place: bool = False) -> Any:
+        """Returns the model with other parameters.
+
+        Args:
+          params: As `parameters` returns them.
+          in_place: Whether modules change, or else copies of them.
+        """
+        model, *_ = self.args
+        if not self._has_modules():
+            return params
+
+        def of_module(module, params):
+            if not _nnx.is_module(module):
+                return params
+            return (_nnx.write if in_place else _nnx.with_state)(module, params)
+
+        return jax.tree.map(of_module, model, params, is_leaf=_nnx.is_module)
+
+    def _has_modules(self) -> bool:
+        return bool(self._mutable) and _nnx.has_modules(self.args[0])
+
+    def remember(self) -> None:
+        """Keeps the values of variables, before a loss function changes them."""
+        if self._mutable:
+            self._before = _nnx.copies_of(self._modules)
+
+    def changed(self) -> list[Any]:
+        """Returns the paths of the variables that have changed since `remember`.
+
+        Random counts and keys are none of them: they go on, whatever the step does.
+        """
+        if not self._mutable:
+            return []
+        before = self._before
+        return [
+            path
+            for path, new in _nnx.changed_since(self._modules, before).items()
+            if jax.tree.structure(new) == jax.tree.structure(before.get(path))
+            and not _nnx.is_random(new)
+        ]
+
+    def restore(self, changed: list[Any], is_applied: jax.Array) -> None:
+        """Gives variables their old values where a step is skipped."""
+        if changed:
+            _nnx.restore(self._modules, self._before, changed, is_applied)
+
+    def write(self, params: Any, is_applied: jax.Array | None = None) -> Any:
+        """Writes new parameters into the model, and returns it.
+
+        Args:
+          params: As `parameters` returns them.
+          is_applied: bool[], whether the model keeps what the loss function changed;
+            None if it does in any case.
+        """
+        # Before the new parameters are written, which are changes as well.
+        changed = [] if is_applied is None else self.changed()
+        model = self.with_parameters(params, in_place=True)
+        if is_applied is not None:
+            self.restore(changed, is_applied)
+        return model
+
+    def __enter__(self):
+        """Takes the modules apart."""
+        self._copies = _nnx.Copies(self._modules).__enter__()
+        self.arrays = self._leaves, self._copies.arrays
+        return self
+
+    def __exit__(self, *error: Any):
+        self._copies.__exit__(*error)
+
+    def copies(self, arrays: Any) -> tuple[Any, Callable[[], Any]]:
+        """Returns arguments for other `arrays`, and a function of the changes in them.
+
+        The changes are a pytree, which a function that JAX traces may return.
+        """
+        leaves, of_modules = arrays
+        made, changes = self._copies.make(of_modules)
+        leaves = list(leaves)
+        for i, module in zip(self._mutable, made, strict=True):
+            leaves[i] = module
+        return self._treedef.unflatten(leaves), changes
+
+    def write_changes(self, changes: Any) -> None:
+        """Brings the changes of a pass on copies back into the modules."""
+        self._copies.write(changes)
