@@ -175,17 +175,21 @@ def headroom(run: Run, key: int) -> float:
 def find_all(search: Search) -> list[NumericFinding]:
     """Returns the findings, the most urgent first."""
     findings, run = _judge(search), search.run
-    solvers: dict[bool, list[NumericFinding]] = {True: [], False: []}
+    standing, others = [], []
     for key in _distinct_lines(run, _slow_solvers(run)):
-        stands_still = any(
-            key in run.operands(k) and run.is_decided_otherwise(k) for k in run.solvers
-        )
+        stands_still = _stands_still(run, key)
         finding = words.slow_solver(run.operation(key), run.outline.dtype, stands_still)
-        solvers[stands_still].append(finding)
-    standing, others = (solvers[x][:LINES] for x in (True, False))
+        (standing if stands_still else others).append(finding)
+    standing, others = standing[:LINES], others[:LINES]
     if findings[0].kind == FindingKind.FINE:
         return [*standing, *findings, *others]
     return [*findings, *standing, *others]
+
+
+def _stands_still(run, key):
+    """Whether a solver never reaches its tolerance, of the site of its iterations."""
+    flags = (k for k in run.solvers if key in run.operands(k))
+    return any(map(run.is_decided_otherwise, flags))
 
 
 def _slow_solvers(run):
