@@ -21,17 +21,17 @@ EXACT = (Kind.MOVE, Kind.SPREAD)
 CHOOSERS = ("select_and_scatter_add", "select_and_gather_add")
 
 
-class Made(NamedTuple):
-    """A cause, and the sites that made it.
+class Explanation(NamedTuple):
+    """The cause of a fault.
 
     Attributes:
       cause: The cause.
-      by: Sites before the fault; of a cast, the sites that read it. They have to change
-        as well.
+      others: Other sites that have to change: those before that made the fault; of a
+        cast, those that read it.
     """
 
     cause: Cause
-    by: Sequence[int] = ()
+    others: Sequence[int] = ()
 
 
 def origin_of_error(run: Run, key: int, small: float) -> int:
@@ -51,7 +51,7 @@ def origin_of_error(run: Run, key: int, small: float) -> int:
         begin = ahead if run.site(ahead).primitive else begin
         ahead = _wrong_operand(run, ahead, small, seen)
     if run.is_decided_otherwise(begin) and (zeros := vanished_inputs(run, begin)):
-        return zeros.by[-1]
+        return zeros.others[-1]
     moved = run.site(begin).row  # A move has the error of the value that it moves.
     return moved if run.site(moved).primitive else begin
 
@@ -148,7 +148,7 @@ def sources_of_error(run: Run, key: int, close: float) -> list[int]:
     return [k for k in run.sites if k in reached and run.site(k).primitive]
 
 
-def vanished_inputs(run: Run, key: int) -> Made | None:
+def vanished_inputs(run: Run, key: int) -> Explanation | None:
     """Returns the cause of zeros that break an operation, if float32 has none there.
 
     Returns:
@@ -159,10 +159,10 @@ def vanished_inputs(run: Run, key: int) -> Made | None:
     if zeros is None:
         return None
     if not _flushes_nothing(run, zeros):
-        return Made(Cause.FLUSHED, [zeros])
+        return Explanation(Cause.FLUSHED, [zeros])
     # Each number is there, and only their difference is not.
     rounded = _rounded_operands(run, zeros)
-    return Made(Cause.ROUNDED, rounded) if rounded else None
+    return Explanation(Cause.ROUNDED, rounded) if rounded else None
 
 
 def _origin_of_zeros(run, key):
@@ -230,15 +230,16 @@ def fault_of(run: Run, key: int, close: float) -> Fault:
       key: The site of the operation.
       close: How far results may be from float32.
     """
-    kind, made = _classify(run, key, close)
-    others = [k for k in made.by if run.site(k).source != run.site(key).source]
+    kind, explanation = _classify(run, key, close)
+    own = run.site(key).source
+    others = [k for k in explanation.others if run.site(k).source != own]
     operation, *sources = map(run.operation, [key, *others])
     forward = (x for x in run.sites.values() if x.phase == "forward")
     lines = [x.source.own for x in forward if kind_of(x.primitive) == Kind.PRODUCT]
     return Fault(
         kind,
         operation,
-        made.cause,
+        explanation.cause,
         sources=tuple(sources),
         dtype=run.outline.dtype,
         is_autocast=run.outline.is_autocast,
@@ -246,64 +247,64 @@ def fault_of(run: Run, key: int, close: float) -> Fault:
     )
 
 
-def _classify(run: Run, key: int, close: float) -> tuple[FindingKind, Made]:
+def _classify(run: Run, key: int, close: float) -> tuple[FindingKind, Explanation]:
     """Returns the kind of the fault at a site, and its cause."""
     site = run.site(key)
     if run.is_bad(key) or run.exceeds(key):
-        return FindingKind.of_nonfinite(site.phase), _made_nonfinite(run, key)
+        return FindingKind.of_nonfinite(site.phase), _explain_nonfinite(run, key)
     if is_underflow(run, key):
-        return FindingKind.UNDERFLOW, _made_underflow(run, key)
+        return FindingKind.UNDERFLOW, _explain_underflow(run, key)
     if site.is_decision or site.primitive in CHOOSERS:
-        made = Made(Cause.DECIDED, _rounded_before(run, key))
-        return FindingKind.DECISION, made
-    return FindingKind.PRECISION, _made_imprecise(run, key, close)
+        others = _rounded_before(run, key)
+        return FindingKind.DECISION, Explanation(Cause.DECIDED, others)
+    return FindingKind.PRECISION, _explain_imprecision(run, key, close)
 
 
-def _made_underflow(run, key):
+def _explain_underflow(run, key):
     """Returns the cause of results that are flushed to zero, or nearly."""
     limits, largest = run.limit(key), run.range(key).float32_largest
     is_small = limits is not None and 0 < largest < limits.normal
     cause = Cause.SMALL if is_small else Cause.UNKNOWN
-    return Made(cause, run.ran(run.site(key).readers))
+    return Explanation(cause, run.ran(run.site(key).readers))
 
 
-def _made_imprecise(run, key, close):
+def _explain_imprecision(run, key, close):
     """Returns the cause of finite results that differ from float32."""
-    cause = Cause.UNKNOWN
-    if has(run.site(key).primitive, Trait.SUM) and (
-        terms := spacing(run.operation(key))
-    ):
+    cause, is_sum = Cause.UNKNOWN, has(run.site(key).primitive, Trait.SUM)
+    if is_sum and (terms := spacing(run.operation(key))):
         is_small = run.range(key).float32_largest < 2.0**terms.top / 4
         cause = Cause.CANCEL if is_small else Cause.TERMS_LOST
     # A line that casts is not to be computed in float32: the next one is.
     before = sources_of_error(run, key, close)
-    return Made(cause, [k for k in before if run.site(k).primitive not in CASTS])
+    return Explanation(cause, [k for k in before if run.site(k).primitive not in CASTS])
 
 
-def _made_nonfinite(run, key):
+def _explain_nonfinite(run, key):
     """Returns the cause of inf or nan."""
-    made = _cause_of_nonfinite(run, key)
-    return made if made.by else made._replace(by=run.ran(run.site(key).readers))
+    explanation = _cause_of_nonfinite(run, key)
+    if explanation.others:
+        return explanation
+    return explanation._replace(others=run.ran(run.site(key).readers))
 
 
-def _cause_of_nonfinite(run: Run, key: int) -> Made:
+def _cause_of_nonfinite(run: Run, key: int) -> Explanation:
     """Returns the cause of inf or nan, and the sites before it that made them."""
     site = run.site(key)
     if any(map(math.isnan, site.constants)):
-        return Made(Cause.NAN)
+        return Explanation(Cause.NAN)
     if run.range(key).float32_nonfinite:
-        return Made(cause_in_float32(run, key))
+        return Explanation(cause_in_float32(run, key))
     if run.exceeds(key):
-        return Made(_cause_of_overflow(site))
+        return Explanation(_cause_of_overflow(site))
     if any(map(math.isinf, _constants_before(run, key))):
-        return Made(Cause.CONSTANT)
+        return Explanation(Cause.CONSTANT)
     if run.bad_operands(key):
-        return Made(Cause.INF)
+        return Explanation(Cause.INF)
     if (vanished := vanished_inputs(run, key)) is not None:
         return vanished
     if has(site.primitive, Trait.SUM) or kind_of(site.primitive) == Kind.PRODUCT:
-        return Made(Cause.TERMS)
-    return Made(Cause.CAST if site.primitive in CASTS else Cause.UNKNOWN)
+        return Explanation(Cause.TERMS)
+    return Explanation(Cause.CAST if site.primitive in CASTS else Cause.UNKNOWN)
 
 
 def _cause_of_overflow(site):
