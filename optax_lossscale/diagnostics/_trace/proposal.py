@@ -4,7 +4,7 @@ import functools
 import linecache
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from optax_lossscale._jaxprs.lines import Source, source_of
 from optax_lossscale._tree import in_half
 from optax_lossscale.diagnostics._trace import trace
 from optax_lossscale.diagnostics._trace.judge import causes, verdict, words
-from optax_lossscale.diagnostics._trace.judge.verdict import Search
+from optax_lossscale.diagnostics._trace.judge.verdict import Effect, Search
 from optax_lossscale.diagnostics._trace.measure import tape
 from optax_lossscale.diagnostics._trace.measure.call import (
     Traced,
@@ -202,19 +202,9 @@ def float32_lines(
             search.run = search.at(max(min(largest, search.predicted), 1.0))
         suspects = _suspects(search.run)
         lines = sorted(suspects, key=lambda x: suspects[x].severity, reverse=True)
-        compare = _compared(search.run, function, call)
-        effect = functools.cache(lambda lines: search.judge(*compare(lines)))
-
-        def helps(some):
-            result = effect(frozenset(some))
-            # If the loss differs even with all lines in float32, that is roundoff.
-            is_close = (
-                result.loss <= tolerance or effect(frozenset(lines)).loss > tolerance
-            )
-            return result.is_fine and is_close
-
-        kept = _minimal(lines, helps)
-        after, before = (effect(frozenset(x)) for x in (kept or (), ()))
+        trials = Trials(search, lines, _compared(search.run, function, call))
+        kept = _minimal(lines, trials.help)
+        after, before = trials.effect(kept or []), trials.effect([])
         proposal = [
             _describe(search, suspects[line].site)
             for line in suspects
@@ -223,6 +213,35 @@ def float32_lines(
         text = _message(search, is_given, kept, len(lines), after, before)
         errors = after.loss, after.gradients
         return Float32Lines(proposal, search.run.scale, *errors, kept is not None, text)
+
+
+class Trials:
+    """Tries sets of lines in float32. Each set runs once."""
+
+    def __init__(
+        self, search: Search, lines: list[FileLine], compare: Callable[..., Any]
+    ):
+        """Prepares to try.
+
+        Args:
+          search: The search, for its tolerance.
+          lines: All suspected lines.
+          compare: Compares a set of lines in float32 with all in float32; returns
+            norms and losses for `Search.judge`.
+        """
+        self._search, self._lines = search, lines
+        self._effect = functools.cache(lambda lines: search.judge(*compare(lines)))
+
+    def effect(self, lines: Iterable[FileLine]) -> Effect:
+        """Returns how far the step is from float32 with these lines in float32."""
+        return self._effect(frozenset(lines))
+
+    def help(self, lines: Iterable[FileLine]) -> bool:
+        """Whether it is enough that these lines compute in float32."""
+        effect, close = self.effect(lines), self._search.close
+        # If the loss differs even with all lines in float32, that is roundoff.
+        is_close = effect.loss <= close or self.effect(self._lines).loss > close
+        return effect.is_fine and is_close
 
 
 def _refusal(given: Traced, calls_autocast: bool) -> str:
@@ -326,9 +345,23 @@ def _severity(run: Run, key: int) -> tuple[float, ...]:
 
 
 def _message(
-    search: Search, is_given: bool, kept: Any, count: int, after: Any, before: Any
+    search: Search,
+    is_given: bool,
+    kept: list[FileLine] | None,
+    count: int,
+    after: Effect,
+    before: Effect,
 ) -> str:
-    """Says in words which lines help, and how much."""
+    """Says in words which lines help, and how much.
+
+    Args:
+      search: The search.
+      is_given: Whether the user gave the scale.
+      kept: The lines that help; None if none do.
+      count: How many lines use half precision.
+      after: The effect with these lines in float32.
+      before: The effect without.
+    """
     first, *_ = verdict.find_all(search)
     at = f"at the loss scale {words.power(search.run.scale)}"
     at += ", the largest that fits," * (search.run.scale > 1 and not is_given)
