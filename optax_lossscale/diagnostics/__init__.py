@@ -1,4 +1,4 @@
-"""What happened during training, and why.
+"""Diagnoses of a training run: skipped steps, lost gradients, and their reasons.
 
 The functions are pure, and you may call them under `jax.jit`, unless their
 documentation says that they run on the host.
@@ -23,14 +23,14 @@ from optax_lossscale.diagnostics._report import (
 from optax_lossscale.diagnostics._suggest import (
     suggest_loss_scale as suggest_loss_scale,
 )
-from optax_lossscale.diagnostics._trace.findings import (
+from optax_lossscale.diagnostics._trace.judge.findings import (
     NumericFinding as NumericFinding,
 )
 from optax_lossscale.diagnostics._trace.proposal import (
     Float32Lines as Float32Lines,
     float32_lines as float32_lines,
 )
-from optax_lossscale.diagnostics._trace.sites import (
+from optax_lossscale.diagnostics._trace.run import (
     NumericOperation as NumericOperation,
 )
 from optax_lossscale.diagnostics._trace.trace import (
@@ -39,7 +39,6 @@ from optax_lossscale.diagnostics._trace.trace import (
 )
 from optax_lossscale.diagnostics._underflow import (
     ExponentHistogram as ExponentHistogram,
-    Underflow as Underflow,
     UnderflowStats as UnderflowStats,
     exponent_histogram as exponent_histogram,
     underflow_stats as underflow_stats,

@@ -46,7 +46,7 @@ def compare(
 ) -> dict[str, dict[str, Any]]:
     """Measures your training step in float32, bfloat16 and float16, side by side.
 
-    It prints a table, and says what limits your step. Run it where you train: a CPU
+    It prints a table, and names the limits of your step. Run it where you train: a CPU
     says nothing of a GPU. It compiles the step in each way, and runs all ways in turns
     on one device for about ten seconds. `params` stay as they are.
 
@@ -94,7 +94,7 @@ def compare(
 
 
 def name_of_float32(device: Any) -> str:
-    """Says in what JAX multiplies float32 arrays on a device."""
+    """Names the precision in which a device multiplies float32 arrays."""
     major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
     if minor.isdigit() and int(major) >= 8:
         return TF32
@@ -248,7 +248,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def limits(rows: dict[str, dict[str, Any]], platform: str) -> str:
-    """Says what may limit the step, each with its number."""
+    """Names the possible limits of a step, each with its number."""
     half, optimizer = rows[MINIMIZE], rows[ALONE]
     lines = [
         f"{half['products']} matrix products compute in float16. They alone are faster "

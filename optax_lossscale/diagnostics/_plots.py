@@ -1,4 +1,4 @@
-"""Figures of what happened during training. Only these need matplotlib."""
+"""Figures of a training run. Only these need matplotlib."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -107,11 +107,11 @@ def plot_history(
     `retries`.
 
     Args:
-      records: A list of dictionaries, one for each step that was logged: what `metrics`
-        returns, and whatever you add. Needed is `loss_scale` alone. `step` is the x
-        axis; without it, records are numbered from 0. A record may lack a name, or hold
-        None. Values may be arrays, numbers or, as `csv.DictReader` returns them,
-        strings. Records of many members draw a line for each.
+      records: A list of dictionaries, one for each step that was logged: the result of
+        `metrics`, with names of your own if you like. `loss_scale` alone is needed.
+        `step` is the x axis; without it, records are numbered from 0. A record may lack
+        a name, or hold None. Values may be arrays, numbers or, as `csv.DictReader`
+        returns them, strings. Records of many members draw a line for each.
       prefix: The prefix of all these names but `step`, as passed to `metrics`.
       ax: The matplotlib Axes to draw on; a new figure if None.
 
@@ -272,7 +272,7 @@ def _get_axes(ax: Any) -> tuple[Any, str]:
 
 
 def _add_legend(ax: Any, title: str = "") -> None:
-    """Adds a legend of all labels, and hides the frame above what is drawn."""
+    """Adds a legend of all labels, and hides the frame above and to the right."""
     style = {"loc": "upper left", "ncols": 2, "fontsize": "small"}
     handles, _ = ax.get_legend_handles_labels()
     ax.legend(handles=handles, title=title or None, **style)

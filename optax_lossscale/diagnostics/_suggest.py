@@ -26,7 +26,7 @@ def suggest_loss_scale(
     You may call it inside `jax.jit`, `jax.lax.scan` and `jax.vmap`, and on sharded
     arrays. On the host, with the loss function at hand, use
     `trace_numerics(...).largest_scale`: it is exact, counts the gradients of
-    activations too, and the trace names the line that overflows or underflows.
+    activations as well, and the trace names the line that overflows or underflows.
 
     Args:
       grads: Unscaled gradients, any pytree, as `value_and_grad` returns them. None

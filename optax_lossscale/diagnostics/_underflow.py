@@ -26,38 +26,7 @@ FIRST, LAST = -149, 127
 
 
 class Underflow(NamedTuple):
-    """Shares of the gradients that a dtype loses, with the loss scale and without.
-
-    It describes one leaf, or all leaves together. A share is relative to all numbers,
-    including zeros; it is 0 if there are none.
-
-    Attributes:
-      size: f32[], how many numbers there are. A complex number counts as two.
-      zero: f32[], the share that is exactly zero.
-      subnormal: f32[], the share that loses precision after scaling: it does not round
-        to zero, but is below the smallest normal number of the dtype.
-      flushed: f32[], the share that is not zero, but rounds to zero after scaling.
-      flushed_unscaled: f32[], the share that is not zero, but would round to zero
-        without scaling.
-      nonfinite: f32[], the share that is inf or nan, before or after scaling (or that
-        saturates, if the dtype has neither).
-      headroom: f32[], how many bits the scale could rise: log2(largest number of the
-        dtype / (largest finite magnitude * scale)). Negative if a finite number
-        overflows; inf if all finite numbers are zero.
-
-    Examples:
-      >>> from optax_lossscale.diagnostics import underflow_stats
-      >>> stats = underflow_stats([1.0, 0.0, 1e-9, 1e9], 1024)
-      >>> for name, value in stats.overall._asdict().items():
-      ...     print(name, f"{value:.5g}")
-      size 4
-      zero 0.25
-      subnormal 0.25
-      flushed 0
-      flushed_unscaled 0.25
-      nonfinite 0.25
-      headroom -23.898
-    """
+    """The numbers of one leaf, or of all leaves. `UnderflowStats` describes them."""
 
     size: jax.Array
     zero: jax.Array
@@ -103,10 +72,26 @@ class UnderflowStats(NamedTuple):
     The table has a row for each leaf, at most 12, the worst first: by the shares that
     are not finite, flushed and subnormal.
 
+    It holds named tuples of f32[] with these fields. A share is relative to all
+    numbers, including zeros; it is 0 if there are none.
+
+    - `size`: How many numbers there are. A complex number counts as two.
+    - `zero`: The share that is exactly zero.
+    - `subnormal`: The share that loses precision after scaling: it does not round to
+      zero, but is below the smallest normal number of the dtype.
+    - `flushed`: The share that is not zero, but rounds to zero after scaling.
+    - `flushed_unscaled`: The share that is not zero, but would round to zero without
+      scaling.
+    - `nonfinite`: The share that is inf or nan, before or after scaling (or that
+      saturates, if the dtype has neither).
+    - `headroom`: How many bits the scale could rise: log2(largest number of the dtype /
+      (largest finite magnitude * scale)). Negative if a finite number overflows; inf if
+      all finite numbers are zero.
+
     Attributes:
-      overall: An `Underflow` of all gradients.
+      overall: The named tuple of all gradients.
       leaves: A mapping from the key path of each floating-point or complex leaf to its
-        `Underflow`: `leaves["grads['w']"]`. As a pytree it is one array.
+        named tuple: `leaves["grads['w']"]`. As a pytree it is one array.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -119,6 +104,15 @@ class UnderflowStats(NamedTuple):
       all           3 33.3%      0.0%   33.3%            33.3%      0.0%     16.0
       grads['w']    2 50.0%      0.0%   50.0%            50.0%      0.0%     45.9
       grads['b']    1  0.0%      0.0%    0.0%             0.0%      0.0%     16.0
+      >>> for name, value in stats.overall._asdict().items():
+      ...     print(name, f"{value:.3g}")
+      size 3
+      zero 0.333
+      subnormal 0
+      flushed 0.333
+      flushed_unscaled 0.333
+      nonfinite 0
+      headroom 16
     """
 
     overall: Underflow
@@ -151,7 +145,7 @@ def _table(stats: UnderflowStats) -> str:
 
 
 def underflow_stats(grads: Any, state: Any, dtype: Any = "float16") -> UnderflowStats:
-    """Computes what share of the gradients a dtype loses, with scaling and without.
+    """Computes the share of the gradients that a dtype loses, with and without scaling.
 
     Each number is judged as if it were converted to `dtype`, rounding to nearest even.
     Numbers are compared by their bits, so float32 subnormals count correctly, also on
@@ -162,8 +156,7 @@ def underflow_stats(grads: Any, state: Any, dtype: Any = "float16") -> Underflow
 
     You may call it inside `jax.jit`, `jax.lax.scan` and `jax.vmap`, and on sharded
     arrays. It reads each gradient once. It warns, once a program is traced, if
-    gradients are in `dtype` already: they have been rounded, and what was flushed is
-    gone.
+    gradients are in `dtype` already: they have been rounded, and flushed ones are gone.
 
     Args:
       grads: Unscaled gradients, any pytree, as `value_and_grad` returns them, best
@@ -276,7 +269,7 @@ def _together(leaves, kind):
     counts = collections.Counter()
     for i, x in enumerate(leaves):
         is_small = x.size <= JOINED and not explicit_axes(x)
-        counts[kind(x)] += x.size  # A group is a copy: it is small, too.
+        counts[kind(x)] += x.size  # A group is a copy, so it stays small.
         group = (kind(x), counts[kind(x)] // GROUPED) if is_small else i
         groups.setdefault(group, []).append(i)
     return list(groups.values())

@@ -13,7 +13,8 @@ from tracing import line_of
 
 from optax_lossscale import autocast
 from optax_lossscale.diagnostics import float32_lines, trace_numerics
-from optax_lossscale.diagnostics._trace import proposal, summary
+from optax_lossscale.diagnostics._trace import proposal
+from optax_lossscale.diagnostics._trace.measure import statistics
 
 CLOSE = 0.01
 HERE = Path(__file__).name
@@ -114,7 +115,7 @@ def test_a_healthy_program_needs_no_line(scale):
     ],
 )
 def test_norms_on_the_host_are_those_of_a_trace(real, wide):
-    norms = np.array(summary.norms(real, wide)[:3])
+    norms = np.array(statistics.norms(real, wide)[:3])
     on_host = proposal._norms(np.asarray(real), wide)
     are_finite = np.isfinite(norms)
     np.testing.assert_array_equal(np.isfinite(on_host), are_finite)

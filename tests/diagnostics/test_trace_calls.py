@@ -17,7 +17,7 @@ from tracing import run_eagerly
 
 from optax_lossscale import LossScaleOptimizer, autocast
 from optax_lossscale.diagnostics import float32_lines, trace_numerics
-from optax_lossscale.diagnostics._trace import steps
+from optax_lossscale.diagnostics._trace.measure import tape
 
 
 def loss_fn(w, x=1.0):
@@ -249,7 +249,7 @@ class TestArguments:
         assert "Pass a smaller batch" in caught.value.__notes__[0]
 
     def test_it_says_how_far_it_is_if_somebody_watches(self, monkeypatch, capsys):
-        monkeypatch.setattr(steps, "PATIENCE", 0.0)
+        monkeypatch.setattr(tape, "PATIENCE", 0.0)
         trace_numerics(loss_fn, TWO)
         assert capsys.readouterr().err == ""  # A log is no terminal.
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True)

@@ -16,7 +16,7 @@ from optax_lossscale import autocast
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._jaxprs.parts import bind
 from optax_lossscale.diagnostics import trace_numerics
-from optax_lossscale.diagnostics._trace.twin import bind_wide, rounded
+from optax_lossscale.diagnostics._trace.measure.twin import bind_wide, rounded
 
 CLOSE = 0.01
 

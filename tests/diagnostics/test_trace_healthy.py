@@ -12,7 +12,7 @@ from tracing import Findings
 
 from optax_lossscale import LossScaleOptimizer, autocast
 from optax_lossscale.diagnostics._common import scale_of
-from optax_lossscale.diagnostics._trace.verdict import find_all
+from optax_lossscale.diagnostics._trace.judge.verdict import find_all
 
 rng = np.random.default_rng(0)
 X = rng.standard_normal((16, 8, 8, 3), np.float32)

@@ -17,7 +17,7 @@ from tracing import line_of, sites_of
 from optax_lossscale import autocast
 from optax_lossscale._jaxprs.lines import Source
 from optax_lossscale.diagnostics import trace_numerics
-from optax_lossscale.diagnostics._trace.sites import named
+from optax_lossscale.diagnostics._trace.run import named
 
 HERE = "/".join(Path(__file__).parts[-2:])
 # The second is Python 3.13's without a terminal; the fifth is PyCharm's.

@@ -16,7 +16,7 @@ from helpers import exhaustive_but
 
 from optax_lossscale import LossScaleOptimizer
 from optax_lossscale.diagnostics import trace_numerics
-from optax_lossscale.diagnostics._trace.call import gradients_of, make_call
+from optax_lossscale.diagnostics._trace.measure.call import gradients_of, make_call
 
 X = np.full((2, 3), 10.0, np.float32)
 # In the model: 10 * 3 * 0.1 = 3 before the gain; then 3 * gain * 2 * weight.

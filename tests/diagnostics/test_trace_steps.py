@@ -16,7 +16,7 @@ from meshes import mesh_of
 
 from optax_lossscale import autocast
 from optax_lossscale.diagnostics import float32_lines, trace_numerics
-from optax_lossscale.diagnostics._trace import steps
+from optax_lossscale.diagnostics._trace.measure import tape
 
 EYE = np.eye(2, dtype=np.float32)
 
@@ -62,14 +62,14 @@ def test_equal_steps_compile_once():
     made = []
     for depth in (4, 16):
         trace_numerics(autocast(loss_fn), [EYE] * depth)
-        made.append(set(steps._last))
+        made.append(set(tape._last))
     assert made[0] == made[1]
 
 
 def test_steps_are_kept_until_another_program_is_traced():
     def trace(size):
         trace_numerics(autocast(lambda w: jnp.sum(w @ w)), np.eye(size) / size)
-        return steps._last
+        return tape._last
 
     first, again = trace(2), trace(2)
     assert [id(x) for x in first.values()] == [id(again[x]) for x in first]
@@ -86,7 +86,7 @@ def step_with_a_loop(function):
 
 def test_loops_with_equal_bodies_have_equal_keys():
     def key(function):
-        return steps.key_of(total, step_with_a_loop(function))
+        return tape.key_of(total, step_with_a_loop(function))
 
     functions = jnp.sin, jnp.cos, lambda x: x * 0.0, lambda x: x * -0.0
     functions += lambda x: x * 1e-8, lambda x: jnp.sin(jnp.cos(x))
@@ -102,7 +102,7 @@ def test_a_loop_with_a_callback_has_no_key():
     def function(x):
         return jax.pure_callback(lambda x: x, jax.typeof(x), x)
 
-    assert steps.key_of(total, step_with_a_loop(function)) is None
+    assert tape.key_of(total, step_with_a_loop(function)) is None
 
 
 def test_only_long_loops_are_worth_optimization():
@@ -117,7 +117,7 @@ def test_only_long_loops_are_worth_optimization():
 
         return jax.make_jaxpr(function)(1.0).jaxpr
 
-    assert [steps._iterations(loop(n)) for n in (2, 1000)] == [6, 3000]
+    assert [tape._iterations(loop(n)) for n in (2, 1000)] == [6, 3000]
 
 
 def in_a_thread(function, *args):
@@ -139,21 +139,21 @@ def test_a_call_goes_on_where_another_ends_and_one_fails(run):
     def loss_fn(w):
         with pytest.raises(KeyError):
             run(trace_numerics, fails, TWO)
-        seen.append(steps._last)
+        seen.append(tape._last)
         return decides(w)
 
     seen, alone = [], trace_numerics(decides, TWO)
-    before = steps._last
+    before = tape._last
     found = trace_numerics(loss_fn, TWO)
     assert [x.output for x in found.operations] == [x.output for x in alone.operations]
     assert set(seen[0]) != set(before)  # They are of the call that ended first.
-    assert [id(x) for x in steps._last.values()] == [id(x) for x in before.values()]
+    assert [id(x) for x in tape._last.values()] == [id(x) for x in before.values()]
 
 
 def test_what_a_call_compiled_is_dropped_with_it():
     def trace(size):
         trace_numerics(autocast(lambda w: jnp.sum(jnp.tanh(w @ w))), np.eye(size))
-        return [weakref.ref(x.compiled) for x in steps._last.values()]
+        return [weakref.ref(x.compiled) for x in tape._last.values()]
 
     gc.collect()
     gc.disable()
@@ -162,7 +162,7 @@ def test_what_a_call_compiled_is_dropped_with_it():
         trace(3)
         # The others are steps of both: of scalars, that is.
         left = [x() for x in compiled if x() is not None]
-        assert set(left) <= {x.compiled for x in steps._last.values()}
+        assert set(left) <= {x.compiled for x in tape._last.values()}
         assert len(left) < len(compiled)
     finally:
         gc.enable()
@@ -355,7 +355,7 @@ def test_an_error_of_the_compiler_says_what_to_do(monkeypatch):
     def fail(*_):
         raise jax.errors.JaxRuntimeError("UNKNOWN: Unknown MLIR failure")
 
-    monkeypatch.setattr(steps, "_execute", fail)
+    monkeypatch.setattr(tape, "_execute", fail)
     with pytest.raises(
         jax.errors.JaxRuntimeError, match="Unknown MLIR failure"
     ) as caught:

@@ -10,15 +10,14 @@ import pytest
 from helpers import exhaustive_but
 
 from optax_lossscale._jaxprs.lines import Source
-from optax_lossscale.diagnostics._trace import verdict, words
-from optax_lossscale.diagnostics._trace.findings import (
+from optax_lossscale.diagnostics._trace.judge import verdict, words
+from optax_lossscale.diagnostics._trace.judge.findings import (
     Cause,
     FindingKind,
     NumericFinding,
 )
-from optax_lossscale.diagnostics._trace.sites import Outline, Run, Site
-from optax_lossscale.diagnostics._trace.summary import FIELDS, WAVES
-from optax_lossscale.diagnostics._trace.words import Fault
+from optax_lossscale.diagnostics._trace.judge.words import Fault
+from optax_lossscale.diagnostics._trace.run import FIELDS, WAVES, Outline, Run, Site
 
 ZERO = dict.fromkeys(FIELDS, 0.0) | {"seen": 1.0}
 USUAL = {"largest": 1.0, "float32_largest": 1.0, "smallest": 1.0}

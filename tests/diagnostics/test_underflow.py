@@ -16,7 +16,6 @@ from hypothesis import given, strategies as st
 
 from optax_lossscale import LossScaleOptimizer
 from optax_lossscale.diagnostics import (
-    Underflow,
     _bits,
     exponent_histogram,
     suggest_loss_scale,
@@ -234,7 +233,7 @@ class TestTable:
         stats = underflow_stats(grads, 1.0)
         assert repr(stats) == str(stats)
         header, *rows = [line.split() for line in str(stats).splitlines()]
-        assert header == list(Underflow._fields)
+        assert header == list(stats.overall._fields)
         assert [name for name, *_ in rows] == [
             "all", *(f"grads['{x}']" for x in ("bad", "flushed", "subnormal", "fine"))
         ]  # fmt: skip

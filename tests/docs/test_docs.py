@@ -47,7 +47,7 @@ def test_public_names():
     assert PUBLIC.keys() - DIAGNOSTICS.keys() == set(names.split()) | NAMES
     names = """
         ExponentHistogram Float32Lines NonfiniteGradient NumericFinding
-        NumericOperation NumericsTrace Report Underflow UnderflowStats
+        NumericOperation NumericsTrace Report UnderflowStats
         check_health compare describe_nonfinite exponent_histogram float32_lines metrics
         nonfinite_leaves plot_exponents plot_history report
         suggest_loss_scale trace_numerics underflow_stats

@@ -48,6 +48,10 @@ def test_page(path):
         scope["run"].log.assert_called_once_with({"loss": 2.0}, step=7)
 
 
+def test_the_code_for_contributors():
+    assert list(run_blocks("CONTRIBUTING.md"))
+
+
 def test_the_diff_of_the_readme_ends_in_its_script():
     (diff,) = re.findall(
         r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL

@@ -1,13 +1,12 @@
 """What the tests of `trace_numerics` share."""
 
-import copy
 from pathlib import Path
 
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._jaxprs.primitives import Kind, kind_of
-from optax_lossscale.diagnostics._trace import twin
-from optax_lossscale.diagnostics._trace.call import Traced, make_call
-from optax_lossscale.diagnostics._trace.verdict import Search, closeness, find_all
+from optax_lossscale.diagnostics._trace.judge.verdict import Search, closeness, find_all
+from optax_lossscale.diagnostics._trace.measure import twin
+from optax_lossscale.diagnostics._trace.measure.call import Traced, make_call
 
 
 def line_numbers(mark, file):
@@ -29,17 +28,15 @@ class Findings:
         self._program = program_of(loss_fn, *args)
 
     def search(self, *args, scale=1.0):
-        self._program._compiled  # noqa: B018 # All copies share it.
-        found = copy.copy(self._program)
-        found._call = call_of(lambda: None, *args)
-        return Search(found.at, closeness(found.dtype), scale)
+        traced = self._program.with_arrays(call_of(lambda: None, *args).arrays)
+        return Search(traced.at, closeness(traced.dtype), scale)
 
     def __call__(self, *args, scale=1.0):
         return find_all(self.search(*args, scale=scale))
 
 
 def call_of(loss_fn, params, *args):
-    """Returns a call of `trace_numerics`, taken apart."""
+    """Returns a call of `trace_numerics` as a function of arrays."""
     return make_call("trace_numerics", loss_fn, params, args, {}, False)
 
 
@@ -50,7 +47,7 @@ def program_of(loss_fn, *args):
 
 def sites_of(loss_fn, *args):
     """Returns the operations that a trace follows, without compiling it."""
-    *_, outline = program_of(loss_fn, *args)._compiled
+    outline = program_of(loss_fn, *args).program.outline
     return [x for x in outline.sites.values() if x.primitive and not x.is_decision]
 
 

@@ -4,7 +4,7 @@ import functools
 import linecache
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,12 +16,30 @@ from optax_lossscale import _check as check
 from optax_lossscale._autocast.cast import autocast, function_of
 from optax_lossscale._jaxprs.lines import Source, source_of
 from optax_lossscale._tree import in_half
-from optax_lossscale.diagnostics._trace import causes, steps, trace, verdict, words
-from optax_lossscale.diagnostics._trace.call import Traced, gradients_of, make_call
-from optax_lossscale.diagnostics._trace.sites import INHERITED, Run, named
-from optax_lossscale.diagnostics._trace.verdict import Search
+from optax_lossscale.diagnostics._trace import trace
+from optax_lossscale.diagnostics._trace.judge import causes, verdict, words
+from optax_lossscale.diagnostics._trace.judge.verdict import Effect, Search
+from optax_lossscale.diagnostics._trace.measure import tape
+from optax_lossscale.diagnostics._trace.measure.call import (
+    Traced,
+    gradients_of,
+    make_call,
+)
+from optax_lossscale.diagnostics._trace.run import INHERITED, Run, named
 
 FileLine = tuple[str, int]  # The file and the number; "" and 0 if they are not known.
+
+
+class Suspect(NamedTuple):
+    """The worst result of a line in half precision.
+
+    Attributes:
+      severity: The reasons for float32 as numbers, the strongest first.
+      site: The site of the result.
+    """
+
+    severity: tuple[float, ...]
+    site: int
 
 
 class Float32Line(NamedTuple):
@@ -116,10 +134,10 @@ def float32_lines(
 
     Args:
       loss_fn: `autocast(f)`. Called as `loss_fn(params, *args, **kwargs)`; returns a
-        real scalar loss, or the loss and auxiliary data if `has_aux`. Lines that it
-        keeps in float32 already are proposed, too.
-      params: The parameters, any pytree or model. What `minimize` trains of it is
-        differentiated.
+        real scalar loss, or the loss and auxiliary data if `has_aux`. It may keep lines
+        in float32 already: they are proposed as well.
+      params: The parameters, any pytree or model. The arrays that `minimize` would
+        train are differentiated.
       *args: More arguments.
       state: The state, for its loss scale: a pytree that holds one
         `LossScaleOptimizerState`.
@@ -133,8 +151,8 @@ def float32_lines(
         `dtype`, `tolerance` or `has_aux` itself, bind that with `functools.partial`.
 
     Returns:
-      A `Float32Lines`. Print it to read the lines, why they need float32, and what to
-      write.
+      A `Float32Lines`. Print it to read the lines, why they need float32, and how to
+      keep them there.
 
     Raises:
       ValueError: If both `state` and `scale` are given, or a number is out of range; if
@@ -156,7 +174,7 @@ def float32_lines(
       (0, True)
     """
     name = "float32_lines"
-    with steps.call_on_host():
+    with tape.diagnosis():
 
         def call(function):
             return make_call(name, function, params, args, kwargs, has_aux)
@@ -173,7 +191,7 @@ def float32_lines(
                 raise TypeError(_refusal(given, calls_autocast=False))
             text = f"No line needs float32. {trace.summarize(given, nothing)}"
             return Float32Lines([], scale, 0.0, 0.0, True, text)
-        # The lines that it has already are proposed, too.
+        # The lines that it has already are proposed as well.
         followed = given
         if getattr(cast, "float32", ()):
             followed = Traced(call(autocast(function, jnp.dtype(given.dtype))), dtype)
@@ -183,25 +201,47 @@ def float32_lines(
             largest = search.best.scale if search.best else math.inf
             search.run = search.at(max(min(largest, search.predicted), 1.0))
         suspects = _suspects(search.run)
-        lines = sorted(suspects, key=lambda x: suspects[x][0], reverse=True)
-        compare = _compared(search.run, function, call)
-        effect = functools.cache(lambda lines: search.judge(*compare(lines)))
-
-        def helps(some):
-            result = effect(frozenset(some))
-            # A loss that differs with all lines in float32, too, is roundoff.
-            is_close = (
-                result.loss <= tolerance or effect(frozenset(lines)).loss > tolerance
-            )
-            return result.is_fine and is_close
-
-        kept = _minimal(lines, helps)
-        after, before = (effect(frozenset(x)) for x in (kept or (), ()))
-        keys = [key for line, (_, key) in suspects.items() if line in (kept or ())]
-        proposal = [_describe(search, key) for key in keys]
+        lines = sorted(suspects, key=lambda x: suspects[x].severity, reverse=True)
+        trials = Trials(search, lines, _compared(search.run, function, call))
+        kept = _minimal(lines, trials.help)
+        after, before = trials.effect(kept or []), trials.effect([])
+        proposal = [
+            _describe(search, suspects[line].site)
+            for line in suspects
+            if line in (kept or ())
+        ]
         text = _message(search, is_given, kept, len(lines), after, before)
         errors = after.loss, after.gradients
         return Float32Lines(proposal, search.run.scale, *errors, kept is not None, text)
+
+
+class Trials:
+    """Tries sets of lines in float32. Each set runs once."""
+
+    def __init__(
+        self, search: Search, lines: list[FileLine], compare: Callable[..., Any]
+    ):
+        """Prepares to try.
+
+        Args:
+          search: The search, for its tolerance.
+          lines: All suspected lines.
+          compare: Compares a set of lines in float32 with all in float32; returns
+            norms and losses for `Search.judge`.
+        """
+        self._search, self._lines = search, lines
+        self._effect = functools.cache(lambda lines: search.judge(*compare(lines)))
+
+    def effect(self, lines: Iterable[FileLine]) -> Effect:
+        """Returns how far the step is from float32 with these lines in float32."""
+        return self._effect(frozenset(lines))
+
+    def help(self, lines: Iterable[FileLine]) -> bool:
+        """Whether it is enough that these lines compute in float32."""
+        effect, close = self.effect(lines), self._search.close
+        # If the loss differs even with all lines in float32, that is roundoff.
+        is_close = effect.loss <= close or self.effect(self._lines).loss > close
+        return effect.is_fine and is_close
 
 
 def _refusal(given: Traced, calls_autocast: bool) -> str:
@@ -231,7 +271,7 @@ def _compared(run: Run, function: Any, call: Callable[..., Any]) -> Callable[...
         taken = call(function)
         scale, arrays = jnp.float32(run.scale), taken.arrays
         closed = jax.make_jaxpr(gradients_of(taken))(scale, arrays)
-        loss, *grads = steps.results_of(closed, scale, *arrays)
+        loss, *grads = tape.results_of(closed, scale, *arrays)
         return loss, grads
 
     truth = functools.cache(lambda: gradients(function))
@@ -249,7 +289,7 @@ def _compared(run: Run, function: Any, call: Callable[..., Any]) -> Callable[...
 
 
 def _norms(real: Any, wide: Any) -> list[Any]:
-    """Returns the first three of `summary.norms`.
+    """Returns the first three of `statistics.norms`.
 
     The gradients are on the host, where no shape of them has to compile.
     """
@@ -266,10 +306,10 @@ def _minimal(
     """Returns lines that help, of which none can be dropped; None if none help.
 
     Args:
-      lines: All lines, what helps most first.
+      lines: All lines, the most helpful first.
       helps: Whether it is enough that these compute in float32.
     """
-    count, tell = 0, steps.teller()
+    count, tell = 0, tape.teller()
     while not helps(lines[:count]):
         if count == len(lines):
             return None
@@ -284,22 +324,19 @@ def _minimal(
     return kept
 
 
-def _suspects(run: Run) -> dict[FileLine, tuple[tuple[float, ...], int]]:
-    """Returns lines in half precision, in order of execution.
-
-    With each is how much speaks for float32, and the site that says so.
-    """
-    suspects: dict[FileLine, tuple[tuple[float, ...], int]] = {}
+def _suspects(run: Run) -> dict[FileLine, Suspect]:
+    """Returns the suspect of each line in half precision, in order of execution."""
+    suspects: dict[FileLine, Suspect] = {}
     for key, site in run.sites.items():
         if site.primitive and causes.has_half(run, key):
-            severity, line = _severity(run, key), site.source.own[:2]
-            if line not in suspects or severity > suspects[line][0]:
-                suspects[line] = severity, key
+            suspect, line = Suspect(_severity(run, key), key), site.source.own[:2]
+            if line not in suspects or suspect.severity > suspects[line].severity:
+                suspects[line] = suspect
     return suspects
 
 
 def _severity(run: Run, key: int) -> tuple[float, ...]:
-    """Returns what speaks for float32 at a site, the strongest first."""
+    """Returns the reasons for float32 at a site as numbers, the strongest first."""
     operands, error = run.operands(key), run.range(key).error
     inherited = max((run.range(k).error for k in operands), default=0.0)
     leaves_range = run.exceeds(key), any(map(run.exceeds, operands)), run.is_origin(key)
@@ -308,9 +345,23 @@ def _severity(run: Run, key: int) -> tuple[float, ...]:
 
 
 def _message(
-    search: Search, is_given: bool, kept: Any, count: int, after: Any, before: Any
+    search: Search,
+    is_given: bool,
+    kept: list[FileLine] | None,
+    count: int,
+    after: Effect,
+    before: Effect,
 ) -> str:
-    """Says what these lines do, of so many that use half precision, at which scale."""
+    """Says in words which lines help, and how much.
+
+    Args:
+      search: The search.
+      is_given: Whether the user gave the scale.
+      kept: The lines that help; None if none do.
+      count: How many lines use half precision.
+      after: The effect with these lines in float32.
+      before: The effect without.
+    """
     first, *_ = verdict.find_all(search)
     at = f"at the loss scale {words.power(search.run.scale)}"
     at += ", the largest that fits," * (search.run.scale > 1 and not is_given)
@@ -332,11 +383,13 @@ def _message(
 
 
 def _describe(search: Search, key: int) -> Float32Line:
-    """Returns a line, why it needs float32, and what to write."""
+    """Returns the line of a site, with its reason and its fix."""
     run, site = search.run, search.run.site(key)
     fault = causes.fault_of(run, key, search.close)
-    reason = words.what_of(fault) + " in the backward pass" * (site.phase == "backward")
-    reason = f"{reason}. {words.why_of(fault)}".strip()
+    event = words.event_of(fault)
+    if site.phase == "backward":
+        event += " in the backward pass"
+    reason = f"{event}. {words.why_of(fault)}".strip()
     beyond = [k for k in run.operands(key) if run.exceeds(k)]
     if beyond and not run.exceeds(key):
         size = math.log2(run.range(beyond[0]).float32_largest)

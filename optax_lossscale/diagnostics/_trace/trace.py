@@ -14,12 +14,15 @@ from optax_lossscale._jaxprs.primitives import Kind, names_of
 from optax_lossscale._state import LossScaleOptimizerState
 from optax_lossscale._tree import nodes_of
 from optax_lossscale.diagnostics._common import check_host, scale_of
-from optax_lossscale.diagnostics._trace import steps
-from optax_lossscale.diagnostics._trace.call import Traced, make_call
-from optax_lossscale.diagnostics._trace.findings import FindingKind, NumericFinding
-from optax_lossscale.diagnostics._trace.sites import NumericOperation
-from optax_lossscale.diagnostics._trace.verdict import Search, closeness, find_all
-from optax_lossscale.diagnostics._trace.words import power
+from optax_lossscale.diagnostics._trace.judge.findings import (
+    FindingKind,
+    NumericFinding,
+)
+from optax_lossscale.diagnostics._trace.judge.verdict import Search, closeness, find_all
+from optax_lossscale.diagnostics._trace.judge.words import power
+from optax_lossscale.diagnostics._trace.measure import tape
+from optax_lossscale.diagnostics._trace.measure.call import Traced, make_call
+from optax_lossscale.diagnostics._trace.run import NumericOperation
 
 PRODUCTS = names_of(Kind.PRODUCT)
 WIDTH = 79
@@ -37,7 +40,7 @@ class NumericsTrace(NamedTuple):
     """The result of `trace_numerics`. Print it.
 
     Attributes:
-      findings: What breaks and what to do, the most urgent first.
+      findings: The faults and their remedies, the most urgent first.
       first_nonfinite: The first operation that makes an inf or nan from finite inputs,
         or a nan from an inf, even if later operations discard it. None if there is
         none.
@@ -133,21 +136,22 @@ def trace_numerics(
     It computes the loss and its scaled gradient once more, and follows each
     floating-point result of each operation: how large and how small, how many zeros,
     subnormal numbers, inf and nan. Beside it runs the same program with every operation
-    of half precision in float32, so it knows what each result would have been. Then it
-    searches the largest loss scale with which nothing in the backward pass overflows,
-    exactly, by trying.
+    of half precision in float32, to compare each result with. Then it searches the
+    largest loss scale with which nothing in the backward pass overflows, exactly, by
+    trying.
 
     The verdict judges the effect on the gradients. All is "fine" if all gradients agree
     with float32 within 1% of their norm, or as far as they would with rounded
     parameters and data in float32, and the gradient of each parameter that matters
     within 10%; in bfloat16 these limits are 8 times as wide. A parameter is never fine
-    if more than 1% of its gradient is flushed to zero. That holds for small gradients,
-    too, because Adam would train this parameter as well. Gradients that are roundoff in
-    float32 do not count. If something is not fine, the first finding names the line
-    where the error begins: what is not finite in float32, then inf and nan, then what a
-    loss scale mends, then what no scale mends. A finding of the kind "decision" says
-    that float32 chooses otherwise, among numbers that half precision cannot tell apart,
-    or that a solver takes more iterations than in float32. It is no fault by itself.
+    if more than 1% of its gradient is flushed to zero. That holds for small gradients
+    as well, because Adam would train this parameter like any other. Gradients that are
+    roundoff in float32 do not count. If something is not fine, the first finding names
+    the line where the error begins: inf and nan of float32 itself come first, then
+    those of half precision, then faults that a loss scale mends, then those that none
+    mends. A finding of the kind "decision" says that float32 chooses otherwise, among
+    numbers that half precision cannot tell apart, or that a solver takes more
+    iterations than in float32. It is no fault by itself.
 
     Of `autocast(f)` it compares with `f`, with its constants. In a program with casts
     written by hand, constants count as the dtype rounds them: 1e-8 is 0 in float16.
@@ -161,8 +165,8 @@ def trace_numerics(
     Args:
       loss_fn: Called as `loss_fn(params, *args, **kwargs)`; returns a real scalar loss,
         or the loss and auxiliary data if `has_aux`. Trace several losses one by one.
-      params: The parameters, any pytree or model. What `minimize` trains of it is
-        differentiated.
+      params: The parameters, any pytree or model. The arrays that `minimize` would
+        train are differentiated.
       *args: More arguments. Arrays are arguments of the compiled program; everything
         else is passed as it is.
       state: The state, for its loss scale: a pytree that holds one
@@ -170,14 +174,13 @@ def trace_numerics(
       scale: The loss scale, from 2**-126 to 2**126, in place of a state. Without either
         it is 1.
       dtype: The dtype in question: "float16", "bfloat16" or a float8. If no operation
-        computes in it, trace `autocast(loss_fn)` to see what would happen if products
-        did.
+        computes in it, trace `autocast(loss_fn)` to try it for products.
       has_aux: Whether `loss_fn` returns auxiliary data as well.
       **kwargs: More arguments of `loss_fn`. If it has a keyword `state`, `scale`,
         `dtype` or `has_aux` itself, bind that with `functools.partial`.
 
     Returns:
-      A `NumericsTrace`. Print it to read what breaks, why, and what to do.
+      A `NumericsTrace`. Print it to read its findings.
 
     Raises:
       ValueError: If both `state` and `scale` are given, or a scale is out of range; if
@@ -205,7 +208,7 @@ def trace_numerics(
       [NumericalStabilitySanitizer](https://clang.llvm.org/docs/NumericalStabilitySanitizer.html).
     """
     name = "trace_numerics"
-    with steps.call_on_host():
+    with tape.diagnosis():
         scale = check_scale(name, loss_fn, args, state, scale)
 
         call = make_call(name, loss_fn, params, args, kwargs, has_aux)

@@ -1,4 +1,7 @@
-"""What is known of each result after a run, as Python numbers."""
+"""One run of a program: the statistics of each result, as Python numbers.
+
+The side that measures makes it; the side that judges reads it.
+"""
 
 import dataclasses
 import functools
@@ -10,15 +13,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lossscale._jaxprs import lines
 from optax_lossscale._jaxprs.primitives import Trait, names_of
 from optax_lossscale._tree import is_half
 from optax_lossscale.diagnostics import _bits
 
-# An operation makes an error of its own if its inputs have so many times smaller ones.
+# The statistics of a result at a site. Shares are those of the worst iteration of a
+# loop, or of the worst device.
+FIELDS = (
+    "seen", "begins", "zeros", "infs", "nans", "flushed", "float32_nonfinite",
+    "largest", "float32_largest", "error", "smallest",
+)  # fmt: skip
+# A sketch of a gradient has a projection on a wave of each of these squared
+# frequencies, of which none is a multiple of another.
+WAVES = (1, 2, 3, 5)
+# An error begins at an operation if it is so many times as large as those before it.
 INHERITED = 4
-# How many lines to name that led to an operation.
+# At most so many lines are named that led to an operation.
 CALLERS = 3
 # The primitive of two sites of a solver: its iterations, f32[], and whether it stands
 # still.
@@ -40,17 +53,18 @@ NOUNS = {
 
 @dataclasses.dataclass
 class Site:
-    """A result that is summed up. It holds no numbers.
+    """A recorded value of the program: its place and its type, without its numbers.
 
     Attributes:
-      primitive: The name of the primitive; "" for what enters or leaves the program, a
-        loop, a branch or a device.
-      dtype, shape, source, scope: What it is, and where.
-      phase: "argument", "forward", "backward", or "scale" for what scales the loss.
+      primitive: The name of the primitive that made it; "" for an input or output of
+        the program, a loop, a branch or a device.
+      dtype, shape: Its type.
+      source, scope: Its line and its named scopes.
+      phase: "argument", "forward", "backward", or "scale" for the scaling of the loss.
       inputs: The sites of its operands.
       constants: The operands that are constants in the program, and an exponent.
       row: The site with the same magnitudes: itself, but for moves.
-      is_decision: Whether it is a comparison or a place rather than a number.
+      is_decision: Whether it is a flag or an integer: a comparison, an index, a mask.
       opaque: Whether it could not run in float32.
       readers: The products that a cast of `autocast` is for. If all are in float32,
         there is no cast. The cast has the line of the first.
@@ -92,7 +106,7 @@ class NumericRange(NamedTuple):
       nans: The share of nan.
       flushed: The share that is zero, or too small for the dtype, but not zero in
         float32.
-      float32_nonfinite: The share that is inf or nan in float32, too.
+      float32_nonfinite: The share that is inf or nan in float32 as well.
       error: The largest difference from float32, relative to `float32_largest`; inf if
         all is zero in float32 alone.
 
@@ -211,8 +225,15 @@ class NumericOperation(NamedTuple):
         return f"{self.name} at {self.place}{calls}, {self.dtype}[{shape}], {phase}"
 
 
-def spacing(operation: NumericOperation) -> tuple[int, int] | None:
-    """Returns the spacing of half precision at the largest term, and that, as log2.
+class Spacing(NamedTuple):
+    """The spacing of half precision at the largest term, and this term, as log2."""
+
+    step: int
+    top: int
+
+
+def spacing(operation: NumericOperation) -> Spacing | None:
+    """Returns the spacing at the largest term of an operation.
 
     None if nothing is in half precision, or all is zero.
     """
@@ -222,7 +243,7 @@ def spacing(operation: NumericOperation) -> tuple[int, int] | None:
     if not halves or not largest:
         return None
     top = math.floor(math.log2(largest))
-    return top - jnp.finfo(halves[0]).nmant, top
+    return Spacing(top - jnp.finfo(halves[0]).nmant, top)
 
 
 def named(file: str, line: int, function: str) -> str:
@@ -246,6 +267,22 @@ def _short(file: str) -> str:
     below = installed.removeprefix(os.getcwd() + os.sep)
     parts = below.replace("\\", "/").split("/")
     return "/".join(parts if lines.is_installed(file) else parts[-2:])
+
+
+def sketch_distance(before: Any, after: Any) -> Any:
+    """Estimates how far the gradients of two runs are from each other.
+
+    From projections on `WAVES`; of n of them the relative error is about 1/sqrt(2 n).
+
+    Args:
+      before: f64[parameters, 3 + n]: `Run.norms` of one run.
+      after: Those of the other.
+
+    Returns:
+      f64[parameters]: the norm of the difference of each parameter's gradients.
+    """
+    change = np.sum(np.square(after[:, 3:] - before[:, 3:]), 1)
+    return np.sqrt(2 * change / len(WAVES))
 
 
 def depending_on(keys: Iterable[int], inputs: Mapping[int, Iterable[int]]) -> set[int]:
@@ -287,13 +324,15 @@ class Outline(NamedTuple):
 
 
 class Run:
-    """One run of a program: what was summed up at a loss scale.
+    """One run of a program at a loss scale.
 
     Attributes:
       outline: The program.
       scale: The loss scale.
-      losses: The loss, and what it would be in float32.
-      norms: Of each parameter's gradient, f64[n, 4]: see `summary.norms`.
+      losses: The loss, and the loss in float32.
+      norms: Of each parameter's gradient, f64[n, 3 + len(WAVES)]: the norms of the
+        gradient in float32, of its error, and of what was flushed to zero; then a
+        sketch of the gradient in float32, for `sketch_distance`.
       sites: All sites that ran, by their numbers, in order of execution.
     """
 
@@ -305,12 +344,12 @@ class Run:
         losses: Sequence[float],
         norms: Any,
     ):
-        """Takes what a run returned.
+        """Keeps the numbers of a run.
 
         Args:
           outline: The program.
           scale: The loss scale.
-          numbers: By row, the numbers of its summary, by the names in `summary.FIELDS`.
+          numbers: By site, the statistics of its row, by the names in `FIELDS`.
           losses: See the attribute.
           norms: See the attribute.
         """
@@ -321,7 +360,7 @@ class Run:
         self.range = functools.cache(self._range)
 
     def site(self, key: int) -> Site:
-        """Returns what is summed up."""
+        """Returns a site."""
         return self.outline.sites[key]
 
     def _range(self, key):
@@ -404,17 +443,17 @@ class Run:
         return not self.range(key).is_finite
 
     def is_lost(self, key: int) -> bool:
-        """Whether there is inf or nan that is not in float32, too."""
+        """Whether there is inf or nan that float32 does not have."""
         result = self.range(key)
         return self.is_bad(key) and result.infs + result.nans > result.float32_nonfinite
 
     @functools.cached_property
     def lost_origins(self) -> list[int]:
-        """Returns where inf or nan begins that is not in float32, too."""
+        """Returns where inf or nan begins that float32 does not have."""
         return list(filter(self.is_lost, self.origins()))
 
     def is_decided_otherwise(self, key: int) -> bool:
-        """Whether it is a decision that is another one in float32."""
+        """Whether it is a decision that differs in float32."""
         return self.site(key).is_decision and self.range(key).flushed > 0
 
     def _begins(self, key):

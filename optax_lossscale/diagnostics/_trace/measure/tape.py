@@ -19,7 +19,11 @@ from optax_lossscale._jaxprs import parts
 from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of
 from optax_lossscale._tree import split_arrays
 from optax_lossscale.diagnostics._common import is_watched
-from optax_lossscale.diagnostics._trace.twin import bind_on_refs, constants_of, walk
+from optax_lossscale.diagnostics._trace.measure.twin import (
+    bind_on_refs,
+    constants_of,
+    walk,
+)
 
 # Seconds between two lines that say how far a run is.
 PATIENCE = 5
@@ -27,15 +31,16 @@ PATIENCE = 5
 LARGE = 2**14
 # From so many iterations on, a loop is.
 LONG = 2**11
-# A step of one operation compiles in half the time so. Newer versions have it no more.
+# With it a step of one operation compiles in half the time. Newer versions of XLA do
+# not have it.
 SIMPLER = ("xla_cpu_use_fusion_emitters", False)
 
 
 def key_of(function: Callable[..., Any], equation: Any) -> Hashable:
     """Returns a key, equal for equations with which the function does the same.
 
-    It does so with arrays of the same types. None for a kernel or a callback,
-    which holds what its function closes over, or if a parameter has no hash.
+    It does so with arrays of the same types. None for a kernel or a callback, whose
+    function may close over anything, or if a parameter has no hash.
     """
     if any(has(x.primitive.name, Trait.OPAQUE) for x in parts.equations_in(equation)):
         return None
@@ -101,7 +106,7 @@ class Slot:
 
 
 class Tape:
-    """Records what is called, to run it step by step.
+    """Records calls as steps, to run them one by one.
 
     So the time to compile grows with the kinds of steps, and not with their number; and
     an array is dropped after its last use.
@@ -200,7 +205,7 @@ def _explicit_mesh(arrays):
 
 
 def _with_last_uses(steps, wanted):
-    """Adds to each step what nothing after it reads, nor wants."""
+    """Adds to each step the arrays that no later step reads, and no result needs."""
     read, backwards = set(wanted), []
     for function, arguments, made in reversed(steps):
         last = {*arguments, *made} - read
@@ -227,7 +232,7 @@ def _execute(steps, values):
 class _Kind:
     """A function of arrays of some types, which is compiled once.
 
-    It is in no circle of references, so what it compiled is dropped with it.
+    It is in no circle of references, so the compiled program is dropped with it.
     """
 
     def __init__(self, function, treedef, avals, is_one):
@@ -252,7 +257,7 @@ class _Kind:
         return self.compiled.eval_shape(*self._avals)
 
     def fill(self, arrays: Sequence[Any]) -> Any:
-        """Puts arrays into what the function returns."""
+        """Returns a result of the function that holds these arrays."""
         # With a key, JAX may trace it again: under another mesh, or if it has forgotten
         # the first time. Then the result is an equal tree.
         return self._fills[0](arrays)
@@ -266,19 +271,19 @@ def _flat(function, treedef, fills, *leaves):
 
 
 Kinds = dict[Hashable, _Kind]
-# The kinds of steps of this call, and those that were the last when it began.
+# The kinds of steps of this diagnosis, and those of the last one before it.
 _KINDS: contextvars.ContextVar[tuple[Kinds, Kinds]]
 _KINDS = contextvars.ContextVar("_KINDS")
-# The kinds of the last call that succeeded. On a CPU each takes about 1.6 MB.
+# The kinds of the last diagnosis that succeeded. On a CPU each takes about 1.6 MB.
 _last: Kinds = {}
 
 
 @contextlib.contextmanager
-def call_on_host() -> Iterator[None]:
-    """For a call that asks for numbers on the host.
+def diagnosis() -> Iterator[None]:
+    """Context manager of a diagnosis, which asks for numbers on the host.
 
-    What it compiles is kept for the next call, which may be about the same program. A
-    call that fails drops nothing.
+    Its compiled steps are kept until the next diagnosis has ended, which may be of the
+    same program. A diagnosis that fails drops nothing.
     """
     global _last
     token = _KINDS.set(({}, _last))
@@ -319,7 +324,7 @@ def _is_known(option):
 
 
 def teller() -> Callable[[str], None]:
-    """Returns a function that writes texts for whoever watches, but not too many."""
+    """Returns a function that prints progress, every few seconds at most."""
     told = time.monotonic()
 
     def tell(text):
@@ -333,7 +338,10 @@ def teller() -> Callable[[str], None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Runs steps though the user debugs; says what to do where they fail."""
+    """Context manager that runs steps with JAX's debug checks off.
+
+    To an error of XLA it adds the remedy.
+    """
     nans, infs = jax.debug_nans(False), jax.debug_infs(False)
     try:
         with jax.disable_jit(False), nans, infs:
@@ -349,7 +357,7 @@ def quiet() -> Iterator[None]:
 
 
 def results_of(closed: Any, *args: Any) -> list[Any]:
-    """Runs a closed jaxpr; returns the results on the host."""
+    """Runs a closed jaxpr as a tape; returns the results on the host."""
     arrays = [*constants_of(closed), *args]
     tape = Tape(list(map(jax.typeof, arrays)))
     with quiet():

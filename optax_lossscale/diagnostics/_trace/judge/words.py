@@ -1,4 +1,4 @@
-"""What a finding says, from a small record: what happens, why, and what to do."""
+"""The message of a finding, from a small record: the event, the reason, the advice."""
 
 import math
 from collections.abc import Iterable
@@ -8,12 +8,12 @@ from optax_lossscale._autocast.choices import ONE_LAYER
 from optax_lossscale._tree import is_half
 from optax_lossscale.diagnostics import _common
 from optax_lossscale.diagnostics._bits import limits_of
-from optax_lossscale.diagnostics._trace.findings import (
+from optax_lossscale.diagnostics._trace.judge.findings import (
     Cause,
     FindingKind,
     NumericFinding,
 )
-from optax_lossscale.diagnostics._trace.sites import (
+from optax_lossscale.diagnostics._trace.run import (
     NumericOperation,
     NumericRange,
     named,
@@ -28,13 +28,14 @@ CASTS = ("convert_element_type", "reduce_precision")
 
 
 class Fault(NamedTuple):
-    """What is wrong with an operation at every loss scale.
+    """The fault of an operation that is wrong at every loss scale.
 
     Attributes:
       kind: The kind of the finding.
       operation: The operation.
-      cause: What made it.
-      sources: The operations of other lines to change, too, in order of execution.
+      cause: Its cause.
+      sources: The operations of other lines that have to change as well, in order of
+        execution.
       dtype: The dtype in question.
       is_autocast: Whether `autocast` made the program.
       products: How many matrix products its line computes in the forward pass.
@@ -77,12 +78,12 @@ def lines_to_pass(operations: Iterable[NumericOperation], is_autocast: bool) -> 
     return f"float32={text}" if len(names) == 1 else f"float32=[{text}]"
 
 
-def what_of(fault: Fault) -> str:
-    """Returns what happens there: "3% of the gradients are flushed to zero"."""
+def event_of(fault: Fault) -> str:
+    """Returns the event: "3% of the gradients are flushed to zero"."""
     result, is_backward = fault.operation.output, fault.operation.phase == "backward"
     is_too = result.float32_nonfinite > 0 and fault.cause is not Cause.FLOAT32_RANGE
     share = f" for {_common.percent(result.flushed)} of the numbers"
-    return fault.kind.what.format(
+    return fault.kind.event.format(
         begins=begins(fault.operation),
         too=", in float32 too" * is_too,
         noun="gradients" if is_backward else "results",
@@ -94,7 +95,7 @@ def what_of(fault: Fault) -> str:
 
 
 def why_of(fault: Fault) -> str:
-    """Returns why: "The largest result would be 2^17.3; float16 ends at 2^16."."""
+    """Returns the reason: "The largest would be 2^17.3; float16 ends at 2^16."."""
     operation, result = fault.operation, fault.operation.output
     step, top = spacing(operation) or (0, 0)
     ends = is_half(result.dtype) and math.log2(limits_of(result.dtype).overflow)
@@ -111,7 +112,7 @@ def why_of(fault: Fault) -> str:
 
 
 def advice_of(fault: Fault) -> str:
-    """Returns what to do: "compute this line in float32, by autocast(...)"."""
+    """Returns the advice: "compute this line in float32, by autocast(...)"."""
     cause, operation, sources = fault.cause.value, fault.operation, fault.sources
     if cause.guard:
         return cause.guard
@@ -141,14 +142,14 @@ def advice_of(fault: Fault) -> str:
 
 
 def explain(fault: Fault, scale: float | None = None) -> NumericFinding:
-    """Says what is wrong with an operation, why, and what to do.
+    """Says in a finding the event, the reason and the advice.
 
     Args:
       fault: The fault.
       scale: The scale that mends another fault, named before, but not this one; None if
         no scale changes anything.
     """
-    text, advice = f"{fault.operation}: {what_of(fault)}", advice_of(fault)
+    text, advice = f"{fault.operation}: {event_of(fault)}", advice_of(fault)
     if fault.kind == FindingKind.DECISION:
         text += f": chosen among numbers that {fault.dtype} cannot tell apart; if "
         text += "training is fine, leave it."
@@ -189,8 +190,8 @@ def in_float32(
     """Says that float32 makes inf or nan where half precision does not.
 
     Args:
-      operation: Where it does.
-      cause: What makes it.
+      operation: The operation where it does.
+      cause: The cause.
       is_hidden: Whether half precision has finite numbers there; otherwise its inf or
         nan begins earlier.
     """
@@ -245,7 +246,7 @@ def too_high(
     """Says that the backward pass overflows at a scale, but not at the largest.
 
     Args:
-      operation: Where it does.
+      operation: The operation that overflows.
       scale: The scale.
       largest: The largest with which it does not.
       is_alone: Whether all is fine at the largest scale.
@@ -324,8 +325,8 @@ def no_scale(
     """Says that of two operations one overflows and the other vanishes.
 
     Args:
-      overflows: What overflows above the largest scale.
-      vanishes: What is flushed to zero there.
+      overflows: The operation that overflows above the largest scale.
+      vanishes: The operation that is flushed to zero there.
       largest: That scale.
       bits: How many bits a scale would have to be larger.
       is_autocast: Whether `autocast` made the program.

@@ -1,5 +1,6 @@
-"""A call of a loss function: taken apart, and traced with its scaled gradient."""
+"""A call of a loss function: its arrays, and its program with the scaled gradient."""
 
+import copy
 import functools
 import textwrap
 from collections.abc import Callable, Sequence
@@ -17,18 +18,20 @@ from optax_lossscale._jaxprs import parts
 from optax_lossscale._scaling import scale_up
 from optax_lossscale._tree import in_half, is_argument, is_inexact, types_of
 from optax_lossscale.diagnostics import _bits, _common
-from optax_lossscale.diagnostics._trace import steps, summary, twin
-from optax_lossscale.diagnostics._trace.bodies import Place
-from optax_lossscale.diagnostics._trace.interpreter import Interpreter
-from optax_lossscale.diagnostics._trace.sites import Outline, Run, depending_on
-from optax_lossscale.diagnostics._trace.twin import Pair
+from optax_lossscale.diagnostics._trace.measure import statistics, twin
+from optax_lossscale.diagnostics._trace.measure.bodies import Place
+from optax_lossscale.diagnostics._trace.measure.interpreter import Interpreter
+from optax_lossscale.diagnostics._trace.measure.rows import TapeRows
+from optax_lossscale.diagnostics._trace.measure.tape import Tape, quiet
+from optax_lossscale.diagnostics._trace.measure.twin import Pair
+from optax_lossscale.diagnostics._trace.run import Outline, Run, depending_on
 
 # How many characters of the types of arguments an error shows.
 TYPES_SHOWN = 300
 
 
 class Call(NamedTuple):
-    """A call of a loss function, taken apart.
+    """A call of a loss function as a function of arrays.
 
     Attributes:
       function: Returns the loss, of other arrays in place of these.
@@ -51,7 +54,7 @@ def make_call(
     kwargs: dict[str, Any],
     has_aux: Any,
 ) -> Call:
-    """Takes a call apart.
+    """Makes a call of a loss function a function of its arrays.
 
     Args:
       caller: The name of the public function, for messages.
@@ -67,7 +70,7 @@ def make_call(
       ValueError: If an array was deleted, or is spread over several processes; if two
         are on different devices.
     """
-    # What with_loss_scale wraps: the scale comes from the state here.
+    # The function inside of with_loss_scale: the scale comes from the state here.
     loss_fn = check.function("loss_fn", getattr(loss_fn, "without_scale", loss_fn))
     check.boolean("has_aux", has_aux)
     leaves, treedef = jax.tree.flatten((params, args, kwargs))
@@ -81,27 +84,9 @@ def make_call(
         for path, _ in jax.tree.leaves_with_path(x)
     ]
     _common.check_host(caller, [x for x in leaves if isinstance(x, jax.Array)])
-    places: dict[Any, str] = {}
-    for name, x in zip(names, leaves, strict=True):
-        if isinstance(x, jax.Array):
-            _check_array(name, x)
-            if x.committed:
-                places.setdefault(frozenset(x.devices()), name)
-    if len(places) > 1:
-        (here, one), (there, other), *_ = places.items()
-        raise ValueError(
-            f"{one} is on {sorted(map(str, here))}, and {other} on "
-            f"{sorted(map(str, there))}. Pass all arrays on the same devices."
-        )
-    trained = enumerate(_models.trained(params))
-    chosen = {i: leaves[i] for i, x in trained if x and is_inexact(leaves[i])}
+    _check_devices(dict(zip(names, leaves, strict=True)))
+    chosen = _differentiated(params, leaves)
     count = len(chosen)
-    if not chosen:
-        raise TypeError(
-            "params must have a floating-point array to differentiate, got "
-            f"{type(params).__name__} with none. If it is a model that is not a "
-            "pytree, pass its parameters, and build the model in loss_fn."
-        )
     chosen |= {i: x for i, x in enumerate(leaves) if is_argument(x)}
 
     shown = {"params": params} | {f"args[{i}]": x for i, x in enumerate(args)} | named
@@ -124,13 +109,46 @@ def make_call(
     return Call(function, list(chosen.values()), [names[i] for i in chosen], count)
 
 
-def _check_array(name: str, x: jax.Array) -> None:
-    text = f"{name} is spread over several processes. Pass arrays of one process."
-    if x.is_deleted():
-        text = f"{name} was deleted: the step donated it (donate_argnums). Pass a copy "
-        text += "that was made before the step."
-    if x.is_deleted() or not x.is_fully_addressable:
-        raise ValueError(text)
+def _check_devices(leaves: dict[str, Any]) -> None:
+    """Checks that all arrays are in this process, and on the same devices.
+
+    Args:
+      leaves: The leaves of the arguments by their names.
+    """
+    places: dict[Any, str] = {}
+    for name, x in leaves.items():
+        if isinstance(x, jax.Array):
+            if not x.is_fully_addressable:
+                raise ValueError(
+                    f"{name} is spread over several processes. Pass arrays of one "
+                    "process."
+                )
+            if x.committed:
+                places.setdefault(frozenset(x.devices()), name)
+    if len(places) > 1:
+        (here, one), (there, other), *_ = places.items()
+        raise ValueError(
+            f"{one} is on {sorted(map(str, here))}, and {other} on "
+            f"{sorted(map(str, there))}. Pass all arrays on the same devices."
+        )
+
+
+def _differentiated(params: Any, leaves: list[Any]) -> dict[int, Any]:
+    """Returns the leaves that a training step differentiates, by their places.
+
+    Args:
+      params: The first argument.
+      leaves: The leaves of all arguments, of which its own come first.
+    """
+    trained = enumerate(_models.trained(params))
+    chosen = {i: leaves[i] for i, x in trained if x and is_inexact(leaves[i])}
+    if not chosen:
+        raise TypeError(
+            "params must have a floating-point array to differentiate, got "
+            f"{type(params).__name__} with none. If it is a model that is not a "
+            "pytree, pass its parameters, and build the model in loss_fn."
+        )
+    return chosen
 
 
 def gradients_of(call: Call) -> Callable[..., Any]:
@@ -150,13 +168,26 @@ def gradients_of(call: Call) -> Callable[..., Any]:
     return program
 
 
+class Program(NamedTuple):
+    """A compiled program.
+
+    Attributes:
+      run: Maps a loss scale and arrays to rows, losses, and norms of gradients.
+      recorder: The sites of the rows.
+      outline: What is known of the program before it runs.
+    """
+
+    run: Callable[..., Any]
+    recorder: TapeRows
+    outline: Outline
+
+
 class Traced:
-    """A call as a program that returns the loss and its scaled gradient.
+    """A call as a jaxpr that returns the loss and its scaled gradient.
 
     Attributes:
       dtype: The name of the dtype in question.
-      closed: The jaxpr that it follows.
-      equations: All equations in it.
+      equations: All equations of the jaxpr.
       is_autocast: Whether `autocast` casts anything in it.
       is_idle: Whether it holds an `autocast` that casts nothing.
       reason: Why the outermost `autocast` casts nothing; "" if it does.
@@ -172,12 +203,12 @@ class Traced:
         try:
             with DIAGNOSES(True):
                 program, scale = gradients_of(call), jnp.float32(1)
-                self.closed = jax.make_jaxpr(program)(scale, call.arrays)
+                self._closed = jax.make_jaxpr(program)(scale, call.arrays)
         finally:
             NOTES.reset(token)
-        self._constants = twin.constants_of(self.closed)
+        self._constants = twin.constants_of(self._closed)
         self.reason = reasons[-1] if reasons else ""
-        self.equations = list(parts.all_equations(self.closed.jaxpr))
+        self.equations = list(parts.all_equations(self._closed.jaxpr))
         # JAX may have traced it for a diagnosis before, and then adds no reasons.
         marked = (x for x in self.equations if x.primitive.name == "name")
         marks = {x.params["name"] for x in marked}
@@ -191,56 +222,69 @@ class Traced:
                 f"{min(halves)}. Pass dtype={min(halves)!r}."
             )
 
+    def with_arrays(self, arrays: Sequence[Any]) -> "Traced":
+        """Returns the call of other arrays, which shares the compiled program."""
+        self.program  # noqa: B018
+        other = copy.copy(self)
+        other._call = self._call._replace(arrays=list(arrays))
+        return other
+
     def at(self, scale: float, rounds: bool = False) -> Run:
-        """Runs it at a loss scale.
+        """Runs the program at a loss scale.
 
         Args:
           scale: The loss scale.
           rounds: Whether to round the parameters and the data first.
         """
-        compiled, recorder, outline = self._compiled
+        program = self.program
         arrays = [*self._call.arrays, *self._constants]
         if rounds:
             arrays = [twin.rounded(x, self.dtype) for x in arrays]
-        rows, losses, sizes = compiled(jnp.float32(scale), *arrays)
-        rows = recorder.with_beginnings(np.concatenate(rows))
-        pairs = zip(recorder.sites, rows, strict=True)
-        numbers = {site: summary.numbers(row) for site, row in pairs}
-        norms = np.array(sizes, float)
-        return Run(outline, scale, numbers, list(map(float, losses)), norms)
+        rows, losses, norms = program.run(jnp.float32(scale), *arrays)
+        rows = program.recorder.with_beginnings(np.concatenate(rows))
+        pairs = zip(program.recorder.sites, rows, strict=True)
+        numbers = {site: statistics.numbers(row) for site, row in pairs}
+        losses, norms = list(map(float, losses)), np.array(norms, float)
+        return Run(program.outline, scale, numbers, losses, norms)
 
     @functools.cached_property
-    def _compiled(self):
-        """What runs, what sums it up, and what is known of it."""
-        jaxpr, count = self.closed.jaxpr, len(self._call.arrays)
+    def program(self) -> Program:
+        """The program, which is compiled once."""
+        jaxpr, count = self._closed.jaxpr, len(self._call.arrays)
         closed_over = range(len(jaxpr.constvars))
         names = [f"(array {i} that loss_fn closes over)" for i in closed_over]
         names = [*self._call.names, *names]
         arrays = [jnp.float32(1), *self._call.arrays, *self._constants]
-        tape = steps.Tape(list(map(jax.typeof, arrays)))
-        recorder = summary.TapeRows(tape.call)
+        tape = Tape(list(map(jax.typeof, arrays)))
+        recorder = TapeRows(tape.call)
         interpreter = Interpreter(jaxpr.invars[0])
         place = Place((), interpreter, recorder)
-        with steps.quiet():
+        with quiet():
             entrance = place._replace(phase="argument")
             scale, *inputs = map(Pair, tape.inputs)
             pairs = zip(names, inputs, strict=True)
-            inputs = [interpreter.measure(name, x, entrance) for name, x in pairs]
+            inputs = [interpreter.record(name, x, entrance) for name, x in pairs]
             values = [*inputs[count:], scale, *inputs[:count]]
             loss, *grads = interpreter.interpret(jaxpr, values, place)
-            call = functools.partial(tape.call, summary.norms, key=summary.norms)
-            norms = [call(x.real, x.twin) for x in grads]
-            results = recorder.rows, (loss.real, loss.twin), norms
+            call = functools.partial(tape.call, statistics.norms, key=statistics.norms)
+            norms = [call(x.real, x.in_float32) for x in grads]
+            results = recorder.rows, (loss.real, loss.in_float32), norms
         _mark_backward(interpreter.sites)
         named = {x.site: name for x, name in zip(inputs, names, strict=True)}
-        parameters, ends = names[: self._call.differentiated], [x.site for x in grads]
-        about = interpreter.sites, named, parameters, loss.site, ends
-        outline = Outline(self.dtype, *about, self.is_autocast)
-        return tape.compiled(results), recorder, outline
+        outline = Outline(
+            dtype=self.dtype,
+            sites=interpreter.sites,
+            names=named,
+            parameters=names[: self._call.differentiated],
+            loss=loss.site,
+            gradients=[x.site for x in grads],
+            is_autocast=self.is_autocast,
+        )
+        return Program(tape.compiled(results), recorder, outline)
 
 
 def _mark_backward(sites):
-    """Marks what depends on the loss scale as backward."""
+    """Marks the sites that depend on the loss scale as backward."""
     first = [k for k, x in sites.items() if x.phase in ("scale", "backward")]
     for k in depending_on(first, {k: x.inputs for k, x in sites.items()}):
         if sites[k].phase == "forward":

@@ -1,4 +1,4 @@
-"""A value and its float32 twin; a way through a jaxpr; an equation in float32."""
+"""A value and its float32 twin; a walk through a jaxpr; an equation in float32."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +13,7 @@ from optax_lossscale._jaxprs import flow, parts
 from optax_lossscale._jaxprs.primitives import Trait, has
 from optax_lossscale._tree import in_half, is_half, is_inexact
 
-# What a Ref holds is moved into it, and out of it.
+# They move an array into a Ref, and out of it.
 MOVED = "new_ref", "freeze"
 
 
@@ -32,44 +32,44 @@ def rounded(x: Any, dtype: str) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """An array, and what it would be in float32.
+    """An array of the program, and its twin: the same array computed in float32.
 
     It is a pytree, so transformations and steps of a tape carry pairs. Its structure
     says whether it has a twin, and its site.
 
     Attributes:
       real: The array.
-      wide: Its twin in float32; None as long as the two cannot differ.
+      twin: Its twin; None as long as the two cannot differ.
       site: The number of its site; None if it has none. Where structures have to
-        agree, as those of a loop's state do, pairs are without: see `without_sites`.
+        agree, as those of a loop's state do, pairs have none: see `without_sites`.
     """
 
     real: Any
-    wide: Any = None
+    twin: Any = None
     site: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
-    def differs(self) -> bool:
+    def has_twin(self) -> bool:
         """Whether float32 may have other numbers."""
-        return self.wide is not None
+        return self.twin is not None
 
     @property
-    def may_differ(self) -> bool:
-        """Whether it differs, or is a number at all."""
-        return self.differs or is_inexact(self.real)
+    def is_recorded(self) -> bool:
+        """Whether it is floating-point, or has a twin of its own."""
+        return self.has_twin or is_inexact(self.real)
 
     @property
-    def twin(self) -> Any:
-        """What it is in float32, which is the array itself as long as it is alone."""
-        return self.wide if self.differs else self.real
+    def in_float32(self) -> Any:
+        """The twin, or the array itself if it has none."""
+        return self.twin if self.has_twin else self.real
 
     def at(self, site: int | None) -> "Pair":
         """Returns the pair with another site."""
-        return Pair(self.real, self.wide, site)
+        return Pair(self.real, self.twin, site)
 
     def with_twin(self, always: bool = False) -> "Pair":
-        """Returns the pair with a twin if it may differ, or always."""
-        if self.differs or not (always or self.may_differ):
+        """Returns the pair with a twin of its own if it is recorded, or always."""
+        if self.has_twin or not (always or self.is_recorded):
             return self
         return Pair(self.real, widen(self.real), self.site)
 
@@ -85,7 +85,7 @@ def refs_among(variables: Iterable[Any]) -> list[Any]:
 
 
 def constants_of(closed: Any) -> list[Any]:
-    """Returns the constants of a closed jaxpr; of a `jax.Ref`, what it holds."""
+    """Returns the constants of a closed jaxpr; of a `jax.Ref`, the array in it."""
     return [x[...] if isinstance(x, jax.Ref) else x for x in closed.consts]
 
 
@@ -95,17 +95,17 @@ def walk(
     follow: Callable[[int, Any, list[Any]], Sequence[Any]],
     literal: Callable[[Any], Any] = lambda x: x,
 ) -> list[Any]:
-    """Follows the equations of a jaxpr, in order. In place of a Ref is what it holds.
+    """Follows the equations of a jaxpr, in order. A Ref is the array that it holds.
 
     Args:
       jaxpr: The jaxpr.
-      args: What its constants and its arguments are.
+      args: Its constants and its arguments.
       follow: Maps the index of an equation, it, and its operands to its results, and to
-        what the Refs among its operands hold after it.
+        the arrays that the Refs among its operands hold after it.
       literal: Maps a number in an equation to an operand.
 
     Returns:
-      The results, and what the Refs among the arguments hold then.
+      The results, and the arrays that the Refs among the arguments hold at the end.
     """
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
 
@@ -123,7 +123,7 @@ def walk(
 
 
 def bind_on_refs(equation: Any, args: Sequence[Any], params: Any = None) -> list[Any]:
-    """Runs an equation on Refs of its own; returns what they hold then, too."""
+    """Runs an equation on Refs of its own; returns its results, then their arrays."""
     pairs = zip(equation.invars, args, strict=True)
     args = [jax.new_ref(x) if parts.is_ref(var) else x for var, x in pairs]
     refs = [x for x in args if isinstance(x, jax.Ref)]
@@ -139,7 +139,7 @@ def bind_wide(equation: Any, args: Sequence[Any]) -> list[Any] | None:
     if not is_pure or has(name, Trait.OPAQUE | Trait.BITS):
         return None
     if name == "reduce_precision" and in_half(results[0]):
-        return [widen(args[0])]  # `jax.checkpoint` rounds so what it saves.
+        return [widen(args[0])]  # `jax.checkpoint` rounds saved results so.
     try:
         params = {name: _widen_parameter(x) for name, x in equation.params.items()}
         if "precision" in params and any(in_half(x.aval) for x in equation.invars):
@@ -196,10 +196,10 @@ def stands_still(
       results: Its results, the last state.
 
     Returns:
-      Whether the loop would go on, bool[]; and what float32 says, False.
+      Whether the loop would go on, bool[]; and its twin, False.
     """
     asked, _, _ = flow.while_parts(equation, [x.real for x in inputs])
-    state = [x.real if is_inexact(x.real) else x.twin for x in results]
+    state = [x.real if is_inexact(x.real) else x.in_float32 for x in results]
     (goes_on,) = jaxpr_as_fun(equation.params["cond_jaxpr"])(*asked, *state)
     return jnp.any(goes_on), jnp.zeros((), bool)
 

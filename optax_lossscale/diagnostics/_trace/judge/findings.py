@@ -4,15 +4,15 @@ import dataclasses
 import enum
 from typing import NamedTuple
 
-from optax_lossscale.diagnostics._trace.sites import NumericOperation
+from optax_lossscale.diagnostics._trace.run import NumericOperation
 
 
 class FindingKind(enum.StrEnum):
     """The kinds of findings, the most urgent first. `NumericFinding` documents them.
 
     Attributes:
-      what: The words that `words.what_of` fills in: what happens at an operation. ""
-        for kinds that have a function of their own in `words`.
+      event: The event at an operation, as a template that `words.event_of` fills in;
+        "" for kinds that have a function of their own in `words`.
     """
 
     NONFINITE_ARGUMENT = "nonfinite_argument"
@@ -28,12 +28,12 @@ class FindingKind(enum.StrEnum):
     DECISION = "decision", "float32 decides otherwise here{share}"
     FINE = "fine"
 
-    what: str
+    event: str
 
-    def __new__(cls, kind: str, what: str = ""):
+    def __new__(cls, kind: str, event: str = ""):
         """Makes a string of the kind alone."""
         self = str.__new__(cls, kind)
-        self._value_, self.what = kind, what
+        self._value_, self.event = kind, event
         return self
 
     __repr__ = str.__repr__  # A finding prints its kind as a string.
@@ -50,12 +50,12 @@ class FindingKind(enum.StrEnum):
 
 
 class NumericFinding(NamedTuple):
-    """What is wrong with a step, and what to do; or that all is fine.
+    """A fault of a step, and its remedy; or that all is fine.
 
     Attributes:
       kind: "nonfinite_argument": a parameter or the data held inf or nan.
-        "forward": inf or nan begins in the forward pass, so no loss scale helps; in
-        float32, too, if the message says so.
+        "forward": inf or nan begins in the forward pass, so no loss scale helps; also
+        in float32, if the message says so.
         "backward": inf or nan begins in the backward pass at every loss scale.
         "scale_too_high": the backward pass overflows at this loss scale.
         "no_scale": no loss scale fits two operations.
@@ -64,7 +64,7 @@ class NumericFinding(NamedTuple):
         "decision": float32 chooses otherwise, among numbers that half precision cannot
         tell apart, or it ends a loop sooner. Alone it is no fault.
         "fine": the gradients agree with float32.
-      message: What happens and what to do, in plain words.
+      message: The fault, its cause and its remedy, in plain words.
       operation: The operation, or None.
       other: A second operation that matters, or None.
 
@@ -86,15 +86,15 @@ class NumericFinding(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Words:
-    """What to say of a cause.
+    """The words of a cause.
 
     Attributes:
-      why: Why it happens; `words.why_of` fills it in.
+      why: The reason, as a template that `words.why_of` fills in.
       by_hand: More about it for casts by hand, where the twin has rounded constants.
       guard: The advice in place of float32. Without it the advice is float32, which the
         twin shows to be right.
       instead: The advice beside float32, if there is any.
-      is_before: Whether it was made by lines before, which are named first.
+      is_before: Whether lines before made it, which are named first.
     """
 
     why: str = ""
@@ -128,7 +128,7 @@ DIVERGES = (
 
 
 class Cause(enum.Enum):
-    """What made a fault; the value has its words."""
+    """The cause of a fault; the value has its words."""
 
     UNKNOWN = Words()
     # Of inf and nan that float32 does not have.
@@ -142,7 +142,7 @@ class Cause(enum.Enum):
     )
     TERMS = Words("Its terms overflow while they are added.")
     CAST = Words("Its input is beyond the range of {dtype}.")
-    # Of inf and nan that float32 has, too.
+    # Of inf and nan that float32 has as well.
     FLOAT32_RANGE = Words(
         TOO_LARGE,
         guard="make its inputs smaller, for example by subtracting the maximum",

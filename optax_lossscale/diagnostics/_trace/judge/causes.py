@@ -1,22 +1,37 @@
-"""Where a fault begins, and what made it: a small record, for the words."""
+"""Where a fault begins, and its cause: a small record, for the words."""
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of
 from optax_lossscale._tree import is_half
-from optax_lossscale.diagnostics._trace.findings import Cause, FindingKind
-from optax_lossscale.diagnostics._trace.sites import INHERITED, Run, spacing
-from optax_lossscale.diagnostics._trace.words import CASTS, Fault
+from optax_lossscale.diagnostics._trace.judge.findings import Cause, FindingKind
+from optax_lossscale.diagnostics._trace.judge.words import CASTS, Fault
+from optax_lossscale.diagnostics._trace.run import INHERITED, Run, spacing
 
 # Of an array, a smaller share that is flushed to zero is not worth a word.
 SHARE = 0.01
 # They make large numbers of small ones; a power does if its exponent is negative.
 INVERSE, POWERS = ("div", "rsqrt", "log", "log1p"), ("pow", "integer_pow")
 EXPONENTIALS = ("exp", "exp2", "expm1")
-# They compute nothing, so that they flush nothing.
+# They compute nothing, and so they flush nothing.
 EXACT = (Kind.MOVE, Kind.SPREAD)
 # Max-pooling: it chooses, but returns numbers, not flags.
 CHOOSERS = ("select_and_scatter_add", "select_and_gather_add")
+
+
+class Explanation(NamedTuple):
+    """The cause of a fault.
+
+    Attributes:
+      cause: The cause.
+      others: Other sites that have to change: those before that made the fault; of a
+        cast, those that read it.
+    """
+
+    cause: Cause
+    others: Sequence[int] = ()
 
 
 def origin_of_error(run: Run, key: int, small: float) -> int:
@@ -36,23 +51,23 @@ def origin_of_error(run: Run, key: int, small: float) -> int:
         begin = ahead if run.site(ahead).primitive else begin
         ahead = _wrong_operand(run, ahead, small, seen)
     if run.is_decided_otherwise(begin) and (zeros := vanished_inputs(run, begin)):
-        return zeros[1][-1]
-    made = run.site(begin).row  # A move has the error of what it moves.
-    return made if run.site(made).primitive else begin
+        return zeros.others[-1]
+    moved = run.site(begin).row  # A move has the error of the value that it moves.
+    return moved if run.site(moved).primitive else begin
 
 
 def _swallowed_before(run, key, small):
-    """Returns where an inf or nan begins that is not in float32; None if nowhere.
+    """Returns where inf or nan begins that float32 does not have; None if nowhere.
 
     It may be swallowed on the way to the result: 1 / inf is 0.
     """
 
     def wrong_operands(k):
-        return (
-            x
-            for x in run.operands(k)
-            if run.range(x).error >= small or run.range(x).flushed or run.is_lost(x)
-        )
+        return filter(is_wrong, run.operands(k))
+
+    def is_wrong(k):
+        numbers = run.range(k)
+        return numbers.error >= small or numbers.flushed or run.is_lost(k)
 
     reached = run.ancestors([key], wrong_operands) if run.lost_origins else ()
     origins = (k for k in run.lost_origins if k in reached)
@@ -133,28 +148,28 @@ def sources_of_error(run: Run, key: int, close: float) -> list[int]:
     return [k for k in run.sites if k in reached and run.site(k).primitive]
 
 
-def vanished_inputs(run: Run, key: int) -> tuple[Cause, list[int]] | None:
-    """Returns what made the zeros that break an operation, if float32 has none there.
+def vanished_inputs(run: Run, key: int) -> Explanation | None:
+    """Returns the cause of zeros that break an operation, if float32 has none there.
 
     Returns:
-      `FLUSHED` with the site where they were, or `ROUNDED` with the sites that rounded
-      a number from which another one is subtracted; None if there are no such zeros.
+      `FLUSHED` by the site where they were, or `ROUNDED` by the sites that rounded a
+      number from which another one is subtracted; None if there are no such zeros.
     """
     zeros = _origin_of_zeros(run, key)
     if zeros is None:
         return None
     if not _flushes_nothing(run, zeros):
-        return Cause.FLUSHED, [zeros]
+        return Explanation(Cause.FLUSHED, [zeros])
     # Each number is there, and only their difference is not.
     rounded = _rounded_operands(run, zeros)
-    return (Cause.ROUNDED, rounded) if rounded else None
+    return Explanation(Cause.ROUNDED, rounded) if rounded else None
 
 
 def _origin_of_zeros(run, key):
     """Returns where the zeros that an operation reads begin; None if there are none.
 
     Of a division these are in the divisor. A sum is zero only where all of its terms
-    are, so the first line with any zero is not what counts, but the one with as many.
+    are. So the line with as many zeros counts, and not the first with any.
     """
 
     def flushed(k):
@@ -183,9 +198,9 @@ def _flushes_nothing(run, key):
 
 
 def _rounded_operands(run, key):
-    """Returns where half precision rounds what an operation reads, in order.
+    """Returns where half precision rounds the operands of an operation, in order.
 
-    It is the way of the largest error, as far as that is inherited.
+    It follows the largest error, as far as that is inherited.
     """
     way, worst = [], _worst(run, run.operands(key) or [key])
     while worst not in way and run.range(worst).error > 0:
@@ -197,7 +212,7 @@ def _rounded_operands(run, key):
 
 
 def _rounded_before(run, key):
-    """Returns the nearest results in half precision, among which was chosen."""
+    """Returns the nearest results in half precision, among which a decision chose."""
 
     def parents(k):
         is_move = kind_of(run.site(k).primitive) in EXACT or run.site(k).row != k
@@ -208,93 +223,124 @@ def _rounded_before(run, key):
 
 
 def fault_of(run: Run, key: int, close: float) -> Fault:
-    """Returns what is wrong with an operation at every loss scale.
+    """Returns the fault of an operation that is wrong at every loss scale.
 
     Args:
       run: The run.
-      key: Its site.
+      key: The site of the operation.
       close: How far results may be from float32.
     """
-    (kind, cause, others), outline = _cause(run, key, close), run.outline
-    others = [k for k in others if run.site(k).source != run.site(key).source]
+    kind, explanation = _classify(run, key, close)
+    own = run.site(key).source
+    others = [k for k in explanation.others if run.site(k).source != own]
     operation, *sources = map(run.operation, [key, *others])
     forward = (x for x in run.sites.values() if x.phase == "forward")
     lines = [x.source.own for x in forward if kind_of(x.primitive) == Kind.PRODUCT]
-    known = outline.dtype, outline.is_autocast, lines.count(operation.own)
-    return Fault(kind, operation, cause, tuple(sources), *known)
+    return Fault(
+        kind,
+        operation,
+        explanation.cause,
+        sources=tuple(sources),
+        dtype=run.outline.dtype,
+        is_autocast=run.outline.is_autocast,
+        products=lines.count(operation.own),
+    )
 
 
-def _cause(run: Run, key: int, close: float) -> tuple[FindingKind, Cause, list[int]]:
-    """Returns the kind of a fault, its cause, and other sites to change.
-
-    These are those before that made it; of a cast, those that read it.
-    """
-    site, result = run.site(key), run.range(key)
+def _classify(run: Run, key: int, close: float) -> tuple[FindingKind, Explanation]:
+    """Returns the kind of the fault at a site, and its cause."""
+    site = run.site(key)
     if run.is_bad(key) or run.exceeds(key):
-        cause, before = _cause_of_nonfinite(run, key)
-        others = before or run.ran(site.readers)
-        return FindingKind.of_nonfinite(site.phase), cause, others
+        return FindingKind.of_nonfinite(site.phase), _explain_nonfinite(run, key)
     if is_underflow(run, key):
-        limits = run.limit(key)
-        is_small = limits is not None and 0 < result.float32_largest < limits.normal
-        cause = Cause.SMALL if is_small else Cause.UNKNOWN
-        return FindingKind.UNDERFLOW, cause, run.ran(site.readers)
+        return FindingKind.UNDERFLOW, _explain_underflow(run, key)
     if site.is_decision or site.primitive in CHOOSERS:
-        return FindingKind.DECISION, Cause.DECIDED, _rounded_before(run, key)
-    operation, cause = run.operation(key), Cause.UNKNOWN
-    if has(site.primitive, Trait.SUM) and (terms := spacing(operation)):
-        is_small = result.float32_largest < 2.0 ** terms[1] / 4
+        others = _rounded_before(run, key)
+        return FindingKind.DECISION, Explanation(Cause.DECIDED, others)
+    return FindingKind.PRECISION, _explain_imprecision(run, key, close)
+
+
+def _explain_underflow(run, key):
+    """Returns the cause of results that are flushed to zero, or nearly."""
+    limits, largest = run.limit(key), run.range(key).float32_largest
+    is_small = limits is not None and 0 < largest < limits.normal
+    cause = Cause.SMALL if is_small else Cause.UNKNOWN
+    return Explanation(cause, run.ran(run.site(key).readers))
+
+
+def _explain_imprecision(run, key, close):
+    """Returns the cause of finite results that differ from float32."""
+    cause, is_sum = Cause.UNKNOWN, has(run.site(key).primitive, Trait.SUM)
+    if is_sum and (terms := spacing(run.operation(key))):
+        is_small = run.range(key).float32_largest < 2.0**terms.top / 4
         cause = Cause.CANCEL if is_small else Cause.TERMS_LOST
     # A line that casts is not to be computed in float32: the next one is.
     before = sources_of_error(run, key, close)
-    before = [k for k in before if run.site(k).primitive not in CASTS]
-    return FindingKind.PRECISION, cause, before
+    return Explanation(cause, [k for k in before if run.site(k).primitive not in CASTS])
 
 
-def _cause_of_nonfinite(run: Run, key: int) -> tuple[Cause, list[int]]:
-    """Returns what made inf or nan, and the sites before that did."""
+def _explain_nonfinite(run, key):
+    """Returns the cause of inf or nan."""
+    explanation = _cause_of_nonfinite(run, key)
+    if explanation.others:
+        return explanation
+    return explanation._replace(others=run.ran(run.site(key).readers))
+
+
+def _cause_of_nonfinite(run: Run, key: int) -> Explanation:
+    """Returns the cause of inf or nan, and the sites before it that made them."""
     site = run.site(key)
     if any(map(math.isnan, site.constants)):
-        return Cause.NAN, []
+        return Explanation(Cause.NAN)
     if run.range(key).float32_nonfinite:
-        return cause_in_float32(run, key), []
-    constants = _constants_before(run, key)
+        return Explanation(cause_in_float32(run, key))
     if run.exceeds(key):
-        if any(map(math.isinf, site.constants)):
-            return Cause.CONSTANT, []
-        is_pole = site.primitive in INVERSE or _exponent(site) < 0
-        return Cause.POLE if is_pole else Cause.RANGE, []
-    if any(map(math.isinf, constants)):
-        return Cause.CONSTANT, []
+        return Explanation(_cause_of_overflow(site))
+    if any(map(math.isinf, _constants_before(run, key))):
+        return Explanation(Cause.CONSTANT)
     if run.bad_operands(key):
-        return Cause.INF, []
-    if (vanishing := vanished_inputs(run, key)) is not None:
-        return vanishing
+        return Explanation(Cause.INF)
+    if (vanished := vanished_inputs(run, key)) is not None:
+        return vanished
     if has(site.primitive, Trait.SUM) or kind_of(site.primitive) == Kind.PRODUCT:
-        return Cause.TERMS, []
-    return Cause.CAST if site.primitive in CASTS else Cause.UNKNOWN, []
+        return Explanation(Cause.TERMS)
+    return Explanation(Cause.CAST if site.primitive in CASTS else Cause.UNKNOWN)
+
+
+def _cause_of_overflow(site):
+    """Returns the cause of a result that is too large for the dtype."""
+    if any(map(math.isinf, site.constants)):
+        return Cause.CONSTANT
+    is_pole = site.primitive in INVERSE or _exponent(site) < 0
+    return Cause.POLE if is_pole else Cause.RANGE
 
 
 def cause_in_float32(run: Run, key: int) -> Cause:
-    """Returns what makes inf or nan in float32. Float32 is never the advice there."""
-    site, operands = run.site(key), run.operands(key)
+    """Returns the cause of inf or nan in float32, which is never the advice there."""
+    site = run.site(key)
     is_inf = any(run.range(k).float32_nonfinite for k in run.bad_operands(key))
     if is_inf or any(map(math.isinf, _constants_before(run, key))):
         return Cause.FLOAT32_INF
     if site.primitive in EXPONENTIALS:
         return Cause.FLOAT32_RANGE
-    # Of finite numbers these make inf, and no nan.
-    grows = has(site.primitive, Trait.SUM | Trait.PLUS | Trait.MINUS | Trait.TIMES)
-    grows |= site.primitive == "square" or kind_of(site.primitive) == Kind.PRODUCT
-    if grows or (site.primitive == "integer_pow" and _exponent(site) > 0):
+    if _makes_no_nan(site):
         return Cause.FLOAT32_GROWS
     if not run.is_origin(key):  # Half precision does not tell whether it is inf or nan.
         return Cause.FLOAT32_ONLY
-    has_zeros = any(run.range(k).zeros for k in operands)
+    has_zeros = any(run.range(k).zeros for k in run.operands(key))
     if run.range(key).nans:
         return Cause.ZEROS if has_zeros else Cause.DOMAIN
     is_pole = has_zeros and has(site.primitive, Trait.POLE)
     return Cause.ZEROS if is_pole else Cause.FLOAT32_GROWS
+
+
+def _makes_no_nan(site):
+    """Whether finite operands make inf, if too large, but never nan."""
+    name = site.primitive
+    if name == "integer_pow":
+        return _exponent(site) > 0
+    is_sum = has(name, Trait.SUM | Trait.PLUS | Trait.MINUS | Trait.TIMES)
+    return is_sum or name == "square" or kind_of(name) == Kind.PRODUCT
 
 
 def _constants_before(run, key):

@@ -1,10 +1,10 @@
-"""The verdict: what is wrong, the most urgent first.
+"""The verdict: the findings, the most urgent first.
 
 It rests on the effect: as long as the gradients agree with float32, all is fine. If
-they do not, it goes from the wrong gradients up to the line where that begins. What is
-not finite in float32 comes first, since no line in float32 mends that. Then come inf
-and nan, before what a scale mends; that before what no scale mends; and choices that
-fall otherwise come last.
+they do not, it goes from the wrong gradients up to the line where that begins. First
+come inf and nan of float32 itself, since no line in float32 mends them. Then come inf
+and nan of half precision, then faults that a scale mends, then those that none mends.
+Decisions that differ in float32 come last.
 """
 
 import functools
@@ -18,15 +18,18 @@ import numpy as np
 
 from optax_lossscale.diagnostics import _common
 from optax_lossscale.diagnostics._bits import limits_of
-from optax_lossscale.diagnostics._trace import causes, words
-from optax_lossscale.diagnostics._trace.findings import FindingKind, NumericFinding
-from optax_lossscale.diagnostics._trace.sites import (
+from optax_lossscale.diagnostics._trace.judge import causes, words
+from optax_lossscale.diagnostics._trace.judge.findings import (
+    FindingKind,
+    NumericFinding,
+)
+from optax_lossscale.diagnostics._trace.run import (
     INHERITED,
     Run,
     depending_on,
     ratio,
+    sketch_distance,
 )
-from optax_lossscale.diagnostics._trace.summary import sketch_distance
 
 # Results agree with float32 if they differ by less: 20 times the precision of float16.
 CLOSE = 0.01
@@ -162,7 +165,7 @@ def closeness(dtype: str) -> float:
 
 
 def headroom(run: Run, key: int) -> float:
-    """Returns log2 of what a result could grow by before it overflows."""
+    """Returns how many bits a result could grow by before it overflows."""
     limits, largest = run.limit(key), run.range(key).float32_largest
     if limits is None or not largest:
         return math.inf
@@ -170,19 +173,23 @@ def headroom(run: Run, key: int) -> float:
 
 
 def find_all(search: Search) -> list[NumericFinding]:
-    """Returns the findings, what to fix first."""
+    """Returns the findings, the most urgent first."""
     findings, run = _judge(search), search.run
-    solvers: dict[bool, list[NumericFinding]] = {True: [], False: []}
+    standing, others = [], []
     for key in _distinct_lines(run, _slow_solvers(run)):
-        stands_still = any(
-            key in run.operands(k) and run.is_decided_otherwise(k) for k in run.solvers
-        )
+        stands_still = _stands_still(run, key)
         finding = words.slow_solver(run.operation(key), run.outline.dtype, stands_still)
-        solvers[stands_still].append(finding)
-    standing, others = (solvers[x][:LINES] for x in (True, False))
+        (standing if stands_still else others).append(finding)
+    standing, others = standing[:LINES], others[:LINES]
     if findings[0].kind == FindingKind.FINE:
         return [*standing, *findings, *others]
     return [*findings, *standing, *others]
+
+
+def _stands_still(run, key):
+    """Whether a solver never reaches its tolerance, of the site of its iterations."""
+    flags = (k for k in run.solvers if key in run.operands(k))
+    return any(map(run.is_decided_otherwise, flags))
 
 
 def _slow_solvers(run):
@@ -197,7 +204,7 @@ def _judge(search):
     if run.outline.loss is None and not math.isfinite(run.losses[0]):
         return [words.constant_loss(run.losses[0])]
     effect = search.effect(run)
-    if effect.floor and best is not None:  # What a scale mends is no roundoff.
+    if effect.floor and best is not None:  # If a scale mends it, it is no roundoff.
         raw = search.judge(run.norms, run.losses)
         effect = raw if _underflow(search, best, raw) else effect
     if best is None or not effect.is_fine:
@@ -395,7 +402,7 @@ def _origin_of(search, run, wrong):
 
 
 def _explain(search, run, key, scale=None):
-    """Says why an operation is wrong at every loss scale, and what to do."""
+    """Explains why an operation is wrong at every loss scale."""
     is_known = run.is_bad(key) and (
         run.range(key).float32_nonfinite
         or run.bad_operands(key)

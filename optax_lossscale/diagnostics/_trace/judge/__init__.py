@@ -1,0 +1,1 @@
+"""The side that reads a `Run`, and finds the faults. It sees no program."""
