@@ -18,10 +18,10 @@ from jax.ad_checkpoint import checkpoint_name
 from optax_lossscale import _check as check
 from optax_lossscale._autocast import choices as choices_lib, reasons
 from optax_lossscale._autocast.evaluate import DIAGNOSES, IDLE_MARK, MARK, evaluate
+from optax_lossscale._autocast.plan import Planner
 from optax_lossscale._autocast.policy import State, is_float32
 from optax_lossscale._autocast.program import Step, read
 from optax_lossscale._autocast.roles import Role, mark, steps_of
-from optax_lossscale._autocast.states import Planner
 from optax_lossscale._hints import MODULES, hint, is_of_module
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._modules import Modules, is_model, is_stateful

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from optax_lossscale._autocast import policy
+from optax_lossscale._autocast.custom_rules import Call
+from optax_lossscale._autocast.plan import Plan, Planner, States
 from optax_lossscale._autocast.policy import State, is_float32
 from optax_lossscale._autocast.program import Program, Step
-from optax_lossscale._autocast.rules import Call
-from optax_lossscale._autocast.states import Plan, Planner, States
 from optax_lossscale._jaxprs import flow, parts
 from optax_lossscale._jaxprs.primitives import Kind, Trait
 

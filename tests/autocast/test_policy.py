@@ -10,11 +10,11 @@ import pytest
 from casting import check, error, normal
 from jax import lax
 
-from optax_lossscale._autocast import policy, states
+from optax_lossscale._autocast import plan, policy
 from optax_lossscale._autocast.layers import Layer, Layers
+from optax_lossscale._autocast.plan import Planner
 from optax_lossscale._autocast.policy import State
 from optax_lossscale._autocast.roles import Role
-from optax_lossscale._autocast.states import Planner
 from optax_lossscale._jaxprs import ends, primitives
 from optax_lossscale._jaxprs.primitives import Kind
 
@@ -355,7 +355,7 @@ def without_rule_a(patch):
 
 
 def without_promotion(patch):
-    widest, state_of_result = states._widest, policy.state_of_result
+    widest, state_of_result = plan._widest, policy.state_of_result
 
     def of_result(kind, found):
         is_half = kind in policy.FOLLOWERS and State.HALF in found
@@ -365,7 +365,7 @@ def without_promotion(patch):
         return State.HALF if State.HALF in found else widest(found)
 
     patch.setattr(policy, "state_of_result", of_result)
-    patch.setattr(states, "_widest", of_loop)
+    patch.setattr(plan, "_widest", of_loop)
 
 
 def with_any_gain(patch):
@@ -402,11 +402,11 @@ without_products = instead(
 )
 without_second_gains = instead(Layers, "_note_gain", lambda *about: None)
 without_sums = instead(policy, "is_sum", lambda equation: False)
-cast_in_calls = instead(states.Plan, "read_wide", frozenset())
+cast_in_calls = instead(plan.Plan, "read_wide", frozenset())
 
 
 def cast_inside(patch):
-    patch.setattr(states, "CAST_BEFORE", [])
+    patch.setattr(plan, "CAST_BEFORE", [])
     cast_in_calls(patch)
 
 

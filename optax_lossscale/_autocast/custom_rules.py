@@ -12,8 +12,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 from jax.tree_util import Partial
 
+from optax_lossscale._autocast.plan import Plan, Planner, States
 from optax_lossscale._autocast.program import Step, read
-from optax_lossscale._autocast.states import Plan, Planner, States
 from optax_lossscale._jaxprs import lines, parts
 from optax_lossscale._tree import Template, is_inexact, split_arrays
 
