@@ -16,15 +16,19 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from optax_lossscale import _check as check
-from optax_lossscale._autocast import choices as choices_lib, reasons
+from optax_lossscale._autocast import (
+    choices as choices_lib,
+    layers,
+    reasons,
+    roles as roles_lib,
+)
 from optax_lossscale._autocast.evaluate import DIAGNOSES, IDLE_MARK, MARK, evaluate
 from optax_lossscale._autocast.plan import Planner
 from optax_lossscale._autocast.policy import State, is_float32
-from optax_lossscale._autocast.program import Step, read
-from optax_lossscale._autocast.roles import Role, mark, steps_of
+from optax_lossscale._autocast.program import Step, read, steps_of
 from optax_lossscale._hints import MODULES, hint, is_of_module
 from optax_lossscale._jaxprs import parts
-from optax_lossscale._modules import Modules, is_model, is_stateful
+from optax_lossscale._modules import Modules, is_stateful
 from optax_lossscale._tree import (
     Args,
     Out,
@@ -159,13 +163,12 @@ def autocast(
         _name_like(flat, given)
         results = Template(lambda x: isinstance(x, jax.Array))
         with Modules(((*held, *args), kwargs)) as modules:
-            arrays, join = split_arrays(modules.tree, _is_traced)
+            arrays, join = split_arrays(modules.tree, roles_lib.is_traced)
             with hint(MODULES, is_of_module):
                 closed = parts.traced(flat, *arrays)
             arrays = list(map(jnp.asarray, arrays))
             named = {"args": args, "kwargs": kwargs}
-            roles = _roles((*held, *args), kwargs)
-            roles += (Role.PARAMETER,) * (len(arrays) - len(roles))  # of modules
+            roles = roles_lib.of_call((*held, *args), kwargs, len(arrays))
             asks = not told or DIAGNOSES.value
             arrays, reason = _computed(
                 closed, arrays, name, choices, named, roles, asks
@@ -256,17 +259,6 @@ def _check_result(of: str, out: Any) -> None:
             )
 
 
-def _roles(args, kwargs):
-    """Returns the roles of the arrays of arguments, but for those of modules."""
-    pairs = jax.tree.leaves_with_path((args, kwargs), is_leaf=is_stateful)
-    models = [path[:2] for path, x in pairs if is_model(x)]
-    held = [path[:2] for path, x in pairs if _is_traced(x) or is_stateful(x)]
-    # Parameters may come after a name, but not by a name.
-    first = (*models, *(path for path in held if path[0].idx == 0), None)[0]
-    roles = {True: Role.PARAMETER, False: Role.DATA}
-    return tuple(roles[path[:2] == first] for path, x in pairs if _is_traced(x))
-
-
 def _computed(closed, arrays, dtype, choices, called_with, roles, asks):
     """Follows the policy; returns the results, and if asked why it casts no product."""
     matches, missing = choices_lib.chooser(choices)
@@ -286,7 +278,7 @@ def _computed(closed, arrays, dtype, choices, called_with, roles, asks):
     planner = Planner(dtype, is_chosen if choices else lambda step: False)
     program = read(closed, dtype, programs=None if choices else {})
     # The caller reads the results in float32.
-    plan = planner.plan(mark(program, roles, {}), inputs, outputs)
+    plan = planner.plan(layers.find(program, roles, {}), inputs, outputs)
     results = evaluate(planner, plan, arrays, outputs, is_saved=True)
     results = list(map(jnp.asarray, results))  # Known numbers are no arrays yet.
     # A solver is float32 as a whole; what you name in it is no mistake.
@@ -302,8 +294,3 @@ def _computed(closed, arrays, dtype, choices, called_with, roles, asks):
     if not asks or reasons.computes_in_half(plan):
         return results, None
     return results, reasons.reason(plan, called_with, is_chosen, dtype)
-
-
-def _is_traced(x: Any) -> bool:
-    """Whether it is an argument of the program; NumPy's integers and flags are not."""
-    return is_argument(x) and (isinstance(x, jax.Array) or is_inexact(x))

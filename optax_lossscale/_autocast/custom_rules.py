@@ -12,8 +12,10 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 from jax.tree_util import Partial
 
+from optax_lossscale._autocast import layers
 from optax_lossscale._autocast.plan import Plan, Planner, States
 from optax_lossscale._autocast.program import Step, read
+from optax_lossscale._autocast.roles import Role
 from optax_lossscale._jaxprs import lines, parts
 from optax_lossscale._tree import Template, is_inexact, split_arrays
 
@@ -71,7 +73,9 @@ class Call:
         if held := list(filter(parts.has_ended, closed.consts)):
             raise TypeError(_closure(self._step, held))
         program = read(closed, self._planner.dtype, numbers, self._step.path)
-        plan = self._planner.plan(program, states, (None,) * len(program.outputs))
+        # Nobody knows whether an argument of a function inside is a parameter.
+        found = layers.find(program, (Role.DATA,) * len(args), {})
+        plan = self._planner.plan(found, states, (None,) * len(program.outputs))
         others = plan.outputs[len(outputs) :]
         with parts.standing(self._traceback):
             given = self._planner, plan, args, (*outputs, *others)

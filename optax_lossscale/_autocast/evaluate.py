@@ -150,7 +150,7 @@ class _Evaluator:
             # The gradient of this cast is weakly typed, as without `autocast`.
             return [jax.lax.convert_element_type(x, x.dtype) if is_weak else x]
         is_rounded = step in self._plan.rounded
-        is_wide = State.HALF not in states or self._plan.program.layers[step].is_norm
+        is_wide = State.HALF not in states or self._plan.layers[step].is_norm
         if is_wide or is_rounded or _spreads(step, self._plan.program):
             with _for_products(True):
                 inputs = [self._read(x, State.WIDE) for x in inputs]

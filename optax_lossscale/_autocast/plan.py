@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from optax_lossscale._autocast import policy
+from optax_lossscale._autocast.layers import Layers
 from optax_lossscale._autocast.policy import State, is_float32
 from optax_lossscale._autocast.program import Program, Step
 from optax_lossscale._jaxprs import primitives
@@ -23,7 +24,7 @@ class Plan:
     """The states of a program.
 
     Attributes:
-      program: The program.
+      layers: The layers of the program.
       states: By variable, the states of all numbers; None for what is not float32.
       inputs: The states of its arguments; None for what is not float32.
       outputs: The states of its results.
@@ -32,13 +33,18 @@ class Plan:
       rounded: The steps that compute in float32, and whose results only products read.
     """
 
-    program: Program
+    layers: Layers
     states: dict[Any, State | None]
     inputs: States
     outputs: States = ()
     operands: dict[Step, States] = dataclasses.field(default_factory=dict)
     bodies: dict[Step, tuple["Plan", ...]] = dataclasses.field(default_factory=dict)
     rounded: set[Step] = dataclasses.field(default_factory=set)
+
+    @property
+    def program(self) -> Program:
+        """The program."""
+        return self.layers.program
 
     @functools.cached_property
     def read_wide(self) -> set[Any]:
@@ -70,7 +76,7 @@ class Planner:
         """Takes the dtype, and whether the user wants a step in float32."""
         self.dtype, self._is_chosen = dtype, is_chosen
         self.functions: dict[Any, Callable[..., Any]] = {}
-        self.plan: Callable[[Program, States, States], Plan]
+        self.plan: Callable[[Layers, States, States], Plan]
         self.plan = functools.cache(self._plan)
         self._wishes = functools.cache(self._find_wishes)
 
@@ -82,12 +88,13 @@ class Planner:
             return policy.state_of_number(number, self.dtype)
         return plan.states[atom]
 
-    def _plan(self, program, inputs, wishes):
-        plan, jaxpr = Plan(program, {}, inputs), program.jaxpr
+    def _plan(self, layers, inputs, wishes):
+        program = layers.program
+        plan, jaxpr = Plan(layers, {}, inputs), program.jaxpr
         arrays = [State.WIDE if is_float32(x) else None for x in program.consts]
         given = zip((*jaxpr.constvars, *jaxpr.invars), (*arrays, *inputs), strict=True)
         plan.states.update(given)
-        wish_for = self._wishes(program, wishes)
+        wish_for = self._wishes(layers, wishes)
         for step in program.steps:
             atoms, variables = step.equation.invars, step.equation.outvars
             wished = [wish_for[x] for x in variables]
@@ -116,7 +123,7 @@ class Planner:
         result = step.equation.outvars[0]
         if program.number(result) is not None:
             return self._state(plan, result)
-        layer = program.layers[step]
+        layer = plan.layers[step]
         states = [
             self._operand(plan, step, x)
             for x in atoms
@@ -154,9 +161,11 @@ class Planner:
         for i in step.carry:
             if states[i] == State.SOFT:  # A state of a loop is no number.
                 states[i] = State.WIDE
-        for body, operands in step.bodies:
-            inner = self._wishes(body, tuple(wishes[: len(body.outputs)]))
-            for i, x in zip(operands, body.jaxpr.invars, strict=True):
+        bodies = plan.layers.bodies[step]
+        for body, operands in bodies:
+            program = body.program
+            inner = self._wishes(body, tuple(wishes[: len(program.outputs)]))
+            for i, x in zip(operands, program.jaxpr.invars, strict=True):
                 if states[i] is None or i in step.carry:
                     continue
                 if step.name in CAST_BEFORE and states[i] == State.HALF:
@@ -168,9 +177,9 @@ class Planner:
                 self.plan(
                     body,
                     tuple(states[i] for i in operands),
-                    tuple(wishes[: len(body.outputs)]),
+                    tuple(wishes[: len(body.program.outputs)]),
                 )
-                for body, operands in step.bodies
+                for body, operands in bodies
             )
             # The last is the body of a loop; the first may be its condition.
             results = [x.outputs for x in (plans[-1:] if n else plans)]
@@ -185,14 +194,14 @@ class Planner:
             for i, state in zip(step.carry, carry, strict=True):
                 states[i] = state
 
-    def _find_wishes(self, program, outputs):
+    def _find_wishes(self, layers, outputs):
         """Returns the wishes for the numbers of a program: a walk backward.
 
         Args:
-          program: The program.
+          layers: The layers of the program.
           outputs: The wishes for its results.
         """
-        wide = self._wide_on_purpose(program)
+        program, wide = layers.program, self._wide_on_purpose(layers)
         given = itertools.chain(program.outputs, *(x.inputs for x in program.steps))
         count = collections.Counter(given)
         wishes = collections.defaultdict(list)
@@ -201,12 +210,13 @@ class Planner:
         for step in reversed(program.steps):
             results = [_common(wishes[x]) for x in step.equation.outvars]
             results[: len(step.carry)] = [None] * len(step.carry)
-            for body, operands in step.bodies:
-                inner = self._wishes(body, tuple(results[: len(body.outputs)]))
-                for i, x in zip(operands, body.jaxpr.invars, strict=True):
+            for body, operands in layers.bodies.get(step, ()):
+                inside = body.program
+                inner = self._wishes(body, tuple(results[: len(inside.outputs)]))
+                for i, x in zip(operands, inside.jaxpr.invars, strict=True):
                     wish = None if i in step.carry else inner[x]
                     wishes[step.inputs[i]].append(wish)
-            is_wide = self._is_wide(step) or program.layers[step].is_norm
+            is_wide = self._is_wide(step) or layers[step].is_norm
             if step.kind == Kind.ARITHMETIC:
                 is_wide |= not wide.isdisjoint(step.equation.outvars)
             for i, x in enumerate(() if step.bodies else step.inputs):
@@ -223,11 +233,11 @@ class Planner:
         common = {x: _common(wish) for x, wish in wishes.items()}
         return collections.defaultdict(type(None), common)
 
-    def _wide_on_purpose(self, program):
+    def _wide_on_purpose(self, layers):
         """Returns the results that are float32 whatever the arguments are."""
         wide: set[Any] = set()
-        for step in program.steps:
-            operand = program.layers[step].operand
+        for step in layers.program.steps:
+            operand = layers[step].operand
             given = step.inputs if operand is None else [operand]
             begins = self._is_wide(step) and step.kind != Kind.BOUNDED
             follows = step.kind in policy.FOLLOWERS and not wide.isdisjoint(given)

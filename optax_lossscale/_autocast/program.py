@@ -2,16 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.core import ShapedArray
 
 from optax_lossscale._autocast import policy
-from optax_lossscale._autocast.layers import Layers
-from optax_lossscale._autocast.roles import Role
 from optax_lossscale._jaxprs import ends, flow, parts, primitives
 from optax_lossscale._jaxprs.lines import (
     Function,
@@ -108,7 +105,6 @@ class Program:
       steps: Its equations, without those whose results are known numbers.
       is_shared: Whether it is called more than once.
       masks: By array of two known numbers, these.
-      roles: By variable, what it is made of.
     """
 
     jaxpr: Any
@@ -117,7 +113,6 @@ class Program:
     steps: list[Step] = dataclasses.field(default_factory=list)
     is_shared: bool = False
     masks: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    roles: dict[Any, Role] = dataclasses.field(default_factory=dict)
 
     def number(self, atom: Any) -> Any:
         """Returns the number that an operand is or is filled with; None otherwise."""
@@ -134,18 +129,6 @@ class Program:
             return None
         like = parts.type_like(jax.typeof(number), weak_type=aval.weak_type)
         return number if like == aval or variable_of(atom) is None else None
-
-    def role(self, atom: Any) -> Role:
-        """Returns what an operand is made of: of data, if nobody marked it."""
-        if self.number(atom) is not None:
-            return Role.NUMBER
-        is_array = isinstance(atom.aval, ShapedArray)  # and no reference
-        return self.roles.get(variable_of(atom), Role.DATA) if is_array else Role.DATA
-
-    @functools.cached_property
-    def layers(self) -> Layers:
-        """What its steps are in layers."""
-        return Layers(self)
 
     @functools.cached_property
     def outputs(self) -> list[Any]:
@@ -167,6 +150,14 @@ class Program:
         bodies = [body for step in self.steps for body, _ in step.bodies]
         is_flat = all(x.name not in ("scan", "remat2") for x in self.steps)
         return is_flat and all(x.repeats for x in bodies)
+
+
+def steps_of(steps: Iterable[Step]) -> Iterator[Step]:
+    """Yields steps, and those of the programs in them."""
+    for step in steps:
+        yield step
+        for body, _ in step.bodies:
+            yield from steps_of(body.steps)
 
 
 def read(

@@ -12,8 +12,7 @@ from jax.tree_util import keystr
 from optax_lossscale._autocast import policy
 from optax_lossscale._autocast.plan import Plan
 from optax_lossscale._autocast.policy import State
-from optax_lossscale._autocast.program import Step, read
-from optax_lossscale._autocast.roles import steps_of
+from optax_lossscale._autocast.program import Step, read, steps_of
 from optax_lossscale._jaxprs import parts, primitives
 from optax_lossscale._jaxprs.primitives import Kind
 from optax_lossscale._tree import is_inexact

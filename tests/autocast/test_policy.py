@@ -372,7 +372,7 @@ def with_any_gain(patch):
     original = Layers._layer
 
     def layer(layers, is_factor, large, part, result):
-        is_gain = is_factor and layers._program.role(part) == Role.PARAMETER
+        is_gain = is_factor and layers.roles.of(part) == Role.PARAMETER
         found = original(layers, is_factor, large, part, result)
         return found or (Layer(large, part) if is_gain else None)
 
