@@ -23,7 +23,7 @@ from optax_lossscale._autocast import (
     roles as roles_lib,
 )
 from optax_lossscale._autocast.evaluate import DIAGNOSES, IDLE_MARK, MARK, evaluate
-from optax_lossscale._autocast.plan import Planner
+from optax_lossscale._autocast.plan import Planner, Readers
 from optax_lossscale._autocast.policy import State, is_float32
 from optax_lossscale._autocast.program import Step, read, steps_of
 from optax_lossscale._hints import MODULES, hint, is_of_module
@@ -275,10 +275,11 @@ def _computed(closed, arrays, dtype, choices, called_with, roles, asks):
         tuple(State.WIDE if is_float32(x.aval) else None for x in variables)
         for variables in (closed.jaxpr.invars, closed.jaxpr.outvars)
     )
+    readers = tuple(Readers.FLOAT32 if x is not None else None for x in outputs)
     planner = Planner(dtype, is_chosen if choices else lambda step: False)
     program = read(closed, dtype, programs=None if choices else {})
     # The caller reads the results in float32.
-    plan = planner.plan(layers.find(program, roles, {}), inputs, outputs)
+    plan = planner.plan(layers.find(program, roles, {}), inputs, readers)
     results = evaluate(planner, plan, arrays, outputs, is_saved=True)
     results = list(map(jnp.asarray, results))  # Known numbers are no arrays yet.
     # A solver is float32 as a whole; what you name in it is no mistake.

@@ -1,10 +1,15 @@
-"""Which numbers of a program are held in half precision, and which in float32."""
+"""The plan of a program: which of its values are in half precision.
+
+States go forward, from the operands of a step to its results: see `policy`. How the
+readers of a value compute goes backward. It is known first, since no state decides it.
+"""
 
 import collections
 import dataclasses
+import enum
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from optax_lossscale._autocast import policy
@@ -14,23 +19,40 @@ from optax_lossscale._autocast.program import Program, Step
 from optax_lossscale._jaxprs import primitives
 from optax_lossscale._jaxprs.primitives import Kind, Trait
 
+
+class Readers(enum.Enum):
+    """How all readers of a value compute.
+
+    - PRODUCTS: Only products read it, directly or through moves. Moves round nothing,
+      so it may be rounded before them.
+    - FLOAT32: All that read it compute in float32.
+    """
+
+    PRODUCTS = enum.auto()
+    FLOAT32 = enum.auto()
+
+
+# None for a value that is not float32.
 States = tuple[State | None, ...]
-# Calls that save nothing of their own, so that a number may be cast before it enters.
+# None for a value that is read in other ways, or in several.
+AllReaders = tuple[Readers | None, ...]
+# Calls that save nothing of their own, so that a value may be cast before it enters.
 CAST_BEFORE = primitives.names_of(Kind.CALL) - {"remat2"}
 
 
 @dataclasses.dataclass(eq=False)
 class Plan:
-    """The states of a program.
+    """The states of the values of a program.
 
     Attributes:
       layers: The layers of the program.
-      states: By variable, the states of all numbers; None for what is not float32.
-      inputs: The states of its arguments; None for what is not float32.
-      outputs: The states of its results.
+      states: By variable, its state; None if it is not float32.
+      inputs: The states of the arguments.
+      outputs: The states of the results.
       operands: By step with programs in it, the states of its operands.
       bodies: By step, the plans of the programs in it.
-      rounded: The steps that compute in float32, and whose results only products read.
+      rounded: The float32 steps whose results are rounded at once, because only
+        products read them.
     """
 
     layers: Layers
@@ -61,24 +83,20 @@ class Plan:
 class Planner:
     """Plans programs; remembers the plans, so that nested loops cost nothing.
 
-    A wish says how a number is read. WIDE: all that read it compute in float32. HALF:
-    only products read it, directly or through moves. Moves round nothing, so it may be
-    rounded before them. None: otherwise.
-
     Attributes:
       dtype: The dtype to compute in.
       functions: The functions of plans; JAX traces each once.
-      plan: Returns the plan of a program, for the states of its arguments, and the
-        wishes for its results.
+      plan: Returns the plan of a program with its layers, for the states of its
+        arguments, and the readers of its results.
     """
 
     def __init__(self, dtype: Any, is_chosen: Callable[[Step], bool]):
         """Takes the dtype, and whether the user wants a step in float32."""
         self.dtype, self._is_chosen = dtype, is_chosen
         self.functions: dict[Any, Callable[..., Any]] = {}
-        self.plan: Callable[[Layers, States, States], Plan]
+        self.plan: Callable[[Layers, States, AllReaders], Plan]
         self.plan = functools.cache(self._plan)
-        self._wishes = functools.cache(self._find_wishes)
+        self._readers = functools.cache(self._find_readers)
 
     def _state(self, plan, atom) -> Any:
         """Returns the state of an operand; None if it is not float32."""
@@ -88,34 +106,35 @@ class Planner:
             return policy.state_of_number(number, self.dtype)
         return plan.states[atom]
 
-    def _plan(self, layers, inputs, wishes):
+    def _plan(self, layers, inputs, readers):
         program = layers.program
         plan, jaxpr = Plan(layers, {}, inputs), program.jaxpr
         arrays = [State.WIDE if is_float32(x) else None for x in program.consts]
         given = zip((*jaxpr.constvars, *jaxpr.invars), (*arrays, *inputs), strict=True)
         plan.states.update(given)
-        wish_for = self._wishes(layers, wishes)
+        readers_of = self._readers(layers, readers)
         for step in program.steps:
             atoms, variables = step.equation.invars, step.equation.outvars
-            wished = [wish_for[x] for x in variables]
+            found = [readers_of[x] for x in variables]
             if step.bodies:
-                states = self._nested(plan, step, wished)
+                states = self._nested(plan, step, found)
             elif step.is_parallel:
-                pairs = zip(atoms, wished, strict=True)
-                states = [self._result(plan, step, [x], wish) for x, wish in pairs]
+                pairs = zip(atoms, found, strict=True)
+                states = [self._result(plan, step, [x], of_it) for x, of_it in pairs]
             else:
-                states = [self._result(plan, step, atoms, _common(wished))]
+                states = [self._result(plan, step, atoms, _common(found))]
                 states *= len(variables)
             for variable, state in zip(variables, states, strict=True):
                 plan.states[variable] = state if is_float32(variable.aval) else None
         outputs = [self._state(plan, x) for x in jaxpr.outvars]
-        pairs = zip(outputs, wishes, strict=True)
+        pairs = zip(outputs, readers, strict=True)
         plan.outputs = tuple(
-            wish if wish == State.HALF and x is not None else x for x, wish in pairs
+            State.HALF if of_it == Readers.PRODUCTS and state is not None else state
+            for state, of_it in pairs
         )
         return plan
 
-    def _result(self, plan, step, atoms, wish):
+    def _result(self, plan, step, atoms, readers):
         """Returns the state of the results of a step without programs in it."""
         program = plan.program
         if self._is_chosen(step) or not step.equation.outvars:
@@ -133,17 +152,19 @@ class Planner:
             # Its steps compute in float32, and the last is rounded as its operand is.
             states = [max(State.HALF, plan.states[layer.operand])]
         state = policy.state_of_result(step.kind, states)
-        if wish == State.WIDE and state == State.HALF and step.kind in policy.FOLLOWERS:
+        is_half_follower = state == State.HALF and step.kind in policy.FOLLOWERS
+        if readers == Readers.FLOAT32 and is_half_follower:
             # Otherwise it, or its gradient, would be rounded before it is added up: of
             # a cross entropy the two parts of the gradient, p and -1, are nearly each
             # other's opposite.
             return State.SOFT
-        if wish == State.HALF != state and is_float32(result.aval):
-            if step.kind not in (Kind.MOVE, Kind.SPREAD):
-                plan.rounded.add(step)
-                return State.HALF
+        is_rounded = readers == Readers.PRODUCTS and is_float32(result.aval)
+        if not is_rounded or state == State.HALF:
+            return state
+        if step.kind in (Kind.MOVE, Kind.SPREAD):
             return State.HALF if State.HALF in states else state
-        return state
+        plan.rounded.add(step)
+        return State.HALF
 
     def _operand(self, plan, step, atom):
         """Returns the state of an operand. In a sum, a filled array is an array."""
@@ -153,84 +174,115 @@ class Planner:
         is_filled = number is not None and atom.aval.shape
         return State.WIDE if is_sum and is_filled else self._state(plan, atom)
 
-    def _nested(self, plan, step, wishes):
-        """Plans the programs in a step, and returns the states of its results."""
+    def _nested(self, plan, step, readers):
+        """Plans the programs in a step, and returns the states of its results.
+
+        The state of a loop is as wide after an iteration as before. So a loop is
+        planned again, with the state that it returned, until it returns the same.
+        """
         n = len(step.carry)
-        wishes = [*[None] * n, *wishes[n:]]
-        states = [self._state(plan, x) for x in step.equation.invars]
-        for i in step.carry:
-            if states[i] == State.SOFT:  # A state of a loop is no number.
-                states[i] = State.WIDE
-        bodies = plan.layers.bodies[step]
-        for body, operands in bodies:
-            program = body.program
-            inner = self._wishes(body, tuple(wishes[: len(program.outputs)]))
-            for i, x in zip(operands, program.jaxpr.invars, strict=True):
-                if states[i] is None or i in step.carry:
-                    continue
-                if step.name in CAST_BEFORE and states[i] == State.HALF:
-                    states[i] = State.SOFT if inner[x] == State.WIDE else State.HALF
-                elif step.carry and inner[x] == State.HALF:
-                    states[i] = State.HALF  # Cast once, before the loop.
+        others = readers[n:]
+        states = self._operands(plan, step, [*[None] * n, *others])
+        carry, of_carry = [states[i] for i in step.carry], [None] * n
         while True:
-            plans = tuple(
-                self.plan(
-                    body,
-                    tuple(states[i] for i in operands),
-                    tuple(wishes[: len(body.program.outputs)]),
-                )
-                for body, operands in bodies
-            )
+            plans = self._bodies(plan, step, states, [*of_carry, *others])
             # The last is the body of a loop; the first may be its condition.
             results = [x.outputs for x in (plans[-1:] if n else plans)]
             outputs = [_widest(x) for x in zip(*results, strict=True)]
-            before = [states[i] for i in step.carry]
-            carry = [_widest(x) for x in zip(before, outputs[:n], strict=True)]
-            wide = [State.WIDE if x == State.WIDE else None for x in carry]
-            if carry == before and wide == wishes[:n]:
+            after = [_widest(x) for x in zip(carry, outputs[:n], strict=True)]
+            # What enters a float32 state is not rounded before.
+            of_next = [Readers.FLOAT32 if x == State.WIDE else None for x in after]
+            if (after, of_next) == (carry, of_carry):
                 plan.operands[step], plan.bodies[step] = tuple(states), plans
                 return [*carry, *outputs[n:]]
-            wishes[:n] = wide  # What enters a float32 state is not rounded before.
+            carry, of_carry = after, of_next
             for i, state in zip(step.carry, carry, strict=True):
                 states[i] = state
 
-    def _find_wishes(self, layers, outputs):
-        """Returns the wishes for the numbers of a program: a walk backward.
+    def _operands(self, plan, step, readers):
+        """Returns the states of the operands of a step, where they enter its programs.
+
+        Args:
+          plan: The plan.
+          step: The step.
+          readers: The readers of its results; None for the state of a loop.
+        """
+        states = [self._state(plan, x) for x in step.equation.invars]
+        for i in step.carry:
+            if states[i] == State.SOFT:  # A loop may change it, so it gives no way.
+                states[i] = State.WIDE
+        for body, operands in plan.layers.bodies[step]:
+            inside = self._readers_inside(body, readers)
+            for i, of_it in zip(operands, inside, strict=True):
+                if states[i] is None or i in step.carry:
+                    continue
+                if step.name in CAST_BEFORE and states[i] == State.HALF:
+                    is_wide = of_it == Readers.FLOAT32
+                    states[i] = State.SOFT if is_wide else State.HALF
+                elif step.carry and of_it == Readers.PRODUCTS:
+                    states[i] = State.HALF  # Cast once, before the loop.
+        return states
+
+    def _bodies(self, plan, step, states, readers):
+        """Returns the plans of the programs in a step."""
+        return tuple(
+            self.plan(
+                body,
+                tuple(states[i] for i in operands),
+                tuple(readers[: len(body.program.outputs)]),
+            )
+            for body, operands in plan.layers.bodies[step]
+        )
+
+    def _readers_inside(self, body, readers):
+        """Returns the readers of the arguments of a program in a step.
+
+        Args:
+          body: The layers of the program.
+          readers: The readers of the results of the step. Those of a program are the
+            first: the condition of a loop returns one.
+        """
+        found = self._readers(body, tuple(readers[: len(body.program.outputs)]))
+        return [found[x] for x in body.program.jaxpr.invars]
+
+    def _find_readers(self, layers, outputs):
+        """Returns, by variable of a program, how its readers compute: a walk backward.
 
         Args:
           layers: The layers of the program.
-          outputs: The wishes for its results.
+          outputs: The readers of its results.
         """
         program, wide = layers.program, self._wide_on_purpose(layers)
         given = itertools.chain(program.outputs, *(x.inputs for x in program.steps))
         count = collections.Counter(given)
-        wishes = collections.defaultdict(list)
-        for variable, wish in zip(program.outputs, outputs, strict=True):
-            wishes[variable].append(wish)
+        found = collections.defaultdict(list)
+        for variable, of_it in zip(program.outputs, outputs, strict=True):
+            found[variable].append(of_it)
         for step in reversed(program.steps):
-            results = [_common(wishes[x]) for x in step.equation.outvars]
+            results = [_common(found[x]) for x in step.equation.outvars]
             results[: len(step.carry)] = [None] * len(step.carry)
             for body, operands in layers.bodies.get(step, ()):
-                inside = body.program
-                inner = self._wishes(body, tuple(results[: len(inside.outputs)]))
-                for i, x in zip(operands, inside.jaxpr.invars, strict=True):
-                    wish = None if i in step.carry else inner[x]
-                    wishes[step.inputs[i]].append(wish)
+                inside = self._readers_inside(body, results)
+                for i, of_it in zip(operands, inside, strict=True):
+                    found[step.inputs[i]].append(None if i in step.carry else of_it)
             is_wide = self._is_wide(step) or layers[step].is_norm
             if step.kind == Kind.ARITHMETIC:
                 is_wide |= not wide.isdisjoint(step.equation.outvars)
             for i, x in enumerate(() if step.bodies else step.inputs):
                 result = results[i] if step.is_parallel else _common(results)
-                # An add of a residual stream, which others read, too, stays as it is.
+                # An add of a residual stream, which others read, stays as it is.
                 is_alone = step.kind == Kind.SPREAD or count[x] == 1
-                if is_wide or step.kind == Kind.PRODUCT:
-                    wish = State.WIDE if is_wide else State.HALF
+                if is_wide:
+                    of_it = Readers.FLOAT32
+                elif step.kind == Kind.PRODUCT:
+                    of_it = Readers.PRODUCTS
                 elif step.kind == Kind.MOVE:
-                    wish = result
+                    of_it = result
                 else:  # Gradients of what spreads are sums.
-                    wish = result if result == State.WIDE and is_alone else None
-                wishes[x].append(wish)
-        common = {x: _common(wish) for x, wish in wishes.items()}
+                    is_followed = result == Readers.FLOAT32 and is_alone
+                    of_it = Readers.FLOAT32 if is_followed else None
+                found[x].append(of_it)
+        common = {x: _common(of_it) for x, of_it in found.items()}
         return collections.defaultdict(type(None), common)
 
     def _wide_on_purpose(self, layers):
@@ -251,9 +303,12 @@ class Planner:
         return self._is_chosen(step) or step.kind not in kinds
 
 
-def _widest(states):
+def _widest(states: Iterable[State | None]) -> State | None:
+    """Returns the widest state; None if the values are not float32."""
+    states = list(states)
     return None if None in states else max(states)
 
 
-def _common(wishes):
-    return wishes[0] if wishes and len(set(wishes)) == 1 else None
+def _common(readers: Sequence[Readers | None]) -> Readers | None:
+    """Returns how all of the readers compute; None if they differ."""
+    return readers[0] if readers and len(set(readers)) == 1 else None

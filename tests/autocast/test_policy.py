@@ -392,7 +392,7 @@ def instead(owner, name, value):
 
 
 NOBODY = collections.defaultdict(type(None))
-without_wants = instead(Planner, "_find_wishes", lambda *about: NOBODY.copy())
+without_readers = instead(Planner, "_find_readers", lambda *about: NOBODY.copy())
 without_range = instead(policy, "state_of_number", lambda *about: State.SOFT)
 without_factors = instead(policy, "is_moderate", lambda factor: True)
 without_squares = instead(policy, "_is_square", lambda equation: False)
@@ -428,9 +428,9 @@ MUTATIONS = {
     "positions in loops": (without_promotion, forecast, 1),
     "positions in steps": (without_promotion, forecast_by_steps, 1),
     "positions in an image": (without_promotion, refined, 1),
-    "look ahead": (without_wants, mean_of_products, 100),
+    "look ahead": (without_readers, mean_of_products, 100),
     "rule A": (without_rule_a, near_difference, 1),
-    "rule T, jit": (without_wants, hidden_variance, 1),
+    "rule T, jit": (without_readers, hidden_variance, 1),
     "ode": (without_promotion, ode, 1),
     "moving average": (without_promotion, moving_average, 1),
     "best path": (without_promotion, best_path, 1),
@@ -438,7 +438,7 @@ MUTATIONS = {
     "products from one": (without_promotion, running_product, 100),
     "what fills": (without_range, filled, 1),
     "positions": (without_products, positions, 1),
-    "opposite gradients": (without_wants, confident, 1),
+    "opposite gradients": (without_readers, confident, 1),
     "opposite gradients of calls": (cast_inside, confident_by_parts, 1),
     "opposite gradients of casts": (cast_in_calls, confident_by_mixed_parts, 1),
 }
