@@ -16,16 +16,11 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from optax_lossscale import _check as check
-from optax_lossscale._autocast import (
-    choices as choices_lib,
-    layers,
-    reasons,
-    roles as roles_lib,
-)
+from optax_lossscale._autocast import reasons
+from optax_lossscale._autocast.choices import Chooser, choices_of
 from optax_lossscale._autocast.evaluate import DIAGNOSES, IDLE_MARK, MARK, evaluate
-from optax_lossscale._autocast.plan import Planner, Readers
-from optax_lossscale._autocast.policy import State, is_float32
-from optax_lossscale._autocast.program import Step, read, steps_of
+from optax_lossscale._autocast.plan import plan_call, state_of_array
+from optax_lossscale._autocast.roles import is_traced, roles_of_call
 from optax_lossscale._hints import MODULES, hint, is_of_module
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._modules import Modules, is_stateful
@@ -34,7 +29,6 @@ from optax_lossscale._tree import (
     Out,
     Template,
     is_argument,
-    is_inexact,
     split_arrays,
 )
 from optax_lossscale._warn import warn
@@ -142,7 +136,7 @@ def autocast(
         raise TypeError(f"fun must be a function, got {fun!r}. {USAGE}")
     check.function("fun", fun, USAGE)
     name = _name_of(dtype)
-    choices = choices_lib.choices_of(float32)
+    choices = choices_of(float32)
     if (inner := function_of(fun)) is not None:
         fun, choices = inner, [*vars(fun)["float32"], *choices]
     given: Any = fun
@@ -163,15 +157,15 @@ def autocast(
         _name_like(flat, given)
         results = Template(lambda x: isinstance(x, jax.Array))
         with Modules(((*held, *args), kwargs)) as modules:
-            arrays, join = split_arrays(modules.tree, roles_lib.is_traced)
+            arrays, join = split_arrays(modules.tree, is_traced)
             with hint(MODULES, is_of_module):
                 closed = parts.traced(flat, *arrays)
             arrays = list(map(jnp.asarray, arrays))
             named = {"args": args, "kwargs": kwargs}
-            roles = roles_lib.of_call((*held, *args), kwargs, len(arrays))
+            roles = roles_of_call((*held, *args), kwargs, len(arrays))
             asks = not told or DIAGNOSES.value
             arrays, reason = _computed(
-                closed, arrays, name, choices, named, roles, asks
+                closed, arrays, roles, name, choices, named, asks
             )
             if (notes := reasons.NOTES.get()) is not None:
                 notes.append(f"{reason}." if reason else "")
@@ -259,39 +253,13 @@ def _check_result(of: str, out: Any) -> None:
             )
 
 
-def _computed(closed, arrays, dtype, choices, called_with, roles, asks):
-    """Follows the policy; returns the results, and if asked why it casts no product."""
-    matches, missing = choices_lib.chooser(choices)
-
-    def is_chosen(step: Step) -> bool:
-        equation = step.equation
-        types = [x.aval for x in (*equation.invars, *equation.outvars)]
-        floats = list(filter(is_inexact, types))
-        # Otherwise somebody chose another dtype, or there is nothing to choose.
-        is_ours = bool(floats) and all(map(is_float32, floats))
-        return is_ours and matches(step)
-
-    inputs, outputs = (
-        tuple(State.WIDE if is_float32(x.aval) else None for x in variables)
-        for variables in (closed.jaxpr.invars, closed.jaxpr.outvars)
-    )
-    readers = tuple(Readers.FLOAT32 if x is not None else None for x in outputs)
-    planner = Planner(dtype, is_chosen if choices else lambda step: False)
-    program = read(closed, dtype, programs=None if choices else {})
-    # The caller reads the results in float32.
-    plan = planner.plan(layers.find(program, roles, {}), inputs, readers)
+def _computed(closed, arrays, roles, dtype, choices, called_with, asks):
+    """Returns the results in half precision; and if asked, why no product is in it."""
+    is_chosen = Chooser(choices)
+    planner, plan = plan_call(closed, roles, dtype, is_chosen if choices else None)
+    outputs = tuple(map(state_of_array, closed.jaxpr.outvars))
     results = evaluate(planner, plan, arrays, outputs, is_saved=True)
-    results = list(map(jnp.asarray, results))  # Known numbers are no arrays yet.
-    # A solver is float32 as a whole; what you name in it is no mistake.
-    opaque = (x for x in steps_of(plan.program.steps) if missing and not x.bodies)
-    for step in opaque:
-        for x in parts.equations_in(step.equation):
-            is_chosen(Step(x, step.kind, step.path))
-    for choice in sorted(missing, key=lambda x: x.name):
-        warn(
-            f"float32 has something in which autocast casts nothing: {choice.name}. "
-            + choice.advice
-        )
-    if not asks or reasons.computes_in_half(plan):
-        return results, None
-    return results, reasons.reason(plan, called_with, is_chosen, dtype)
+    is_chosen.warn_of_unmatched(plan.program)
+    reason = reasons.reason(plan, called_with, is_chosen, dtype) if asks else None
+    # Known numbers are no arrays yet.
+    return list(map(jnp.asarray, results)), reason

@@ -12,7 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 from jax.tree_util import Partial
 
-from optax_lossscale._autocast import layers
+from optax_lossscale._autocast.layers import find_layers
 from optax_lossscale._autocast.plan import Plan, Planner, States
 from optax_lossscale._autocast.program import Step, read
 from optax_lossscale._autocast.roles import Role
@@ -74,8 +74,8 @@ class Call:
             raise TypeError(_closure(self._step, held))
         program = read(closed, self._planner.dtype, numbers, self._step.path)
         # Nobody knows whether an argument of a function inside is a parameter.
-        found = layers.find(program, (Role.DATA,) * len(args), {})
-        plan = self._planner.plan(found, states, (None,) * len(program.outputs))
+        layers = find_layers(program, (Role.DATA,) * len(args), {})
+        plan = self._planner.plan(layers, states, (None,) * len(program.outputs))
         others = plan.outputs[len(outputs) :]
         with parts.standing(self._traceback):
             given = self._planner, plan, args, (*outputs, *others)

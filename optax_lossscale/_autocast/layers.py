@@ -245,7 +245,9 @@ def _exponent(program, step):
     return step.equation.params.get("y", primitives.EXPONENTS.get(step.name))
 
 
-def find(program: Program, roles: tuple[Role, ...], found: dict[Any, Layers]) -> Layers:
+def find_layers(
+    program: Program, roles: tuple[Role, ...], found: dict[Any, Layers]
+) -> Layers:
     """Returns the layers of a program.
 
     What is a layer depends on the roles, and the roles on the layers: a parameter that
@@ -275,7 +277,7 @@ def _layers(program, given, found):
         if step.bodies:
             inside = roles.inside(step)
             bodies[step] = [
-                (find(body, tuple(inside[i] for i in operands), found), operands)
+                (find_layers(body, tuple(inside[i] for i in operands), found), operands)
                 for body, operands in step.bodies
             ]
         roles.follow(step, [body.roles for body, _ in bodies.get(step, ())])

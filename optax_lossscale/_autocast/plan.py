@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from optax_lossscale._autocast import policy
-from optax_lossscale._autocast.layers import Layers
+from optax_lossscale._autocast.layers import Layers, find_layers
 from optax_lossscale._autocast.policy import State, is_float32
-from optax_lossscale._autocast.program import Program, Step
+from optax_lossscale._autocast.program import Program, Step, read
+from optax_lossscale._autocast.roles import Role
 from optax_lossscale._jaxprs import primitives
 from optax_lossscale._jaxprs.primitives import Kind, Trait
 
@@ -79,6 +80,15 @@ class Plan:
             for variable in step.inputs
         }
 
+    @functools.cached_property
+    def has_half_products(self) -> bool:
+        """Whether a product computes in half precision, also in the programs in it."""
+        steps = (x for x in self.program.steps if x.kind == Kind.PRODUCT)
+        if any(self.states[x.equation.outvars[0]] == State.HALF for x in steps):
+            return True
+        bodies = itertools.chain.from_iterable(self.bodies.values())
+        return any(x.has_half_products for x in bodies)
+
 
 class Planner:
     """Plans programs; remembers the plans, so that nested loops cost nothing.
@@ -109,8 +119,8 @@ class Planner:
     def _plan(self, layers, inputs, readers):
         program = layers.program
         plan, jaxpr = Plan(layers, {}, inputs), program.jaxpr
-        arrays = [State.WIDE if is_float32(x) else None for x in program.consts]
-        given = zip((*jaxpr.constvars, *jaxpr.invars), (*arrays, *inputs), strict=True)
+        states = *map(state_of_array, jaxpr.constvars), *inputs
+        given = zip((*jaxpr.constvars, *jaxpr.invars), states, strict=True)
         plan.states.update(given)
         readers_of = self._readers(layers, readers)
         for step in program.steps:
@@ -301,6 +311,31 @@ class Planner:
         """Whether a step computes in float32 whatever it reads."""
         kinds = Kind.PRODUCT, *policy.FOLLOWERS
         return self._is_chosen(step) or step.kind not in kinds
+
+
+def plan_call(
+    closed: Any, roles: tuple[Role, ...], dtype: Any, is_chosen: Callable | None = None
+) -> tuple[Planner, Plan]:
+    """Returns the plan of a function that is called, and the planner that made it.
+
+    Args:
+      closed: The jaxpr of the function. The caller reads its results in float32.
+      roles: The roles of its arguments.
+      dtype: The dtype to compute in.
+      is_chosen: Whether the user wants a step in float32; None if none is wanted. Then
+        it does not matter where each call stands: a function is read once.
+    """
+    inputs = tuple(map(state_of_array, closed.jaxpr.invars))
+    states = map(state_of_array, closed.jaxpr.outvars)
+    readers = tuple(None if x is None else Readers.FLOAT32 for x in states)
+    program = read(closed, dtype, programs={} if is_chosen is None else None)
+    planner = Planner(dtype, is_chosen or (lambda step: False))
+    return planner, planner.plan(find_layers(program, roles, {}), inputs, readers)
+
+
+def state_of_array(variable: Any) -> State | None:
+    """Returns the state of an array of the user, or of a result that the user gets."""
+    return State.WIDE if is_float32(variable.aval) else None
 
 
 def _widest(states: Iterable[State | None]) -> State | None:

@@ -70,7 +70,7 @@ def is_traced(x: Any) -> bool:
     return is_argument(x) and (isinstance(x, jax.Array) or is_inexact(x))
 
 
-def of_call(args: Any, kwargs: Any, n: int) -> tuple[Role, ...]:
+def roles_of_call(args: Any, kwargs: Any, n: int) -> tuple[Role, ...]:
     """Returns the roles of the arrays of a call.
 
     Args:
