@@ -71,8 +71,8 @@ def _function(
 class _Evaluator:
     """The arrays of a program, and how they are computed.
 
-    Its public methods return the results of a step: of one with programs in it by the
-    primitive, else by `bind`.
+    `follow` computes a step: by `bind`, or if there are programs in it, by the method
+    that `NESTED` has for its primitive, else by `call`. These return the results.
     """
 
     def __init__(self, planner, plan, args, is_saved):
@@ -142,29 +142,42 @@ class _Evaluator:
 
     def bind(self, step: Step) -> list[Any]:
         """Computes a step without programs in it."""
-        equation, states = step.equation, self._states(step)
-        inputs, params = equation.invars, equation.params
+        states = self._states(step)
         if step.name == "convert_element_type" and step.kind == Kind.MOVE:
-            x = self.held(inputs[0], states[0])
-            is_weak = inputs[0].aval.weak_type and states[0] != State.HALF
-            # The gradient of this cast is weakly typed, as without `autocast`.
-            return [jax.lax.convert_element_type(x, x.dtype) if is_weak else x]
+            return [self._converted(step.equation.invars[0], states[0])]
         is_rounded = step in self._plan.rounded
         is_wide = State.HALF not in states or self._plan.layers[step].is_norm
         if is_wide or is_rounded or _spreads(step, self._plan.program):
-            with _for_products(True):
-                inputs = [self._read(x, State.WIDE) for x in inputs]
-            wide = parts.bind(equation, inputs)
-            with _for_products(is_rounded):
-                results = list(map(self._cast, wide, states))
-            is_named = self._is_saved is not None and step.kind == Kind.ARITHMETIC
-            if is_named and State.HALF in states and not is_rounded:
-                # So that `policy.is_saved` saves it, and not the product, which is as
-                # large.
-                return [checkpoint_name(x, "autocast") for x in results]
-            return results
+            return self._in_float32(step, states, is_rounded)
+        return self._in_half(step, states)
+
+    def _converted(self, atom, state):
+        """Returns what was converted to float32, in the dtype of a state."""
+        x = self.held(atom, state)
+        if not atom.aval.weak_type or state == State.HALF:
+            return x
+        # The gradient of this cast is weakly typed, as without `autocast`.
+        return jax.lax.convert_element_type(x, x.dtype)
+
+    def _in_float32(self, step, states, is_rounded):
+        """Computes a step in float32, and casts the results, perhaps for products."""
+        with _for_products(True):
+            inputs = [self._read(x, State.WIDE) for x in step.equation.invars]
+        wide = parts.bind(step.equation, inputs)
+        with _for_products(is_rounded):
+            results = list(map(self._cast, wide, states))
+        is_saved = self._is_saved is not None and step.kind == Kind.ARITHMETIC
+        if is_saved and State.HALF in states and not is_rounded:
+            # So that `policy.is_saved` saves it, and not the product, as large as it.
+            return [checkpoint_name(x, "autocast") for x in results]
+        return results
+
+    def _in_half(self, step, states):
+        """Computes a step in half precision."""
+        equation, params = step.equation, step.equation.params
         if params.get("preferred_element_type") is not None:
             params = params | {"preferred_element_type": self._dtype(State.HALF)}
+        inputs = equation.invars
         held = states if step.is_parallel else [State.HALF] * len(inputs)
         return parts.bind(equation, list(map(self._read, inputs, held)), params)
 
