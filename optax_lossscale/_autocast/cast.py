@@ -65,14 +65,14 @@ def autocast(
 ) -> Callable[..., Any]:
     """Makes a float32 function compute in half precision where that is fast and safe.
 
-    Matrix products and convolutions compute in `dtype`, in the backward pass, too, and
-    what adds their results, multiplies or moves them, keeps that dtype. An array of
-    yours makes float32 what it meets, as in PyTorch, but for parts of layers: biases
+    Matrix products and convolutions compute in `dtype`, also in the backward pass, and
+    operations that add, multiply or move their results keep that dtype. Combined with
+    an array of yours, they are float32, as in PyTorch, but for parts of layers: biases
     and gains, which are parameters, masks, and the statistics of norms. Sums, squares,
-    exp, log, roots, divisions and differences compute in float32, in the backward pass,
-    too: gradients of biases are sums. So do constants that `dtype` cannot hold, and
-    whatever `autocast` does not know, such as kernels. Nothing in the function or in a
-    library that it calls has to change.
+    exp, log, roots, divisions and differences compute in float32, also in the backward
+    pass: gradients of biases are sums. So do operations with constants that `dtype`
+    cannot hold, and operations that `autocast` does not know, such as kernels. Nothing
+    in the function or in a library that it calls has to change.
 
     The result is an ordinary function of float32: arguments, results and gradients have
     the dtypes and the structure that they have without `autocast`. Inside of it
@@ -94,12 +94,12 @@ def autocast(
         decorator: `@autocast(dtype=jnp.bfloat16)`.
       dtype: The dtype to compute in: float16 or bfloat16; or float32, which returns
         the function as it is.
-      float32: What to keep in float32, with its derivative; one or several. A function,
+      float32: Code to keep in float32, with its derivative; one or several. A function,
         a class or a method: all that runs inside of it, also in a library. The name of
         a `jax.named_scope`, or of a module that names its scope, as Flax and Haiku do:
         "encoder/attention". A line, "file.py:123", where the path may be the end of a
-        path and the innermost line of your code counts; or what
-        `diagnostics.float32_lines` returns.
+        path and the innermost line of your code counts; or the result of
+        `diagnostics.float32_lines`.
 
     Returns:
       A function with the arguments and the results of `fun`.
@@ -180,10 +180,10 @@ def autocast(
             modules.write(changes)
         return out
 
-    # A wrapper of it gets this, too, but is another function.
+    # A wrapper of it also gets this, but is another function.
     vars(cast)["autocast"] = cast
     vars(cast)["float32"] = choices
-    inner = getattr(fun, "without_scale", None)  # What with_loss_scale wraps.
+    inner = getattr(fun, "without_scale", None)  # The function in `with_loss_scale`.
     if inner is not None:
         vars(cast)["without_scale"] = autocast(inner, dtype, float32=choices)
     return cast
@@ -261,5 +261,5 @@ def _computed(closed, arrays, roles, dtype, choices, called_with, asks):
     results = evaluate(planner, plan, arrays, outputs, is_saved=True)
     is_chosen.warn_of_unmatched(plan.program)
     reason = reasons.reason(plan, called_with, is_chosen, dtype) if asks else None
-    # Known numbers are no arrays yet.
+    # Known values are no arrays yet.
     return list(map(jnp.asarray, results)), reason

@@ -54,7 +54,11 @@ class Choice:
 
 
 def _choice(chosen: Any) -> Choice:
-    """Returns what the user passed; TypeError if it is of another kind."""
+    """Returns the choice that the user passed.
+
+    Raises:
+      TypeError: If it is nothing that can be chosen.
+    """
     if hasattr(chosen, "file") and hasattr(chosen, "line"):
         chosen = f"{chosen.file}:{chosen.line}"
     if isinstance(chosen, str) and chosen.strip("/"):
@@ -84,7 +88,7 @@ def _choice(chosen: Any) -> Choice:
 
 
 def choices_of(float32: Any) -> list[Choice]:
-    """Returns what `float32=` holds: one, several, or lines of the diagnostics."""
+    """Returns the choices of `float32=`: one, several, or lines of the diagnostics."""
     chosen: Any = getattr(float32, "lines", float32)
     is_one = isinstance(chosen, str), callable(chosen), hasattr(chosen, "line")
     is_several = isinstance(chosen, tuple | list | set | frozenset)
@@ -117,7 +121,7 @@ class Chooser:
 
     def warn_of_unmatched(self, program: Program) -> None:
         """Warns of each choice that no step of a program is in, once all are known."""
-        # A solver is float32 as a whole; what you name in it is no mistake.
+        # A solver is float32 as a whole, so a choice inside of it is no mistake.
         for step in steps_of(program.steps) if self._unmatched else ():
             for x in () if step.bodies else parts.equations_in(step.equation):
                 self(Step(x, step.kind, step.path))
@@ -141,11 +145,11 @@ def _is_within(scope: tuple[str, ...], step: Step) -> bool:
 
 
 def _functions(chosen: Any) -> Iterator[Function]:
-    """Yields the functions of what the user passed."""
+    """Yields the functions of a class, a method or a function that the user passed."""
     if isinstance(chosen, functools.partial):
         chosen = chosen.func
     if inspect.isclass(chosen):
-        # Not what it inherits: every module runs methods of its framework's base.
+        # Not those that it inherits: every module runs methods of its framework's base.
         for name in vars(chosen):
             member = getattr(chosen, name, None)
             member = getattr(member, "fget", member)  # of a property

@@ -38,7 +38,7 @@ def evaluate(
     """Returns the results of a program.
 
     Args:
-      planner: What made the plan.
+      planner: The planner that made the plan.
       plan: The plan of the program.
       args: Its arguments, in float32 or half precision.
       outputs: The states of the results; those of the plan if None.
@@ -97,17 +97,17 @@ class _Evaluator:
         return x if isinstance(x, jax.Ref) else jnp.asarray(x)
 
     def _read(self, atom, state):
-        """Returns an operand; if it is known, as a number."""
-        number = self._plan.program.scalar(atom)
+        """Returns an operand; a known value is no array yet."""
+        value = self._plan.program.scalar(atom)
         state = state if is_float32(atom.aval) else None
-        if number is not None:
+        if value is not None:
             # Without the barrier JAX would round it while tracing.
-            if state is not None and DIAGNOSES.value and number == number:
-                return self._cast(jax.lax.optimization_barrier(number), state)
-            number = number if state is None else number.astype(self._dtype(state))
-            python = number.item()  # weakly typed
-            is_weak = atom.aval.weak_type and jax.typeof(python).dtype == number.dtype
-            return python if is_weak else number
+            if state is not None and DIAGNOSES.value and value == value:
+                return self._cast(jax.lax.optimization_barrier(value), state)
+            value = value if state is None else value.astype(self._dtype(state))
+            python = value.item()  # weakly typed
+            is_weak = atom.aval.weak_type and jax.typeof(python).dtype == value.dtype
+            return python if is_weak else value
         x = atom.val if parts.is_literal(atom) else self._values[atom]
         if state is None or x.dtype == self._dtype(state):
             return x
@@ -152,7 +152,7 @@ class _Evaluator:
         return self._in_half(step, states)
 
     def _converted(self, atom, state):
-        """Returns what was converted to float32, in the dtype of a state."""
+        """Returns an array that is converted to float32, in the dtype of a state."""
         x = self.held(atom, state)
         if not atom.aval.weak_type or state == State.HALF:
             return x
@@ -200,7 +200,7 @@ class _Evaluator:
             self.held(x, state) if state == State.HALF else None
             for x, state in zip(consts, states, strict=True)
         ]
-        # The derivative adds up over the iterations what the constants get: in float32.
+        # The gradient of a constant is a sum over the iterations: in float32.
         consts = [self.held(x, State.WIDE) for x in consts]
         carry = list(map(self.held, carry, outputs[:n]))
         xs = list(map(self.held, xs, inputs))
@@ -289,7 +289,7 @@ NESTED = {
 
 @jax.custom_jvp
 def _cast_before(_x, cast):
-    """Returns an array that was cast before; its derivative goes to what was cast."""
+    """Returns `cast`, which was made of `_x` before; the gradient goes to `_x`."""
     return cast
 
 
@@ -299,17 +299,17 @@ def _(primals, tangents):
 
 
 def _for_products(is_so: bool) -> Any:
-    """A context manager: for diagnostics, casts have the line of what reads them."""
+    """A context manager: for diagnostics, casts for products have no line."""
     is_shown = is_so and DIAGNOSES.value
     return parts.standing(parts.nowhere()) if is_shown else contextlib.nullcontext()
 
 
 def _spreads(step: Step, program: Program) -> bool:
-    """Whether it may bring a number to several places, so that its derivative adds."""
+    """Whether it may copy values to several places, so that its derivative is a sum."""
     inputs, result = step.equation.invars, step.equation.outvars[0].aval
     if step.has(Trait.ELEMENTWISE):
         # It broadcasts by itself, and its derivative would add up in half precision.
-        arrays = (x for x in inputs if program.number(x) is None)
+        arrays = (x for x in inputs if program.known(x) is None)
         return any(x.aval.shape != result.shape for x in arrays)
     is_reshape = step.name == "broadcast_in_dim" and inputs[0].aval.size == result.size
     return step.kind == Kind.SPREAD and not is_reshape

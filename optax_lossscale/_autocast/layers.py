@@ -1,13 +1,13 @@
-"""Layers: what PyTorch computes in one operation, found in the structure of a program.
+"""Layers: PyTorch computes each in one operation. A program shows them by structure.
 
-- A linear layer, or a convolution: a product, moved or multiplied by numbers, or a sum
-  of products, plus a bias.
+- A linear layer, or a convolution: a product, moved or multiplied by constants, or a
+  sum of products, plus a bias.
 - A norm: an array, perhaps less its own mean, times a statistic that undoes its size,
   as 1 / std does: of twice the array the norm is the same. Times one gain, plus a bias.
-  Statistics are made of sums, powers and roots of the array's own numbers.
-- A gain: a factor of a norm or of its statistics, or a number without dimensions. In a
+  Statistics are made of sums, powers and roots of the array's own values.
+- A gain: a factor of a norm or of its statistics, or a factor without dimensions. In a
   loop, a factor of the state is none, but a decay. A mask: a factor of two known
-  numbers.
+  values.
 
 Biases and gains are parameters, as `roles` says. A bias has one dimension.
 """
@@ -25,12 +25,12 @@ from optax_lossscale._jaxprs.primitives import Kind, Trait
 
 
 class Layer(NamedTuple):
-    """What a step is in a layer; in none by default.
+    """The role of a step in a layer; all None if it is in no layer.
 
     Attributes:
-      operand: The operand of the layer, which decides the dtype of the result.
+      operand: The layer's input. The result has its dtype.
       part: The operand of the step that gives way: a bias, a gain, a mask, statistics.
-      is_norm: Whether it is a step of a norm. Those compute in float32.
+      is_norm: Whether the layer is a norm. Its steps compute in float32.
     """
 
     operand: Any = None
@@ -39,10 +39,10 @@ class Layer(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """What an array is made of, as a norm is; parameters do not count.
+    """The one array that an array is made of, as in a norm; parameters do not count.
 
     Attributes:
-      array: The array that it is made of.
+      array: That array.
       is_statistic: Whether it is a statistic of that array.
       degree: Of twice that array it is 2**degree times as large.
     """
@@ -82,14 +82,14 @@ class Layers:
         self.program, self.roles, self.bodies = program, roles, bodies
         self._given, self._others = given, {}
         self._layers: dict[Step, Layer] = {}
-        self._sources: dict[Any, Any] = {}  # by variable, what it is a copy of
+        self._sources: dict[Any, Any] = {}  # by a copy, the variable
         self._origins = dict(zip(variables, given, strict=True))
         self._products: set[Any] = set()
-        self._centered: dict[Any, Any] = {}  # by a difference, what is less its mean
-        self._norms: dict[Any, Any] = {}  # by a norm, its operand
+        self._centered: dict[Any, Any] = {}  # by an array less its mean, the array
+        self._norms: dict[Any, Any] = {}  # by a norm, its input
         self._gained: set[Any] = set()  # norms, and statistics, that have their gain
         for step in program.steps:
-            inputs = [x for x in step.inputs if x and program.number(x) is None]
+            inputs = [x for x in step.inputs if x and program.known(x) is None]
             sources, results = list(map(self._source, inputs)), step.equation.outvars
             if step.has(Trait.KEEPS) and len(step.inputs) == 1:
                 self._sources.update(zip(results, sources, strict=False))
@@ -119,7 +119,7 @@ class Layers:
         return self._sources.get(variable, variable)
 
     def _find(self, step, inputs, result):
-        """Notes what a step of two arrays is in a layer."""
+        """Notes the role of a step of two arrays in a layer."""
         if step.has(Trait.MINUS) and self._is_own(*inputs, degree=1):
             self._centered[result] = inputs[0]
         if not step.has(Trait.PLUS | Trait.TIMES):
@@ -133,10 +133,10 @@ class Layers:
                 return
 
     def _layer(self, is_factor, large, part, result):
-        """Returns what a sum or a product is, if one operand is a part of a layer."""
+        """Returns the role of a sum or a product; None if no operand is a part."""
         source, small = self._source(large), self._source(part)
-        numbers = self.program.masks.get(part, [math.inf])
-        if is_factor and all(map(policy.is_moderate, numbers)):
+        values = self.program.masks.get(part, [math.inf])
+        if is_factor and all(map(policy.is_moderate, values)):
             return Layer(large, part)
         origin = self._origin(large)
         if is_factor and self._is_own(large, part, degree=-origin.degree):
@@ -148,10 +148,10 @@ class Layers:
         is_part = is_whole and self.roles.of(small) == Role.PARAMETER
         if not is_part or not (is_factor or is_vector):
             return None
-        is_number = not (part.aval.shape and small.aval.shape)
+        is_scalar = not (part.aval.shape and small.aval.shape)
         has_gain = source in self._gained
         if source in self._norms or (is_factor and origin.is_statistic):
-            is_gain = is_factor and not is_number
+            is_gain = is_factor and not is_scalar
             if is_gain and has_gain:
                 return None
             self._note_gain(result, is_gain or has_gain)
@@ -159,7 +159,7 @@ class Layers:
             return Layer(operand, part, is_norm)
         if not is_factor:
             return Layer(large, part) if source in self._products else None
-        is_gain = is_number and self.roles.of(large) != Role.STATE
+        is_gain = is_scalar and self.roles.of(large) != Role.STATE
         return Layer(large, part) if is_gain else None
 
     def _note_gain(self, result, has_gain):
@@ -176,7 +176,7 @@ class Layers:
         return self._origin(other) == wanted
 
     def _note_origins(self, step, inputs, results):
-        """Notes what results are made of. A norm begins anew: its gain may be large."""
+        """Notes the origins of results. A norm has none: its gain may be large."""
         arrays = [x for x in inputs if self.roles.of(x) != Role.PARAMETER]
         origins = dict(zip(arrays, map(self._origin, arrays), strict=True))
         array, *others = {x.array for x in origins.values()} or [None]
@@ -239,9 +239,9 @@ class Layers:
 
 
 def _exponent(program, step):
-    """Returns the exponent of a power or a root; None if it is no known number."""
+    """Returns the exponent of a power or a root; None if it is unknown."""
     if step.name == "pow":
-        return program.number(step.equation.invars[1])
+        return program.known(step.equation.invars[1])
     return step.equation.params.get("y", primitives.EXPONENTS.get(step.name))
 
 
@@ -250,9 +250,9 @@ def find_layers(
 ) -> Layers:
     """Returns the layers of a program.
 
-    What is a layer depends on the roles, and the roles on the layers: a parameter that
-    meets data outside of all of them is MET. This may end other layers, so they are
-    found again, until no more parameters are MET.
+    Layers depend on roles, and roles on layers: a parameter that is combined with data
+    outside of layers is MIXED. This may end other layers, so they are found again,
+    until no more parameters are MIXED.
 
     Args:
       program: The program.
@@ -263,8 +263,8 @@ def find_layers(
     if key not in found:
         given = dict(zip(program.jaxpr.invars, roles, strict=True))
         layers = _layers(program, given, found)
-        while met := _met(layers):
-            given |= dict.fromkeys(met, Role.MET)
+        while mixed := _mixed(layers):
+            given |= dict.fromkeys(mixed, Role.MIXED)
             layers = _layers(program, given, found)
         found[key] = layers
     return found[key]
@@ -284,24 +284,24 @@ def _layers(program, given, found):
     return Layers(program, roles, bodies)
 
 
-def _met(layers):
-    """Returns the arguments that are parameters, but meet data outside of layers."""
-    met: set[Any] = set()
+def _mixed(layers):
+    """Returns the parameters among the arguments that are MIXED after all."""
+    mixed: set[Any] = set()
     role = layers.roles.of
     for step in reversed(layers.program.steps):
         atoms, part = step.equation.invars, layers[step].part
-        found = [x in met for x in step.equation.outvars]
+        found = [x in mixed for x in step.equation.outvars]
         is_layer = step.bodies or step.kind == Kind.PRODUCT or step.is_parallel
-        meets = not is_layer and max(map(role, atoms), default=0) >= Role.DATA
-        # The sum of the squares of a parameter, say, meets the loss: no matter.
-        is_array = any(x.aval.shape for x in met.intersection(step.equation.outvars))
+        mixes = not is_layer and max(map(role, atoms), default=0) >= Role.DATA
+        # The sum of the squares of a parameter, say, is added to the loss: no matter.
+        is_array = any(x.aval.shape for x in mixed.intersection(step.equation.outvars))
         back = found if step.is_parallel else [any(found)] * len(atoms)
         for x, y in zip(atoms, back, strict=True):
             is_parameter = role(x) == Role.PARAMETER and x is not part
-            if is_parameter and (meets or (y and (is_array or not x.aval.shape))):
-                met.add(x)
+            if is_parameter and (mixes or (y and (is_array or not x.aval.shape))):
+                mixed.add(x)
         for body, operands in layers.bodies.get(step, ()):
             pairs = zip(operands, body.program.jaxpr.invars, strict=True)
             inside = (atoms[i] for i, x in pairs if body.roles.of(x) > Role.PARAMETER)
-            met.update(x for x in inside if role(x) == Role.PARAMETER)
-    return met.intersection(layers.program.jaxpr.invars)
+            mixed.update(x for x in inside if role(x) == Role.PARAMETER)
+    return mixed.intersection(layers.program.jaxpr.invars)

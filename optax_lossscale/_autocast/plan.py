@@ -112,8 +112,8 @@ class Planner:
         """Returns the state of an operand; None if it is not float32."""
         if not is_float32(atom.aval):
             return None
-        if (number := plan.program.number(atom)) is not None:
-            return policy.state_of_number(number, self.dtype)
+        if (value := plan.program.known(atom)) is not None:
+            return policy.state_of_constant(value, self.dtype)
         return plan.states[atom]
 
     def _plan(self, layers, inputs, readers):
@@ -150,7 +150,7 @@ class Planner:
         if self._is_chosen(step) or not step.equation.outvars:
             return State.WIDE
         result = step.equation.outvars[0]
-        if program.number(result) is not None:
+        if program.known(result) is not None:
             return self._state(plan, result)
         layer = plan.layers[step]
         states = [
@@ -178,10 +178,10 @@ class Planner:
 
     def _operand(self, plan, step, atom):
         """Returns the state of an operand. In a sum, a filled array is an array."""
-        number = plan.program.number(atom)
+        value = plan.program.known(atom)
         # Flax subtracts zeros, which changes nothing.
-        is_sum = step.has(Trait.PLUS) or (step.has(Trait.MINUS) and number != 0)
-        is_filled = number is not None and atom.aval.shape
+        is_sum = step.has(Trait.PLUS) or (step.has(Trait.MINUS) and value != 0)
+        is_filled = value is not None and atom.aval.shape
         return State.WIDE if is_sum and is_filled else self._state(plan, atom)
 
     def _nested(self, plan, step, readers):
@@ -200,7 +200,7 @@ class Planner:
             results = [x.outputs for x in (plans[-1:] if n else plans)]
             outputs = [_widest(x) for x in zip(*results, strict=True)]
             after = [_widest(x) for x in zip(carry, outputs[:n], strict=True)]
-            # What enters a float32 state is not rounded before.
+            # A float32 state is not rounded before it enters.
             of_next = [Readers.FLOAT32 if x == State.WIDE else None for x in after]
             if (after, of_next) == (carry, of_carry):
                 plan.operands[step], plan.bodies[step] = tuple(states), plans
@@ -288,7 +288,7 @@ class Planner:
                     of_it = Readers.PRODUCTS
                 elif step.kind == Kind.MOVE:
                     of_it = result
-                else:  # Gradients of what spreads are sums.
+                else:  # The gradient of a broadcast is a sum.
                     is_followed = result == Readers.FLOAT32 and is_alone
                     of_it = Readers.FLOAT32 if is_followed else None
                 found[x].append(of_it)

@@ -19,18 +19,18 @@ from optax_lossscale._tree import is_argument, is_inexact
 
 
 class Role(enum.IntEnum):
-    """What an array is made of. Of several the largest wins.
+    """The role of an array: it is made of these. Of several the largest wins.
 
-    - NUMBER: of known numbers alone.
-    - PARAMETER: of parameters, and of known numbers.
-    - MET: of parameters that meet data otherwise than in layers.
-    - DATA: of anything else.
-    - STATE: of the state of a loop, with no product since.
+    - KNOWN: known values alone.
+    - PARAMETER: parameters, and known values.
+    - MIXED: parameters that are combined with data outside of layers.
+    - DATA: anything else.
+    - STATE: the state of a loop, with no product since.
     """
 
-    NUMBER = 0
+    KNOWN = 0
     PARAMETER = 1
-    MET = 2
+    MIXED = 2
     DATA = 3
     STATE = 4
 
@@ -44,8 +44,8 @@ class Roles:
 
     def of(self, atom: Any) -> Role:
         """Returns the role of an operand: DATA, if nothing is known of it."""
-        if self._program.number(atom) is not None:
-            return Role.NUMBER
+        if self._program.known(atom) is not None:
+            return Role.KNOWN
         is_array = isinstance(atom.aval, ShapedArray)  # and no reference
         return self._roles.get(variable_of(atom), Role.DATA) if is_array else Role.DATA
 
@@ -57,7 +57,7 @@ class Roles:
     def follow(self, step: Step, bodies: Sequence["Roles"]) -> None:
         """Adds the results of a step, for the roles in the programs in it."""
         given = list(map(self.of, step.equation.invars))
-        made = max(given, default=Role.NUMBER)
+        made = max(given, default=Role.KNOWN)
         made = min(made, Role.DATA) if step.kind == Kind.PRODUCT else made
         roles = given if step.is_parallel else [made] * len(step.equation.outvars)
         if len(bodies) == 1 and not step.carry:

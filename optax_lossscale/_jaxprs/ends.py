@@ -1,4 +1,4 @@
-"""Which loops end by floating-point numbers: solvers."""
+"""Solvers: the loops that floating-point numbers end."""
 
 import collections
 import enum
@@ -13,13 +13,13 @@ from optax_lossscale._tree import is_inexact
 
 
 class Origin(enum.IntEnum):
-    """What an array in a loop comes from. Of several the largest wins.
+    """The origin of an array in a loop. Of several the largest wins.
 
     - FIXED: The same in each iteration.
     - DRAWN: Random, and made of nothing else that changes.
     - STATE: The state of the loop.
     - COMPARED: An integer or a flag that is made of a comparison of floating-point
-      numbers of the state: the comparison itself, and what follows from it.
+      numbers of the state: the comparison itself, and all that follows from it.
     """
 
     FIXED = 0
@@ -100,7 +100,7 @@ class Walk:
         floats = {origin for x, origin in pairs if is_inexact(x.aval)}
         is_decided = max(floats, default=Origin.FIXED) == Origin.STATE
         if is_decided and Origin.DRAWN not in floats:
-            # What returns places, as `argmax` does, decides nothing.
+            # An operation that returns places, as `argmax`, decides nothing.
             made = made if primitives.has(name, Trait.PLACE) else Origin.COMPARED
         return [made] * n
 
@@ -132,7 +132,7 @@ class Walk:
             for x, y in zip(map(parts.variable_of, jaxpr.outvars), state, strict=False):
                 becomes[x].append(y)
             changed = set(becomes)
-            # Only what rises goes around again, so that an iteration costs no walk.
+            # Only origins that rise go around again: an iteration costs no walk.
             while risen := {
                 y: inside.origin(x)
                 for x in changed.intersection(becomes)
@@ -168,7 +168,7 @@ class _Jaxpr:
     def assign(self, origins: Mapping[Any, Origin]) -> set[Any]:
         """Assigns origins to arguments, and returns the variables that this changes.
 
-        It follows only the equations that read what changes.
+        It follows only the equations that read these.
         """
         changed: set[Any] = set()
         self._note(origins.items(), changed)
@@ -196,7 +196,7 @@ class _Jaxpr:
 def _bounds(variable: Any) -> tuple[Origin, Origin]:
     """Returns the smallest and the largest origin that a variable can have."""
     if parts.is_ref(variable):
-        return Origin.STATE, Origin.STATE  # Any iteration may write what it holds.
+        return Origin.STATE, Origin.STATE  # Any iteration may write it.
     # A floating-point number ends no loop before something compares it.
     is_float = is_inexact(variable.aval)
     return Origin.FIXED, Origin.STATE if is_float else Origin.COMPARED

@@ -393,7 +393,7 @@ def instead(owner, name, value):
 
 NOBODY = collections.defaultdict(type(None))
 without_readers = instead(Planner, "_find_readers", lambda *about: NOBODY.copy())
-without_range = instead(policy, "state_of_number", lambda *about: State.SOFT)
+without_range = instead(policy, "state_of_constant", lambda *about: State.SOFT)
 without_factors = instead(policy, "is_moderate", lambda factor: True)
 without_squares = instead(policy, "_is_square", lambda equation: False)
 without_solvers = instead(ends.Walk, "ends_by_floats", lambda *about: False)
