@@ -108,7 +108,7 @@ class Planner:
         self.plan = functools.cache(self._plan)
         self._readers = functools.cache(self._find_readers)
 
-    def _state(self, plan, atom) -> Any:
+    def state(self, plan: Plan, atom: Any) -> State | None:
         """Returns the state of an operand; None if it is not float32."""
         if not is_float32(atom.aval):
             return None
@@ -136,7 +136,7 @@ class Planner:
                 states *= len(variables)
             for variable, state in zip(variables, states, strict=True):
                 plan.states[variable] = state if is_float32(variable.aval) else None
-        outputs = [self._state(plan, x) for x in jaxpr.outvars]
+        outputs = [self.state(plan, x) for x in jaxpr.outvars]
         pairs = zip(outputs, readers, strict=True)
         plan.outputs = tuple(
             State.HALF if of_it == Readers.PRODUCTS and state is not None else state
@@ -151,7 +151,7 @@ class Planner:
             return State.WIDE
         result = step.equation.outvars[0]
         if program.known(result) is not None:
-            return self._state(plan, result)
+            return self.state(plan, result)
         layer = plan.layers[step]
         states = [
             self._operand(plan, step, x)
@@ -182,7 +182,7 @@ class Planner:
         # Flax subtracts zeros, which changes nothing.
         is_sum = step.has(Trait.PLUS) or (step.has(Trait.MINUS) and value != 0)
         is_filled = value is not None and atom.aval.shape
-        return State.WIDE if is_sum and is_filled else self._state(plan, atom)
+        return State.WIDE if is_sum and is_filled else self.state(plan, atom)
 
     def _nested(self, plan, step, readers):
         """Plans the programs in a step, and returns the states of its results.
@@ -217,7 +217,7 @@ class Planner:
           step: The step.
           readers: The readers of its results; None for the state of a loop.
         """
-        states = [self._state(plan, x) for x in step.equation.invars]
+        states = [self.state(plan, x) for x in step.equation.invars]
         for i in step.carry:
             if states[i] == State.SOFT:  # A loop may change it, so it gives no way.
                 states[i] = State.WIDE
