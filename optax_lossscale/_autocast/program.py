@@ -225,25 +225,13 @@ def _note_mask(program: Program, equation: Any, values: Sequence[Any]) -> None:
             program.masks[equation.outvars[0]] = found
 
 
-def _bodies(
-    equation: Any, walk: ends.Walk
-) -> tuple[list[tuple[Any, Sequence[int]]], Sequence[int]]:
-    """Returns jaxprs with the operands that each reads, and the state of a loop."""
-    name, params = equation.primitive.name, equation.params
-    operands = range(len(equation.invars))
-    if name == "scan":
-        return [(params["jaxpr"], operands)], flow.scan_parts(equation, operands)[1]
-    if name == "while" and not walk.ends_by_floats(equation):
-        asked, consts, carry = flow.while_parts(equation, operands)
-        condition = params["cond_jaxpr"], [*asked, *carry]
-        return [condition, (params["body_jaxpr"], [*consts, *carry])], carry
-    if name == "cond":
-        return [(x, operands[1:]) for x in params["branches"]], ()
-    is_rule = name in ("custom_jvp_call", "custom_vjp_call")
-    if is_rule and any(map(walk.ends_by_floats, parts.equations_in(equation))):
-        return [], ()  # The rule may take the steps of the loop again.
-    is_call = primitives.kind_of(name) in (Kind.CALL, Kind.DEVICES)
-    return [(parts.called_jaxpr(equation), operands)] if is_call else [], ()
+def _bodies(equation: Any, walk: ends.Walk) -> flow.Bodies:
+    """Returns the jaxprs that follow the policy: none of a solver."""
+    is_rule = equation.primitive.name in ("custom_jvp_call", "custom_vjp_call")
+    # The rule of a function with a solver may take its steps again.
+    inside = parts.equations_in(equation) if is_rule else [equation]
+    is_solver = any(map(walk.ends_by_floats, inside))
+    return flow.Bodies() if is_solver else flow.bodies_of(equation)
 
 
 def _folded(equation: Any, values: Sequence[Any]) -> Any:

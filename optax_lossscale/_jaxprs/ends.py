@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from optax_lossscale._jaxprs import flow, parts, primitives
-from optax_lossscale._jaxprs.primitives import Kind, Trait
+from optax_lossscale._jaxprs.primitives import Trait
 from optax_lossscale._tree import is_inexact
 
 
@@ -85,12 +85,12 @@ class Walk:
             return self._loop(
                 equation.params["jaxpr"], *flow.scan_parts(equation, given)
             )
-        if name == "cond":
-            index, *operands = given
-            found = [self._results(x, operands) for x in equation.params["branches"]]
-            return [max(index, *x) for x in zip(*found, strict=True)]
-        if primitives.kind_of(name) in (Kind.CALL, Kind.DEVICES):
-            return self._results(parts.called_jaxpr(equation), given)
+        if jaxprs := flow.bodies_of(equation).jaxprs:
+            read = {i for _, operands in jaxprs for i in operands}
+            # The index of a branch, which says which of them runs.
+            decides = [x for i, x in enumerate(given) if i not in read]
+            found = [self._results(x, [given[i] for i in on]) for x, on in jaxprs]
+            return [max((*decides, *x)) for x in zip(*found, strict=True)]
         if primitives.has(name, Trait.RANDOM):
             return [Origin.DRAWN] * n
         if primitives.has(name, Trait.PARALLEL) and n == len(given):
