@@ -42,7 +42,7 @@ class Origin(NamedTuple):
     """The one array that an array is made of, as in a norm; parameters do not count.
 
     Attributes:
-      array: That array.
+      array: That array; the index of an argument stands for it.
       is_statistic: Whether it is a statistic of that array.
       degree: Of twice that array it is 2**degree times as large.
     """
@@ -72,10 +72,7 @@ class Layers:
         bodies: Mapping[Step, Sequence[tuple["Layers", Sequence[int]]]],
         given: tuple[Origin, ...] | None = None,
     ):
-        """Takes the attributes, and the origins of the arguments: themselves if None.
-
-        The array of such an origin is the index of an argument.
-        """
+        """Takes the attributes, and the origins of the arguments: their own if None."""
         variables = program.jaxpr.invars
         if given is None:
             given = tuple(map(Origin, range(len(variables))))
@@ -203,7 +200,7 @@ class Layers:
             places = (x._replace(array=arrays.index(x.array)) for x in given)
             inside = body.of_origins(tuple(places))
             for x, y in zip(results, inside.of_results, strict=True):
-                if isinstance(y.array, int) and arrays[y.array] is array:
+                if isinstance(y.array, int) and arrays[y.array] == array:
                     yield x, y._replace(array=array)
 
     @functools.cached_property

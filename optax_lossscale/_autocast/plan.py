@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from optax_lossscale._autocast import policy
@@ -108,7 +108,7 @@ class Planner:
         self.plan = functools.cache(self._plan)
         self._readers = functools.cache(self._find_readers)
 
-    def state(self, plan: Plan, atom: Any) -> State | None:
+    def state(self, plan: Plan, atom: Any) -> Any:
         """Returns the state of an operand; None if it is not float32."""
         if not is_float32(atom.aval):
             return None
@@ -338,9 +338,8 @@ def state_of_array(variable: Any) -> State | None:
     return State.WIDE if is_float32(variable.aval) else None
 
 
-def _widest(states: Iterable[State | None]) -> State | None:
+def _widest(states: Sequence[Any]) -> State | None:
     """Returns the widest state; None if the values are not float32."""
-    states = list(states)
     return None if None in states else max(states)
 
 

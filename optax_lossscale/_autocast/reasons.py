@@ -28,7 +28,7 @@ def reason(
 ) -> str | None:
     """Returns why no product computes in half precision, and what to write.
 
-    None if one does, if only in the backward rule of a `jax.custom_vjp`.
+    None if one does, perhaps only in the backward rule of a `jax.custom_vjp`.
 
     Args:
       plan: The plan of the program.
