@@ -229,9 +229,8 @@ def _bodies(equation: Any, walk: ends.Walk) -> flow.Bodies:
     """Returns the jaxprs that follow the policy: none of a solver."""
     is_rule = equation.primitive.name in ("custom_jvp_call", "custom_vjp_call")
     # The rule of a function with a solver may take its steps again.
-    inside = parts.equations_in(equation) if is_rule else [equation]
-    is_solver = any(map(walk.ends_by_floats, inside))
-    return flow.Bodies() if is_solver else flow.bodies_of(equation)
+    is_solver = walk.holds_solver if is_rule else walk.ends_by_floats
+    return flow.Bodies() if is_solver(equation) else flow.bodies_of(equation)
 
 
 def _folded(equation: Any, values: Sequence[Any]) -> Any:

@@ -39,6 +39,18 @@ class Walk:
     def __init__(self):
         self._jaxprs: dict[Any, _Jaxpr] = {}
         self._found: dict[Any, Origins] = {}
+        self._have_solvers: dict[int, bool] = {}  # by the id of a jaxpr
+
+    def holds_solver(self, equation: Any) -> bool:
+        """Whether an equation is a `while` that ends by floats, or holds one."""
+        inside = map(self._has_solver, parts.jaxprs_in(equation))
+        return self.ends_by_floats(equation) or any(inside)
+
+    def _has_solver(self, jaxpr):
+        if id(jaxpr) not in self._have_solvers:
+            found = any(map(self.holds_solver, jaxpr.eqns))
+            self._have_solvers[id(jaxpr)] = found
+        return self._have_solvers[id(jaxpr)]
 
     def ends_by_floats(self, equation: Any) -> bool:
         """Whether an equation is a `while` that floating-point numbers end.
