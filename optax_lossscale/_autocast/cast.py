@@ -16,21 +16,19 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from optax_lossscale import _check as check
-from optax_lossscale._autocast import choices as choices_lib, reasons
+from optax_lossscale._autocast import reasons
+from optax_lossscale._autocast.choices import Chooser, choices_of
 from optax_lossscale._autocast.evaluate import DIAGNOSES, IDLE_MARK, MARK, evaluate
-from optax_lossscale._autocast.policy import State, is_float32
-from optax_lossscale._autocast.program import Step, read
-from optax_lossscale._autocast.roles import Role, mark, steps_of
-from optax_lossscale._autocast.states import Planner
+from optax_lossscale._autocast.plan import plan_call, state_of_array
+from optax_lossscale._autocast.roles import is_traced, roles_of_call
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._models import Model
-from optax_lossscale._nnx import hint_of_trace, is_model, is_mutable
+from optax_lossscale._nnx import hint_of_trace, is_mutable
 from optax_lossscale._tree import (
     Args,
     Out,
     Template,
     is_argument,
-    is_inexact,
     split_arrays,
 )
 from optax_lossscale._warn import warn
@@ -67,14 +65,14 @@ def autocast(
 ) -> Callable[..., Any]:
     """Makes a float32 function compute in half precision where that is fast and safe.
 
-    Matrix products and convolutions compute in `dtype`, in the backward pass, too, and
-    what adds their results, multiplies or moves them, keeps that dtype. An array of
-    yours makes float32 what it meets, as in PyTorch, but for parts of layers: biases
+    Matrix products and convolutions compute in `dtype`, also in the backward pass, and
+    operations that add, multiply or move their results keep that dtype. Combined with
+    an array of yours, they are float32, as in PyTorch, but for parts of layers: biases
     and gains, which are parameters, masks, and the statistics of norms. Sums, squares,
-    exp, log, roots, divisions and differences compute in float32, in the backward pass,
-    too: gradients of biases are sums. So do constants that `dtype` cannot hold, and
-    whatever `autocast` does not know, such as kernels. Nothing in the function or in a
-    library that it calls has to change.
+    exp, log, roots, divisions and differences compute in float32, also in the backward
+    pass: gradients of biases are sums. So do operations with constants that `dtype`
+    cannot hold, and operations that `autocast` does not know, such as kernels. Nothing
+    in the function or in a library that it calls has to change.
 
     The result is an ordinary function of float32: arguments, results and gradients have
     the dtypes and the structure that they have without `autocast`. Inside of it
@@ -96,12 +94,12 @@ def autocast(
         decorator: `@autocast(dtype=jnp.bfloat16)`.
       dtype: The dtype to compute in: float16 or bfloat16; or float32, which returns
         the function as it is.
-      float32: What to keep in float32, with its derivative; one or several. A function,
+      float32: Code to keep in float32, with its derivative; one or several. A function,
         a class or a method: all that runs inside of it, also in a library. The name of
         a `jax.named_scope`, or of a module that names its scope, as Flax and Haiku do:
         "encoder/attention". A line, "file.py:123", where the path may be the end of a
-        path and the innermost line of your code counts; or what
-        `diagnostics.float32_lines` returns.
+        path and the innermost line of your code counts; or the result of
+        `diagnostics.float32_lines`.
 
     Returns:
       A function with the arguments and the results of `fun`.
@@ -138,7 +136,7 @@ def autocast(
         raise TypeError(f"fun must be a function, got {fun!r}. {USAGE}")
     check.function("fun", fun, USAGE)
     name = _name_of(dtype)
-    choices = choices_lib.choices_of(float32)
+    choices = choices_of(float32)
     if (inner := function_of(fun)) is not None:
         fun, choices = inner, [*vars(fun)["float32"], *choices]
     given: Any = fun
@@ -159,16 +157,15 @@ def autocast(
         _name_like(flat, given)
         results = Template(lambda x: isinstance(x, jax.Array))
         with Model((*held, *args), kwargs) as model:
-            arrays, join = split_arrays(model.arrays, _is_traced)
+            arrays, join = split_arrays(model.arrays, is_traced)
             with hint_of_trace():
                 closed = parts.traced(flat, *arrays)
             arrays = list(map(jnp.asarray, arrays))
             named = {"args": args, "kwargs": kwargs}
-            roles = _roles((*held, *args), kwargs)
-            roles += (Role.PARAMETER,) * (len(arrays) - len(roles))  # of modules
+            roles = roles_of_call((*held, *args), kwargs, len(arrays))
             asks = not told or DIAGNOSES.value
             arrays, reason = _computed(
-                closed, arrays, name, choices, named, roles, asks
+                closed, arrays, roles, name, choices, named, asks
             )
             if (notes := reasons.NOTES.get()) is not None:
                 notes.append(f"{reason}." if reason else "")
@@ -183,10 +180,10 @@ def autocast(
             model.write_changes(changes)
         return out
 
-    # A wrapper of it gets this, too, but is another function.
+    # A wrapper of it also gets this, but is another function.
     vars(cast)["autocast"] = cast
     vars(cast)["float32"] = choices
-    inner = getattr(fun, "without_scale", None)  # What with_loss_scale wraps.
+    inner = getattr(fun, "without_scale", None)  # The function in `with_loss_scale`.
     if inner is not None:
         vars(cast)["without_scale"] = autocast(inner, dtype, float32=choices)
     return cast
@@ -256,54 +253,13 @@ def _check_result(of: str, out: Any) -> None:
             )
 
 
-def _roles(args, kwargs):
-    """Returns the roles of the arrays of arguments, but for those of modules."""
-    pairs = jax.tree.leaves_with_path((args, kwargs), is_leaf=is_mutable)
-    models = [path[:2] for path, x in pairs if is_model(x)]
-    held = [path[:2] for path, x in pairs if _is_traced(x) or is_mutable(x)]
-    # Parameters may come after a name, but not by a name.
-    first = (*models, *(path for path in held if path[0].idx == 0), None)[0]
-    roles = {True: Role.PARAMETER, False: Role.DATA}
-    return tuple(roles[path[:2] == first] for path, x in pairs if _is_traced(x))
-
-
-def _computed(closed, arrays, dtype, choices, called_with, roles, asks):
-    """Follows the policy; returns the results, and if asked why it casts no product."""
-    matches, missing = choices_lib.chooser(choices)
-
-    def is_chosen(step: Step) -> bool:
-        equation = step.equation
-        types = [x.aval for x in (*equation.invars, *equation.outvars)]
-        floats = list(filter(is_inexact, types))
-        # Otherwise somebody chose another dtype, or there is nothing to choose.
-        is_ours = bool(floats) and all(map(is_float32, floats))
-        return is_ours and matches(step)
-
-    inputs, outputs = (
-        tuple(State.WIDE if is_float32(x.aval) else None for x in variables)
-        for variables in (closed.jaxpr.invars, closed.jaxpr.outvars)
-    )
-    planner = Planner(dtype, is_chosen if choices else lambda step: False)
-    program = read(closed, dtype, programs=None if choices else {})
-    # The caller reads the results in float32.
-    plan = planner.plan(mark(program, roles, {}), inputs, outputs)
+def _computed(closed, arrays, roles, dtype, choices, called_with, asks):
+    """Returns the results in half precision; and if asked, why no product is in it."""
+    is_chosen = Chooser(choices)
+    planner, plan = plan_call(closed, roles, dtype, is_chosen if choices else None)
+    outputs = tuple(map(state_of_array, closed.jaxpr.outvars))
     results = evaluate(planner, plan, arrays, outputs, is_saved=True)
-    results = list(map(jnp.asarray, results))  # Known numbers are no arrays yet.
-    # A solver is float32 as a whole; what you name in it is no mistake.
-    opaque = (x for x in steps_of(plan.program.steps) if missing and not x.bodies)
-    for step in opaque:
-        for x in parts.equations_in(step.equation):
-            is_chosen(Step(x, step.kind, step.path))
-    for choice in sorted(missing, key=lambda x: x.name):
-        warn(
-            f"float32 has something in which autocast casts nothing: {choice.name}. "
-            + choice.advice
-        )
-    if not asks or reasons.computes_in_half(plan):
-        return results, None
-    return results, reasons.reason(plan, called_with, is_chosen, dtype)
-
-
-def _is_traced(x: Any) -> bool:
-    """Whether it is an argument of the program; NumPy's integers and flags are not."""
-    return is_argument(x) and (isinstance(x, jax.Array) or is_inexact(x))
+    is_chosen.warn_of_unmatched(plan.program)
+    reason = reasons.reason(plan, called_with, is_chosen, dtype) if asks else None
+    # Known values are no arrays yet.
+    return list(map(jnp.asarray, results)), reason

@@ -1,16 +1,19 @@
-"""What the user keeps in float32, by `float32=`: which steps of a program that is."""
+"""Matches the `float32=` argument with the steps of a program."""
 
 import dataclasses
 import functools
 import inspect
 import re
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from optax_lossscale._autocast.program import Step
+from optax_lossscale._autocast.policy import is_float32
+from optax_lossscale._autocast.program import Program, Step, steps_of
 from optax_lossscale._jaxprs import parts
 from optax_lossscale._jaxprs.lines import Function
+from optax_lossscale._tree import is_inexact
+from optax_lossscale._warn import warn
 
 ONE_LAYER = (
     'For one layer of several, write with jax.named_scope("name"): around its call, '
@@ -51,7 +54,11 @@ class Choice:
 
 
 def _choice(chosen: Any) -> Choice:
-    """Returns what the user passed; TypeError if it is of another kind."""
+    """Returns the choice that the user passed.
+
+    Raises:
+      TypeError: If it is nothing that can be chosen.
+    """
     if hasattr(chosen, "file") and hasattr(chosen, "line"):
         chosen = f"{chosen.file}:{chosen.line}"
     if isinstance(chosen, str) and chosen.strip("/"):
@@ -81,7 +88,7 @@ def _choice(chosen: Any) -> Choice:
 
 
 def choices_of(float32: Any) -> list[Choice]:
-    """Returns what `float32=` holds: one, several, or lines of the diagnostics."""
+    """Returns the choices of `float32=`: one, several, or lines of the diagnostics."""
     chosen: Any = getattr(float32, "lines", float32)
     is_one = isinstance(chosen, str), callable(chosen), hasattr(chosen, "line")
     is_several = isinstance(chosen, tuple | list | set | frozenset)
@@ -91,17 +98,38 @@ def choices_of(float32: Any) -> list[Choice]:
     return [x if isinstance(x, Choice) else _choice(x) for x in several]
 
 
-def chooser(choices: list[Choice]) -> tuple[Callable[[Step], bool], set[Choice]]:
-    """Returns whether a step is chosen, and a set of the choices that matched none."""
-    missing = set(choices)
+class Chooser:
+    """Whether a step is in one of several choices. It notes which choices matched."""
 
-    @functools.cache
-    def is_chosen(step):
-        matching = [x for x in choices if x.matches(step)]
-        missing.difference_update(matching)
-        return bool(matching)
+    def __init__(self, choices: Sequence[Choice]):
+        """Takes the choices."""
+        self._choices, self._unmatched = choices, set(choices)
+        self._known: dict[Step, bool] = {}
 
-    return is_chosen, missing
+    def __call__(self, step: Step) -> bool:
+        """Whether the user keeps a step in float32."""
+        if step not in self._known:
+            # Other steps chose another dtype, or there is nothing to choose.
+            equation = step.equation
+            types = [x.aval for x in (*equation.invars, *equation.outvars)]
+            floats = list(filter(is_inexact, types))
+            is_ours = bool(floats) and all(map(is_float32, floats))
+            matching = [x for x in self._choices if is_ours and x.matches(step)]
+            self._unmatched.difference_update(matching)
+            self._known[step] = bool(matching)
+        return self._known[step]
+
+    def warn_of_unmatched(self, program: Program) -> None:
+        """Warns of each choice that no step of a program is in, once all are known."""
+        # A solver is float32 as a whole, so a choice inside of it is no mistake.
+        for step in steps_of(program.steps) if self._unmatched else ():
+            for x in () if step.bodies else parts.equations_in(step.equation):
+                self(Step(x, step.kind, step.path))
+        for choice in sorted(self._unmatched, key=lambda x: x.name):
+            warn(
+                "float32 has something in which autocast casts nothing: "
+                f"{choice.name}. {choice.advice}"
+            )
 
 
 def _is_at(line: str, step: Step) -> bool:
@@ -117,11 +145,11 @@ def _is_within(scope: tuple[str, ...], step: Step) -> bool:
 
 
 def _functions(chosen: Any) -> Iterator[Function]:
-    """Yields the functions of what the user passed."""
+    """Yields the functions of a class, a method or a function that the user passed."""
     if isinstance(chosen, functools.partial):
         chosen = chosen.func
     if inspect.isclass(chosen):
-        # Not what it inherits: every module runs methods of its framework's base.
+        # Not those that it inherits: every module runs methods of its framework's base.
         for name in vars(chosen):
             member = getattr(chosen, name, None)
             member = getattr(member, "fget", member)  # of a property

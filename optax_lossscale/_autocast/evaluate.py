@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from optax_lossscale._autocast import policy
+from optax_lossscale._autocast.custom_rules import Call
+from optax_lossscale._autocast.plan import Plan, Planner, States
 from optax_lossscale._autocast.policy import State, is_float32
 from optax_lossscale._autocast.program import Program, Step
-from optax_lossscale._autocast.rules import Call
-from optax_lossscale._autocast.states import Plan, Planner, States
 from optax_lossscale._jaxprs import flow, parts
 from optax_lossscale._jaxprs.primitives import Kind, Trait
 
@@ -38,7 +38,7 @@ def evaluate(
     """Returns the results of a program.
 
     Args:
-      planner: What made the plan.
+      planner: The planner that made the plan.
       plan: The plan of the program.
       args: Its arguments, in float32 or half precision.
       outputs: The states of the results; those of the plan if None.
@@ -71,8 +71,8 @@ def _function(
 class _Evaluator:
     """The arrays of a program, and how they are computed.
 
-    Its public methods return the results of a step: of one with programs in it by the
-    primitive, else by `bind`.
+    `follow` computes a step: by `bind`, or if there are programs in it, by the method
+    that `NESTED` has for its primitive, else by `call`. These return the results.
     """
 
     def __init__(self, planner, plan, args, is_saved):
@@ -97,17 +97,17 @@ class _Evaluator:
         return x if isinstance(x, jax.Ref) else jnp.asarray(x)
 
     def _read(self, atom, state):
-        """Returns an operand; if it is known, as a number."""
-        number = self._plan.program.scalar(atom)
+        """Returns an operand; a known value is no array yet."""
+        value = self._plan.program.scalar(atom)
         state = state if is_float32(atom.aval) else None
-        if number is not None:
+        if value is not None:
             # Without the barrier JAX would round it while tracing.
-            if state is not None and DIAGNOSES.value and number == number:
-                return self._cast(jax.lax.optimization_barrier(number), state)
-            number = number if state is None else number.astype(self._dtype(state))
-            python = number.item()  # weakly typed
-            is_weak = atom.aval.weak_type and jax.typeof(python).dtype == number.dtype
-            return python if is_weak else number
+            if state is not None and DIAGNOSES.value and value == value:
+                return self._cast(jax.lax.optimization_barrier(value), state)
+            value = value if state is None else value.astype(self._dtype(state))
+            python = value.item()  # weakly typed
+            is_weak = atom.aval.weak_type and jax.typeof(python).dtype == value.dtype
+            return python if is_weak else value
         x = atom.val if parts.is_literal(atom) else self._values[atom]
         if state is None or x.dtype == self._dtype(state):
             return x
@@ -142,29 +142,42 @@ class _Evaluator:
 
     def bind(self, step: Step) -> list[Any]:
         """Computes a step without programs in it."""
-        equation, states = step.equation, self._states(step)
-        inputs, params = equation.invars, equation.params
+        states = self._states(step)
         if step.name == "convert_element_type" and step.kind == Kind.MOVE:
-            x = self.held(inputs[0], states[0])
-            is_weak = inputs[0].aval.weak_type and states[0] != State.HALF
-            # The gradient of this cast is weakly typed, as without `autocast`.
-            return [jax.lax.convert_element_type(x, x.dtype) if is_weak else x]
+            return [self._converted(step.equation.invars[0], states[0])]
         is_rounded = step in self._plan.rounded
-        is_wide = State.HALF not in states or self._plan.program.layers[step].is_norm
+        is_wide = State.HALF not in states or self._plan.layers[step].is_norm
         if is_wide or is_rounded or _spreads(step, self._plan.program):
-            with _for_products(True):
-                inputs = [self._read(x, State.WIDE) for x in inputs]
-            wide = parts.bind(equation, inputs)
-            with _for_products(is_rounded):
-                results = list(map(self._cast, wide, states))
-            is_named = self._is_saved is not None and step.kind == Kind.ARITHMETIC
-            if is_named and State.HALF in states and not is_rounded:
-                # So that `policy.is_saved` saves it, and not the product, which is as
-                # large.
-                return [checkpoint_name(x, "autocast") for x in results]
-            return results
+            return self._in_float32(step, states, is_rounded)
+        return self._in_half(step, states)
+
+    def _converted(self, atom, state):
+        """Returns an array that is converted to float32, in the dtype of a state."""
+        x = self.held(atom, state)
+        if not atom.aval.weak_type or state == State.HALF:
+            return x
+        # The gradient of this cast is weakly typed, as without `autocast`.
+        return jax.lax.convert_element_type(x, x.dtype)
+
+    def _in_float32(self, step, states, is_rounded):
+        """Computes a step in float32, and casts the results, perhaps for products."""
+        with _for_products(True):
+            inputs = [self._read(x, State.WIDE) for x in step.equation.invars]
+        wide = parts.bind(step.equation, inputs)
+        with _for_products(is_rounded):
+            results = list(map(self._cast, wide, states))
+        is_saved = self._is_saved is not None and step.kind == Kind.ARITHMETIC
+        if is_saved and State.HALF in states and not is_rounded:
+            # So that `policy.is_saved` saves it, and not the product, as large as it.
+            return [checkpoint_name(x, "autocast") for x in results]
+        return results
+
+    def _in_half(self, step, states):
+        """Computes a step in half precision."""
+        equation, params = step.equation, step.equation.params
         if params.get("preferred_element_type") is not None:
             params = params | {"preferred_element_type": self._dtype(State.HALF)}
+        inputs = equation.invars
         held = states if step.is_parallel else [State.HALF] * len(inputs)
         return parts.bind(equation, list(map(self._read, inputs, held)), params)
 
@@ -187,7 +200,7 @@ class _Evaluator:
             self.held(x, state) if state == State.HALF else None
             for x, state in zip(consts, states, strict=True)
         ]
-        # The derivative adds up over the iterations what the constants get: in float32.
+        # The gradient of a constant is a sum over the iterations: in float32.
         consts = [self.held(x, State.WIDE) for x in consts]
         carry = list(map(self.held, carry, outputs[:n]))
         xs = list(map(self.held, xs, inputs))
@@ -276,7 +289,7 @@ NESTED = {
 
 @jax.custom_jvp
 def _cast_before(_x, cast):
-    """Returns an array that was cast before; its derivative goes to what was cast."""
+    """Returns `cast`, which was made of `_x` before; the gradient goes to `_x`."""
     return cast
 
 
@@ -286,17 +299,17 @@ def _(primals, tangents):
 
 
 def _for_products(is_so: bool) -> Any:
-    """A context manager: for diagnostics, casts have the line of what reads them."""
+    """A context manager: for diagnostics, casts for products have no line."""
     is_shown = is_so and DIAGNOSES.value
     return parts.standing(parts.nowhere()) if is_shown else contextlib.nullcontext()
 
 
 def _spreads(step: Step, program: Program) -> bool:
-    """Whether it may bring a number to several places, so that its derivative adds."""
+    """Whether it may copy values to several places, so that its derivative is a sum."""
     inputs, result = step.equation.invars, step.equation.outvars[0].aval
     if step.has(Trait.ELEMENTWISE):
         # It broadcasts by itself, and its derivative would add up in half precision.
-        arrays = (x for x in inputs if program.number(x) is None)
+        arrays = (x for x in inputs if program.known(x) is None)
         return any(x.aval.shape != result.shape for x in arrays)
     is_reshape = step.name == "broadcast_in_dim" and inputs[0].aval.size == result.size
     return step.kind == Kind.SPREAD and not is_reshape

@@ -1,35 +1,36 @@
-"""Layers: what PyTorch computes in one operation, found in the structure of a program.
+"""Layers: PyTorch computes each in one operation. A program shows them by structure.
 
-- A linear layer, or a convolution: a product, moved or multiplied by numbers, or a sum
-  of products, plus a bias.
+- A linear layer, or a convolution: a product, moved or multiplied by constants, or a
+  sum of products, plus a bias.
 - A norm: an array, perhaps less its own mean, times a statistic that undoes its size,
   as 1 / std does: of twice the array the norm is the same. Times one gain, plus a bias.
-  Statistics are made of sums, powers and roots of the array's own numbers.
-- A gain: a factor of a norm or of its statistics, or a number without dimensions. In a
+  Statistics are made of sums, powers and roots of the array's own values.
+- A gain: a factor of a norm or of its statistics, or a factor without dimensions. In a
   loop, a factor of the state is none, but a decay. A mask: a factor of two known
-  numbers.
+  values.
 
-Biases and gains are parameters, as `roles` finds them. A bias has one dimension.
+Biases and gains are parameters, as `roles` says. A bias has one dimension.
 """
 
-import collections
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from optax_lossscale._autocast import policy
-from optax_lossscale._autocast.roles import Role, steps_of
+from optax_lossscale._autocast.program import Program, Step
+from optax_lossscale._autocast.roles import Role, Roles
 from optax_lossscale._jaxprs import primitives
 from optax_lossscale._jaxprs.primitives import Kind, Trait
 
 
 class Layer(NamedTuple):
-    """What a step is in a layer; in none by default.
+    """The role of a step in a layer; all None if it is in no layer.
 
     Attributes:
-      operand: The operand of the layer, which decides the dtype of the result.
+      operand: The layer's input. The result has its dtype.
       part: The operand of the step that gives way: a bias, a gain, a mask, statistics.
-      is_norm: Whether it is a step of a norm. Those compute in float32.
+      is_norm: Whether the layer is a norm. Its steps compute in float32.
     """
 
     operand: Any = None
@@ -38,10 +39,10 @@ class Layer(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """What an array is made of, as a norm is; parameters do not count.
+    """The one array that an array is made of, as in a norm; parameters do not count.
 
     Attributes:
-      array: The array that it is made of.
+      array: That array; the index of an argument stands for it.
       is_statistic: Whether it is a statistic of that array.
       degree: Of twice that array it is 2**degree times as large.
     """
@@ -51,21 +52,41 @@ class Origin(NamedTuple):
     degree: float = 1
 
 
-class Layers(collections.defaultdict[Any, Layer]):
-    """By step of a program, what it is in a layer. Looks at each step once."""
+NO_LAYER = Layer()
 
-    def __init__(self, program: Any, origins: Mapping[Any, Origin] | None = None):
-        """Takes a program with its steps, and the origins of its arguments."""
-        super().__init__(Layer)
-        self._program = program
-        self._sources: dict[Any, Any] = {}  # by variable, what it is a copy of
-        self._origins = dict(origins or {})
+
+class Layers:
+    """By step of a program, its role in a layer. Each step is looked at once.
+
+    Attributes:
+      program: The program.
+      roles: The roles of its arrays.
+      bodies: By step, the layers of the programs in it, each with the indices of its
+        operands.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        roles: Roles,
+        bodies: Mapping[Step, Sequence[tuple["Layers", Sequence[int]]]],
+        given: tuple[Origin, ...] | None = None,
+    ):
+        """Takes the attributes, and the origins of the arguments: their own if None."""
+        variables = program.jaxpr.invars
+        if given is None:
+            given = tuple(map(Origin, range(len(variables))))
+        self.program, self.roles, self.bodies = program, roles, bodies
+        self._given, self._others = given, {}
+        self._layers: dict[Step, Layer] = {}
+        self._sources: dict[Any, Any] = {}  # by a copy, the variable
+        self._origins = dict(zip(variables, given, strict=True))
         self._products: set[Any] = set()
-        self._centered: dict[Any, Any] = {}  # by a difference, what is less its mean
-        self._norms: dict[Any, Any] = {}  # by a norm, its operand
+        self._centered: dict[Any, Any] = {}  # by an array less its mean, the array
+        self._norms: dict[Any, Any] = {}  # by a norm, its input
         self._gained: set[Any] = set()  # norms, and statistics, that have their gain
         for step in program.steps:
-            inputs = [x for x in step.inputs if x and program.number(x) is None]
+            inputs = [x for x in step.inputs if x and program.known(x) is None]
             sources, results = list(map(self._source, inputs)), step.equation.outvars
             if step.has(Trait.KEEPS) and len(step.inputs) == 1:
                 self._sources.update(zip(results, sources, strict=False))
@@ -79,11 +100,23 @@ class Layers(collections.defaultdict[Any, Layer]):
                 self._products.update(results)
             self._note_origins(step, inputs, results)
 
+    def __getitem__(self, step: Step) -> Layer:
+        return self._layers.get(step, NO_LAYER)
+
+    def of_origins(self, given: tuple[Origin, ...]) -> "Layers":
+        """Returns the layers for arguments of these origins, found once for each."""
+        if given == self._given:
+            return self
+        if given not in self._others:
+            about = self.program, self.roles, self.bodies
+            self._others[given] = Layers(*about, given)
+        return self._others[given]
+
     def _source(self, variable):
         return self._sources.get(variable, variable)
 
     def _find(self, step, inputs, result):
-        """Notes what a step of two arrays is in a layer."""
+        """Notes the role of a step of two arrays in a layer."""
         if step.has(Trait.MINUS) and self._is_own(*inputs, degree=1):
             self._centered[result] = inputs[0]
         if not step.has(Trait.PLUS | Trait.TIMES):
@@ -91,16 +124,16 @@ class Layers(collections.defaultdict[Any, Layer]):
         for large, part in (inputs, inputs[::-1]):
             layer = self._layer(step.has(Trait.TIMES), large, part, result)
             if layer is not None:
-                self[step] = layer
+                self._layers[step] = layer
                 if layer.is_norm:
                     self._norms[result] = layer.operand
                 return
 
     def _layer(self, is_factor, large, part, result):
-        """Returns what a sum or a product is, if one operand is a part of a layer."""
-        program, source, small = self._program, self._source(large), self._source(part)
-        numbers = program.masks.get(part, [math.inf])
-        if is_factor and all(map(policy.is_moderate, numbers)):
+        """Returns the role of a sum or a product; None if no operand is a part."""
+        source, small = self._source(large), self._source(part)
+        values = self.program.masks.get(part, [math.inf])
+        if is_factor and all(map(policy.is_moderate, values)):
             return Layer(large, part)
         origin = self._origin(large)
         if is_factor and self._is_own(large, part, degree=-origin.degree):
@@ -109,13 +142,13 @@ class Layers(collections.defaultdict[Any, Layer]):
         # Flax multiplies the statistics by the gain first, which broadcasts both.
         is_whole = origin.is_statistic or large.aval.size == result.aval.size
         is_vector = sum(n != 1 for n in small.aval.shape) < 2
-        is_part = is_whole and program.role(small) == Role.PARAMETER
+        is_part = is_whole and self.roles.of(small) == Role.PARAMETER
         if not is_part or not (is_factor or is_vector):
             return None
-        is_number = not (part.aval.shape and small.aval.shape)
+        is_scalar = not (part.aval.shape and small.aval.shape)
         has_gain = source in self._gained
         if source in self._norms or (is_factor and origin.is_statistic):
-            is_gain = is_factor and not is_number
+            is_gain = is_factor and not is_scalar
             if is_gain and has_gain:
                 return None
             self._note_gain(result, is_gain or has_gain)
@@ -123,7 +156,7 @@ class Layers(collections.defaultdict[Any, Layer]):
             return Layer(operand, part, is_norm)
         if not is_factor:
             return Layer(large, part) if source in self._products else None
-        is_gain = is_number and program.role(large) != Role.STATE
+        is_gain = is_scalar and self.roles.of(large) != Role.STATE
         return Layer(large, part) if is_gain else None
 
     def _note_gain(self, result, has_gain):
@@ -140,12 +173,12 @@ class Layers(collections.defaultdict[Any, Layer]):
         return self._origin(other) == wanted
 
     def _note_origins(self, step, inputs, results):
-        """Notes what results are made of. A norm begins anew: its gain may be large."""
-        arrays = [x for x in inputs if self._program.role(x) != Role.PARAMETER]
+        """Notes the origins of results. A norm has none: its gain may be large."""
+        arrays = [x for x in inputs if self.roles.of(x) != Role.PARAMETER]
         origins = dict(zip(arrays, map(self._origin, arrays), strict=True))
         array, *others = {x.array for x in origins.values()} or [None]
         is_norm = others or array is None or self._norms.keys() & results
-        if is_norm or not all(map(_is_of_norm, steps_of([step]))):
+        if is_norm or not self._is_of_norm(step):
             return
         if step.bodies:
             self._origins.update(self._origins_in(step, array, results))
@@ -157,14 +190,36 @@ class Layers(collections.defaultdict[Any, Layer]):
                 self._origins[x] = Origin(array, is_statistic or is_sum, degree)
 
     def _origins_in(self, step, array, results):
-        """Yields the results of a call that are made of an array, and how they are."""
-        if len(step.bodies) == 1 and not step.carry:
-            ((body, operands),) = step.bodies
+        """Yields the results of a call that are made of an array, and their origins."""
+        bodies = self.bodies[step]
+        if len(bodies) == 1 and not step.carry:
+            ((body, operands),) = bodies
             given = [self._origin(step.inputs[i]) for i in operands]
-            inside = Layers(body, dict(zip(body.jaxpr.invars, given, strict=True)))
-            for x, y in zip(results, map(inside._origin, body.outputs), strict=True):
-                if y.array is array:
-                    yield x, y
+            # An array is the first operand that is made of it, whoever calls.
+            arrays = [x.array for x in given]
+            places = (x._replace(array=arrays.index(x.array)) for x in given)
+            inside = body.of_origins(tuple(places))
+            for x, y in zip(results, inside.of_results, strict=True):
+                if isinstance(y.array, int) and arrays[y.array] == array:
+                    yield x, y._replace(array=array)
+
+    @functools.cached_property
+    def of_results(self) -> list[Origin]:
+        """The origins of the results."""
+        return list(map(self._origin, self.program.outputs))
+
+    def _is_of_norm(self, step):
+        """Whether a step moves, scales, sums up or takes powers, or all in it do."""
+        if step.bodies:
+            return all(body.are_of_norm for body, _ in self.bodies[step])
+        kinds = {step.kind, primitives.kind_of(step.name)}
+        follows = not kinds.isdisjoint(policy.FOLLOWERS)
+        return follows or step.has(Trait.SUM | Trait.POWER)
+
+    @functools.cached_property
+    def are_of_norm(self) -> bool:
+        """Whether all of its steps may be steps of a norm."""
+        return all(map(self._is_of_norm, self.program.steps))
 
     def _degree(self, step, origins):
         """Returns the degree of the results of a step; None if they have none."""
@@ -174,21 +229,76 @@ class Layers(collections.defaultdict[Any, Layer]):
         if step.has(Trait.OVER):
             return degrees[0] - degrees[1]
         if step.has(Trait.POWER):
-            exponent = _exponent(self._program, step)
+            exponent = _exponent(self.program, step)
             return None if exponent is None else degrees[0] * exponent
         common = {x.degree for x in origins.values()}
         return common.pop() if len(common) == 1 else None
 
 
 def _exponent(program, step):
-    """Returns the exponent of a power or a root; None if it is no known number."""
+    """Returns the exponent of a power or a root; None if it is unknown."""
     if step.name == "pow":
-        return program.number(step.equation.invars[1])
+        return program.known(step.equation.invars[1])
     return step.equation.params.get("y", primitives.EXPONENTS.get(step.name))
 
 
-def _is_of_norm(step):
-    """Whether a step moves, scales, sums up or takes powers, or holds such steps."""
-    kinds = {step.kind, primitives.kind_of(step.name)}
-    follows = not kinds.isdisjoint(policy.FOLLOWERS)
-    return follows or step.bodies or step.has(Trait.SUM | Trait.POWER)
+def find_layers(
+    program: Program, roles: tuple[Role, ...], found: dict[Any, Layers]
+) -> Layers:
+    """Returns the layers of a program.
+
+    Layers depend on roles, and roles on layers: a parameter that is combined with data
+    outside of layers is MIXED. This may end other layers, so they are found again,
+    until no more parameters are MIXED.
+
+    Args:
+      program: The program.
+      roles: The roles of its arguments.
+      found: The layers of programs that were found before, each once for its roles.
+    """
+    key = program, roles
+    if key not in found:
+        given = dict(zip(program.jaxpr.invars, roles, strict=True))
+        layers = _layers(program, given, found)
+        while mixed := _mixed(layers):
+            given |= dict.fromkeys(mixed, Role.MIXED)
+            layers = _layers(program, given, found)
+        found[key] = layers
+    return found[key]
+
+
+def _layers(program, given, found):
+    """Returns the layers of a program, for these roles of its arguments."""
+    roles, bodies = Roles(program, given), {}
+    for step in program.steps:
+        if step.bodies:
+            inside = roles.inside(step)
+            bodies[step] = [
+                (find_layers(body, tuple(inside[i] for i in operands), found), operands)
+                for body, operands in step.bodies
+            ]
+        roles.follow(step, [body.roles for body, _ in bodies.get(step, ())])
+    return Layers(program, roles, bodies)
+
+
+def _mixed(layers):
+    """Returns the parameters among the arguments that are MIXED after all."""
+    mixed: set[Any] = set()
+    role = layers.roles.of
+    for step in reversed(layers.program.steps):
+        atoms, part = step.equation.invars, layers[step].part
+        found = [x in mixed for x in step.equation.outvars]
+        is_layer = step.bodies or step.kind == Kind.PRODUCT or step.is_parallel
+        mixes = not is_layer and max(map(role, atoms), default=0) >= Role.DATA
+        # The sum of the squares of a parameter, say, is added to the loss: no matter.
+        is_array = any(x.aval.shape for x in mixed.intersection(step.equation.outvars))
+        back = found if step.is_parallel else [any(found)] * len(atoms)
+        for x, y in zip(atoms, back, strict=True):
+            is_parameter = role(x) == Role.PARAMETER and x is not part
+            if is_parameter and (mixes or (y and (is_array or not x.aval.shape))):
+                mixed.add(x)
+        for body, operands in layers.bodies.get(step, ()):
+            pairs = zip(operands, body.program.jaxpr.invars, strict=True)
+            inside = (atoms[i] for i, x in pairs if body.roles.of(x) > Role.PARAMETER)
+            mixed.update(x for x in inside if role(x) == Role.PARAMETER)
+    return mixed.intersection(layers.program.jaxpr.invars)

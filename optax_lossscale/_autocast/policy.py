@@ -1,12 +1,12 @@
-"""What computes in which dtype, and why. Change it here.
+"""The policy: which operations compute in which dtype, and why. Change it here.
 
-A float32 number of the program is in one of these states; integers have none.
+Each float32 value has one of three states. Integers have none.
 
-- SOFT: float32 that gives way, rounded where it meets HALF: a number that fits, a
-  bounded function of HALF, and a HALF result that only float32 reads.
-- HALF: held in half precision, the result of a product.
-- WIDE: float32, and makes float32 what it meets, as PyTorch promotes: an array of the
-  program, or float32 on purpose.
+- SOFT: float32 that gives way: it is rounded where it is combined with HALF. Constants
+  that fit, bounded functions of HALF, and HALF results that only float32 reads.
+- HALF: held in half precision, as the result of a product.
+- WIDE: float32 that wins: the result is float32, as PyTorch promotes. Arrays of the
+  program, and float32 on purpose.
 """
 
 import enum
@@ -22,7 +22,7 @@ from optax_lossscale._jaxprs.primitives import Kind, Trait
 
 
 class State(enum.IntEnum):
-    """How a float32 number of the program is held. Where two meet, the larger wins."""
+    """How a float32 value is held. Where two are combined, the larger wins."""
 
     SOFT = 0
     HALF = 1
@@ -43,7 +43,7 @@ def kind_of(equation: Any, dtype: Any, known: Sequence[Any]) -> Kind:
     Args:
       equation: The equation.
       dtype: The dtype to compute in.
-      known: For each operand, its number if the program knows it, else None.
+      known: For each operand, its value if the program knows it, else None.
     """
     name, params = operation_of(equation), equation.params
     kind = primitives.kind_of(name)
@@ -57,8 +57,8 @@ def kind_of(equation: Any, dtype: Any, known: Sequence[Any]) -> Kind:
     if floats != {np.dtype(np.float32)}:
         return Kind.FLOAT32  # Somebody chose another dtype.
     fill = params.get("fill_value")
-    if fill is not None and state_of_number(fill, dtype) == State.WIDE:
-        return Kind.FLOAT32  # What x.at[i].get(fill_value=1e5) puts in.
+    if fill is not None and state_of_constant(fill, dtype) == State.WIDE:
+        return Kind.FLOAT32  # As of x.at[i].get(fill_value=1e5).
     if not _is_default(params.get("precision")):
         return Kind.FLOAT32  # Somebody asked for precision.
     if kind == Kind.PRODUCT:
@@ -79,7 +79,7 @@ def kind_of(equation: Any, dtype: Any, known: Sequence[Any]) -> Kind:
 
 
 def is_moderate(factor: Any) -> bool:
-    """Whether an array in half precision, times this number, can stay there."""
+    """Whether an array in half precision, times this constant, can stay there."""
     size = abs(float(factor))
     if size in (0, 1):
         return True
@@ -97,7 +97,7 @@ def _is_default(precision: Any) -> bool:
 
 
 def operation_of(equation: Any) -> str:
-    """Returns what an equation computes, by its name in the table of primitives."""
+    """Returns the operation of an equation: its name in the table of primitives."""
     types = [x.aval for x in equation.invars]
     return primitives.table_name(equation.primitive, types, equation.params)
 
@@ -111,7 +111,7 @@ def _is_square(equation: Any) -> bool:
 def is_sum(equation: Any) -> bool:
     """Whether the result of a product has batch dimensions alone, as of two vectors.
 
-    It reads each number once, so that half precision computes nothing faster.
+    It reads each value once, so that half precision computes nothing faster.
     """
     if equation.primitive.name != "dot_general":
         return False
@@ -121,7 +121,7 @@ def is_sum(equation: Any) -> bool:
 
 def is_saved(primitive: Any, *types: Any, **params: Any) -> bool:
     """Whether the backward pass reads a result rather than computes it again."""
-    if primitive.name == "custom_jvp_call":  # `relu`: as what it calls.
+    if primitive.name == "custom_jvp_call":  # `relu`: as its operations.
         called, _ = parts.opened(params["call_jaxpr"])
         return any(
             is_saved(x.primitive, *(y.aval for y in x.invars), **x.params)
@@ -129,14 +129,14 @@ def is_saved(primitive: Any, *types: Any, **params: Any) -> bool:
         )
     name = primitives.table_name(primitive, types, params)
     is_move = primitives.kind_of(name) == Kind.MOVE
-    # Of a move in float32, what it moves is saved already, or can be, in fewer bytes.
+    # The operand of a float32 move is saved already, or can be, in fewer bytes.
     is_wide = is_move and any(x.dtype == np.float32 for x in types)
     return not (is_wide or primitives.has(name, Trait.CHEAP))
 
 
-def state_of_number(number: Any, dtype: Any) -> State:
+def state_of_constant(value: Any, dtype: Any) -> State:
     """Returns the state of a constant: WIDE if half precision cannot hold it."""
-    info, size = jnp.finfo(dtype), abs(float(number))
+    info, size = jnp.finfo(dtype), abs(float(value))
     fits = float(info.tiny) <= size <= float(info.max)
     is_exact = size in (0, math.inf) or size != size
     return State.SOFT if fits or is_exact else State.WIDE

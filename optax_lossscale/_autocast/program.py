@@ -1,17 +1,17 @@
-"""A jaxpr with what is known before it runs: numbers, kinds, and the programs in it."""
+"""A program: a jaxpr, and all that is known before it runs.
+
+Known values, such as constants; the kinds of its steps; the programs in them.
+"""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.core import ShapedArray
 
 from optax_lossscale._autocast import policy
-from optax_lossscale._autocast.layers import Layers
-from optax_lossscale._autocast.roles import Role
 from optax_lossscale._jaxprs import ends, flow, parts, primitives
 from optax_lossscale._jaxprs.lines import (
     Function,
@@ -23,7 +23,7 @@ from optax_lossscale._jaxprs.lines import (
 from optax_lossscale._jaxprs.parts import variable_of
 from optax_lossscale._jaxprs.primitives import Kind, Trait
 
-# How to compute with numbers while tracing.
+# How to compute with known values while tracing.
 FOLDS: dict[str, Callable[..., Any]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,
     "neg": np.negative, "abs": np.abs, "sqrt": np.sqrt, "exp": np.exp, "log": np.log,
@@ -41,7 +41,7 @@ class Step:
 
     Attributes:
       equation: The equation.
-      kind: What the policy does with it.
+      kind: How the policy treats it.
       callers: The equations that hold it, the outermost first.
       bodies: The programs in it, each with the indices of its operands.
       carry: The indices of the operands that are the state of a loop.
@@ -93,63 +93,49 @@ class Step:
 
     @functools.cached_property
     def inputs(self) -> list[Any]:
-        """The variables among its operands; None for a number."""
+        """The variables among its operands; None for a literal."""
         return [variable_of(x) for x in self.equation.invars]
 
 
 @dataclasses.dataclass(eq=False)
 class Program:
-    """A jaxpr, and what is known before it runs.
+    """A jaxpr, and all that is known before it runs.
 
     Attributes:
       jaxpr: The jaxpr.
       consts: The arrays that it closes over.
-      numbers: By variable, the number that it is, or is filled with.
-      steps: Its equations, without those whose results are known numbers.
+      values: By variable, its value if that is known, or the value that fills it.
+      steps: Its equations, without those whose results are known values.
       is_shared: Whether it is called more than once.
-      masks: By array of two known numbers, these.
-      roles: By variable, what it is made of.
+      masks: By array of two known values, these.
     """
 
     jaxpr: Any
     consts: Sequence[Any]
-    numbers: dict[Any, Any]
+    values: dict[Any, Any]
     steps: list[Step] = dataclasses.field(default_factory=list)
     is_shared: bool = False
     masks: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    roles: dict[Any, Role] = dataclasses.field(default_factory=dict)
 
-    def number(self, atom: Any) -> Any:
-        """Returns the number that an operand is or is filled with; None otherwise."""
+    def known(self, atom: Any) -> Any:
+        """Returns the value of an operand, or of all its elements; None if unknown."""
         if variable_of(atom) is None:
             is_empty = atom.aval.dtype == jax.dtypes.float0  # An integer's gradient.
-            is_number = not is_empty and not atom.aval.shape
-            return np.asarray(atom.val, atom.aval.dtype)[()] if is_number else None
-        return self.numbers.get(atom)
+            is_scalar = not is_empty and not atom.aval.shape
+            return np.asarray(atom.val, atom.aval.dtype)[()] if is_scalar else None
+        return self.values.get(atom)
 
     def scalar(self, atom: Any) -> Any:
-        """Returns the number that an operand is, on all devices; None otherwise."""
-        number, aval = self.number(atom), atom.aval
-        if number is None or aval.shape:
+        """Returns the known value of an operand without dimensions, on all devices."""
+        value, aval = self.known(atom), atom.aval
+        if value is None or aval.shape:
             return None
-        like = parts.type_like(jax.typeof(number), weak_type=aval.weak_type)
-        return number if like == aval or variable_of(atom) is None else None
-
-    def role(self, atom: Any) -> Role:
-        """Returns what an operand is made of: of data, if nobody marked it."""
-        if self.number(atom) is not None:
-            return Role.NUMBER
-        is_array = isinstance(atom.aval, ShapedArray)  # and no reference
-        return self.roles.get(variable_of(atom), Role.DATA) if is_array else Role.DATA
-
-    @functools.cached_property
-    def layers(self) -> Layers:
-        """What its steps are in layers."""
-        return Layers(self)
+        like = parts.type_like(jax.typeof(value), weak_type=aval.weak_type)
+        return value if like == aval or variable_of(atom) is None else None
 
     @functools.cached_property
     def outputs(self) -> list[Any]:
-        """The variables among its results; None for a number."""
+        """The variables among its results; None for a literal."""
         return [variable_of(x) for x in self.jaxpr.outvars]
 
     @functools.cached_property
@@ -169,6 +155,14 @@ class Program:
         return is_flat and all(x.repeats for x in bodies)
 
 
+def steps_of(steps: Iterable[Step]) -> Iterator[Step]:
+    """Yields steps, and those of the programs in them."""
+    for step in steps:
+        yield step
+        for body, _ in step.bodies:
+            yield from steps_of(body.steps)
+
+
 def read(
     closed: Any,
     dtype: Any,
@@ -182,11 +176,12 @@ def read(
     Args:
       closed: The jaxpr.
       dtype: The dtype to compute in.
-      known: Of its first arguments, the numbers that they are or are filled with; None
-        for what is not known.
+      known: The values of its first arguments, or those that fill them; None if they
+        are unknown.
       callers: The equations that hold it, the outermost first.
-      programs: What was read before, so that a function that is called often is read,
-        planned and traced once. None if it matters where each call stands.
+      programs: The programs that were read before, so that a function that is called
+        often is read, planned and traced once. None if it matters where each call
+        stands.
       walk: The walk that finds solvers, which remembers the loops in loops.
     """
     walk = walk or ends.Walk()
@@ -198,67 +193,54 @@ def read(
     pairs = zip(jaxpr.invars, known, strict=False)
     program = Program(jaxpr, consts, {k: x for k, x in pairs if x is not None})
     for equation in jaxpr.eqns:
-        numbers, result = list(map(program.number, equation.invars)), None
+        values, result = list(map(program.known, equation.invars)), None
         # A loop changes its state, and a branch is not worth it.
         is_call = primitives.kind_of(equation.primitive.name) == Kind.CALL
-        passed, around = numbers if is_call else (), (*callers, equation)
+        passed, around = values if is_call else (), (*callers, equation)
         jaxprs, carry = _bodies(equation, walk)
         bodies = [
             (read(x, dtype, passed, around, programs, walk), i) for x, i in jaxprs
         ]
         if equation.outvars:
             result = equation.outvars[0]
-            program.numbers[result] = _folded_number(equation, numbers)
-            _note_mask(program, equation, numbers)
+            program.values[result] = _folded(equation, values)
+            _note_mask(program, equation, values)
         if result is None or program.scalar(result) is None:
-            kind = policy.kind_of(equation, dtype, numbers)
+            kind = policy.kind_of(equation, dtype, values)
             program.steps.append(Step(equation, kind, callers, bodies, carry))
     if programs is not None:
         programs[key] = program
     return program
 
 
-def _note_mask(program: Program, equation: Any, numbers: Sequence[Any]) -> None:
-    """Notes the two numbers of a mask: of what was a bool, for example."""
-    unknown = [x for x, y in zip(equation.invars, numbers, strict=True) if y is None]
+def _note_mask(program: Program, equation: Any, values: Sequence[Any]) -> None:
+    """Notes the two values of a mask: those of a converted bool, for example."""
+    unknown = [x for x, y in zip(equation.invars, values, strict=True) if y is None]
     if len(unknown) == 1:
         is_bool, variable = unknown[0].aval.dtype == bool, variable_of(unknown[0])
         known = (np.False_, np.True_) if is_bool else program.masks.get(variable, ())
-        given = [[x if y is None else y for y in numbers] for x in known]
-        found = [_folded_number(equation, x) for x in given]
+        given = [[x if y is None else y for y in values] for x in known]
+        found = [_folded(equation, x) for x in given]
         if found and None not in found:
             program.masks[equation.outvars[0]] = found
 
 
-def _bodies(
-    equation: Any, walk: ends.Walk
-) -> tuple[list[tuple[Any, Sequence[int]]], Sequence[int]]:
-    """Returns jaxprs with the operands that each reads, and the state of a loop."""
-    name, params = equation.primitive.name, equation.params
-    operands = range(len(equation.invars))
-    if name == "scan":
-        return [(params["jaxpr"], operands)], flow.scan_parts(equation, operands)[1]
-    if name == "while" and not walk.ends_by_floats(equation):
-        asked, consts, carry = flow.while_parts(equation, operands)
-        condition = params["cond_jaxpr"], [*asked, *carry]
-        return [condition, (params["body_jaxpr"], [*consts, *carry])], carry
-    if name == "cond":
-        return [(x, operands[1:]) for x in params["branches"]], ()
-    is_rule = name in ("custom_jvp_call", "custom_vjp_call")
-    if is_rule and any(map(walk.ends_by_floats, parts.equations_in(equation))):
-        return [], ()  # The rule may take the steps of the loop again.
-    is_call = primitives.kind_of(name) in (Kind.CALL, Kind.DEVICES)
-    return [(parts.called_jaxpr(equation), operands)] if is_call else [], ()
+def _bodies(equation: Any, walk: ends.Walk) -> flow.Bodies:
+    """Returns the jaxprs that follow the policy: none of a solver."""
+    is_rule = equation.primitive.name in ("custom_jvp_call", "custom_vjp_call")
+    # The rule of a function with a solver may take its steps again.
+    is_solver = walk.holds_solver if is_rule else walk.ends_by_floats
+    return flow.Bodies() if is_solver(equation) else flow.bodies_of(equation)
 
 
-def _folded_number(equation: Any, numbers: Sequence[Any]) -> Any:
-    """Returns the number that the result is or is filled with, if it is known."""
+def _folded(equation: Any, values: Sequence[Any]) -> Any:
+    """Returns the value of the result, or the one that fills it; None if unknown."""
     name, aval = policy.operation_of(equation), equation.outvars[0].aval
-    if primitives.has(name, Trait.KEEPS) and len(numbers) == 1:
-        return numbers[0]
-    is_known = numbers and all(x is not None for x in numbers)
+    if primitives.has(name, Trait.KEEPS) and len(values) == 1:
+        return values[0]
+    is_known = values and all(x is not None for x in values)
     if name not in FOLDS or not is_known or not isinstance(aval.dtype, np.dtype):
         return None
     options = (equation.params["y"],) if name == "integer_pow" else ()
     with np.errstate(all="ignore"):
-        return np.asarray(FOLDS[name](*numbers, *options)).astype(aval.dtype)[()]
+        return np.asarray(FOLDS[name](*values, *options)).astype(aval.dtype)[()]

@@ -10,10 +10,8 @@ import jax
 from jax.tree_util import keystr
 
 from optax_lossscale._autocast import policy
-from optax_lossscale._autocast.policy import State
-from optax_lossscale._autocast.program import Step, read
-from optax_lossscale._autocast.roles import steps_of
-from optax_lossscale._autocast.states import Plan
+from optax_lossscale._autocast.plan import Plan
+from optax_lossscale._autocast.program import Step, read, steps_of
 from optax_lossscale._jaxprs import parts, primitives
 from optax_lossscale._jaxprs.primitives import Kind
 from optax_lossscale._tree import is_inexact
@@ -25,20 +23,12 @@ NOTES: contextvars.ContextVar[list[str] | None]
 NOTES = contextvars.ContextVar("NOTES", default=None)
 
 
-def computes_in_half(plan: Plan) -> bool:
-    """Whether a product of a program computes in half precision."""
-    steps = (x for x in plan.program.steps if x.kind == Kind.PRODUCT)
-    if any(plan.states[x.equation.outvars[0]] == State.HALF for x in steps):
-        return True
-    return any(computes_in_half(x) for bodies in plan.bodies.values() for x in bodies)
-
-
 def reason(
     plan: Plan, args: Any, is_chosen: Callable[[Step], bool], dtype: Any
 ) -> str | None:
     """Returns why no product computes in half precision, and what to write.
 
-    None if the backward rule of a `jax.custom_vjp` has one that does.
+    None if one does, perhaps only in the backward rule of a `jax.custom_vjp`.
 
     Args:
       plan: The plan of the program.
@@ -46,6 +36,8 @@ def reason(
       is_chosen: Whether the user keeps a step in float32.
       dtype: The dtype to compute in.
     """
+    if plan.has_half_products:
+        return None
     steps = list(steps_of(plan.program.steps))
     rules = (x for x in steps if x.name == "custom_vjp_call" and x.bodies)
     if any(_casts_in_rule(x, is_chosen, dtype) for x in rules):

@@ -1,99 +1,92 @@
-"""Roles: which arrays of a program are parameters, and which are data.
+"""Roles: which arrays are parameters, and which are data.
 
-They are facts of a call, and of the whole program: marked from the top down, once,
-before any plan.
+Of the arguments of a call, their places decide. In a program roles go forward, from its
+arguments to its results.
 """
 
-import dataclasses
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+from jax.core import ShapedArray
+
+from optax_lossscale._autocast.program import Program, Step
+from optax_lossscale._jaxprs.parts import variable_of
 from optax_lossscale._jaxprs.primitives import Kind
+from optax_lossscale._nnx import is_model, is_mutable
+from optax_lossscale._tree import is_argument, is_inexact
 
 
 class Role(enum.IntEnum):
-    """What an array is made of. Of several the largest wins.
+    """The role of an array: it is made of these. Of several the largest wins.
 
-    - NUMBER: of known numbers alone.
-    - PARAMETER: of parameters, and of known numbers.
-    - MET: of parameters that meet data otherwise than in layers.
-    - DATA: of anything else.
-    - STATE: of the state of a loop, with no product since.
+    - KNOWN: known values alone.
+    - PARAMETER: parameters, and known values.
+    - MIXED: parameters that are combined with data outside of layers.
+    - DATA: anything else.
+    - STATE: the state of a loop, with no product since.
     """
 
-    NUMBER = 0
+    KNOWN = 0
     PARAMETER = 1
-    MET = 2
+    MIXED = 2
     DATA = 3
     STATE = 4
 
 
-def steps_of(steps: Iterable[Any]) -> Iterator[Any]:
-    """Yields steps, and those of the programs in them."""
-    for step in steps:
-        yield step
-        for body, _ in step.bodies:
-            yield from steps_of(body.steps)
+class Roles:
+    """The roles of the arrays of a program."""
 
+    def __init__(self, program: Program, given: Mapping[Any, Role]):
+        """Takes a program, and the roles of its arguments."""
+        self._program, self._roles = program, dict(given)
 
-def mark(program: Any, roles: tuple[Role, ...], marked: dict[Any, Any]) -> Any:
-    """Returns a program with the roles of its arrays.
+    def of(self, atom: Any) -> Role:
+        """Returns the role of an operand: DATA, if nothing is known of it."""
+        if self._program.known(atom) is not None:
+            return Role.KNOWN
+        is_array = isinstance(atom.aval, ShapedArray)  # and no reference
+        return self._roles.get(variable_of(atom), Role.DATA) if is_array else Role.DATA
 
-    Args:
-      program: The program.
-      roles: The roles of its arguments. A parameter may turn out to be MET.
-      marked: The programs that were marked before, to mark each once for its roles.
-    """
-    key = program, roles
-    if key not in marked:
-        known = dict(zip(program.jaxpr.invars, roles, strict=True))
-        marked[key] = _with_roles(program, known, marked)
-        while met := _met(marked[key]):
-            known |= dict.fromkeys(met, Role.MET)
-            marked[key] = _with_roles(program, known, marked)
-    return marked[key]
+    def inside(self, step: Step) -> list[Role]:
+        """Returns the roles of the operands of a step in the programs in it."""
+        given = map(self.of, step.equation.invars)
+        return [Role.STATE if i in step.carry else x for i, x in enumerate(given)]
 
-
-def _with_roles(program, known, marked):
-    """Returns a program with the roles of its arrays, for those of its arguments."""
-    new = dataclasses.replace(program, steps=[], roles=dict(known))
-    for step in program.steps:
-        given = list(map(new.role, step.equation.invars))
-        made = max(given, default=Role.NUMBER)
+    def follow(self, step: Step, bodies: Sequence["Roles"]) -> None:
+        """Adds the results of a step, for the roles in the programs in it."""
+        given = list(map(self.of, step.equation.invars))
+        made = max(given, default=Role.KNOWN)
         made = min(made, Role.DATA) if step.kind == Kind.PRODUCT else made
         roles = given if step.is_parallel else [made] * len(step.equation.outvars)
-        if step.bodies:
-            inside = [Role.STATE if i in step.carry else x for i, x in enumerate(given)]
-            bodies = [
-                (mark(body, tuple(inside[i] for i in operands), marked), operands)
-                for body, operands in step.bodies
-            ]
-            step = dataclasses.replace(step, bodies=bodies)
-            if len(bodies) == 1 and not step.carry:
-                roles = map(bodies[0][0].role, bodies[0][0].jaxpr.outvars)
-        new.steps.append(step)
-        new.roles.update(zip(step.equation.outvars, roles, strict=True))
-    return new
+        if len(bodies) == 1 and not step.carry:
+            roles = [bodies[0].of(x) for x in bodies[0]._program.jaxpr.outvars]
+        self._roles.update(zip(step.equation.outvars, roles, strict=True))
 
 
-def _met(program):
-    """Returns the arguments that are parameters, but meet data outside of layers."""
-    met: set[Any] = set()
-    for step in reversed(program.steps):
-        atoms, part = step.equation.invars, program.layers[step].part
-        found = [x in met for x in step.equation.outvars]
-        is_layer = step.bodies or step.kind == Kind.PRODUCT or step.is_parallel
-        meets = not is_layer and max(map(program.role, atoms), default=0) >= Role.DATA
-        # The sum of the squares of a parameter, say, meets the loss: no matter.
-        is_array = any(x.aval.shape for x in met.intersection(step.equation.outvars))
-        back = found if step.is_parallel else [any(found)] * len(atoms)
-        for x, y in zip(atoms, back, strict=True):
-            is_parameter = program.role(x) == Role.PARAMETER and x is not part
-            if is_parameter and (meets or (y and (is_array or not x.aval.shape))):
-                met.add(x)
-        for body, operands in step.bodies:
-            pairs = zip(operands, body.jaxpr.invars, strict=True)
-            inside = (atoms[i] for i, x in pairs if body.role(x) > Role.PARAMETER)
-            met.update(x for x in inside if program.role(x) == Role.PARAMETER)
-    return met.intersection(program.jaxpr.invars)
+def is_traced(x: Any) -> bool:
+    """Whether a leaf is an argument of the program: NumPy's integers are static."""
+    return is_argument(x) and (isinstance(x, jax.Array) or is_inexact(x))
+
+
+def roles_of_call(args: Any, kwargs: Any, n: int) -> tuple[Role, ...]:
+    """Returns the roles of the arrays of a call.
+
+    Args:
+      args: The arguments. Those of the first with arrays are the parameters, or those
+        of the first Flax nnx module.
+      kwargs: The arguments by name.
+      n: How many arrays there are. The last are those in Flax nnx modules.
+    """
+    pairs = jax.tree.leaves_with_path((args, kwargs), is_leaf=is_mutable)
+    models = [path[:2] for path, x in pairs if is_model(x)]
+    held = [path[:2] for path, x in pairs if is_traced(x) or is_mutable(x)]
+    # Parameters may come after a name, but not by a name.
+    first = (*models, *(path for path in held if path[0].idx == 0), None)[0]
+    roles = [
+        Role.PARAMETER if path[:2] == first else Role.DATA
+        for path, x in pairs
+        if is_traced(x)
+    ]
+    return *roles, *(Role.PARAMETER,) * (n - len(roles))

@@ -1,1 +1,1 @@
-"""Ways through a jaxpr: what `autocast` and the trace know about equations."""
+"""Ways through a jaxpr, which `autocast` and the trace share."""

@@ -1,4 +1,4 @@
-"""Which loops end by floating-point numbers: solvers."""
+"""Solvers: the loops that floating-point numbers end."""
 
 import collections
 import enum
@@ -8,18 +8,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from optax_lossscale._jaxprs import flow, parts, primitives
-from optax_lossscale._jaxprs.primitives import Kind, Trait
+from optax_lossscale._jaxprs.primitives import Trait
 from optax_lossscale._tree import is_inexact
 
 
 class Origin(enum.IntEnum):
-    """What an array in a loop comes from. Of several the largest wins.
+    """The origin of an array in a loop. Of several the largest wins.
 
     - FIXED: The same in each iteration.
     - DRAWN: Random, and made of nothing else that changes.
     - STATE: The state of the loop.
     - COMPARED: An integer or a flag that is made of a comparison of floating-point
-      numbers of the state: the comparison itself, and what follows from it.
+      numbers of the state: the comparison itself, and all that follows from it.
     """
 
     FIXED = 0
@@ -39,6 +39,18 @@ class Walk:
     def __init__(self):
         self._jaxprs: dict[Any, _Jaxpr] = {}
         self._found: dict[Any, Origins] = {}
+        self._have_solvers: dict[int, bool] = {}  # by the id of a jaxpr
+
+    def holds_solver(self, equation: Any) -> bool:
+        """Whether an equation is a `while` that ends by floats, or holds one."""
+        inside = map(self._has_solver, parts.jaxprs_in(equation))
+        return self.ends_by_floats(equation) or any(inside)
+
+    def _has_solver(self, jaxpr):
+        if id(jaxpr) not in self._have_solvers:
+            found = any(map(self.holds_solver, jaxpr.eqns))
+            self._have_solvers[id(jaxpr)] = found
+        return self._have_solvers[id(jaxpr)]
 
     def ends_by_floats(self, equation: Any) -> bool:
         """Whether an equation is a `while` that floating-point numbers end.
@@ -85,12 +97,12 @@ class Walk:
             return self._loop(
                 equation.params["jaxpr"], *flow.scan_parts(equation, given)
             )
-        if name == "cond":
-            index, *operands = given
-            found = [self._results(x, operands) for x in equation.params["branches"]]
-            return [max(index, *x) for x in zip(*found, strict=True)]
-        if primitives.kind_of(name) in (Kind.CALL, Kind.DEVICES):
-            return self._results(parts.called_jaxpr(equation), given)
+        if jaxprs := flow.bodies_of(equation).jaxprs:
+            read = {i for _, operands in jaxprs for i in operands}
+            # The index of a branch, which says which of them runs.
+            decides = [x for i, x in enumerate(given) if i not in read]
+            found = [self._results(x, [given[i] for i in on]) for x, on in jaxprs]
+            return [max((*decides, *x)) for x in zip(*found, strict=True)]
         if primitives.has(name, Trait.RANDOM):
             return [Origin.DRAWN] * n
         if primitives.has(name, Trait.PARALLEL) and n == len(given):
@@ -100,7 +112,7 @@ class Walk:
         floats = {origin for x, origin in pairs if is_inexact(x.aval)}
         is_decided = max(floats, default=Origin.FIXED) == Origin.STATE
         if is_decided and Origin.DRAWN not in floats:
-            # What returns places, as `argmax` does, decides nothing.
+            # An operation that returns places, as `argmax`, decides nothing.
             made = made if primitives.has(name, Trait.PLACE) else Origin.COMPARED
         return [made] * n
 
@@ -132,7 +144,7 @@ class Walk:
             for x, y in zip(map(parts.variable_of, jaxpr.outvars), state, strict=False):
                 becomes[x].append(y)
             changed = set(becomes)
-            # Only what rises goes around again, so that an iteration costs no walk.
+            # Only origins that rise go around again: an iteration costs no walk.
             while risen := {
                 y: inside.origin(x)
                 for x in changed.intersection(becomes)
@@ -168,7 +180,7 @@ class _Jaxpr:
     def assign(self, origins: Mapping[Any, Origin]) -> set[Any]:
         """Assigns origins to arguments, and returns the variables that this changes.
 
-        It follows only the equations that read what changes.
+        It follows only the equations that read these.
         """
         changed: set[Any] = set()
         self._note(origins.items(), changed)
@@ -196,7 +208,7 @@ class _Jaxpr:
 def _bounds(variable: Any) -> tuple[Origin, Origin]:
     """Returns the smallest and the largest origin that a variable can have."""
     if parts.is_ref(variable):
-        return Origin.STATE, Origin.STATE  # Any iteration may write what it holds.
+        return Origin.STATE, Origin.STATE  # Any iteration may write it.
     # A floating-point number ends no loop before something compares it.
     is_float = is_inexact(variable.aval)
     return Origin.FIXED, Origin.STATE if is_float else Origin.COMPARED

@@ -1,13 +1,48 @@
-"""Runs a loop, a branch or a `jax.shard_map` again, around other functions."""
+"""Equations that hold jaxprs: which these are, and how to run them again.
+
+A loop, a branch or a `jax.shard_map` runs again around other functions.
+"""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lossscale._jaxprs import parts
+from optax_lossscale._jaxprs import parts, primitives
+from optax_lossscale._jaxprs.primitives import Kind
+
+
+class Bodies(NamedTuple):
+    """The jaxprs that an equation runs.
+
+    Attributes:
+      jaxprs: Each with the indices of the operands that it reads. The last is the body
+        of a loop; the first may be its condition.
+      carry: The indices of the operands that are the state of a loop.
+    """
+
+    jaxprs: Sequence[tuple[Any, Sequence[int]]] = ()
+    carry: Sequence[int] = ()
+
+
+def bodies_of(equation: Any) -> Bodies:
+    """Returns the jaxprs that an equation runs, if its kind in the table says so."""
+    name, params = equation.primitive.name, equation.params
+    kind, operands = primitives.kind_of(name), range(len(equation.invars))
+    if kind in (Kind.CALL, Kind.DEVICES):
+        return Bodies([(parts.called_jaxpr(equation), operands)])
+    if kind == Kind.BRANCH:
+        return Bodies([(x, operands[1:]) for x in params["branches"]])
+    if name == "scan":
+        _, carry, _ = scan_parts(equation, operands)
+        return Bodies([(params["jaxpr"], operands)], carry)
+    if name == "while":
+        asked, consts, carry = while_parts(equation, operands)
+        condition = params["cond_jaxpr"], [*asked, *carry]
+        return Bodies([condition, (params["body_jaxpr"], [*consts, *carry])], carry)
+    return Bodies()
 
 
 def switch(

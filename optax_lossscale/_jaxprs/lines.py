@@ -21,7 +21,7 @@ FRAMEWORKS = (
     "jax", "jaxlib", "flax", "haiku", "equinox", "keras", "optax", "chex", "jmp",
     "einops", "optree", "optax_lossscale",
 )  # fmt: skip
-# What consoles call their input. Other names in angle brackets are of generated code.
+# The names of input at consoles. Other names in angle brackets are of generated code.
 CONSOLES = re.compile(
     r"<([a-z]+-input|input|stdin|console|command|doctest|string|exec)\b"
 )
@@ -79,7 +79,7 @@ def source_of(equation: Any, caller: Source, *, is_backward: bool) -> Source:
         return dataclasses.replace(caller, in_rule=in_rule or caller.in_rule)
     if caller.line:
         lines += [(caller.file, caller.line, caller.function), *caller.callers]
-    # A lambda and what calls it are often on one line.
+    # A lambda and its caller are often on one line.
     callers = (y for x, y in itertools.pairwise(lines) if x[:2] != y[:2])
     return Source(*lines[0], in_rule, tuple(callers))
 

@@ -1,4 +1,4 @@
-"""What JAX does not document about jaxprs, types and lines: each is read here alone.
+"""Undocumented parts of JAX: of jaxprs, types and lines. Only this file reads them.
 
 Some of the names depend on the version of JAX.
 """
@@ -20,8 +20,8 @@ ON_AXIS = "NamedAxisEffect"
 WRITES = {"WriteEffect", "AccumEffect"}
 HARMLESS = {ON_AXIS, "ReadEffect", *WRITES}
 _ENDED: weakref.WeakSet[Any] = weakref.WeakSet()  # Traces.
-# Who calls a function that older versions of JAX keep the jaxpr of. Newer ones keep no
-# frames outside of it.
+# Frames at which a traceback ends. Older versions of JAX keep the jaxpr of a function
+# that is called again, and outside are the frames of its first call. Newer keep none.
 BORDERS = ("trace_to_jaxpr", "trace_to_jaxpr_dynamic")
 
 
@@ -41,12 +41,12 @@ def is_jaxpr(x: Any) -> bool:
 
 
 def is_literal(atom: Any) -> bool:
-    """Whether an operand is a number in the equation, its `val`, and no variable."""
+    """Whether an operand is a constant in the equation, its `val`, and no variable."""
     return hasattr(atom, "val")
 
 
 def variable_of(atom: Any) -> Any:
-    """Returns an operand that is a variable; None if it is a number."""
+    """Returns an operand that is a variable; None if it is a literal."""
     return None if is_literal(atom) else atom
 
 
@@ -56,7 +56,7 @@ def is_ref(atom: Any) -> bool:
 
 
 def type_held(atom: Any) -> Any:
-    """Returns the type of an operand; for a `jax.Ref`, that of what it holds."""
+    """Returns the type of an operand; for a `jax.Ref`, that of the array in it."""
     return getattr(atom.aval, "inner_aval", atom.aval)
 
 

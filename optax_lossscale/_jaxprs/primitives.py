@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Kind(enum.Enum):
-    """What `autocast` does with a primitive; the table below says why."""
+    """How `autocast` treats a primitive; the table below says why."""
 
     PRODUCT = enum.auto()
     BOUNDED = enum.auto()
@@ -24,12 +24,12 @@ class Kind(enum.Enum):
 
 
 class Trait(enum.Flag):
-    """What else is known of a primitive.
+    """A property of a primitive.
 
     Attributes:
-      ELEMENTWISE: It works number by number; operands have the shape of the result.
-      CHEAP: The backward pass may run it again, rather than read what it returned.
-      KEEPS: It returns the numbers of its operand, in other places or several times.
+      ELEMENTWISE: It works element by element; operands have the shape of the result.
+      CHEAP: The backward pass may run it again, rather than read its result.
+      KEEPS: It returns the elements of its operand, in other places or several times.
       PARALLEL: Each result is of the operand in its place.
       PLUS, MINUS, TIMES, OVER: It is the sum, the difference, the product or the
         quotient of its operands.
@@ -40,7 +40,7 @@ class Trait(enum.Flag):
       POLE: It has poles, or ends of its domain.
       ORDER: It says which of two numbers is larger.
       EQUAL: It says whether two numbers are equal.
-      PLACE: Its last result has the places of numbers along an axis.
+      PLACE: Its last result has places along an axis.
       COLLECTIVE: Devices exchange arrays.
       OPAQUE: It cannot run in another dtype, or has effects that must not happen twice.
       BITS: Its results depend on the bits of a dtype.
@@ -71,7 +71,7 @@ class Trait(enum.Flag):
 NONE = Trait(0)
 SIMPLE = Trait.ELEMENTWISE | Trait.CHEAP
 TABLE = [
-    # Nearly all the work, and what the hardware is fast at: in half precision.
+    # Nearly all the work, at which the hardware is fast: in half precision.
     (Kind.PRODUCT, NONE, "conv_general_dilated dot_general ragged_dot_general"),
     # Computed in float32, since log(1 - sigmoid(x)) needs all digits. But the result is
     # small and harmless, so silu(x) is in half precision where x is.
@@ -82,7 +82,7 @@ TABLE = [
     (Kind.ARITHMETIC, SIMPLE | Trait.SUM | Trait.MINUS, "sub"),
     (Kind.ARITHMETIC, SIMPLE | Trait.REWRITTEN | Trait.TIMES, "mul"),
     (Kind.ARITHMETIC, SIMPLE | Trait.REWRITTEN | Trait.POLE | Trait.OVER, "div"),
-    # They round nothing: as wide as what they move.
+    # They round nothing: as wide as their operands.
     (Kind.MOVE, SIMPLE, "abs clamp max min neg select_n"),
     (Kind.MOVE, Trait.KEEPS | SIMPLE, "copy stop_gradient"),
     (Kind.MOVE, Trait.KEEPS | Trait.CHEAP, "reshape squeeze transpose"),
@@ -94,7 +94,7 @@ TABLE = [
         concatenate dynamic_slice dynamic_update_slice pad slice split stack
         unstack"""),
     (Kind.MOVE, Trait.COLLECTIVE, "all_to_all ppermute"),
-    # Moves, too, but what they move may go to several places, so their derivatives are
+    # Also moves, but an element may go to several places, so their derivatives are
     # sums. They run in float32 between two casts, so that these sums are float32.
     (Kind.SPREAD, Trait.KEEPS | Trait.CHEAP, "broadcast_in_dim broadcast_to tile"),
     (Kind.SPREAD, Trait.KEEPS, """
@@ -107,7 +107,7 @@ TABLE = [
     (Kind.SPREAD, Trait.COLLECTIVE, """
         all_gather all_gather_invariant all_gather_reduced pmax pmin"""),
     # All others compute in float32, because they leave the range of half precision, add
-    # up its rounding, or nobody knows. Sums and products of many numbers:
+    # up its rounding, or nobody knows. Sums and products of many elements:
     (Kind.FLOAT32, Trait.SUM, """
         cumsum reduce_sum reduce_window_sum scatter-add scatter-sub
         select_and_scatter_add"""),
@@ -227,9 +227,9 @@ def has(name: str, trait: Trait) -> bool:
     return bool(_ROWS.get(name, (Kind.FLOAT32, NONE))[1] & trait)
 
 
-def names_of(what: Kind | Trait) -> frozenset[str]:
+def names_of(wanted: Kind | Trait) -> frozenset[str]:
     """Returns the primitives of a kind, or those with a trait, or one of several."""
     rows = _ROWS.items()
-    if isinstance(what, Kind):
-        return frozenset(name for name, (kind, _) in rows if kind == what)
-    return frozenset(name for name, (_, traits) in rows if traits & what)
+    if isinstance(wanted, Kind):
+        return frozenset(name for name, (kind, _) in rows if kind == wanted)
+    return frozenset(name for name, (_, traits) in rows if traits & wanted)

@@ -10,6 +10,7 @@ from casting import dtypes, equations, normal
 from jax import export, lax
 
 from optax_lossscale import autocast
+from optax_lossscale._autocast.layers import Layers
 
 
 class P(NamedTuple):
@@ -271,3 +272,31 @@ def test_layers_of_a_symbolic_batch():
     for f in (instance, gain_first, root_mean_square):
         cast = autocast(lambda p, x, f=f: f(p, p.b + x @ p.w) @ p.w)
         assert dtypes(cast, PARAMS, x) == ["float16", "float16"]
+
+
+def nested(depth, f):
+    """Returns a function in as many calls, each of which scales its argument."""
+    for _ in range(depth):
+        f = jax.jit(lambda h, f=f: f(2 * h))
+    return f
+
+
+def test_calls_in_calls_are_looked_at_once(monkeypatch):
+    """The statistic of a norm is found through all calls, each followed once."""
+    found, follow = [], Layers._note_origins
+
+    def counted(layers, step, *about):
+        found.append(step)
+        follow(layers, step, *about)
+
+    monkeypatch.setattr(Layers, "_note_origins", counted)
+
+    def looked_at(depth):
+        found.clear()
+        size = nested(depth, lambda h: jnp.square(h).mean(-1, keepdims=True))
+        norm = lambda p, x: (lambda h: h * lax.rsqrt(size(h)) * p.b)(x @ p.w)  # noqa: E731
+        assert dtype_of(norm) == "float16"
+        return len(found)
+
+    counts = {depth: looked_at(depth) for depth in (10, 20, 40)}
+    assert counts[40] - counts[20] == 2 * (counts[20] - counts[10])

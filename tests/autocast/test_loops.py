@@ -9,6 +9,7 @@ from casting import dtypes, normal
 from jax import lax
 
 from optax_lossscale import autocast
+from optax_lossscale._autocast.program import read
 from optax_lossscale._jaxprs import ends
 from optax_lossscale._jaxprs.parts import all_equations
 
@@ -169,7 +170,11 @@ def test_a_flag_on_its_way_through_the_state_ends_a_solver():
 class Counts(ends.Walk):
     """A walk that counts the equations that it looks at."""
 
-    seen = 0
+    seen = asked = 0
+
+    def ends_by_floats(self, equation):
+        self.asked += 1
+        return super().ends_by_floats(equation)
 
     def of(self, equation, given):
         self.seen += 1
@@ -224,3 +229,22 @@ def test_flags_that_hand_each_other_on_are_followed_once(wrap):
     few, many = (looks_at(functools.partial(f, n), W, X)[0] for n in (50, 100))
     assert many < 2.2 * few
     assert dtypes(autocast(functools.partial(f, 50)), W, X) == ["float32"]
+
+
+def test_rules_in_rules_are_searched_once():
+    """A function with a derivative of its own is searched for solvers, also inside."""
+
+    def with_rule(f):
+        g = jax.custom_jvp(lambda x: f(2 * x))
+        g.defjvp(lambda x, t: (f(*x), *t))
+        return g
+
+    def asked(depth):
+        f, walk = jnp.sin, Counts()
+        for _ in range(depth):
+            f = with_rule(f)
+        read(jax.make_jaxpr(f)(1.0), "float16", walk=walk)
+        return walk.asked
+
+    counts = {depth: asked(depth) for depth in (10, 20, 40)}
+    assert counts[40] - counts[20] == 2 * (counts[20] - counts[10])

@@ -10,11 +10,11 @@ import pytest
 from casting import check, error, normal
 from jax import lax
 
-from optax_lossscale._autocast import policy, states
+from optax_lossscale._autocast import plan, policy
 from optax_lossscale._autocast.layers import Layer, Layers
+from optax_lossscale._autocast.plan import Planner
 from optax_lossscale._autocast.policy import State
 from optax_lossscale._autocast.roles import Role
-from optax_lossscale._autocast.states import Planner
 from optax_lossscale._jaxprs import ends, primitives
 from optax_lossscale._jaxprs.primitives import Kind
 
@@ -355,7 +355,7 @@ def without_rule_a(patch):
 
 
 def without_promotion(patch):
-    widest, state_of_result = states._widest, policy.state_of_result
+    widest, state_of_result = plan._widest, policy.state_of_result
 
     def of_result(kind, found):
         is_half = kind in policy.FOLLOWERS and State.HALF in found
@@ -365,14 +365,14 @@ def without_promotion(patch):
         return State.HALF if State.HALF in found else widest(found)
 
     patch.setattr(policy, "state_of_result", of_result)
-    patch.setattr(states, "_widest", of_loop)
+    patch.setattr(plan, "_widest", of_loop)
 
 
 def with_any_gain(patch):
     original = Layers._layer
 
     def layer(layers, is_factor, large, part, result):
-        is_gain = is_factor and layers._program.role(part) == Role.PARAMETER
+        is_gain = is_factor and layers.roles.of(part) == Role.PARAMETER
         found = original(layers, is_factor, large, part, result)
         return found or (Layer(large, part) if is_gain else None)
 
@@ -392,8 +392,8 @@ def instead(owner, name, value):
 
 
 NOBODY = collections.defaultdict(type(None))
-without_wants = instead(Planner, "_find_wishes", lambda *about: NOBODY.copy())
-without_range = instead(policy, "state_of_number", lambda *about: State.SOFT)
+without_readers = instead(Planner, "_find_readers", lambda *about: NOBODY.copy())
+without_range = instead(policy, "state_of_constant", lambda *about: State.SOFT)
 without_factors = instead(policy, "is_moderate", lambda factor: True)
 without_squares = instead(policy, "_is_square", lambda equation: False)
 without_solvers = instead(ends.Walk, "ends_by_floats", lambda *about: False)
@@ -402,11 +402,11 @@ without_products = instead(
 )
 without_second_gains = instead(Layers, "_note_gain", lambda *about: None)
 without_sums = instead(policy, "is_sum", lambda equation: False)
-cast_in_calls = instead(states.Plan, "read_wide", frozenset())
+cast_in_calls = instead(plan.Plan, "read_wide", frozenset())
 
 
 def cast_inside(patch):
-    patch.setattr(states, "CAST_BEFORE", [])
+    patch.setattr(plan, "CAST_BEFORE", [])
     cast_in_calls(patch)
 
 
@@ -428,9 +428,9 @@ MUTATIONS = {
     "positions in loops": (without_promotion, forecast, 1),
     "positions in steps": (without_promotion, forecast_by_steps, 1),
     "positions in an image": (without_promotion, refined, 1),
-    "look ahead": (without_wants, mean_of_products, 100),
+    "look ahead": (without_readers, mean_of_products, 100),
     "rule A": (without_rule_a, near_difference, 1),
-    "rule T, jit": (without_wants, hidden_variance, 1),
+    "rule T, jit": (without_readers, hidden_variance, 1),
     "ode": (without_promotion, ode, 1),
     "moving average": (without_promotion, moving_average, 1),
     "best path": (without_promotion, best_path, 1),
@@ -438,7 +438,7 @@ MUTATIONS = {
     "products from one": (without_promotion, running_product, 100),
     "what fills": (without_range, filled, 1),
     "positions": (without_products, positions, 1),
-    "opposite gradients": (without_wants, confident, 1),
+    "opposite gradients": (without_readers, confident, 1),
     "opposite gradients of calls": (cast_inside, confident_by_parts, 1),
     "opposite gradients of casts": (cast_in_calls, confident_by_mixed_parts, 1),
 }

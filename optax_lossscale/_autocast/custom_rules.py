@@ -12,21 +12,23 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 from jax.tree_util import Partial
 
+from optax_lossscale._autocast.layers import find_layers
+from optax_lossscale._autocast.plan import Plan, Planner, States
 from optax_lossscale._autocast.program import Step, read
-from optax_lossscale._autocast.states import Plan, Planner, States
+from optax_lossscale._autocast.roles import Role
 from optax_lossscale._jaxprs import lines, parts
 from optax_lossscale._tree import Template, is_inexact, split_arrays
 
 
 class Call:
-    """A call of such a function. Its derivatives follow the policy, too."""
+    """A call of such a function. Also its derivatives follow the policy."""
 
     def __init__(self, evaluate: Callable, planner: Planner, step: Step, plan: Plan):
         """Takes `evaluate`, and its arguments for the function itself."""
         self._evaluate, self._planner = evaluate, planner
         self._step, self._plan = step, plan
         self._traceback = parts.here()  # JAX calls the rules later.
-        self._numbers = list(map(plan.program.number, plan.program.jaxpr.invars))
+        self._known = list(map(plan.program.known, plan.program.jaxpr.invars))
         self._outputs = _floats(plan.outputs, step.equation.outvars)
 
     def _primal(self, *args):
@@ -46,7 +48,7 @@ class Call:
         args: Sequence[Any],
         states: States,
         outputs: States,
-        numbers: Sequence[Any] = (),
+        known: Sequence[Any] = (),
     ) -> tuple[list[Any], States]:
         """Runs a function, written for float32, as the policy says.
 
@@ -55,7 +57,7 @@ class Call:
           args: Its arguments.
           states: Their states.
           outputs: The states in which to return its first results.
-          numbers: What numbers the first arguments are, as far as they are known.
+          known: The values of the first arguments; None if they are unknown.
 
         Returns:
           The results, and the states of the others.
@@ -65,13 +67,15 @@ class Call:
             x if state is None else parts.type_like(x, dtype=jnp.dtype(jnp.float32))
             for x, state in pairs
         ]
-        # JAX keeps what it traces here, with its lines, also for other callers.
+        # JAX keeps this jaxpr, with its lines, also for other callers.
         with parts.standing(parts.nowhere()):
             closed = parts.traced(function, *types)
         if held := list(filter(parts.has_ended, closed.consts)):
             raise TypeError(_closure(self._step, held))
-        program = read(closed, self._planner.dtype, numbers, self._step.path)
-        plan = self._planner.plan(program, states, (None,) * len(program.outputs))
+        program = read(closed, self._planner.dtype, known, self._step.path)
+        # Nobody knows whether an argument of a function inside is a parameter.
+        layers = find_layers(program, (Role.DATA,) * len(args), {})
+        plan = self._planner.plan(layers, states, (None,) * len(program.outputs))
         others = plan.outputs[len(outputs) :]
         with parts.standing(self._traceback):
             given = self._planner, plan, args, (*outputs, *others)
@@ -94,7 +98,7 @@ class Call:
 
             args = [*primals, *compress(tangents, is_moved)]
             states = *inputs, *compress(inputs, is_moved)
-            results, _ = self._follow(function, args, states, outputs, self._numbers)
+            results, _ = self._follow(function, args, states, outputs, self._known)
             return results[:m], floats.fill(results[m:])
 
         function = jax.custom_jvp(self._primal)
@@ -117,9 +121,9 @@ class Call:
                 out, pull = jax.vjp(written, *taken)
                 return out, pullback.take(pull)
 
-            numbers, n = self._numbers, len(outputs)
-            results, states = self._follow(function, args, inputs, outputs, numbers)
-            # A pytree, so that what is known of the residuals stays with them.
+            known, n = self._known, len(outputs)
+            results, states = self._follow(function, args, inputs, outputs, known)
+            # A pytree, so that the states of the residuals stay with them.
             pull = functools.partial(self._pull, pullback, states, mask)
             return results[:n], Partial(pull, results[n:])
 
