@@ -7,7 +7,7 @@ import itertools
 import operator
 import reprlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Literal, Protocol, overload
 
 import jax
@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from optax_lossscale import _check as check
 from optax_lossscale._autocast import reasons
-from optax_lossscale._autocast.choices import Chooser, choices_of
+from optax_lossscale._autocast.choices import Chooser, Float32, Lines, choices_of
 from optax_lossscale._autocast.evaluate import DIAGNOSES, IDLE_MARK, MARK, evaluate
 from optax_lossscale._autocast.plan import plan_call, state_of_array
 from optax_lossscale._autocast.roles import is_traced, roles_of_call
@@ -51,17 +51,23 @@ Dtype = Literal["float16", "bfloat16", "float32"] | np.dtype[Any] | type[Any] | 
 
 @overload
 def autocast(
-    fun: Callable[Args, Out], dtype: Dtype = jnp.float16, *, float32: Any = ()
+    fun: Callable[Args, Out],
+    dtype: Dtype = jnp.float16,
+    *,
+    float32: Float32 | Lines | Collection[Float32] = (),
 ) -> Callable[Args, Out]: ...
 @overload
 def autocast(
-    fun: None = None, dtype: Dtype = jnp.float16, *, float32: Any = ()
+    fun: None = None,
+    dtype: Dtype = jnp.float16,
+    *,
+    float32: Float32 | Lines | Collection[Float32] = (),
 ) -> Callable[[Callable[Args, Out]], Callable[Args, Out]]: ...
 def autocast(
     fun: Callable[..., Any] | None = None,
     dtype: Dtype = jnp.float16,
     *,
-    float32: Any = (),
+    float32: Float32 | Lines | Collection[Float32] = (),
 ) -> Callable[..., Any]:
     """Makes a float32 function compute in half precision where that is fast and safe.
 
@@ -136,7 +142,7 @@ def autocast(
         raise TypeError(f"fun must be a function, got {fun!r}. {USAGE}")
     check.function("fun", fun, USAGE)
     name = _name_of(dtype)
-    choices = choices_of(float32)
+    choices: Any = choices_of(float32)
     if (inner := function_of(fun)) is not None:
         fun, choices = inner, [*vars(fun)["float32"], *choices]
     given: Any = fun

@@ -39,6 +39,25 @@ NO_SCOPE = (
 
 
 @dataclasses.dataclass(frozen=True)
+class Line:
+    """A line of a file, which `diagnostics.float32_lines` proposes."""
+
+    file: str
+    line: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Lines:
+    """The lines that `diagnostics.float32_lines` proposes."""
+
+    lines: Sequence[Line]
+
+
+# One entry of `float32=`, as users write it.
+Float32 = str | Callable[..., Any] | type[Any] | Line
+
+
+@dataclasses.dataclass(frozen=True)
 class Choice:
     """One line, function, class or scope.
 
@@ -59,7 +78,7 @@ def _choice(chosen: Any) -> Choice:
     Raises:
       TypeError: If it is nothing that can be chosen.
     """
-    if hasattr(chosen, "file") and hasattr(chosen, "line"):
+    if isinstance(chosen, Line):
         chosen = f"{chosen.file}:{chosen.line}"
     if isinstance(chosen, str) and chosen.strip("/"):
         name = chosen.replace("\\", "/")
@@ -89,12 +108,11 @@ def _choice(chosen: Any) -> Choice:
 
 def choices_of(float32: Any) -> list[Choice]:
     """Returns the choices of `float32=`: one, several, or lines of the diagnostics."""
-    chosen: Any = getattr(float32, "lines", float32)
-    is_one = isinstance(chosen, str), callable(chosen), hasattr(chosen, "line")
+    chosen: Any = float32.lines if isinstance(float32, Lines) else float32
     is_several = isinstance(chosen, tuple | list | set | frozenset)
-    several = list(chosen) if is_several and not any(is_one) else [chosen]
+    several = list(chosen) if is_several and not callable(chosen) else [chosen]
     # The gradient of the loss has no line: it is float32 already.
-    several = [x for x in several if getattr(x, "line", None) != 0]
+    several = [x for x in several if not (isinstance(x, Line) and x.line == 0)]
     return [x if isinstance(x, Choice) else _choice(x) for x in several]
 
 

@@ -1,5 +1,6 @@
 """`float32_lines`: the smallest set of lines of `autocast` to keep in float32."""
 
+import dataclasses
 import functools
 import linecache
 import math
@@ -14,6 +15,7 @@ from jax.typing import ArrayLike
 
 from optax_lossscale import _check as check
 from optax_lossscale._autocast.cast import autocast, function_of
+from optax_lossscale._autocast.choices import Line, Lines
 from optax_lossscale._jaxprs.lines import Source, source_of
 from optax_lossscale._tree import in_half
 from optax_lossscale.diagnostics._trace import trace
@@ -42,7 +44,8 @@ class Suspect(NamedTuple):
     site: int
 
 
-class Float32Line(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Float32Line(Line):
     """A line to compute in float32.
 
     Attributes:
@@ -53,20 +56,20 @@ class Float32Line(NamedTuple):
       fix: What to write.
     """
 
-    file: str
-    line: int
     function: str
     reason: str
     fix: str
 
     def __str__(self):
-        place = named(*self[:3]) if self.line else "gradient of the loss"
+        at = named(self.file, self.line, self.function)
+        place = at if self.line else "gradient of the loss"
         head = trace.wrapped(f"{place}: {self.reason}")
         text = linecache.getline(self.file, self.line).strip()
         return "\n".join([head, *([f"    {text}"] if text else []), f"  {self.fix}"])
 
 
-class Float32Lines(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Float32Lines(Lines):
     """The result of `float32_lines`. Print it.
 
     Attributes:
