@@ -38,7 +38,8 @@ class Way(NamedTuple):
 
     Attributes:
       name: Its name in the report and the figure.
-      cast: The function that makes the loss function compute in float16.
+      cast: The function that makes the loss function compute in float16; None if the
+        layers do, or in float32.
       rule: The rule for the loss scale.
       color: Its color in the figure.
       dtype: The dtype of the layers: float16 if they are cast by hand.
