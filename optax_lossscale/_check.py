@@ -122,7 +122,7 @@ def dtype(name: str, value: Any) -> str:
     return dtype.name
 
 
-# By the names of the hyperparameters. In float32, no other factor changes a scale.
+# By hyperparameter. A factor closer to 1 would not change a float32 scale.
 FACTORS = {
     "growth_factor": _between(
         1 + 2.0**-23, LARGEST_SCALE, "from 1 + 2**-23 to 2**126 (2 is usual)"

@@ -181,7 +181,7 @@ def scaled_grad(
         def has_state(args):
             return bool(nodes_of(LossScaleOptimizerState, args[:1]))
 
-        if kwargs:  # Flax nnx looks up their positions.
+        if kwargs:  # Flax nnx reads their positions from the signature of `fun`.
             vars(loss_times_scale)["__wrapped__"] = fun
         with (
             _nnx.hint_of_trace(),

@@ -113,7 +113,7 @@ class _Pass:
 
     def __init__(self, scaled: Callable[..., Any], model: Model, scale: Any):
         """Traces a function of a scale and of the arguments of the loss."""
-        # Other results are constants, and stay as they are.
+        # Results that are no tracers are constants.
         self.value = _tree.Template(lambda x: isinstance(x, Tracer))
         self._grads = _tree.Template()
 
@@ -152,8 +152,8 @@ def _repeat(attempt: Callable[[Any], Any], last: Any) -> Any:
         # devices share: JAX gives it to each of them, and the branch once more.
         if parts.varying_axes(again(last)):
             return attempt(last)
-        # Always taken. On TPU, XLA copies the operands of a loop to the chip before it
-        # runs, even if it ends at once; those of a branch it does not copy before.
+        # Always taken. On TPU, XLA copies the operands of a loop to the chip before the
+        # loop runs, even if it ends at once, but not those of a branch.
         return lax.cond(again(last), attempt, lambda last: last, last)
 
     if is_recording() or any(isinstance(x, Tracer) for x in jax.tree.leaves(last)):
@@ -227,8 +227,8 @@ def _pin(x: Any, scale: jax.Array) -> Any:
     """Returns `x`, and keeps XLA from moving computations with it out of the loop."""
     if isinstance(x, jax.Ref):
         return x
-    # For jax_debug_key_reuse, a pass or a barrier uses a key up; a clone is a new one.
+    # jax_debug_key_reuse counts a key as used after a pass or a barrier: pass clones.
     clone = jax.random.clone if _tree.is_key(x) else lambda x: x
     pinned, _ = lax.optimization_barrier((clone(x), scale))
-    # In jax.shard_map it might vary over more devices then.
+    # In jax.shard_map the pinned value may vary over more axes, unlike the others.
     return clone(pinned) if jax.typeof(pinned) == jax.typeof(x) else x

@@ -82,7 +82,7 @@ def scale_gradient(tree: Tree, scale: jax.typing.ArrayLike) -> Tree:
         if not _tree.has_gradient(x):
             return x
         # x has to vary over the axes of the factor. JAX renames its casts between
-        # versions; this `where` is one in all.
+        # versions; this `where` is a cast in all of them.
         if varying_axes(factor):
             x = jnp.where(factor == factor, x, x)
         return _scale_tangent(x, factor)
@@ -337,7 +337,7 @@ def scale_as_parameter(
 
     def init(params: Any) -> Any:
         params = _models.trainable(params)
-        if jax.tree.leaves(params):  # optax.tree.map_params has a placeholder.
+        if jax.tree.leaves(params):  # optax.tree.map_params passes a placeholder.
             _, params, _ = _partition(name, params, "params")
         return optimizer.init(params)
 

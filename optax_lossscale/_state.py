@@ -57,8 +57,8 @@ class LossScaleOptimizerState(NamedTuple):
         Steps skipped because of the loss do not count. See `diagnostics.check_health`.
       nonfinite_loss_steps: i32[], steps skipped so far because the loss itself was
         not finite; None without `check_loss`.
-      retries: i32[], passes that `minimize` repeated so far; None without
-        `retries`.
+      retries: i32[], how often `minimize` has repeated a forward and backward pass so
+        far; None without `retries`.
       skip_reasons: i32[], why steps were skipped since one was applied, a sum: 1 if
         the rule did not let the gradients pass (the rules of this package let finite
         ones pass), 2 if a loss was not finite, and 4 if `skip_if` alone skipped the

@@ -198,14 +198,14 @@ def filled_like(like: Any, value: float) -> jax.Array:
 
 
 def strongly_typed(tree: Any) -> Any:
-    """Converts Python and NumPy numbers to JAX arrays, and weak types to strong ones.
+    """Converts Python numbers and NumPy arrays to JAX arrays of strong types.
 
     The first update would lose a weak type, and jit would trace a second time.
     """
 
     def strong(leaf):
-        numbers = bool | int | float | complex | np.ndarray | np.generic
-        if isinstance(leaf, numbers) and not is_float0(leaf):
+        others = bool | int | float | complex | np.ndarray | np.generic
+        if isinstance(leaf, others) and not is_float0(leaf):
             leaf = jnp.asarray(leaf)
         if not is_array(leaf) or not getattr(leaf, "weak_type", False):
             return leaf
