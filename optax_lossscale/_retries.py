@@ -230,5 +230,5 @@ def _pin(x: Any, scale: jax.Array) -> Any:
     # jax_debug_key_reuse counts a key as used after a pass or a barrier: pass clones.
     clone = jax.random.clone if _tree.is_key(x) else lambda x: x
     pinned, _ = lax.optimization_barrier((clone(x), scale))
-    # In jax.shard_map the pinned value may vary over more axes, unlike the others.
+    # In jax.shard_map the pinned value may vary over more axes than x: then keep x.
     return clone(pinned) if jax.typeof(pinned) == jax.typeof(x) else x
