@@ -67,7 +67,7 @@ def check_dtypes(inner: Any, state: Any, params: Any, grads: Any) -> None:
     if not any(map(in_half, jax.tree.leaves(state))):
         return
     leaves = jax.tree.leaves_with_path(state)
-    # The state may be of all parameters, or of those with a gradient alone. If it is of
+    # The state may be of all parameters, or only of those with a gradient. If it is of
     # neither, the step raises.
     made = map(jax.tree.leaves, _states_of(inner, params, grads))
     alike = (x for x in made if len(x) == len(leaves))

@@ -73,7 +73,7 @@ def trained(tree: Any) -> list[bool]:
 def trainable(tree: Any) -> Any:
     """Returns a tree with an `nnx.State` of its parameters in place of each module.
 
-    Modules may share parameters. As in gradients, the first module alone has them.
+    Modules may share parameters. As in gradients, only the first module has them.
     """
     held = set()
 

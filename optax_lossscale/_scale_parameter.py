@@ -255,7 +255,7 @@ def _backward(residuals, grads):
             "unscaled. Keep parameters in float32, and cast them in loss_fn."
         )
     grads = _tree.cast_like(_gradients.unscale(grads, scale), grads)
-    # An outer with_loss_scale, if there is one, has to see the inf: zero nothing then.
+    # Inside an outer with_loss_scale, zero nothing: it has to see the inf.
     finite = all_finite(grads) | (leaf <= 0)
     # Devices that share the scale share the decision: one lowers it for all of them.
     axes = varying_axes(finite) - varying_axes(scale)
@@ -288,7 +288,7 @@ def scale_as_parameter(
     the loss function `with_loss_scale(loss_fn)`.
 
     The inner optimizer sees None in place of the scale. A mask or a tree of labels,
-    as of `optax.masked` and `optax.partition`, needs an entry there, of any value; a
+    as in `optax.masked` and `optax.partition`, needs an entry there, of any value; a
     function of the parameters works as it is. `HeadroomLossScale` sees the gradients
     after the trainer has changed them: clipping makes them look smaller than they were
     in the backward pass. A line search (`optax.lbfgs`) needs `value`, `grad` and
