@@ -53,7 +53,7 @@ def over_devices(
 def may_average(transform: Callable[..., Any] | None) -> bool:
     """Whether a `transform` may average gradients over devices.
 
-    Functions of the user may. Those of JAX, Flax, Equinox and Haiku do not, and neither
+    A function of the user may. Those of JAX, Flax, Equinox and Haiku do not, and neither
     does the default, None.
     """
     while isinstance(transform, functools.partial):

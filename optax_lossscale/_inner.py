@@ -130,7 +130,7 @@ def _update(
 ) -> tuple[Any, Any]:
     """Calls the optimizer, with zeros or None for gradients that are missing.
 
-    It sees None in the place of parameters that are not floating-point. If gradients of
+    It sees None in place of parameters that are not floating-point. If gradients of
     floating-point parameters are missing as well, the state decides: zeros, if it was
     made for these parameters, else None.
     """
@@ -151,7 +151,7 @@ def _update(
 
 
 def _update_as_given(inner, updates, state, params, extra_args):
-    """Updates without parameters, or where the structure of gradients is another."""
+    """Updates with gradients as they are: no parameters, or another structure."""
     return _call(inner, updates, state, params, extra_args, _without_float0)
 
 
@@ -194,7 +194,7 @@ def _with_rest(extra_args: dict[str, Any], rest: Any) -> dict[str, Any]:
         return jax.tree_util.Partial(joined)
 
     # The names that Optax has for them, in line searches and in `sophia`. A function of
-    # another name gets None in the place of integers.
+    # another name gets None in place of integers.
     given = (x for x in ("value_fn", "obj_fn") if extra_args.get(x) is not None)
     return extra_args | {x: of_trained(extra_args[x]) for x in given}
 

@@ -62,7 +62,7 @@ def _have_gradients(tree: Any) -> list[bool]:
     ]
 
 
-def trained(tree: Any) -> list[bool]:
+def are_trained(tree: Any) -> list[bool]:
     """Returns for each array in a tree whether a step trains it."""
     leaves = jax.tree.leaves(tree, is_leaf=_nnx.is_module)
     pairs = zip(leaves, _have_gradients(tree), strict=True)

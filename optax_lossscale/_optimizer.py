@@ -482,8 +482,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta)
           params: The parameters or the model, if the inner optimizer needs them.
           skip_if: bool[] or bool, whether to skip this step for a reason of your own: a
             loss that is an outlier, or a step that another optimizer skips. With
-            `axis_name`, all devices skip if one does. The flag does not change the loss
-            scale, which backs off only if the gradients are not finite.
+            `axis_name`, all devices skip if one does. The loss scale follows the
+            gradients as always: it does not back off if they are finite.
           **extra_args: For the inner optimizer. `check_loss` needs `value`, the loss.
 
         Returns:
