@@ -53,8 +53,8 @@ def over_devices(
 def may_average(transform: Callable[..., Any] | None) -> bool:
     """Whether a `transform` may average gradients over devices.
 
-    A function of the user may. Those of JAX, Flax, Equinox and Haiku do not, and neither
-    does the default, None.
+    A function of the user may. Those of JAX, Flax, Equinox and Haiku do not, nor does
+    the default, None.
     """
     while isinstance(transform, functools.partial):
         transform = transform.func
