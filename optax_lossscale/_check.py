@@ -19,7 +19,7 @@ LARGEST_SCALE = 2.0**126
 
 
 def _number(name: str, value: Any) -> Any:
-    """Returns `value`, if it is a real number of Python or NumPy, in full precision."""
+    """Returns `value`, if it is a real number, and not in half precision."""
     if in_half(value):  # The bounds would be rounded as well, to 0 and inf.
         raise ValueError(
             f"{name} must not be of half precision ({value.dtype}), which rounds it, "
@@ -46,11 +46,11 @@ def _between(low: float, high: float, wanted: str) -> Callable[[str, Any], float
 
 
 def _of(is_right: Callable[[Any], bool], wanted: str) -> Callable[..., Any]:
-    """Makes a check that returns a value, if it is of the right kind."""
+    """Makes a check that returns a value, if it is of the right type."""
 
     def check(name, value, advice=""):
         if not is_right(value):
-            # Not all of a model that was passed in place of its loss function.
+            # A model may be passed in place of its loss function: `repr` shortens it.
             words = f"{name} must be {wanted}, got {reprlib.repr(value)}. {advice}"
             raise TypeError(words.rstrip())
         return value
@@ -86,7 +86,7 @@ def count(name: str, value: Any, least: int = 1) -> int:
 
 
 def by_position(*names: str) -> Callable[[Callable[Args, Out]], Callable[Args, Out]]:
-    """Makes a method whose error says which arguments it takes by position."""
+    """Decorates a method: its error names the arguments that it takes by position."""
 
     def decorate(method):
         @functools.wraps(method)
@@ -122,7 +122,7 @@ def dtype(name: str, value: Any) -> str:
     return dtype.name
 
 
-# By the names of the hyperparameters. In float32, no other factor changes a scale.
+# By hyperparameter. A factor closer to 1 would not change a float32 scale.
 FACTORS = {
     "growth_factor": _between(
         1 + 2.0**-23, LARGEST_SCALE, "from 1 + 2**-23 to 2**126 (2 is usual)"

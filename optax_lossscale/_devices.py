@@ -1,6 +1,6 @@
 """Devices with gradients and decisions of their own: `jax.pmap` and `jax.shard_map`.
 
-Under `jax.jit` alone there is one program for all devices, and nothing to do here.
+Under `jax.jit` alone, all devices run one program, which needs nothing from here.
 """
 
 import functools
@@ -16,8 +16,8 @@ from optax_lossscale._jaxprs.parts import has_name, varying_axes
 from optax_lossscale._tree import inexact_leaves
 from optax_lossscale._warn import warn
 
-# Of libraries that may be missing, what may be passed as `transform=` and averages no
-# gradients. Any other function may: then nothing warns of devices that do not.
+# Functions that users pass as `transform=` and that average no gradients, by module and
+# name: a library may be missing. Any other function may average, so that nothing warns.
 TRANSFORMS = (
     ("jax", "value_and_grad"),
     ("flax.nnx", "value_and_grad"),
@@ -51,9 +51,10 @@ def over_devices(
 
 
 def may_average(transform: Callable[..., Any] | None) -> bool:
-    """Whether a `transform` may average gradients: those of libraries do not.
+    """Whether a `transform` may average gradients over devices.
 
-    None is the one of this package.
+    A function of the user may. Those of JAX, Flax, Equinox and Haiku do not, nor does
+    the default, None.
     """
     while isinstance(transform, functools.partial):
         transform = transform.func
@@ -62,14 +63,14 @@ def may_average(transform: Callable[..., Any] | None) -> bool:
 
 
 def _unreduced_axes(transform: Callable[..., Any] | None) -> tuple[Any, ...]:
-    """Returns the mapped axes over which nobody sums gradients.
+    """Returns the mapped axes over which neither JAX nor `transform` sums gradients.
 
     `jax.shard_map` adds up the gradients of replicated parameters by itself, but not
     with `check_vma=False`, and `jax.pmap` never does.
     """
 
     def is_unreduced(axis):
-        # Over an axis without a name nobody can reduce.
+        # An axis without a name cannot be reduced over.
         index = jax.eval_shape(lambda: lax.axis_index(axis))
         is_alone = lax.axis_size(axis) == 1
         return has_name(axis) and not is_alone and not varying_axes(index)
@@ -82,7 +83,7 @@ def _unreduced_axes(transform: Callable[..., Any] | None) -> tuple[Any, ...]:
 def check_averaging(
     axes: tuple[Hashable, ...], transform: Callable[..., Any] | None
 ) -> None:
-    """Raises, or warns, if `minimize` leaves each device its own gradients."""
+    """Raises or warns if each device keeps its own gradients in `minimize`."""
     names = _unreduced_axes(transform)
     for axis in filter(axes.__contains__, names):
         raise ValueError(
@@ -102,7 +103,7 @@ def check_averaging(
 def warn_of_local_decision(
     axes: tuple[Hashable, ...], transform: Callable[..., Any] | None
 ) -> None:
-    """Warns if each device decides by itself whether a model keeps its changes."""
+    """Warns if each device decides alone whether a model keeps its changes."""
     if names := tuple(x for x in _unreduced_axes(transform) if x not in axes):
         warn(
             f"Each device of {names} decides by its own gradients whether variables of "
@@ -116,9 +117,9 @@ def warn_of_local_loss(
 ) -> None:
     """Warns if each device has a loss of its own, but all update the same parameters.
 
-    `jax.shard_map` adds up such gradients. An axis along which a parameter varies is
-    left out: there, each device may train a part of the model by a loss of its own.
-    Its gradient varies as well.
+    `jax.shard_map` adds up such gradients. There is no warning for an axis along which
+    gradients vary, as the parameters do: there, each device may train its own part of
+    the model.
     """
     axes = varying_axes(loss).difference(*map(varying_axes, inexact_leaves(grads)))
     if axes and not may_average(transform):

@@ -46,7 +46,7 @@ def scale_of_step(rule: LossScale, state: Any) -> jax.Array:
     scale = rule(rule_state)
     check_scalar("loss_scale_state.loss_scale", scale)
     is_constant = not isinstance(unbox(rule_state.loss_scale), Tracer)
-    # JAX also keeps what jax.lax.scan compiles for the next call with this function.
+    # Also in jax.lax.scan, whose program JAX reuses in the next call of this function.
     if is_constant and is_recording() and not isinstance(rule, FixedLossScale):
         warn(
             "The loss scale is a constant in a function that JAX compiles. Make the "
@@ -81,18 +81,18 @@ def unscale(grads: Any, scale: jax.Array, skips: bool = False) -> Any:
     return join(in_one_program(scale_all_down, scale, arrays))
 
 
-def differentiate(
+def value_and_grad(
     fun: Callable[..., Any], argnums: Any = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Makes a function like that of `jax.value_and_grad`, for models of any library.
+    """`jax.value_and_grad` for models of any library.
 
     The arguments decide: Flax differentiates its nnx modules, and JAX everything else.
-    Leaves without a gradient, such as functions and integers, have None in their place.
+    Leaves without a gradient, such as functions and integers, have the gradient None.
     """
 
-    def value_and_grad(*args, **kwargs):
-        places = _places(argnums, args)
-        parts = {i: _models.partition(args[i]) for i in places}
+    def of_arguments(*args, **kwargs):
+        positions = _argnums_by_position(argnums, args)
+        parts = {i: _models.partition(args[i]) for i in positions}
         for i, (trained, _) in parts.items():
             if not jax.tree.leaves(trained) and jax.tree.leaves(args[i]):
                 raise TypeError(
@@ -106,20 +106,22 @@ def differentiate(
                 given[i] = _models.combine(given[i], rest)
             return fun(*given, **kwargs)
 
-        # One argument more: Flax takes no keyword that has no position.
+        # kwargs are one more argument, because Flax needs the position of each keyword.
         given = [parts[i][0] if i in parts else x for i, x in enumerate(args)]
         library = _models.value_and_grad_for([given[i] for i in parts])
-        of_library = library(of_parts, argnums=tuple(places.values()), has_aux=has_aux)
+        of_library = library(
+            of_parts, argnums=tuple(positions.values()), has_aux=has_aux
+        )
         value, grads = of_library(*given, kwargs)
         return value, grads if isinstance(argnums, tuple | list) else grads[0]
 
-    return value_and_grad
+    return of_arguments
 
 
-def _places(argnums: Any, args: tuple[Any, ...]) -> dict[int, Any]:
-    """Returns what to pass as argnums for each argument to differentiate, by position.
+def _argnums_by_position(argnums: Any, args: tuple[Any, ...]) -> dict[int, Any]:
+    """Returns the argnum of each argument to differentiate, by its position.
 
-    It is the position, or the `nnx.DiffState` that chooses variables.
+    An argnum is that position, or the `nnx.DiffState` that chooses variables.
     """
     several = argnums if isinstance(argnums, tuple | list) else [argnums]
     if not args:
@@ -127,17 +129,17 @@ def _places(argnums: Any, args: tuple[Any, ...]) -> dict[int, Any]:
             "Pass the parameters by position, got no argument by position: "
             "value_and_grad(loss_fn, state)(params, *batch)."
         )
-    places = {}
+    found = {}
     for x in several:
         i = _nnx.position_of(x)
         if -len(args) <= i < len(args):
-            places[i % len(args)] = x if _nnx.chooses_variables(x) else i % len(args)
-    if len(places) != len(several):
+            found[i % len(args)] = x if _nnx.chooses_variables(x) else i % len(args)
+    if len(found) != len(several):
         raise ValueError(
             "argnums must name each of some positional arguments once, got "
             f"{argnums!r} of {len(args)}."
         )
-    return places
+    return found
 
 
 def scaled_grad(
@@ -153,14 +155,14 @@ def scaled_grad(
       rule: The rule.
       fun: The loss function.
       has_aux: Whether `fun` returns auxiliary data as well.
-      transform: A function like `jax.value_and_grad`; None lets the arguments decide.
+      transform: A function like `jax.value_and_grad`; None is `value_and_grad` above.
       argnums: Which positional arguments to differentiate with respect to.
     """
     check.function("loss_fn", fun, ORDER)
     check.argnums("argnums", argnums, ORDER)
     # eqx.filter_value_and_grad has no argnums: it uses the first argument.
     options = {"argnums": argnums} if argnums != 0 else {}
-    differentiate_by = functools.partial(transform or differentiate, **options)
+    transform_fun = functools.partial(transform or value_and_grad, **options)
 
     def of_scale(scale, /, *args, **kwargs):
         _uses.note(rule, Use.GRADIENTS)
@@ -172,21 +174,21 @@ def scaled_grad(
             scaled = scale_up(loss, scale)
             if not _devices.may_average(transform):
                 check_scalar_loss(loss)
-                _warn_of_independent(scaled, args, differentiate_by)
-            # The loss itself is passed along: the scaled one may be inf.
+                _warn_of_independent(scaled, args, transform_fun)
+            # The result holds the loss itself as well: the scaled one may be inf.
             return scaled, _Out(out)
 
         def has_state(args):
             return bool(nodes_of(LossScaleOptimizerState, args[:1]))
 
-        if kwargs:  # Flax nnx looks up their positions.
+        if kwargs:  # Flax nnx reads their positions from the signature of `fun`.
             vars(loss_times_scale)["__wrapped__"] = fun
         with (
             _nnx.hint_of_trace(),
             _nnx.hint_of_sharing(),
             hint(TRAIN_STATE, lambda _: has_state(args)),
         ):
-            result = differentiate_by(loss_times_scale, has_aux=True)(*args, **kwargs)
+            result = transform_fun(loss_times_scale, has_aux=True)(*args, **kwargs)
         value, grads = _unpack(result)
         _devices.warn_of_local_loss(loss_of(value, has_aux), grads, transform)
         return value, grads
@@ -214,9 +216,9 @@ def check_scalar_loss(loss: Any) -> None:
 
 
 def _warn_of_independent(loss: Any, args: Any, transform: Callable[..., Any]) -> None:
-    """Warns, where JAX differentiates, if the loss has no gradient.
+    """Warns, inside a function that JAX differentiates, if the loss has no gradient.
 
-    The parameters, and all that depends on them, are tracers of one type there.
+    There, the parameters and all values that depend on them are tracers of one type.
     """
     argnums = getattr(transform, "keywords", {}).get("argnums", 0)
     places = argnums if isinstance(argnums, tuple | list) else (argnums,)
@@ -234,7 +236,7 @@ def _warn_of_independent(loss: Any, args: Any, transform: Callable[..., Any]) ->
 
 
 def warn_of_float16(loss: Any, largest: float = math.inf) -> None:
-    """Warns of a float16 loss, if the largest scale is too large for its gradient."""
+    """Warns of a float16 loss if the largest scale is inf in float16."""
     if getattr(loss, "dtype", None) == jnp.float16 and largest >= 2.0**16:
         warn(
             "The loss is float16, and its gradient, the loss scale, is inf from 2**16 "

@@ -1,4 +1,4 @@
-"""Hints: what to write, where the words of JAX, Optax and Flax do not say it."""
+"""Hints: remedies, as notes on errors of JAX, Optax and Flax that do not name one."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ DEVICES = (
 
 @contextlib.contextmanager
 def hint(text: str, applies: Callable[[Exception], bool]) -> Iterator[None]:
-    """Adds a note to an error, which stays as it is otherwise, if the hint applies."""
+    """Adds a note to an error if the hint applies; the error itself stays the same."""
     try:
         yield
     except Exception as error:
@@ -32,5 +32,5 @@ def add_once(error: Exception, text: str) -> None:
 
 
 def is_of_axis(error: Exception) -> bool:
-    """Whether a name of devices is not bound."""
+    """Whether it is the error of JAX about the name of an axis that is not bound."""
     return isinstance(error, NameError) and "axis name" in str(error)

@@ -67,8 +67,8 @@ def check_dtypes(inner: Any, state: Any, params: Any, grads: Any) -> None:
     if not any(map(in_half, jax.tree.leaves(state))):
         return
     leaves = jax.tree.leaves_with_path(state)
-    # The state may be of the parameters with a gradient alone. If it fits neither, the
-    # step raises.
+    # The state may be of all parameters, or only of those with a gradient. If it is of
+    # neither, the step raises.
     made = map(jax.tree.leaves, _states_of(inner, params, grads))
     alike = (x for x in made if len(x) == len(leaves))
     for (path, x), wanted in zip(leaves, next(alike, ()), strict=False):
@@ -81,9 +81,9 @@ def check_dtypes(inner: Any, state: Any, params: Any, grads: Any) -> None:
             )
 
 
-def _misfit(inner: Any, grads: Any, state: Any, params: Any) -> str:
-    """Says what does not fit the parameters, gradients or state; "" if both do."""
-    with contextlib.suppress(Exception):  # Other trees, which init may not take.
+def _hint_of_mismatch(inner: Any, grads: Any, state: Any, params: Any) -> str:
+    """Returns a hint if gradients or state do not fit the parameters; "" if both do."""
+    with contextlib.suppress(Exception):  # `init` may not take other trees.
         trained = grads if params is None else _none_like(grads, params)
         if not difference(grads, trained):
             made = [*_states_of(inner, trained, params)]
@@ -94,7 +94,7 @@ def _misfit(inner: Any, grads: Any, state: Any, params: Any) -> str:
 
 
 def _difference_of_states(got: Any, wanted: Any) -> str:
-    """Names an array of a state that is not as `init` makes it; "" if all are."""
+    """Names an array of a state that differs from that of `init`; "" if none does."""
 
     def shapes(state):
         leaves = jax.tree.leaves_with_path(state)
@@ -117,49 +117,72 @@ def _difference_of_states(got: Any, wanted: Any) -> str:
 def update(
     inner: Any, updates: Any, state: Any, params: Any, extra_args: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Runs the optimizer in at least float32; updates are None where gradients are."""
+    """Calls the optimizer in at least float32; updates are None where gradients are."""
     try:
         return _update(inner, updates, state, params, extra_args)
     except Exception as error:
-        add_once(error, _misfit(inner, updates, state, params))
+        add_once(error, _hint_of_mismatch(inner, updates, state, params))
         raise
 
 
 def _update(
     inner: Any, updates: Any, state: Any, params: Any, extra_args: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Runs the optimizer, which sees None in the place of what has no gradient.
+    """Calls the optimizer, with zeros or None for gradients that are missing.
 
-    The gradients of some floating-point parameters may be missing, too. The state tells
-    whether the optimizer knows these parameters: then their gradients are zero.
+    It sees None in place of parameters that are not floating-point. If gradients of
+    floating-point parameters are missing as well, the state decides: zeros, if it was
+    made for these parameters, else None.
     """
     extra_args = arguments_of(inner.update, extra_args)
-
-    def run(params, convert):
-        extra = {k: convert(x) if k == "grad" else x for k, x in extra_args.items()}
-        new, of_inner = inner.update(
-            widen(convert(updates)), state, widen(params), **extra
-        )
-        return new, strongly_typed(of_inner)
-
     if params is None:
-        return run(None, _without_float0)
-    known, rest = partition(params)
+        return _update_as_given(inner, updates, state, None, extra_args)
+    params, rest = partition(params)
     if jax.tree.leaves(rest):
         extra_args = _with_rest(extra_args, rest)
     try:
-        trained = _none_like(_without_float0(updates), known)
+        trained = _none_like(_without_float0(updates), params)
     except ValueError:
         # The structures differ, as with optax.lookahead.
-        return run(known, _without_float0)
-    if not _is_state_of(inner, known, state, trained):
-        return run(trained, lambda grads: _none_like(trained, grads))
-    new, state = run(known, lambda grads: _zeros_for_none(grads, known))
+        return _update_as_given(inner, updates, state, params, extra_args)
+    if _is_state_of_all(inner, params, state, trained):
+        return _update_all(inner, updates, state, params, extra_args)
+    return _update_trained(inner, updates, state, trained, extra_args)
+
+
+def _update_as_given(inner, updates, state, params, extra_args):
+    """Updates with gradients as they are: no parameters, or another structure."""
+    return _call(inner, updates, state, params, extra_args, _without_float0)
+
+
+def _update_all(inner, updates, state, params, extra_args):
+    """Updates all floating-point parameters: missing gradients are zero."""
+
+    def with_zeros(grads):
+        return _zeros_for_none(grads, params)
+
+    new, state = _call(inner, updates, state, params, extra_args, with_zeros)
     return _none_like(updates, new), state
 
 
+def _update_trained(inner, updates, state, trained, extra_args):
+    """Updates the parameters that have a gradient; the others are None."""
+
+    def with_none(grads):
+        return _none_like(trained, grads)
+
+    return _call(inner, updates, state, trained, extra_args, with_none)
+
+
+def _call(inner, updates, state, params, extra_args, convert):
+    """Calls the optimizer in at least float32; `convert` prepares gradients for it."""
+    extra = {k: convert(x) if k == "grad" else x for k, x in extra_args.items()}
+    new, of_inner = inner.update(widen(convert(updates)), state, widen(params), **extra)
+    return new, strongly_typed(of_inner)
+
+
 def _with_rest(extra_args: dict[str, Any], rest: Any) -> dict[str, Any]:
-    """Makes the loss functions among extra arguments take what has a gradient."""
+    """Makes loss functions among extra arguments take the tree without `rest`."""
 
     def of_trained(function):
         # Line searches read its signature: which extra arguments it takes.
@@ -171,21 +194,21 @@ def _with_rest(extra_args: dict[str, Any], rest: Any) -> dict[str, Any]:
         return jax.tree_util.Partial(joined)
 
     # The names that Optax has for them, in line searches and in `sophia`. A function of
-    # another name gets None in the place of integers.
+    # another name gets None in place of integers.
     given = (x for x in ("value_fn", "obj_fn") if extra_args.get(x) is not None)
     return extra_args | {x: of_trained(extra_args[x]) for x in given}
 
 
-def _is_state_of(inner: Any, known: Any, state: Any, trained: Any) -> bool:
-    """Whether a state is that of all parameters, not of those with a gradient alone."""
-    if jax.tree.structure(known) == jax.tree.structure(trained):
+def _is_state_of_all(inner: Any, params: Any, state: Any, trained: Any) -> bool:
+    """Whether a state was made for all parameters, not only those with a gradient."""
+    if jax.tree.structure(params) == jax.tree.structure(trained):
         return False
     (of_trained,) = _states_of(inner, trained)
     return jax.tree.structure(of_trained) != jax.tree.structure(state)
 
 
 def map_with_none(function: Callable[..., Any], *trees: Any) -> Any:
-    """Maps over trees; None in the first, a missing gradient, is a leaf."""
+    """Maps over trees; None in the first tree is a leaf: a missing gradient."""
     return jax.tree.map(function, *trees, is_leaf=lambda x: x is None)
 
 
@@ -206,7 +229,7 @@ def _zeros_for_none(grads, params):
 
 
 def parameters_as_arrays(params: Any, grads: Any) -> Any:
-    """Returns parameters as strongly typed arrays, but numbers without a gradient."""
+    """Makes Python numbers among parameters arrays, unless they have no gradient."""
 
     def array(x):
         return strongly_typed(x) if is_array(x) else x
@@ -222,7 +245,7 @@ def parameters_as_arrays(params: Any, grads: Any) -> Any:
 
 
 def widen(tree: Any) -> Any:
-    """Converts numbers to arrays, and narrow floating-point arrays to float32."""
+    """Converts Python numbers to arrays, and half-precision arrays to float32."""
 
     def wide(leaf):
         return leaf.astype(jnp.float32) if in_half(leaf) else leaf

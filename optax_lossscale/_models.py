@@ -1,7 +1,7 @@
-"""Models of any library: what a step trains of them, and what it writes back.
+"""Models of any library: the parameters that a step trains, and changes in place.
 
-A model is a pytree. Flax nnx modules are leaves here, which change in place: `_nnx` has
-all that is about them.
+A model is a pytree. Flax nnx modules, which change in place, are leaves here: `_nnx`
+handles them.
 """
 
 from collections.abc import Callable
@@ -13,13 +13,14 @@ from optax_lossscale import _nnx, _tree
 
 
 def partition(tree: Any) -> tuple[Any, Any]:
-    """Splits a tree into what has a gradient and the rest, as `eqx.partition` does.
+    """Splits a tree into the leaves with a gradient and the rest, as `eqx.partition`.
 
-    Floating-point numbers have one, and nnx modules, of which Flax differentiates the
-    parameters. Python numbers in an Equinox module are settings.
+    Floating-point arrays and Python numbers have one, and nnx modules, of which Flax
+    differentiates the parameters. Python numbers in an Equinox module are settings, and
+    have none.
 
     Returns:
-      Two such trees, each with None in the place of what the other one holds.
+      Two trees of the same structure, each with None in place of the other's leaves.
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=_nnx.is_module)
     flags = _have_gradients(tree)
@@ -43,7 +44,7 @@ def combine(trained: Any, rest: Any) -> Any:
 
 
 def _have_gradients(tree: Any) -> list[bool]:
-    """Returns of each leaf of a tree whether it has a gradient; modules are leaves."""
+    """Returns for each leaf whether it has a gradient; nnx modules are leaves."""
     equinox = _tree.classes_of("equinox", "Module")
 
     def is_equinox(x):
@@ -61,8 +62,8 @@ def _have_gradients(tree: Any) -> list[bool]:
     ]
 
 
-def trained(tree: Any) -> list[bool]:
-    """Returns of each array in a tree whether a step trains it."""
+def are_trained(tree: Any) -> list[bool]:
+    """Returns for each array in a tree whether a step trains it."""
     leaves = jax.tree.leaves(tree, is_leaf=_nnx.is_module)
     pairs = zip(leaves, _have_gradients(tree), strict=True)
     flags = [_nnx.are_parameters(x) if _nnx.is_module(x) else y for x, y in pairs]
@@ -72,7 +73,7 @@ def trained(tree: Any) -> list[bool]:
 def trainable(tree: Any) -> Any:
     """Returns a tree with an `nnx.State` of its parameters in place of each module.
 
-    Modules may share parameters. As in gradients, the first module alone has them.
+    Modules may share parameters. As in gradients, only the first module has them.
     """
     held = set()
 
@@ -93,13 +94,15 @@ def value_and_grad_for(trees: Any) -> Callable[..., Any]:
 
 
 class Model:
-    """The arguments of a loss function, first the model, as a step sees them.
+    """The arguments of a loss function; the first is the model.
 
-    A loss function may change nnx modules and variables among them in place. A step
-    writes new parameters back, and takes changes back if it is skipped: first
-    `remember`, then the loss, then `write` or `restore`. Or it runs the loss on copies,
-    inside `with model`: `copies` are arguments for it, and `write_changes` brings back
-    the changes in them.
+    A loss function may change nnx modules and variables among them in place. There are
+    two ways to call it:
+
+    - On the arguments: call `remember` before the loss function, and `write` or
+      `restore` after it. If the step is skipped, variables get their old values back.
+    - On copies, inside `with model`: `copies` makes arguments for the loss function,
+      and `write_changes` writes their changes into the model.
 
     Attributes:
       args: The arguments by position, first the model.
@@ -109,7 +112,7 @@ class Model:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None):
-        """Takes the arguments."""
+        """Finds modules and variables among the arguments."""
         self.args, self.kwargs = args, kwargs or {}
         leaves, self._treedef = jax.tree.flatten(
             (args, self.kwargs), is_leaf=_nnx.is_mutable
@@ -124,7 +127,7 @@ class Model:
         return list(self._mutable.values())
 
     def parameters(self, grads: Any) -> Any:
-        """Returns the parameters: of a module, the variables that have a gradient.
+        """Returns the parameters; of a module, the variables that have a gradient.
 
         Args:
           grads: Gradients: an `nnx.State` in place of each module.
@@ -168,7 +171,7 @@ class Model:
     def changed(self) -> list[Any]:
         """Returns the paths of the variables that have changed since `remember`.
 
-        Random counts and keys are none of them: they go on, whatever the step does.
+        Random counts and keys are left out: they advance in a skipped step as well.
         """
         if not self._mutable:
             return []
@@ -190,10 +193,10 @@ class Model:
 
         Args:
           params: As `parameters` returns them.
-          is_applied: bool[], whether the model keeps what the loss function changed;
-            None if it does in any case.
+          is_applied: bool[], whether the step is applied: otherwise the changes of the
+            loss function are undone. None keeps them in any case.
         """
-        # Before the new parameters are written, which are changes as well.
+        # Before the new parameters are written: they are changes as well.
         changed = [] if is_applied is None else self.changed()
         model = self.with_parameters(params, in_place=True)
         if is_applied is not None:
@@ -201,7 +204,7 @@ class Model:
         return model
 
     def __enter__(self):
-        """Takes the modules apart."""
+        """Splits the modules into arrays and structure."""
         self._copies = _nnx.Copies(self._modules).__enter__()
         self.arrays = self._leaves, self._copies.arrays
         return self
@@ -210,9 +213,12 @@ class Model:
         self._copies.__exit__(*error)
 
     def copies(self, arrays: Any) -> tuple[Any, Callable[[], Any]]:
-        """Returns arguments for other `arrays`, and a function of the changes in them.
+        """Returns copies of the arguments, and a function that returns their changes.
 
-        The changes are a pytree, which a function that JAX traces may return.
+        The changes are a pytree, so that a function that JAX traces may return them.
+
+        Args:
+          arrays: Arrays for the copies, in the structure of `self.arrays`.
         """
         leaves, of_modules = arrays
         made, changes = self._copies.make(of_modules)
@@ -222,5 +228,5 @@ class Model:
         return self._treedef.unflatten(leaves), changes
 
     def write_changes(self, changes: Any) -> None:
-        """Brings the changes of a pass on copies back into the modules."""
+        """Writes the changes of copies into the modules."""
         self._copies.write(changes)

@@ -1,6 +1,6 @@
-"""Flax nnx, whose modules change in place: all that this package knows of it.
+"""Flax nnx, whose modules change in place. No other file knows its classes.
 
-Nothing here imports Flax: whoever passes a module has imported it.
+Nothing here imports Flax: a user who passes a module has imported it.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from optax_lossscale import _hints, _tree
 
 
 class _Library:
-    """Stands for `flax.nnx`."""
+    """`flax.nnx`, looked up when it is used."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.modules.get("flax.nnx"), name)
@@ -38,7 +38,7 @@ SHARED = (
 
 
 def _classes(*names: str) -> tuple[type, ...]:
-    """Returns classes of nnx; none if nobody has imported it."""
+    """Returns classes of nnx; none if it is not imported."""
     return _tree.classes_of("flax.nnx", *names)
 
 
@@ -63,7 +63,7 @@ def has_modules(tree: Any) -> bool:
 
 
 def are_parameters(module: Any) -> list[bool]:
-    """Returns of each array in a module whether it is a parameter."""
+    """Returns for each array in a module whether it is a parameter."""
     variable, param = _classes("Variable"), _classes("Param")
     found = jax.tree.leaves(module, is_leaf=lambda x: isinstance(x, variable))
     flags = [[isinstance(x, param)] * len(jax.tree.leaves(x)) for x in found]
@@ -71,12 +71,12 @@ def are_parameters(module: Any) -> list[bool]:
 
 
 def parameters(module: Any) -> dict[Any, Any]:
-    """Returns the parameters of a module, by path: the variables themselves."""
+    """Returns the parameters of a module by path, as variables."""
     return dict(nnx.to_flat_state(nnx.state(module, nnx.Param)))
 
 
 def variables(modules: Any) -> dict[Any, Any]:
-    """Returns the variables of modules, by path: the variables themselves."""
+    """Returns the variables of modules by path."""
     return dict(nnx.to_flat_state(nnx.state(modules)))
 
 
@@ -103,7 +103,7 @@ def state(module: Any) -> Any:
 
 
 def write(module: Any, state: Any) -> Any:
-    """Gives variables of a module other values, and returns the module."""
+    """Writes values into the variables of a module, and returns the module."""
     nnx.update(module, state)
     return module
 
@@ -115,18 +115,21 @@ def with_state(module: Any, state: Any) -> Any:
 
 @contextlib.contextmanager
 def unless_of_outer_trace():
-    """Leaves a module of an outer trace as it is: it cannot be changed."""
+    """Context manager: skips the rest for a module of an outer trace.
+
+    Such a module cannot be changed.
+    """
     with contextlib.suppress(*_tree.classes_of("flax.errors", "TraceContextError")):
         yield
 
 
 def hint_of_trace() -> contextlib.AbstractContextManager[None]:
-    """Says of an error about a module of another trace how to pass the module."""
+    """Adds to an error about a module of another trace how to pass the module."""
     return _hints.hint(MODULES, _is_of_other_trace)
 
 
 def hint_of_sharing() -> contextlib.AbstractContextManager[None]:
-    """Says of an error about a module in two arguments how to pass it."""
+    """Adds to an error about a module in two arguments how to pass it."""
     return _hints.hint(
         SHARED, lambda error: _begins(error, "Inconsistent aliasing detected")
     )
@@ -146,20 +149,20 @@ def _begins(error: Exception, words: str) -> bool:
 
 
 def value_and_grad(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Calls `nnx.value_and_grad`, for gradients that are a `State` in each mode."""
+    """Calls `nnx.value_and_grad` in graph mode, where gradients are an `nnx.State`."""
     takes = inspect.signature(nnx.value_and_grad).parameters
-    # Older versions have no other mode.
+    # Older versions have graph mode alone, and no arguments for it.
     graph = {x: True for x in ("graph", "graph_updates") if x in takes}
     return nnx.value_and_grad(fun, **options, **graph)
 
 
 def chooses_variables(argnum: Any) -> bool:
-    """Whether an `argnum` is an `nnx.DiffState`, which differentiates some of them."""
+    """Whether an argnum is an `nnx.DiffState`, which chooses variables by a filter."""
     return isinstance(argnum, _classes("DiffState"))
 
 
 def position_of(argnum: Any) -> Any:
-    """Returns the position that an integer or an `nnx.DiffState` names."""
+    """Returns the position in an argnum: an integer or an `nnx.DiffState`."""
     return argnum.argnum if chooses_variables(argnum) else argnum
 
 
@@ -169,9 +172,10 @@ def copies_of(modules: Any) -> dict[Any, Any]:
 
 
 def changed_since(modules: Any, before: dict[Any, Any]) -> dict[Any, Any]:
-    """Returns the variables that do not hold the same objects as before, by path.
+    """Returns by path the variables that hold other arrays than before.
 
-    A variable that did not change may belong to an outer trace.
+    Arrays are compared by identity. Only these variables may be written: one that did
+    not change may belong to an outer trace.
     """
 
     def ids(variable):
@@ -183,7 +187,7 @@ def changed_since(modules: Any, before: dict[Any, Any]) -> dict[Any, Any]:
 def restore(
     modules: Any, before: dict[Any, Any], paths: list[Any], is_new: jax.Array
 ) -> None:
-    """Gives variables of these paths their old values where the flag is False."""
+    """Gives variables of these paths their old values back where `is_new` is False."""
     after = variables(modules)
 
     def choose(new, old):
@@ -194,7 +198,10 @@ def restore(
 
 
 def _select(flag: jax.Array, new: Any, old: Any) -> Any:
-    """Returns `new` or `old`; in a trace `new`, if these are no arrays alike."""
+    """Returns `new` or `old`.
+
+    In a trace this takes two arrays of one shape. Of other values it returns `new`.
+    """
     if not isinstance(new, jax.Array) and not isinstance(flag, Tracer):
         return new if flag else old
     x, y = _tree.strongly_typed((new, old))
@@ -204,14 +211,14 @@ def _select(flag: jax.Array, new: Any, old: Any) -> Any:
 
 
 def is_random(variable: Any) -> bool:
-    """Whether a variable is a random key or count, which goes on in any case."""
+    """Whether a variable is a random key or count."""
     return isinstance(variable, nnx.RngState)
 
 
 class Copies:
-    """Copies of modules, for a function that JAX traces, as `nnx.jit` makes them.
+    """Context manager: copies of modules for a function that JAX traces.
 
-    A context manager.
+    It makes them as `nnx.jit` does.
 
     Attributes:
       arrays: The arrays of the modules, inside.
@@ -225,7 +232,7 @@ class Copies:
         )
 
     def __enter__(self):
-        """Takes the modules apart."""
+        """Splits the modules into arrays and structure."""
         self._context.__enter__()
         self._graph, self.arrays = None, None
         if self._modules:
@@ -237,7 +244,7 @@ class Copies:
         self._context.__exit__(*error)
 
     def make(self, arrays: Any) -> tuple[list[Any], Callable[[], Any]]:
-        """Returns modules of these arrays, and a function of their changes."""
+        """Returns modules with these arrays, and a function of their changes."""
         if not self._modules:
             return [], lambda: None
         with nnx.merge_context(self, inner=True) as context:
@@ -254,7 +261,7 @@ class Copies:
         return list(made), changes
 
     def write(self, changes: Any) -> None:
-        """Brings the changes of the copies back into the modules."""
+        """Writes the changes of the copies into the modules."""
         if changes is not None:
             with nnx.merge_context(self, inner=False) as context:
                 context.merge(*changes)

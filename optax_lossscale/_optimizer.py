@@ -1,4 +1,4 @@
-"""The public optimizer: its methods are documented here and call the step."""
+"""The public optimizer: documents its methods, which call the other files."""
 
 import abc
 import contextlib
@@ -29,7 +29,7 @@ from optax_lossscale._step import Options
 from optax_lossscale._tree import Args, Out, Tree, unbox
 from optax_lossscale._uses import Use
 
-# A subclass must not override these: `minimize` is one step, and calls none of them.
+# A subclass must not override these: `minimize` does not call the others.
 STEP = ("init", "update", "value_and_grad", "apply_gradients", "minimize")
 
 
@@ -64,15 +64,17 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta)
     gradients are not finite is skipped: parameters and inner state stay exactly
     as they were.
 
-    Its attributes never change, those of a subclass neither: compiled functions hold
-    their values. Make a new optimizer, and pass it the state.
+    Put it outside of a chain, `LossScaleOptimizer(optax.chain(...))`: `optax.clip`
+    before the check would turn an inf into a finite number, and the step would be
+    applied.
 
-    In a chain put it outermost: `optax.clip` before the check would turn an inf into a
-    finite number, and the step would be applied.
+    The attributes of an optimizer, or of a subclass, never change, because compiled
+    functions hold their values. Make a new optimizer, and pass it the state.
 
-    The derivatives through a step, as in MAML, are those of the step without loss
-    scaling. Through a skipped step they may be nan: wrap the outer optimizer as well,
-    and it skips its step. With `retries` there are only forward-mode derivatives.
+    You can differentiate through a step, as in MAML: derivatives are those of the step
+    without loss scaling. Through a skipped step they may be nan: wrap the outer
+    optimizer as well, and it skips its step. With `retries` there are only forward-mode
+    derivatives.
 
     Args:
       inner_optimizer: The optimizer to wrap: a `GradientTransformation`, or an object
@@ -89,10 +91,10 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta)
       check_loss: Whether to skip a step also if its loss is not finite. The scale then
         stays as it is, because a lower one does not help, and `nonfinite_loss_steps`
         counts the step. `update` and `apply_gradients` need the loss as `value=`.
-      retries: How often `minimize` may repeat the pass of one step after an overflow,
-        at a lower scale, so that the batch is not lost: 24 retries bring a scale from
-        2**24 to 1. A step is skipped, as without retries, if all of them are used up,
-        if its loss is not finite, or if the rule keeps the scale. The other methods
+      retries: How often `minimize` may repeat the forward and backward pass of a step
+        after an overflow, at a lower scale, so that the batch is not lost: 24 retries
+        bring a scale from 2**24 to 1. The step is still skipped if all retries are used
+        up, if its loss is not finite, or if the rule keeps the scale. The other methods
         repeat nothing, and warn.
 
     Raises:
@@ -171,8 +173,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta)
         return self
 
     # Subclasses may have attributes of their own. They never change, as compiled
-    # functions hold their values. Two optimizers are equal if all of their attributes
-    # are: jax.jit compiles a program for each optimizer that differs.
+    # functions hold their values. Optimizers are equal if all of their attributes are
+    # equal, and jax.jit compiles a program for each that differs.
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -240,8 +242,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta)
         Args:
           params: The parameters: any pytree, or a model of any library. Of a Flax nnx
             model, its `nnx.Param` count; for a part of them, pass
-            `nnx.state(model, filter)`. Leaves that are not numbers, such as functions
-            in an Equinox model, are left out.
+            `nnx.state(model, filter)`. Leaves without a gradient, such as functions in
+            an Equinox model, are left out.
 
         Returns:
           The state. Its arrays are strongly typed. For float16 and bfloat16 parameters
@@ -282,9 +284,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta)
         Args:
           loss_fn: Called with `params`, `*args` and `**kwargs`; returns a real
             scalar loss, or the loss and auxiliary data if `has_aux`.
-          params: The parameters: any pytree, or a model of any library. Leaves that are
-            no floating-point numbers stay as they are. A Flax nnx model changes in
-            place, with its batch statistics.
+          params: The parameters: any pytree, or a model of any library. Leaves without
+            a gradient, such as integers and functions, stay as they are. A Flax nnx
+            model changes in place, with its batch statistics.
           state: The state, as `init(params)` returns it.
           *args: Passed to `loss_fn`.
           has_aux: Whether `loss_fn` returns auxiliary data as well.
@@ -331,8 +333,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta)
           >>> print(params, loss)
           [0.5   0.875] 1.25
 
-          An overflow costs no batch if the pass is repeated. The first scale was 2**24,
-          and 2**13 fits:
+          With `retries` an overflow costs no batch. The first scale is 2**24, and 2**13
+          does not overflow:
 
           >>> optimizer = LossScaleOptimizer(
           ...     optax.sgd(0.25), initial_scale=2.0**24, retries=24
@@ -384,8 +386,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta)
         """Makes a function that returns the value and unscaled gradients of `fun`.
 
         Write `loss, grads = optimizer.value_and_grad(fun, state)(params, x)` inside the
-        training step, with the current state. A function that you make once before the
-        loop keeps the first scale.
+        training step, with the current state. A function that you make before the loop
+        keeps the first scale.
 
         Args:
           fun: Returns a real scalar loss, or the loss and auxiliary data if `has_aux`.
@@ -395,18 +397,18 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta)
           transform: Your own function in place of `jax.value_and_grad`, for example one
             that averages gradients over devices. It must return the value with the
             gradients, which `jax.grad` does not. By default Flax differentiates nnx
-            models, with respect to `nnx.Param`, and JAX all other floating-point
-            numbers.
+            models, with respect to `nnx.Param`, and JAX everything else.
 
         Returns:
           A function with the arguments of `fun` and the results of
           `jax.value_and_grad(fun)`. The value is not scaled, and exact even if the
-          scaled loss overflows. float16 and bfloat16 gradients become float32. Those
-          of an nnx model are an `nnx.State`. A leaf that is no floating-point number
-          has the gradient None, which `apply_gradients` and `eqx.apply_updates` take,
-          but not `optax.apply_updates`; so has a Python number in an Equinox model.
-          Variables that `fun` changes in Flax nnx modules, such as batch statistics,
-          keep their old values if gradients are not finite; random counts go on.
+          scaled loss overflows. float16 and bfloat16 gradients become float32. The
+          gradients of an nnx model are an `nnx.State`. Leaves that are not
+          floating-point have the gradient None, and so do Python numbers in an Equinox
+          model: `apply_gradients` and `eqx.apply_updates` take None, but
+          `optax.apply_updates` does not. If gradients are not finite, variables that
+          `fun` changes in Flax nnx modules, such as batch statistics, keep their old
+          values; random counts advance.
 
         Raises:
           ValueError: If `state` holds no `LossScaleOptimizerState` or several, or the
@@ -418,9 +420,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta)
         Warns:
           UserWarning: If the scale of `state` is a constant in a function that JAX
             traces (`jax.jit`, `jax.lax.scan`); if devices of `jax.shard_map` have
-            losses of their own, and the same parameters; if devices decide apart about
-            the variables of a model; if the loss does not depend on the arguments to
-            differentiate; with `retries`.
+            losses of their own, and the same parameters; if each device decides alone
+            whether variables of a model keep their old values; if the loss does not
+            depend on the arguments to differentiate; with `retries`.
 
         Examples:
           >>> import jax
@@ -480,8 +482,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta)
           params: The parameters or the model, if the inner optimizer needs them.
           skip_if: bool[] or bool, whether to skip this step for a reason of your own: a
             loss that is an outlier, or a step that another optimizer skips. With
-            `axis_name`, all devices skip if one does. The loss scale sees the gradients
-            as always: it does not back off if they are finite.
+            `axis_name`, all devices skip if one does. The loss scale follows the
+            gradients as always: it does not back off if they are finite.
           **extra_args: For the inner optimizer. `check_loss` needs `value`, the loss.
 
         Returns:
@@ -502,7 +504,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta)
           UserWarning: If nothing in this process has read the scale of an equal rule:
             then the loss was not scaled; if the loss comes from `get_scaled_loss`, and
             nothing has unscaled gradients; with `retries`, because only `minimize`
-            repeats a pass.
+            repeats a step.
         """
         self._options.warn_of_retries("update")
         _uses.warn_of_unscaled(self.loss_scale)
@@ -552,7 +554,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta)
           UserWarning: If nothing in this process has read the scale of an equal rule:
             then the loss was not scaled; if the loss comes from `get_scaled_loss`, and
             nothing has unscaled gradients; with `retries`, because only `minimize`
-            repeats a pass.
+            repeats a step.
 
         Examples:
           >>> import jax.numpy as jnp
@@ -612,8 +614,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta)
         """Multiplies a loss by the current scale, to compute gradients by hand.
 
         Divide them by `get_unscaled_gradients` afterwards. Call both inside the
-        training step, with the same, current state. A function that you make once
-        before the loop keeps the first scale.
+        training step, with the same, current state. A function that you make before
+        the loop keeps the first scale.
 
         Args:
           loss: An array or Python number, or a function that returns one and nothing
@@ -672,7 +674,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta)
 
         Warns:
           UserWarning: If nothing in this process has scaled a loss by an equal rule, or
-            `value_and_grad` alone, whose gradients are unscaled; if the scale of
+            only `value_and_grad`, whose gradients are unscaled already; if the scale of
             `state` is a constant in a function that JAX traces (`jax.jit`,
             `jax.lax.scan`).
 

@@ -1,4 +1,7 @@
-"""After an overflow the pass runs again at a lower scale, so that no batch is lost."""
+"""Retries: after an overflow, the gradients are computed again at a lower scale.
+
+A *pass* is the forward and backward pass of a step.
+"""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -27,23 +30,23 @@ def value_and_grad(
     state: _state.LossScaleOptimizerState,
     model: Model,
 ) -> tuple[Any, Any, _state.LossScaleOptimizerState, RuleUpdate | None]:
-    """Computes gradients at the scale of the state, or at the next that is low enough.
+    """Computes gradients at the scale of the state, or lower ones until none overflows.
 
-    The first pass is the ordinary one. The loop after it ends at once, unless gradients
-    overflow: it repeats the whole pass. Without retries there is no loop.
+    The first pass is the ordinary one. A loop after it repeats the pass while gradients
+    overflow. Without retries there is no loop.
 
     Args:
       options: The arguments of the optimizer.
       scaled: The function that `scaled_grad` made of the loss function.
-      has_aux: Whether that returns a loss and auxiliary data.
+      has_aux: Whether the loss function returns a loss and auxiliary data.
       state: The state before the step.
       model: The arguments of the loss function, first the parameters.
 
     Returns:
       The value of the first pass, the unscaled gradients, the state with the number of
-      retries, and the rule's verdict on the gradients; None without retries. If no
-      retry saved the step, it is the first verdict: the rule then goes on as without
-      retries.
+      retries, and the rule's verdict on the gradients. Without retries the verdict is
+      None. If no retry saved the step, it is the verdict on the first pass, so that the
+      rule goes on as without retries.
     """
     rule, axis_name = options.loss_scale, options.axis_name
     scale = _gradients.scale_of_step(rule, state)
@@ -100,7 +103,7 @@ def value_and_grad(
 
 
 class _Pass:
-    """A pass as a program of the scale: the loss is traced once, and runs often.
+    """A pass as a program of the scale, which is traced once and may run often.
 
     Attributes:
       value: The template of the first results: the value, and the changes in modules.
@@ -110,7 +113,7 @@ class _Pass:
 
     def __init__(self, scaled: Callable[..., Any], model: Model, scale: Any):
         """Traces a function of a scale and of the arguments of the loss."""
-        # Other results are constants, and stay as they are.
+        # Results that are no tracers are constants.
         self.value = _tree.Template(lambda x: isinstance(x, Tracer))
         self._grads = _tree.Template()
 
@@ -139,7 +142,7 @@ class _Pass:
 
 
 def _repeat(attempt: Callable[[Any], Any], last: Any) -> Any:
-    """Calls `attempt` as long as the last part of its result is True."""
+    """Calls `attempt` on its own result as long as the last part of that is True."""
 
     def again(last):
         return last[-1]
@@ -149,8 +152,8 @@ def _repeat(attempt: Callable[[Any], Any], last: Any) -> Any:
         # devices share: JAX gives it to each of them, and the branch once more.
         if parts.varying_axes(again(last)):
             return attempt(last)
-        # Always taken. On TPU, XLA copies the operands of a loop to the chip before it
-        # runs, even if it ends at once; those of a branch it does not copy before.
+        # Always taken. On TPU, XLA copies the operands of a loop to the chip before the
+        # loop runs, even if it ends at once, but not those of a branch.
         return lax.cond(again(last), attempt, lambda last: last, last)
 
     if is_recording() or any(isinstance(x, Tracer) for x in jax.tree.leaves(last)):
@@ -161,7 +164,7 @@ def _repeat(attempt: Callable[[Any], Any], last: Any) -> Any:
 
 
 # The identity, also in forward mode. JAX's error of a reverse-mode derivative would be
-# about a loop that nobody wrote.
+# about a loop that the user has not written.
 _retried = Primitive("retried")
 _retried.def_impl(lambda x: x)
 _retried.def_abstract_eval(lambda x: x)
@@ -178,9 +181,9 @@ def _(*_):
 
 
 def _before_cast(jaxpr: Jaxpr, grads: Sequence[Any]) -> list[Any]:
-    """Strips a final cast to float32 of gradients: the loop carries half the bytes.
+    """Returns the gradients before a final cast to float32, with half of the bytes.
 
-    The unscaling casts them.
+    The loop carries them, and the unscaling casts them.
     """
     narrow: dict[Any, Any] = {}
     equations: list[Any] = jaxpr.eqns
@@ -211,7 +214,7 @@ def _check_effects(jaxpr: Jaxpr, options: Options) -> None:
 
 
 def _check_axes(axes: Iterable[Any], options: Options) -> None:
-    """Raises if devices of these axes would not retry together."""
+    """Raises unless `axis_name` contains these axes: their devices retry together."""
     for axis in set(axes).difference(options.axes):
         raise ValueError(
             f"With retries={options.retries}, axis_name must contain {axis!r}, got "
@@ -221,11 +224,11 @@ def _check_axes(axes: Iterable[Any], options: Options) -> None:
 
 
 def _pin(x: Any, scale: jax.Array) -> Any:
-    """Returns `x`; XLA computes nothing that depends on the result before the loop."""
+    """Returns `x`, and keeps XLA from moving computations with it out of the loop."""
     if isinstance(x, jax.Ref):
         return x
-    # For jax_debug_key_reuse, a pass or a barrier uses a key up; a clone is a new one.
+    # jax_debug_key_reuse counts a key as used after a pass or a barrier: pass clones.
     clone = jax.random.clone if _tree.is_key(x) else lambda x: x
     pinned, _ = lax.optimization_barrier((clone(x), scale))
-    # In jax.shard_map it might vary over more devices then.
+    # In jax.shard_map the pinned value may vary over more axes than x: then keep x.
     return clone(pinned) if jax.typeof(pinned) == jax.typeof(x) else x

@@ -31,10 +31,10 @@ from optax_lossscale._warn import warn
 
 
 def scale_gradient(tree: Tree, scale: jax.typing.ArrayLike) -> Tree:
-    """Returns its argument, whose gradients are multiplied by a scale.
+    """Returns its argument unchanged, and multiplies its gradients by a scale.
 
-    The value stays as it is. Multiply the gradients at one point, and divide them at
-    another: in between they are larger, and do not underflow in float16.
+    Multiply the gradients at one point, and divide them at another: in between they are
+    larger, and do not underflow in float16.
 
     Args:
       tree: Any pytree. Only floating-point and complex arrays have gradients; other
@@ -82,7 +82,7 @@ def scale_gradient(tree: Tree, scale: jax.typing.ArrayLike) -> Tree:
         if not _tree.has_gradient(x):
             return x
         # x has to vary over the axes of the factor. JAX renames its casts between
-        # versions; this `where` is one in all.
+        # versions; this `where` is a cast in all of them.
         if varying_axes(factor):
             x = jnp.where(factor == factor, x, x)
         return _scale_tangent(x, factor)
@@ -112,14 +112,14 @@ def with_loss_scale(
     float32, named "loss_scale".
 
     Loss and gradients are the true ones of `loss_fn`; only the backward pass computes
-    with scaled numbers. So the trainer may log, clip, accumulate and average
+    with scaled gradients. So the trainer may log, clip, accumulate and average
     gradients. If one of them is not finite, **all gradients of the parameters are zero,
     and the gradient of the scale is 1**: the trainer sees no inf or nan, and the
     optimizer skips the step and lowers the scale.
 
     Args:
       loss_fn: A function that takes the parameters first: a pytree, or a Flax nnx
-        module. It gets zero in the place of the scale. It returns a loss, or a loss and
+        module. It gets zero in place of the scale. It returns a loss, or a loss and
         auxiliary data if `has_aux`.
       name: The name of the scale: the last key of one leaf, f32[].
       has_aux: Whether `loss_fn` returns auxiliary data as well.
@@ -183,7 +183,7 @@ def with_loss_scale(
       30625.0 [[0. 0.]] [[1.75 0.  ]] 512.0
     """
     check.function("loss_fn", loss_fn)
-    # No function of its own: cloudpickle would copy the rules of derivatives with it.
+    # A partial, not a closure: cloudpickle would copy the derivative rules with that.
     scaled_loss = functools.partial(_scaled_loss, loss_fn, name, has_aux)
     functools.update_wrapper(scaled_loss, loss_fn)
     vars(scaled_loss)["without_scale"] = loss_fn  # For diagnostics.
@@ -204,8 +204,9 @@ def _scaled_loss(loss_fn, name, has_aux, params, /, *args, **kwargs) -> Any:
     # Zero means that an outer with_loss_scale scales the loss already.
     scale = lax.stop_gradient(jnp.where(leaf <= 0, 1, scale))
     arrays, join = _tree.split_arrays(rest, _tree.has_gradient)
-    arrays = [*map(_as_wanted, _enter(arrays, scale, leaf), arrays)]
-    # Zero in its place: a penalty on all parameters would add the scale to the loss.
+    unscaled = _with_unscaled_gradients(arrays, scale, leaf)
+    arrays = [*map(_differentiable_like, unscaled, arrays)]
+    # Zero in place of the scale: a penalty on all parameters would add it to the loss.
     inside = place(join(arrays), jnp.zeros_like(leaf))
     args, kwargs = jax.tree.map(
         lambda x: _unscaled(x, scale), (args, kwargs), is_leaf=_nnx.is_mutable
@@ -228,7 +229,7 @@ def _unscaled(x: Any, scale: jax.Array) -> Any:
     """Unscales gradients with respect to an argument that is not the parameters."""
     if not _nnx.is_mutable(x):
         return scale_gradient(x, 1 / scale)
-    # One of an outer trace gets no gradient here.
+    # A module of an outer trace gets no gradient here.
     with _nnx.unless_of_outer_trace():
         if _nnx.is_module(x):
             _nnx.write(x, scale_gradient(_nnx.state(x), 1 / scale))
@@ -236,16 +237,16 @@ def _unscaled(x: Any, scale: jax.Array) -> Any:
 
 
 @jax.custom_vjp
-def _enter(arrays, scale, leaf):
+def _with_unscaled_gradients(arrays, scale, leaf):
     """Returns parameters whose gradients are unscaled, or all zero if one overflows."""
     return arrays
 
 
-def _enter_forward(arrays, scale, leaf):
+def _forward(arrays, scale, leaf):
     return [x.value for x in arrays], (scale.value, leaf.value)
 
 
-def _enter_backward(residuals, grads):
+def _backward(residuals, grads):
     scale, leaf = residuals
     grads = [None if isinstance(x, SymbolicZero) else x for x in grads]
     if any(x.dtype == jnp.float16 for x in jax.tree.leaves(grads)):
@@ -254,7 +255,7 @@ def _enter_backward(residuals, grads):
             "unscaled. Keep parameters in float32, and cast them in loss_fn."
         )
     grads = _tree.cast_like(_gradients.unscale(grads, scale), grads)
-    # Then the outer one must see the inf itself, so zero nothing here.
+    # Inside an outer with_loss_scale, zero nothing: it has to see the inf.
     finite = all_finite(grads) | (leaf <= 0)
     # Devices that share the scale share the decision: one lowers it for all of them.
     axes = varying_axes(finite) - varying_axes(scale)
@@ -263,19 +264,19 @@ def _enter_backward(residuals, grads):
     return grads, None, (~finite).astype(jnp.float32)
 
 
-_enter.defvjp(_enter_forward, _enter_backward, symbolic_zeros=True)
+_with_unscaled_gradients.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 @jax.custom_jvp
-def _as_wanted(entered, x):
-    """Returns `entered`, without derivative where the trainer wants none of `x`."""
-    return entered
+def _differentiable_like(unscaled, x):
+    """Returns `unscaled`, without a derivative if `x` is not differentiated."""
+    return unscaled
 
 
-@functools.partial(_as_wanted.defjvp, symbolic_zeros=True)
+@functools.partial(_differentiable_like.defjvp, symbolic_zeros=True)
 def _(primals, tangents):
-    entered, x = tangents
-    return primals[0], x if isinstance(x, SymbolicZero) else entered
+    unscaled, x = tangents
+    return primals[0], x if isinstance(x, SymbolicZero) else unscaled
 
 
 def scale_as_parameter(
@@ -283,11 +284,11 @@ def scale_as_parameter(
 ) -> optax.GradientTransformationExtraArgs:
     """Makes an optimizer that finds and keeps its loss scale among the parameters.
 
-    It is for a trainer that computes the gradients: pass the trainer this optimizer,
-    and a loss function from `with_loss_scale`.
+    For trainers that compute the gradients themselves: pass them this optimizer, and
+    the loss function `with_loss_scale(loss_fn)`.
 
-    The inner optimizer sees None in the place of the scale. A mask or a tree of labels,
-    as of `optax.masked` and `optax.partition`, needs an entry there, of any value; a
+    The inner optimizer sees None in place of the scale. A mask or a tree of labels,
+    as in `optax.masked` and `optax.partition`, needs an entry there, of any value; a
     function of the parameters works as it is. `HeadroomLossScale` sees the gradients
     after the trainer has changed them: clipping makes them look smaller than they were
     in the backward pass. A line search (`optax.lbfgs`) needs `value`, `grad` and
@@ -303,8 +304,8 @@ def scale_as_parameter(
     Returns:
       An optimizer whose `init` and `update` take all parameters, and whose state is a
       `LossScaleOptimizerState`. The update of the scale is the new scale minus the old
-      one. So a scale that was restored as inf or nan stays it, and all steps are
-      skipped: `report(state, params)` says what to write. `update` takes `skip_if`, and
+      one, so that a scale that was restored as inf or nan stays so, and all steps are
+      skipped: `report(state, params)` names the remedy. `update` takes `skip_if`, and
       `value` if the loss is checked.
 
     Raises:
@@ -323,7 +324,7 @@ def scale_as_parameter(
       >>> params = {"w": jnp.float32(2), "loss_scale": jnp.float32(2**15)}
       >>> state = optimizer.init(params)
 
-      A gradient of 1 tells of an overflow, as `with_loss_scale` returns it:
+      The gradient of the scale is 1, as `with_loss_scale` makes it after an overflow:
 
       >>> grads = {"w": jnp.float32(0), "loss_scale": jnp.float32(1)}
       >>> updates, state = optimizer.update(grads, state, params)
@@ -336,7 +337,7 @@ def scale_as_parameter(
 
     def init(params: Any) -> Any:
         params = _models.trainable(params)
-        if jax.tree.leaves(params):  # optax.tree.map_params has a placeholder.
+        if jax.tree.leaves(params):  # optax.tree.map_params passes a placeholder.
             _, params, _ = _partition(name, params, "params")
         return optimizer.init(params)
 
@@ -347,7 +348,7 @@ def scale_as_parameter(
         params = _models.Model((params,)).parameters(updates)
         old, params, place = _partition(name, params, "params")
         flags, grads, _ = _partition(name, updates, "grads")
-        # No addition leads back from inf or nan: `report` says what to write.
+        # No update leads back from inf or nan: `report` names the remedy.
         is_lost = ~jnp.isfinite(old)
         # One flag, or one for each example.
         verdict = _update_rule(options, grads, state, jnp.any(flags != 0), is_lost)
@@ -378,10 +379,10 @@ def scale_as_parameter(
 def _update_rule(
     options: Options, grads: Any, state: Any, overflow: jax.Array, is_lost: jax.Array
 ) -> _step.RuleUpdate:
-    """Updates the rule, with an overflow if the gradient of the scale tells of one.
+    """Updates the rule with the gradients, as nan if there was an overflow.
 
-    If the scale among the parameters is lost, the rule learns nothing, and the step is
-    skipped.
+    If the scale among the parameters is lost, the state of the rule stays the same, and
+    the step is skipped.
     """
     rule = options.loss_scale
     _state.check_state(state, rule)
@@ -400,14 +401,14 @@ def _update_rule(
 
 
 def _partition(
-    name: str, tree: Any, what: str
+    name: str, tree: Any, argument: str
 ) -> tuple[jax.Array, Any, Callable[[Any, Any], Any]]:
     """Splits a tree into the scale, or its gradient, and the rest.
 
     Args:
       name: The name of the scale.
       tree: The parameters, or their gradients.
-      what: "params" or "grads".
+      argument: "params" or "grads".
 
     Returns:
       The scale; the tree with None in its place; and a function that puts an array in
@@ -418,12 +419,12 @@ def _partition(
     def cut(path, box):
         boxes[jax.tree_util.keystr(path)] = box
 
-    fits = _tree.is_float32_scalar if what == "params" else _tree.is_inexact
+    fits = _tree.is_float32_scalar if argument == "params" else _tree.is_inexact
     rest = _tree.map_named(cut, name, tree)
     arrays = jax.tree.leaves(boxes)
     if len(boxes) != 1 or len(arrays) != 1 or not fits(arrays[0]):
         raise ValueError(
-            f"{what} must hold one float32 scalar named {name!r}, got "
+            f"{argument} must hold one float32 scalar named {name!r}, got "
             f"{_tree.types_of(boxes) or f'none in a {type(tree).__name__}'}. Add "
             "jnp.float32(initial_scale) to params, and differentiate all."
         )

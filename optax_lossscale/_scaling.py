@@ -23,8 +23,8 @@ def at_least_float32(dtype: jax.typing.DTypeLike) -> np.dtype:
 
 def scale_up(x: Any, scale: jax.Array) -> jax.Array:
     """Returns `x * scale`, in float32 where `x` is narrower."""
-    # A loss that nobody compiles is a tracer, and each operation on it is slow: even a
-    # cast to its own dtype, and more so an operator of jax.numpy.
+    # In a step that is not compiled the loss is a tracer of jax.grad, and operations on
+    # it are slow: a cast to its own dtype, and even more an operator of jax.numpy.
     x = x if isinstance(x, jax.Array) else jnp.asarray(x)
     if (wide := at_least_float32(x.dtype)) != x.dtype:
         x = lax.convert_element_type(x, wide)
@@ -100,7 +100,7 @@ def _all_finite(leaves: list[jax.Array], axis_name: Hashable | None) -> jax.Arra
 
 
 def all_finite(tree: Any, *, axis_name: Hashable | None = None) -> jax.Array:
-    """Tells whether every number in a tree is finite.
+    """Tells whether all floating-point values in a tree are finite.
 
     Args:
       tree: Any pytree. Leaves that are not floating-point or complex (None,
@@ -110,7 +110,7 @@ def all_finite(tree: Any, *, axis_name: Hashable | None = None) -> jax.Array:
         of all devices are finite.
 
     Returns:
-      bool[], False if any number is inf or nan. A tree without numbers is finite.
+      bool[], False if any value is inf or nan. A tree without values is finite.
 
     Raises:
       NameError: At trace time, if `axis_name` is not bound.
@@ -144,17 +144,17 @@ def _largest(leaves: list[jax.Array], axis_name: Hashable | None) -> jax.Array:
 
 
 def largest_magnitude(tree: Any, *, axis_name: Hashable | None = None) -> jax.Array:
-    """Returns the largest magnitude in a tree of finite numbers.
+    """Returns the largest magnitude in a tree of finite values.
 
     It does not tell whether the tree is finite: whether a maximum keeps nan depends
-    on the platform. Call `all_finite` too, and ignore this result if that is False.
+    on the platform. Also call `all_finite`, and ignore this result if that is False.
 
     Args:
       tree: Any pytree. Leaves that `all_finite` ignores are ignored.
       axis_name: As in `all_finite`.
 
     Returns:
-      f32[], never inf or nan; 0 for a tree without numbers. A complex number counts as
+      f32[], never inf or nan; 0 for a tree without values. A complex value counts as
       the larger of its parts.
     """
     return _largest(inexact_leaves(tree), axis_name)

@@ -14,7 +14,7 @@ from optax_lossscale._rules.base import LossScale, types_of_state
 from optax_lossscale._tree import Tree
 from optax_lossscale._warn import warn
 
-# Where a state comes from, and where it goes: a checkpoint may return a dictionary.
+# Parts of error messages: the order of arguments, and where a state comes from.
 ORDER = (
     "The order is minimize(loss_fn, params, state, *batch), value_and_grad(loss_fn, "
     "state)(params, *batch), update(grads, state, params), apply_gradients(grads, "
@@ -57,13 +57,13 @@ class LossScaleOptimizerState(NamedTuple):
         Steps skipped because of the loss do not count. See `diagnostics.check_health`.
       nonfinite_loss_steps: i32[], steps skipped so far because the loss itself was
         not finite; None without `check_loss`.
-      retries: i32[], passes that `minimize` repeated so far; None without
-        `retries`.
+      retries: i32[], how often `minimize` has repeated a forward and backward pass so
+        far; None without `retries`.
       skip_reasons: i32[], why steps were skipped since one was applied, a sum: 1 if
-        the rule did not let the gradients pass (those of this package let all pass that
-        are finite), 2 if a loss was not finite, and 4 if `skip_if` alone skipped the
-        last step. A step that has both of the first two reasons counts as one of its
-        loss. None, which it then stays, in a state from before this field.
+        the rule did not let the gradients pass (the rules of this package let finite
+        ones pass), 2 if a loss was not finite, and 4 if `skip_if` alone skipped the
+        last step. If both gradients and loss were not finite, the loss is the reason.
+        None in a state that was saved before this field existed: it then stays None.
     """
 
     inner_state: Any
@@ -102,7 +102,7 @@ def count_step(
         steps = jnp.asarray(steps, jnp.int32)
         return jnp.where(condition, optax.safe_increment(steps), steps)
 
-    # The old values lend new ones the axes of jax.shard_map over which they vary.
+    # Made of old values, so that they vary over the same axes of jax.shard_map.
     no = lax.full_like(state.last_step_applied, False, bool)
     zero = lax.full_like(state.skipped_steps, 0, jnp.int32)
     # None stays None: a scan takes no other structure.
@@ -157,7 +157,7 @@ def find_state(state: Any) -> LossScaleOptimizerState:
 
 
 def check_state(state: Any, rule: LossScale) -> None:
-    """Raises if `state` is none, or belongs to another rule or has other shapes."""
+    """Raises if `state` is no state, or one of another rule or of other shapes."""
     inside = _tree.nodes_of(LossScaleOptimizerState, state)
     leaves = jax.tree.leaves([x.loss_scale_state for x in inside], is_leaf=is_mutable)
     if any(map(is_mutable, leaves)):
@@ -191,7 +191,7 @@ def check_scalar(name: str, value: Any) -> None:
 
 def within_bounds(rule: LossScale, state: Any) -> Any:
     """Clips the scale of a rule's state, and makes its arrays strongly typed."""
-    if hasattr(state, "_replace"):  # The scale of others is clipped when it is read.
+    if hasattr(state, "_replace"):  # Otherwise the scale is clipped when it is read.
         state = state._replace(loss_scale=rule(state))
     return _tree.strongly_typed(state)
 
@@ -199,7 +199,7 @@ def within_bounds(rule: LossScale, state: Any) -> Any:
 def find_rule_state(state: Any, rule: LossScale) -> Any:
     """Returns the state of a rule in a tree with one `LossScaleOptimizerState`."""
     rule_state = find_state(state).loss_scale_state
-    # The leaves may be boxes, such as variables of Flax nnx.
+    # Only the class is compared: leaves may be boxes, such as variables of Flax nnx.
     if type(rule_state) is not type(types_of_state(rule)):
         raise ValueError(_other_rule(rule_state, rule))
     return rule_state
@@ -241,7 +241,7 @@ def select_applied(state: Any, new: Tree, old: Tree) -> Tree:
     Returns:
       `new` if the last step was applied, `old` if it was skipped, in the dtypes of
       `old`. (If a leaf of `old` is a Python number, in the promoted dtype.) Leaves
-      that are not numbers always come from `old`.
+      that are neither arrays nor numbers always come from `old`.
 
     Raises:
       TypeError: If a dtype of `old` cannot hold `new`, as an integer cannot hold a
@@ -273,10 +273,10 @@ def select_applied(state: Any, new: Tree, old: Tree) -> Tree:
     return _tree.select(applied, new, old)
 
 
-def _kind(dtype: Any) -> int:
-    """Orders dtypes: bool, integers, floating-point numbers, complex numbers."""
-    kinds = (jnp.number, jnp.inexact, jnp.complexfloating)
-    return sum(jnp.issubdtype(dtype, kind) for kind in kinds)
+def _rank(dtype: Any) -> int:
+    """Orders dtypes: bool, integer, floating-point, complex."""
+    classes = (jnp.number, jnp.inexact, jnp.complexfloating)
+    return sum(jnp.issubdtype(dtype, x) for x in classes)
 
 
 def _promote(old: Any, new: Any) -> Any:
@@ -285,7 +285,7 @@ def _promote(old: Any, new: Any) -> Any:
         with jax.numpy_dtype_promotion("standard"):
             old = jnp.asarray(old, jnp.result_type(old, new))
     old = _tree.strongly_typed(old)
-    if _tree.is_array(old) and _kind(dtype := jnp.result_type(new)) > _kind(old.dtype):
+    if _tree.is_array(old) and _rank(dtype := jnp.result_type(new)) > _rank(old.dtype):
         raise TypeError(
             f"old must be of a dtype that can hold new, got {old.dtype} and {dtype}."
         )

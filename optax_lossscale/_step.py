@@ -79,7 +79,7 @@ def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
 
 
 def _is_parameter(leaf: Any) -> bool:
-    """Whether a leaf may be of the parameters; others are models as they are called."""
+    """Whether a leaf may be a parameter: an array, a number or an nnx module."""
     is_number = hasattr(leaf, "dtype") or isinstance(leaf, numbers.Number)
     return is_number or _nnx.is_module(leaf)
 
@@ -104,7 +104,7 @@ def take_step(
       state: The state.
       extra: Extra arguments of the inner optimizer.
       skip_if: Whether to skip the step, or None; see `LossScaleOptimizer.update`.
-      rule_update: The rule's verdict on the gradients; None if it has not seen them.
+      rule_update: The rule's verdict on the gradients; None computes it.
       returns_params: Whether to return the new parameters instead of the updates.
         Updates of a skipped step are -0.0.
 
@@ -132,7 +132,7 @@ def take_step(
             extra = {"grad": grads} | extra
         updates, inner_state = _inner.update(inner, grads, inner_state, params, extra)
         if returns_params:
-            # Python integers among the parameters stay Python integers.
+            # This keeps Python integers among the parameters.
             return _inner.apply_updates(params, updates), inner_state
         return _inner.narrow_like(updates, grads), inner_state
 
@@ -146,7 +146,7 @@ def take_step(
 
 
 def _check_step(options: Options, grads: Any, params: Any, state: Any) -> None:
-    """Raises if the state, the parameters or the gradients are of the wrong kind."""
+    """Raises if an argument of a step is of the wrong type or structure."""
     _state.check_state(state, options.loss_scale)
     _inner.check_dtypes(options.inner_optimizer, state.inner_state, params, grads)
     _check_params(params)
@@ -235,7 +235,7 @@ def update_rule(
 
 
 def check_no_state(params: Any) -> None:
-    """Raises if a state is among the parameters."""
+    """Raises if parameters hold the state of an optimizer."""
     if _tree.nodes_of(_state.LossScaleOptimizerState, params):
         raise TypeError(
             "params must not hold the state of an optimizer, got one in a "
@@ -244,7 +244,7 @@ def check_no_state(params: Any) -> None:
 
 
 def _check_params(params: Any) -> None:
-    """Raises if a state is among the parameters; warns if a scale is."""
+    """Raises if parameters hold a state; warns if they hold a loss scale."""
     check_no_state(params)
 
     def check(path, box):

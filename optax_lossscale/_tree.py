@@ -1,4 +1,4 @@
-"""Trees of arrays: which leaves are numbers, their dtypes, selecting between trees."""
+"""Trees of arrays: which leaves are arrays, their dtypes, selection between trees."""
 
 import functools
 import sys
@@ -61,8 +61,8 @@ def split_arrays(
 ) -> tuple[list[jax.Array], Callable[[Sequence[Any]], Any]]:
     """Returns the arrays of a tree, and a function that puts others in their places."""
     leaves, treedef = jax.tree.flatten(tree)
-    # None is no leaf, so it can mark the arrays. The function must not hold them: they
-    # may be tracers of a trace that has ended.
+    # None is no leaf, so it can mark the arrays. `join` must not hold them: they may be
+    # tracers of a trace that has ended.
     constants = [None if is_chosen(x) else x for x in leaves]
 
     def join(arrays):
@@ -75,9 +75,9 @@ def split_arrays(
 class Template:
     """The structure of a tree, and its leaves that are not arrays.
 
-    A function that JAX traces returns the arrays that `take` returns. JAX may keep them
-    for later; `fill` puts others in their places. All other results leave the function
-    this way: a nonlocal variable would keep the values of the last trace.
+    A function that JAX traces can return only arrays. So it returns those of `take`,
+    and `fill` puts the results of JAX in their places. A nonlocal variable in place of
+    the template would keep the tracers of the last trace.
     """
 
     def __init__(self, is_chosen: Callable[[Any], bool] = is_array):
@@ -92,8 +92,8 @@ class Template:
         """Returns the arrays of a tree, and keeps the rest.
 
         Raises:
-          RuntimeError: If the tree before was never filled: this one would take its
-            place.
+          RuntimeError: If `fill` was not called since the last `take`, whose tree
+            would be lost.
         """
         if not self._is_filled:
             raise RuntimeError("JAX has traced a function twice that it traces once.")
@@ -102,7 +102,7 @@ class Template:
         return arrays
 
     def fill(self, arrays: Sequence[Any]) -> Any:
-        """Returns the tree that was taken last, with other arrays."""
+        """Returns the last tree of `take`, with other arrays."""
         self._is_filled = True
         return self._join(arrays)
 
@@ -147,7 +147,7 @@ def types_of(tree: Any) -> Any:
 
 
 def map_named(function: Callable[[Any, Any], Any], name: str, tree: Any) -> Any:
-    """Maps the nodes of this name in a tree, given their paths; the rest stays."""
+    """Calls `function(path, node)` for nodes of this name; the rest stays as it is."""
 
     def is_named(path, _):
         return bool(path) and jax.tree_util.keystr(path[-1:], simple=True) == name
@@ -161,17 +161,17 @@ def map_named(function: Callable[[Any, Any], Any], name: str, tree: Any) -> Any:
 
 
 def classes_of(library: str, *names: str) -> tuple[type, ...]:
-    """Returns classes of a library; none if nobody has imported it."""
+    """Returns classes of a library; none if it is not imported."""
     module = sys.modules.get(library)
     # Another thread may be importing it.
     return tuple(getattr(module, x) for x in names if hasattr(module, x))
 
 
-def nodes_of(kind: Any, tree: Any) -> list[Any]:
-    """Returns the outermost nodes of a tree that are instances of `kind`."""
+def nodes_of(classes: Any, tree: Any) -> list[Any]:
+    """Returns the outermost nodes of a tree that are instances of these classes."""
 
     def is_wanted(node):
-        return isinstance(node, kind)
+        return isinstance(node, classes)
 
     return list(filter(is_wanted, jax.tree.leaves(tree, is_leaf=is_wanted)))
 
@@ -198,14 +198,14 @@ def filled_like(like: Any, value: float) -> jax.Array:
 
 
 def strongly_typed(tree: Any) -> Any:
-    """Converts Python and NumPy numbers to JAX arrays, and weak types to strong ones.
+    """Converts Python numbers and NumPy arrays to JAX arrays of strong types.
 
     The first update would lose a weak type, and jit would trace a second time.
     """
 
     def strong(leaf):
-        numbers = bool | int | float | complex | np.ndarray | np.generic
-        if isinstance(leaf, numbers) and not is_float0(leaf):
+        others = bool | int | float | complex | np.ndarray | np.generic
+        if isinstance(leaf, others) and not is_float0(leaf):
             leaf = jnp.asarray(leaf)
         if not is_array(leaf) or not getattr(leaf, "weak_type", False):
             return leaf
@@ -215,7 +215,7 @@ def strongly_typed(tree: Any) -> Any:
 
 
 def difference(got: Any, wanted: Any) -> str:
-    """Describes where a tree has another structure or shape; "" if nowhere."""
+    """Describes where two trees differ in structure or shapes; "" if they do not."""
 
     def leaf(path, x, y):
         if np.shape(x) != np.shape(y):
@@ -274,8 +274,7 @@ def _select(
 ) -> list[jax.Array]:
     def leaf(x, y):
         if is_key(x):
-            # jax_debug_key_reuse would count the old key, of which the step used a
-            # copy, as used up.
+            # The step has used a copy of the old key: jax_debug_key_reuse would raise.
             clone = jax.random.clone
             return clone(lax.select(pred, clone(x), clone(y)))
         return lax.select(pred, x, y)

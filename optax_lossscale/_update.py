@@ -1,4 +1,4 @@
-"""Apply the update or keep the old values: by a select, or by a branch on CPU."""
+"""Apply the update or keep the old values: `select`, or `cond` on CPU."""
 
 import functools
 from collections.abc import Callable
@@ -11,12 +11,12 @@ from jax.core import Tracer
 
 from optax_lossscale import _hints, _tree
 
-# Replaces inf and nan in a skipped step. Not 0, where a norm has no derivative. Small,
-# because an inner optimizer may add up gradients over devices: those that do not skip
-# would add this number.
+# Replaces the gradients of a skipped step. Not 0, where a norm has no derivative. But
+# small: an inner optimizer may add up gradients over devices, and would add this to
+# those of devices that do not skip.
 SMALL = 2.0**-20
-# A select copies the state, a branch stores the updates: the branch is better unless
-# the updates are this much larger.
+# On CPU. A select copies the state, a branch stores the updates: branch, unless the
+# updates are this many times as large.
 MUCH_LARGER = 4
 
 
@@ -43,10 +43,10 @@ def may_branch() -> bool:
 
 
 def barrier_on_cpu(skips: bool, tree: Any) -> Any:
-    """Computes gradients before they are used, if a step branches to skip on CPU.
+    """Puts a barrier after gradients, if a step with them may branch on CPU.
 
-    Otherwise XLA computes the end of each gradient twice, in the layout of the check
-    and in that of the branch, and keeps both.
+    Otherwise XLA computes the last operation of each gradient twice, in the layout of
+    the check and in that of the branch, and stores both.
     """
     if not (skips and may_branch()):
         return tree
@@ -67,18 +67,19 @@ def conditional_update(
     inputs: Any,
     *operands: Any,
 ) -> Any:
-    """Returns `run(inputs, *operands)` if `should_apply`, else what `keep` returns.
+    """Returns `run(inputs, *operands)` if `should_apply`, else the result of `keep`.
 
     Args:
       should_apply: bool[]; None always runs.
-      run: The step. It is traced once. CPU branches around it, where a select makes XLA
-        copy the donated state (unless that is small). GPU and TPU run it and select,
-        because a branch keeps XLA from fusing the step with other operations.
+      run: The step, which is traced once. GPU and TPU run it and select, because a
+        branch keeps XLA from fusing the step with other operations. CPU branches
+        instead, because a select makes XLA copy the donated state. (It selects if the
+        state is small.)
       keep: Called as `keep(like, *operands)`. `like` is the result of `run`, or its
         shapes and dtypes. The result of `run` is cast to the dtypes of its result.
-      inputs: A pytree that may hold inf or nan if the step is skipped. If `run` is
-        computed although the step is skipped, it gets small numbers instead.
-        Otherwise differentiating the select would compute 0 * inf = nan.
+      inputs: A pytree that may hold inf or nan if the step is skipped. With a select
+        `run` is computed for a skipped step as well, and gets small values instead:
+        otherwise the derivative of the select would be 0 * inf = nan.
       *operands: Pytrees. Pass large arrays here: closing over them makes XLA copy
         them at a branch.
 
@@ -108,8 +109,8 @@ def conditional_update(
 
     def where(should_apply, arrays):
         inputs, operands = join(arrays)
-        numbers, join_inputs = _tree.split_arrays(inputs, _tree.is_inexact_array)
-        guarded = _tree.in_one_program(_small_if_skipped, should_apply, numbers)
+        inexact, join_inputs = _tree.split_arrays(inputs, _tree.is_inexact_array)
+        guarded = _tree.in_one_program(_small_if_skipped, should_apply, inexact)
         guarded = join_inputs(guarded), operands
         new = compute(_tree.split_arrays(guarded)[0])
         old = keep_arrays(new, arrays)

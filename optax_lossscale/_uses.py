@@ -1,4 +1,4 @@
-"""How this process has used each loss scale: mistakes that train on show here alone."""
+"""Which calls have used a loss scale: warnings of losses that are never scaled."""
 
 import enum
 from typing import Any
@@ -17,19 +17,18 @@ class Use(enum.Enum):
 
     GRADIENTS = enum.auto()  # value_and_grad and minimize: the gradients are unscaled.
     LOSS = enum.auto()  # get_scaled_loss
-    READ = enum.auto()  # current_loss_scale, for whatever the caller does by hand.
+    READ = enum.auto()  # current_loss_scale: the user may scale by hand.
     UNSCALE = enum.auto()  # get_unscaled_gradients
     IN_PARAMETERS = enum.auto()  # with_loss_scale
 
 
-# The keys are rules, and names of scales among the parameters, as long as the process
-# lives. JAX traces a function at least once in it, so that the uses in compiled
-# functions are here as well.
+# By rule, or by the name of a scale among the parameters, for the life of the process.
+# JAX traces each compiled function in it at least once, so that its uses are noted.
 _uses: dict[Any, set[Use]] = {}
 
 
 def note(rule: LossScale | str, use: Use) -> None:
-    """Notes that somebody uses the scale of a rule, or of a name."""
+    """Notes a use of the scale of a rule, or of this name."""
     _uses.setdefault(_key(rule), set()).add(use)
 
 
@@ -38,7 +37,7 @@ def _uses_of(rule: LossScale | str) -> set[Use]:
 
 
 def _key(rule: LossScale | str) -> Any:
-    """Returns what equal rules share; their class, if nothing says which are equal."""
+    """Returns a key that equal rules share: their class, if they cannot be compared."""
     is_comparable = has_hash(rule) and type(rule).__eq__ is not object.__eq__
     return rule if is_comparable else type(rule)
 
@@ -69,7 +68,7 @@ def warn_of_unscaled(rule: LossScale) -> None:
 
 
 def warn_of_unscaled_parameters(rule: LossScale, name: str) -> None:
-    """Warns before an update if nobody has scaled a loss by the scale of this name."""
+    """Warns before an update if no loss was scaled by the scale of this name."""
     if not (_is_off(rule) or _uses_of(name)):
         call = "loss_fn" if name == "loss_scale" else f"loss_fn, {name!r}"
         warn(

@@ -7,7 +7,7 @@ LIBRARIES = ("optax_lossscale", "jax", "optax", "equinox", "flax", "haiku")
 
 
 def warn(message: str) -> None:
-    """Warns of the first line on the stack outside of these libraries.
+    """Warns at the first line on the stack that is not of these libraries.
 
     Python shows a warning once for each line.
     """

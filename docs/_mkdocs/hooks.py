@@ -76,9 +76,9 @@ PICTURE = re.compile(
 )
 IMAGE = re.compile(r"!\[([^\]]*)\]\((?!\w+:)([^)\s]+)\.png\)")
 PICTURE_OF_CELL = re.compile(r"!\[png\]")
-# The home page shows these parts of the README: the start, beside it what one gains,
+# The home page shows these parts of the README: the start, beside it the benefits,
 # and the rest. A whole script is folded.
-PARTS = re.compile(r"^## (?=What you gain|Quickstart)", re.MULTILINE)
+PARTS = re.compile(r"^## (?=Benefits|Quickstart)", re.MULTILINE)
 SCRIPT = re.compile(
     r"^The script, `(.*?)`(.*?):\n\n(```python.*?```\n\n```.*?```)", re.M | re.S
 )

@@ -1,1 +1,1 @@
-"""What the examples share: the command line, settings, logs, checkpoints, signals."""
+"""Shared by the examples: the command line, settings, logs, checkpoints, signals."""

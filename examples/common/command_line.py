@@ -1,4 +1,4 @@
-"""What the command lines of the examples share."""
+"""The shared part of the command lines of the examples."""
 
 import argparse
 import importlib

@@ -29,11 +29,11 @@ class Logs:
     """The logs of a run; a context manager. Of several processes the first one writes.
 
     Args:
-      out: The folder. What an earlier process logged there is kept up to `step`.
+      out: The folder. Rows of an earlier process are kept up to `step`.
       step: The steps that were taken before.
       steps: The number of all steps.
-      columns: The first columns of the CSV file. The others are what else the first
-        row has.
+      columns: The first columns of the CSV file. The others are the remaining metrics
+        of the first row.
       describe: Maps the metrics of a step to the text of the progress line.
     """
 

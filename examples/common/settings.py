@@ -16,12 +16,12 @@ METAVARS: dict[Any, str] = {int: "N", float: "X"}
 
 
 class SettingError(ValueError):
-    """Says which setting is wrong, and what it must be.
+    """Says which setting is wrong, and how to mend it.
 
     Args:
       name: The name of the setting.
-      rule: What it must be or do.
-      value: What it is.
+      rule: The rule that it breaks, after "must".
+      value: Its value.
     """
 
     def __init__(self, name: str, rule: str, value: Any):
@@ -62,7 +62,7 @@ def check_ranges(config: Any) -> None:
 
 
 def add_options(parser: Any, config: type) -> None:
-    """Adds an option for each field of a dataclass; what is not given is left out."""
+    """Adds an option for each field of a dataclass; omitted options are not parsed."""
     for field in dataclasses.fields(config):
         text = field.metadata["help"]
         if choices := field.metadata.get("choices"):
@@ -108,7 +108,7 @@ def keep(out: Path, config: Any, **facts: str) -> None:
       out: The folder of the run. Its checkpoints are in folders named by their steps,
         below `checkpoints`.
       config: The settings.
-      **facts: What else must be the same when a run goes on.
+      **facts: Other facts that must be the same when a run goes on.
 
     Raises:
       SettingError: If the folder holds a run whose settings are other ones, or cannot

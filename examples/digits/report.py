@@ -24,8 +24,8 @@ from examples.digits.train import (
 )
 from optax_lossscale import diagnostics
 
-GREEN = "#009E73"  # What `plot_exponents` draws after scaling.
-LIGHT_BLUE = "#56B4E9"  # What can be read on dark backgrounds.
+GREEN = "#009E73"  # The color of `plot_exponents` after scaling.
+LIGHT_BLUE = "#56B4E9"  # It can be read on dark backgrounds.
 # Letters are large for telephones, and do not touch the edge.
 STYLE: dict[Any, Any] = {"font.size": 16, "axes.titlesize": "medium"}
 STYLE |= {"figure.constrained_layout.w_pad": 0.08}

@@ -24,7 +24,7 @@ from optax_lossscale import (
 
 SIDE, WIDTH = 8, 32  # Patches are 8 x 8; hidden layers have 32 units.
 POSITIVES = 0.005  # The share of the patches that have a digit.
-PRIOR = 0.01  # What the network says at first, as in RetinaNet.
+PRIOR = 0.01  # The first prediction of the network, as in RetinaNet.
 
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "sgd": lambda: optax.sgd(3.0),
@@ -38,7 +38,8 @@ class Way(NamedTuple):
 
     Attributes:
       name: Its name in the report and the figure.
-      cast: What makes the loss function compute in float16, if something does.
+      cast: The function that makes the loss function compute in float16; None if the
+        layers do, or in float32.
       rule: The rule for the loss scale.
       color: Its color in the figure.
       dtype: The dtype of the layers: float16 if they are cast by hand.

@@ -46,7 +46,7 @@ class Policy:
           each of their tokens, of the same shape in float32.
         """
         batch, length = prompts.shape
-        # Where a prompt goes on, its tokens are taken, and not what is sampled.
+        # A prompt goes on with its own tokens, not with samples.
         padding = (0, 0), (0, self._context - length + 1)
         given = jnp.pad(prompts[:, 1:], padding, constant_values=-1)
 

@@ -39,7 +39,7 @@ class TrainState(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Answers, and what is known of them.
+    """Answers, with their prompts, probabilities and advantages.
 
     Attributes:
       prompts: int32[batch, digits + 1].
@@ -195,7 +195,7 @@ def clipped_loss(
 
 
 def scaling(opt_state: Any) -> dict[str, jax.Array]:
-    """Returns what is logged of the optimizer's state, scalars by name."""
+    """Returns the scalars of the optimizer's state that are logged, by name."""
     metrics = diagnostics.metrics(opt_state)
     names = "loss_scale", "skipped_steps", "retries"
     return {name: metrics[name] for name in names if name in metrics}

@@ -11,7 +11,7 @@ import numpy as np
 from examples.common.settings import SettingError
 from examples.language_model.config import Config
 
-# A token is a word with the space before it, or what stands between words.
+# A token is a word with the space before it, or the characters between words.
 WORDS = re.compile(rb" ?[A-Za-z]+|\d+|\n *| +|[^\w\s]+|.", re.DOTALL)
 BYTES = 256
 VALIDATION_SHARE = 1 / 20

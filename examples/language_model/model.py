@@ -1,6 +1,6 @@
 """A decoder-only transformer, as GPT-2: pre-norm, learned positions, a tied head.
 
-It is an ordinary float32 model: whoever calls it wraps it in `autocast`.
+It is an ordinary float32 model, which the training step wraps in `autocast`.
 """
 
 import functools
@@ -150,7 +150,7 @@ class Transformer(nnx.Module):
 
         Args:
           tokens: The tokens at this position, int32[batch].
-          cache: What `make_cache` or the position before returned.
+          cache: The result of `make_cache`, or the cache from the position before.
           position: Its number, int32[].
 
         Returns:

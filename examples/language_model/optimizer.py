@@ -51,7 +51,7 @@ def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
 def decays(params: Any) -> Any:
     """Tells which parameters decay: neither biases nor the scales of layer norms.
 
-    By name, because biases of stacked blocks have two dimensions, too.
+    By name, because biases of stacked blocks also have two dimensions.
     """
     return jax.tree.map_with_path(
         lambda path, _: path[-1].key in ("kernel", "embedding"), params

@@ -17,7 +17,7 @@ from optax_lossscale._tree import filled_like, unbox
 
 
 def types_of_state(rule: "LossScale") -> Any:
-    """Returns the state of a rule, with types in the place of arrays."""
+    """Returns the state of a rule, with types in place of arrays."""
     return (_types if has_hash(rule) else _types.__wrapped__)(rule)
 
 
@@ -56,9 +56,10 @@ class LossScale(abc.ABC):
     its other scalars by name, and `dynamic_counter` one that is called `good_steps`.
 
     You choose the names of the fields, but some have a meaning. `min_scale` and
-    `max_scale` bound the scale, and `initial_scale` and `growth_interval` are values of
-    properties of the optimizer. `check_health` counts a skipped step as stuck if the
-    scale was at `min_scale`; without that field, if the scale did not fall.
+    `max_scale` bound the scale. The properties `initial_scale` and
+    `dynamic_growth_steps` of the optimizer are `initial_scale` and `growth_interval` of
+    the rule. `check_health` counts a skipped step as stuck if the scale was at
+    `min_scale`; without that field, if the scale did not fall.
 
     Attributes:
       skip_nonfinite: False promises that `update` never asks to skip a step. Then
@@ -125,7 +126,7 @@ class LossScale(abc.ABC):
         """
 
     def __call__(self, state: Any) -> jax.Array:
-        """Returns the current loss scale. `update` starts from it too.
+        """Returns the current loss scale, from which `update` also starts.
 
         Args:
           state: The state from `init` or `update`. A scale that you restored or set by
@@ -157,7 +158,7 @@ class LossScale(abc.ABC):
         return max(float(low), least), min(float(high), greatest)
 
     def _is_at_minimum(self, scale: jax.Array, new_scale: jax.Array) -> jax.Array:
-        """Tells whether the scale of a skipped step could not have been lower."""
+        """Whether the scale of a skipped step could not have been lower."""
         min_scale = getattr(self, "min_scale", None)
         if min_scale is None:
             return new_scale >= scale
@@ -254,12 +255,12 @@ class AdaptiveLossScale(LossScale):
 
 
 def count_in_range(count: Any, greatest: int = 2**31 - 1) -> jax.Array:
-    """Returns a counter of a state, whatever was restored, as i32[] in its range."""
+    """Returns a counter of a state, which may be restored, as i32[] in its range."""
     count = jnp.asarray(unbox(count), jnp.int32)
     return jnp.minimum(jnp.maximum(count, 0), greatest)
 
 
-# Compiled for the same reason.
+# Compiled, so that an eager call transfers no constants to the device.
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), inline=True)
 def _scale_in_range(
     scale: jax.Array, low: float, high: float, first: float

@@ -26,7 +26,7 @@ class FixedLossScaleState(NamedTuple):
 class FixedLossScale(LossScale):
     """A loss scale that never changes.
 
-    The scale is `loss_scale_value`, whatever the state holds: setting it with
+    The scale is `loss_scale_value`. The state cannot change it: setting it with
     `optax.tree.set(state, loss_scale=...)` or restoring another has no effect.
 
     Args:

@@ -128,8 +128,8 @@ class HeadroomLossScale(AdaptiveLossScale):
 
     def _advance(self, scale, state, finite, largest):
         limit, exponent = jnp.finfo(self.dtype).maxexp, jnp.log2(scale)
-        old_margin = _number_in_range(state.margin, self.min_margin, self.min_margin)
-        old_peak = _number_in_range(state.peak, -256.0, limit - old_margin - exponent)
+        old_margin = _value_in_range(state.margin, self.min_margin, self.min_margin)
+        old_peak = _value_in_range(state.peak, -256.0, limit - old_margin - exponent)
         overflowed = jnp.asarray(unbox(state.overflowed), bool)
 
         nonzero = largest > 0
@@ -155,13 +155,13 @@ class HeadroomLossScale(AdaptiveLossScale):
         )
 
 
-def _number_in_range(x: Any, low: float, otherwise: Any) -> jax.Array:
-    """Returns a number of a state, or `otherwise` if it is nan or out of range."""
+def _value_in_range(x: Any, low: float, otherwise: Any) -> jax.Array:
+    """Returns a scalar of a state, or `otherwise` if it is nan or out of range."""
     x = jnp.asarray(unbox(x), jnp.float32)
     return jnp.where((x >= low) & (x <= 256.0), x, otherwise)
 
 
 def _lower(x: jax.Array, step: Any) -> jax.Array:
-    """Returns `x - step`, or the next number below `x` if the step is too small."""
+    """Returns `x - step`, or the next float32 below `x` if the step is too small."""
     # 1 - 1e-8 is 1 in float32: the margin would never shrink.
     return jnp.minimum(x - step, jnp.nextafter(x, jnp.float32(-jnp.inf)))

@@ -140,7 +140,7 @@ def _differentiated(params: Any, leaves: list[Any]) -> dict[int, Any]:
       params: The first argument.
       leaves: The leaves of all arguments, of which its own come first.
     """
-    trained = enumerate(_models.trained(params))
+    trained = enumerate(_models.are_trained(params))
     chosen = {i: leaves[i] for i, x in trained if x and is_inexact(leaves[i])}
     if not chosen:
         raise TypeError(
