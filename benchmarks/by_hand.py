@@ -13,12 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from benchmarks import report
-from benchmarks.compiled import H100, describe, device, place
+from benchmarks.compiled import H100, TPU, describe, device, place
 from benchmarks.systems import lower, static
 from optax_lossscale import autocast
 
@@ -27,6 +28,9 @@ PAGE = report.RESULTS / "by_hand.md"
 SCALE = 2.0**12
 WAYS = "by hand", "autocast", "float32"
 NUMBERS = "bytes", "temp_bytes"
+STREAM_DTYPES = {H100: "float16", TPU: "bfloat16"}
+# Of each, whether the model casts its residual stream.
+STREAMS = ("by hand", False), ("autocast", False), ("autocast", True)
 # A model: the shapes of parameters and batch, and the loss of a dtype.
 Model = tuple[Any, Any, Callable[[Any], Callable[..., jax.Array]]]
 
@@ -90,12 +94,21 @@ def heads_of(n: int) -> Any:
     return {name: layer(n, n) for name in "qkvo"}
 
 
-def block(p: Any, h: jax.Array, bias: Any, dtype: Any, heads: int = 8) -> jax.Array:
-    """Returns a block of a transformer."""
+def block(
+    p: Any,
+    h: jax.Array,
+    bias: Any,
+    dtype: Any,
+    heads: int = 8,
+    stream: Any = None,
+) -> jax.Array:
+    """Returns a block of a transformer, which casts its stream if it has a dtype."""
     x = normed(p["norm1"], h, -1, dtype)
     h = h + attention(p["attention"], x, x, heads, bias, dtype)
+    h = h.astype(stream or h.dtype)
     x = dense(p["up"], normed(p["norm2"], h, -1, dtype), dtype)
-    return h + dense(p["down"], jax.nn.gelu(x), dtype)
+    h = h + dense(p["down"], jax.nn.gelu(x), dtype)
+    return h.astype(stream or h.dtype)
 
 
 def block_of(n: int) -> Any:
@@ -254,19 +267,20 @@ def gpt(
     length: int = 512,
     vocabulary: int = 50304,
     form: str = "",
+    stream: Any = None,
 ) -> Model:
-    """GPT-2; its form may be "scanned" or "rematerialized"."""
+    """GPT-2; its form may be "scanned" or "rematerialized", its stream of a dtype."""
     params = {"tokens": of(vocabulary, n), "positions": of(length, n), "norm": norm(n)}
     stacked = jax.tree.map(lambda x: of(blocks, *x.shape), block_of(n))
     params["blocks"] = stacked if form == "scanned" else [block_of(n)] * blocks
 
     def make(dtype):
         def run(h, q):
-            return block(q, h, causal(length), dtype, heads), None
+            return block(q, h, causal(length), dtype, heads, stream), None
 
         def loss(p, tokens):
             x, y = tokens[:, :-1], tokens[:, 1:]
-            h = (p["tokens"][x] + p["positions"]).astype(dtype)
+            h = (p["tokens"][x] + p["positions"]).astype(stream or dtype)
             if form == "scanned":
                 h, _ = lax.scan(run, h, p["blocks"])
             else:
@@ -461,12 +475,18 @@ MODELS: dict[str, Callable[[], Model]] = {
 }  # fmt: skip
 
 
-def compile_(name: str, way: str, on: jax.Device | None) -> dict[str, Any]:
+def loss_of(make: Callable[..., Any], way: str, dtype: Any = jnp.float16) -> Any:
+    """Returns the loss function of a model in one of the `WAYS`."""
+    loss_fn = make(dtype if way == "by hand" else jnp.float32)
+    return autocast(loss_fn, dtype) if way == "autocast" else loss_fn
+
+
+def compile_(
+    model: Model, way: str, on: jax.Device | None, dtype: Any = jnp.float16
+) -> dict[str, Any]:
     """Compiles a training step with Adam, and returns what it needs."""
-    params, batch, make = MODELS[name]()
-    loss_fn = make(jnp.float16 if way == "by hand" else jnp.float32)
-    loss_fn = autocast(loss_fn) if way == "autocast" else loss_fn
-    system = static(optax.adam(1e-3), loss_fn, SCALE)
+    params, batch, make = model
+    system = static(optax.adam(1e-3), loss_of(make, way, dtype), SCALE)
     args = params, jax.eval_shape(system.init, params), *batch
     if on is not None:
         args = jax.tree.map(
@@ -474,16 +494,62 @@ def compile_(name: str, way: str, on: jax.Device | None) -> dict[str, Any]:
         )
     with jax.numpy_dtype_promotion("standard"):
         compiled = lower(system, *args).compile()
-    return {"model": name, "way": way, **describe(compiled)}
+    return {"way": way, **describe(compiled)}
 
 
 def rows_of(name: str) -> list[dict[str, Any]] | None:
     """Returns what the steps of a model need; None without the compiler."""
     if (on := device(H100)) is None:
         return None
-    rows = [compile_(name, way, on) for way in WAYS]
+    rows = [{"model": name, **compile_(MODELS[name](), way, on)} for way in WAYS]
     print(table({name: {"rows": rows}}), flush=True)
     return rows
+
+
+def stream_rows() -> list[dict[str, Any]] | None:
+    """Returns what GPT-2 needs if it casts its residual stream; None without compilers.
+
+    The error is that of the worst gradient of a small GPT-2 on this machine.
+    """
+    rows = []
+    for target, dtype in STREAM_DTYPES.items():
+        if (on := device(target)) is None:
+            return None
+        half = jnp.dtype(dtype)
+        for way, is_cast in STREAMS:
+            stream = half if is_cast else None
+            needs = compile_(gpt(stream=stream), way, on, half)
+            error = _stream_error(way, stream, half)
+            rows.append({"target": target, "is_cast": is_cast, **needs, "error": error})
+            print(rows[-1], flush=True)
+    return rows
+
+
+def _stream_error(way: str, stream: Any, dtype: Any) -> float:
+    """Returns the error of the worst gradient of a small GPT-2, of three draws."""
+    small = functools.partial(gpt, n=128, batch=2, length=64, vocabulary=512)
+    errors = []
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        shapes, (tokens,), make = small(stream=stream)
+        params = jax.tree.map_with_path(functools.partial(_draw, rng), shapes)
+        tokens = rng.integers(0, 512, tokens.shape)
+        exact = small()[2](jnp.float32)
+        found, right = (
+            jax.tree.leaves(jax.jit(jax.grad(f))(params, tokens))
+            for f in (loss_of(make, way, dtype), exact)
+        )
+        pairs = zip(map(np.asarray, found), map(np.asarray, right), strict=True)
+        errors += [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in pairs]
+    return float(max(errors))
+
+
+def _draw(rng: np.random.Generator, path: Any, like: Any) -> Any:
+    """Returns a parameter: gains are 1, vectors 0, matrices small and random."""
+    if jax.tree_util.keystr(path[-1:], simple=True) == "gain":
+        return np.ones(like.shape, np.float32)
+    deviation = 0.08 if len(like.shape) > 1 else 0.0
+    return np.float32(deviation * rng.normal(size=like.shape))
 
 
 def ratios(rows: list[dict[str, Any]]) -> list[float]:
@@ -502,6 +568,26 @@ def table(found: dict[str, Any]) -> str:
     return report.table(["float16 by hand is 1", *header], cells)
 
 
+def stream_table(rows: list[dict[str, Any]]) -> str:
+    """Returns a table: bytes, memory and errors of a stream, by hand 1."""
+    hand = {row["target"]: row for row in rows if row["way"] == "by hand"}
+    cells = []
+    for row in rows:
+        first = hand[row["target"]]
+        stream = "" if row is first else ", stream cast" * row["is_cast"]
+        ratios = (f"{row[x] / first[x]:.2f}" for x in NUMBERS)
+        dtype = STREAM_DTYPES[row["target"]]
+        name = f"{row['target']}, {dtype}: {row['way']}{stream}"
+        cells.append([name, *ratios, f"{100 * row['error']:.2g}%"])
+    header = [
+        "by hand is 1",
+        "bytes",
+        "temporary memory",
+        "error of the worst gradient",
+    ]
+    return report.table(header, cells)
+
+
 def page() -> str:
     """Returns the page of the committed results."""
     found = report.load(RESULTS)
@@ -518,12 +604,21 @@ def page() -> str:
         "The streams of GPT-2 and ViT begin at an embedding or a table of positions. "
         "They are float32\nwith `autocast`, as in PyTorch, and float16 by hand.\n\n"
         + table({name: found[name] for name in MODELS if name in found})
+        + "\n## A residual stream in half precision\n\n"
+        "GPT-2 above, and for a TPU v5e in bfloat16. *Stream cast* is `autocast` of a "
+        "model that casts\nits stream after the embedding and after each addition, "
+        "`h = (h + mlp(h)).astype(dtype)`. The errors\nare those of a small GPT-2 on "
+        "a CPU, the largest of three draws.\n\n"
+        + stream_table(found["GPT-2, its stream"]["rows"])
     )
 
 
 def main() -> None:
     """Compiles all models, or those that are named, and writes the results."""
-    parts = {name: functools.partial(rows_of, name) for name in MODELS}
+    parts: dict[str, Callable[[], Any]] = {
+        name: functools.partial(rows_of, name) for name in MODELS
+    }
+    parts["GPT-2, its stream"] = stream_rows
     report.measure_parts("benchmarks.by_hand", __doc__, parts, RESULTS)
     PAGE.write_text(page())
 

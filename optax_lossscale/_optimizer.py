@@ -24,7 +24,12 @@ from optax_lossscale._rules import identifiers
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
 from optax_lossscale._scaling import all_finite
-from optax_lossscale._state import LossScaleOptimizerState, find_rule_state, find_state
+from optax_lossscale._state import (
+    LossScaleOptimizerState,
+    StateTree,
+    find_rule_state,
+    find_state,
+)
 from optax_lossscale._step import Options
 from optax_lossscale._tree import Args, Out, Tree, unbox
 from optax_lossscale._uses import Use
@@ -377,7 +382,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta)
     def value_and_grad(
         self,
         fun: Callable[Args, Out],
-        state: Any,
+        state: StateTree,
         argnums: int | tuple[int, ...] = 0,
         has_aux: bool = False,
         *,
@@ -581,7 +586,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta)
         )
         return model.write(new), state
 
-    def current_loss_scale(self, state: Any) -> jax.Array:
+    def current_loss_scale(self, state: StateTree) -> jax.Array:
         """Returns the current loss scale.
 
         Args:
@@ -606,11 +611,13 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta)
 
     @overload
     def get_scaled_loss(
-        self, loss: Callable[Args, Any], state: Any
+        self, loss: Callable[Args, Any], state: StateTree
     ) -> Callable[Args, jax.Array]: ...
     @overload
-    def get_scaled_loss(self, loss: jax.typing.ArrayLike, state: Any) -> jax.Array: ...
-    def get_scaled_loss(self, loss: Any, state: Any) -> Any:
+    def get_scaled_loss(
+        self, loss: jax.typing.ArrayLike, state: StateTree
+    ) -> jax.Array: ...
+    def get_scaled_loss(self, loss: Any, state: StateTree) -> Any:
         """Multiplies a loss by the current scale, to compute gradients by hand.
 
         Divide them by `get_unscaled_gradients` afterwards. Call both inside the
@@ -655,7 +662,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta)
         """
         return _gradients.scale_loss(self.loss_scale, loss, state)
 
-    def get_unscaled_gradients(self, grads: Tree, state: Any) -> Tree:
+    def get_unscaled_gradients(self, grads: Tree, state: StateTree) -> Tree:
         """Divides gradients by the current scale.
 
         Args:
@@ -722,7 +729,7 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta)
         """Finite steps before the scale grows; None if it does not."""
         return getattr(self.loss_scale, "growth_interval", None)
 
-    def dynamic_counter(self, state: Any) -> jax.Array | None:
+    def dynamic_counter(self, state: StateTree) -> jax.Array | None:
         """Returns the finite steps since the scale changed or a step was skipped.
 
         Args:

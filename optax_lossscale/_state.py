@@ -1,7 +1,7 @@
 """The state of the optimizer, and functions that find, check and read it."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,8 @@ OUTERMOST = (
     "the rest inside, and make a new state: "
     "LossScaleOptimizer(optax.chain(optax.clip(1.0), inner))."
 )
+# A pytree that holds one `LossScaleOptimizerState`, as that of a chain or of a trainer.
+StateTree: TypeAlias = Any
 # The bits of skip_reasons.
 GRADIENTS, LOSS, VETO = 1, 2, 4
 # The counters that every state has.
@@ -145,7 +147,7 @@ def count_step(
     )
 
 
-def find_state(state: Any) -> LossScaleOptimizerState:
+def find_state(state: StateTree) -> LossScaleOptimizerState:
     """Returns the one state of a loss-scaled optimizer in a tree."""
     states = _tree.nodes_of(LossScaleOptimizerState, state)
     if len(states) != 1:
@@ -196,7 +198,7 @@ def within_bounds(rule: LossScale, state: Any) -> Any:
     return _tree.strongly_typed(state)
 
 
-def find_rule_state(state: Any, rule: LossScale) -> Any:
+def find_rule_state(state: StateTree, rule: LossScale) -> Any:
     """Returns the state of a rule in a tree with one `LossScaleOptimizerState`."""
     rule_state = find_state(state).loss_scale_state
     # Only the class is compared: leaves may be boxes, such as variables of Flax nnx.
@@ -224,7 +226,7 @@ def warn_if_in_multi_steps(state: Any) -> None:
         )
 
 
-def select_applied(state: Any, new: Tree, old: Tree) -> Tree:
+def select_applied(state: StateTree, new: Tree, old: Tree) -> Tree:
     """Returns new values after an applied step, and old ones after a skipped step.
 
     Use it for values that the step computes besides the parameters: batch statistics,

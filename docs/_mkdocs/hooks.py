@@ -59,9 +59,16 @@ WORDS = {
     "guide/coming-from-another-loss-scaler.md": ["Attempting to unscale FP16"],
     "guide/do-you-need-it.md": ["TF32"],
     "guide/many-devices.md": ["multi-GPU"],
-    "guide/troubleshooting.md": ["overflow", "scale keeps dropping", "gradient norm"],
+    "guide/troubleshooting.md": [
+        "overflow",
+        "scale keeps dropping",
+        "gradient norm",
+        "diverges",
+    ],
     "guide/use.md": ["BatchNorm", "clip_by_global_norm", "retries=24"],
+    "recipes/accumulation.md": ["add gradients up"],
     "recipes/lora.md": ["freeze layers"],
+    "recipes/optax.md": ["several optimizers"],
     "stability.md": ["pin a commit"],
 }
 LINK = re.compile(r"\]\((?!\w+:)([^)\s#]*)(#[^)\s]*)?\)")
