@@ -1,10 +1,11 @@
 """Edits of a program: short diffs without line numbers.
 
-An edit is a block of lines. They begin with "-" (removed), "+" (added) or " " (stay), and
-the lines that it names are in the program once, one after the other. An empty line
-separates two edits.
+An edit is a block of lines. They begin with "-" (removed), "+" (added) or " " (kept).
+The lines that it removes and keeps are in the program once, one after the other. An
+empty line separates two edits.
 """
 
+import itertools
 from typing import NamedTuple
 
 
@@ -53,7 +54,7 @@ def apply(program: str, edits: list[Edit]) -> str:
     """
     lines = program.split("\n")
     places = sorted((*_place(lines, edit), edit) for edit in edits)
-    for (_, end, first), (start, _, second) in zip(places, places[1:], strict=False):
+    for (_, end, first), (start, _, second) in itertools.pairwise(places):
         if start < end:
             raise EditError(f"two edits overlap:\n{first.text}\n\n{second.text}")
     for start, end, edit in reversed(places):
@@ -73,7 +74,10 @@ def count(edits: list[Edit]) -> Lines:
     """Counts the lines of edits, without the import of this library."""
     lines = [line for edit in edits for line in edit.text.split("\n")]
     removed, added = (
-        sum(line.startswith(mark) and "from optax_lossscale " not in line for line in lines)
+        sum(
+            line.startswith(mark) and "from optax_lossscale " not in line
+            for line in lines
+        )
         for mark in "-+"
     )
     return Lines(removed, added)

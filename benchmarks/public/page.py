@@ -62,9 +62,13 @@ Measured on {about["date"]} with {versions}, on {about["machine"]["device"]}.
 
 
 def _section(program: Program, found: dict[str, Any]) -> str:
-    url = f"https://github.com/{program.repository}/blob/{program.commit}/{program.file}"
+    url = (
+        f"https://github.com/{program.repository}/blob/{program.commit}/{program.file}"
+    )
     note = f"{program.note}\n\n" if program.note else ""
-    measure = f" Recorded is the {program.measure}." if program.measure != "loss" else ""
+    measure = (
+        f" Recorded is the {program.measure}." if program.measure != "loss" else ""
+    )
     diff = program.float16.strip("\n")
     return f"""## {program.name}
 

@@ -63,7 +63,9 @@ class Log:
         """Adds the loss of a step, and the state of its optimizer, compiled or not."""
         if loss is not None:
             jax.debug.callback(lambda x: self.losses.append(float(x)), loss)
-        with contextlib.suppress(ValueError):  # In float32 no state counts skipped steps.
+        with contextlib.suppress(
+            ValueError
+        ):  # In float32 no state counts skipped steps.
             applied = diagnostics.metrics(state)["last_step_applied"]
             jax.debug.callback(self._count, applied)
 
@@ -74,7 +76,9 @@ class Log:
         """Returns the number of steps, the first and last losses, and skipped steps."""
         jax.effects_barrier()
         few = max(1, len(self.losses) // 10)
-        first, last = (math.fsum(x) / few for x in (self.losses[:few], self.losses[-few:]))
+        first, last = (
+            math.fsum(x) / few for x in (self.losses[:few], self.losses[-few:])
+        )
         counts = {"steps": len(self.losses), "skipped": self.skipped}
         return {**counts, "first_loss": first, "last_loss": last}
 
@@ -107,9 +111,7 @@ def edited(source: str, program: Program, way: str) -> str:
 
 
 def copy_modules(repository: Path, program: Program, root: Path) -> None:
-    """Copies the Python files beside a program, and where it imports by whole paths,
-    those that make packages of its folders.
-    """
+    """Copies the Python files beside a program, and those that make packages."""
     folders = PurePosixPath(program.file).parents
     paths = [f"{folders[0]}/"] if program.file.endswith(".py") else []
     if program.is_package:
@@ -138,7 +140,7 @@ def train(folder: Path, program: Program, way: str) -> dict[str, Any]:
     repository = (folder / program.repository).resolve()
     code = edited(read(repository, program), program, way)
     random.seed(0)
-    np.random.seed(0)
+    np.random.seed(0)  # noqa: NPY002: That of the programs.
     sys.meta_path.insert(0, Mocks(program.mocks))
     os.environ["MPLBACKEND"] = "agg"  # Draw figures, and show none.
     warnings.filterwarnings("error", "autocast computes nothing")
