@@ -20,7 +20,7 @@ def digits(side: int) -> tuple[np.ndarray, np.ndarray]:
     large = images.reshape(-1, 8, 8).repeat(times, 1).repeat(times, 2) / 16
     start = (8 * times - side) // 2
     large = large[:, start : start + side, start : start + side]
-    return large.astype(np.float32), labels.astype(np.int32)
+    return large.astype(np.float32), np.asarray(labels, np.int32)
 
 
 def text() -> str:

@@ -40,8 +40,8 @@ def _start(programs: list[Program], found: dict[str, Any]) -> str:
     header += ["end, float16", "steps", "skipped"]
     return f"""# Public trainings
 
-{len(programs)} programs that others published, edited to train in float16. Each is trained twice from the same seeds, once as
-it is and once with its edits, and reaches about the same loss:
+{len(programs)} programs that others published, edited to train in float16. Each is trained twice from the same seeds: as it
+is, and with its edits.
 
 {report.table(header, rows)}
 *Lines* are those that the edits remove and add, besides an import. The losses are means of the first and of the last tenth

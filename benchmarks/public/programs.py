@@ -240,6 +240,9 @@ assert jnp.isfinite(generated_images).all()
 -    eqx.filter(discriminator, eqx.is_array)
 +    eqx.filter(discriminator, eqx.is_inexact_array)
 
+-noise = jr.normal(subkey, (1000, latent_size, 1, 1))
++noise = jr.normal(subkey, (32, latent_size, 1, 1))
+
          generator_losses.append(generator_loss)
 +        record(generator_loss, generator_opt_state)
 +        record(state=discriminator_opt_state)

@@ -140,7 +140,7 @@ def train(folder: Path, program: Program, way: str) -> dict[str, Any]:
     repository = (folder / program.repository).resolve()
     code = edited(read(repository, program), program, way)
     random.seed(0)
-    np.random.seed(0)  # noqa: NPY002: That of the programs.
+    np.random.seed(0)  # noqa: NPY002
     sys.meta_path.insert(0, Mocks(program.mocks))
     os.environ["MPLBACKEND"] = "agg"  # Draw figures, and show none.
     warnings.filterwarnings("error", "autocast computes nothing")
