@@ -44,12 +44,14 @@ def _start(programs: list[Program], found: dict[str, Any]) -> str:
 is, and with its edits.
 
 {report.table(header, rows)}
-*Lines* are those that the edits remove and add, besides an import. The losses are means of the first and of the last tenth
-of the steps. In float16 a few steps are skipped at the beginning, until the loss scale fits.
+*Lines* are those that the edits remove and add, besides the import. Two change where the step calls
+`jax.value_and_grad`, and a decorator, a second model or an optimizer on several lines adds to them. A trainer that computes
+the gradients itself, as SVI, needs most. The losses are means of the first and of the last tenth of the steps. In float16 a
+few steps are skipped, until the loss scale fits.
 
 Nothing is downloaded: images are the digits of scikit-learn, and texts the help pages of Python. Batches, some layers and
 the number of steps are smaller than published, so that a training takes a minute on a CPU. Both dtypes have that in common.
-On so few steps no loss says which dtype is better.
+After so few steps no loss says which dtype is better.
 
 To repeat it, clone the repositories to `FOLDER/owner/name`, and install what the programs import:
 

@@ -280,7 +280,8 @@ LATENT_ODE = Program(
 
 -main()
 """,
-    note="`autocast` leaves the solver in float32: floats decide when it ends.",
+    note="`autocast` leaves the solver in float32: floats decide when it ends. Of all programs "
+    "this one ends furthest from float32, though `trace_numerics` finds gradients that agree.",
 )
 
 LANGUAGE_MODEL = Program(
