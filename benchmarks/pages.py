@@ -1,6 +1,7 @@
 """Writes the tables and sentences that show the committed results.
 
-`python -m benchmarks.pages` writes those of the README, of the guide and of `results`.
+`python -m benchmarks.pages` writes those of the README, of the guide and of `results`,
+and the page of public trainings.
 """
 
 import datetime
@@ -21,6 +22,7 @@ from benchmarks import (
     retries,
 )
 from benchmarks.compiled import H100, TPU
+from benchmarks.public import page as public
 from benchmarks.systems import PLAIN
 from optax_lossscale.diagnostics import _compare
 
@@ -233,6 +235,7 @@ def main() -> None:
     report.parser("benchmarks.pages", __doc__).parse_args()
     for path in PAGES:
         path.write_text(updated(path))
+    public.PAGE.write_text(public.page(report.load(public.RESULTS)))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ FILES = {
     "benchmarks/results/casting.md": "benchmarks/casting.md",
     "benchmarks/results/by_hand.md": "benchmarks/by_hand.md",
     "benchmarks/results/guards.md": "benchmarks/guards.md",
+    "benchmarks/results/public.md": "benchmarks/public.md",
     "benchmarks/results/pytorch.md": "benchmarks/pytorch.md",
     "benchmarks/results/retries.md": "benchmarks/retries.md",
     "benchmarks/results/steps.md": "benchmarks/steps.md",
