@@ -12,7 +12,7 @@ from jax.tree_util import keystr
 from optax_lossscale._autocast import policy
 from optax_lossscale._autocast.plan import Plan
 from optax_lossscale._autocast.program import Step, read, steps_of
-from optax_lossscale._jaxprs import parts, primitives
+from optax_lossscale._jaxprs import ends, parts, primitives
 from optax_lossscale._jaxprs.primitives import Kind
 from optax_lossscale._tree import is_inexact
 
@@ -89,6 +89,11 @@ def _of_product(equation, step, args, is_chosen):
             )
     file, line, _ = step.source().own
     place = f"{Path(file).name}:{line}" if line else step.name
+    if ends.Walk().holds_solver(step.equation):
+        return (
+            f"{place} runs a loop that ends when floating-point values are close, as a "
+            f"solver does, and computes in float32: {LEAVE_OUT}"
+        )
     if dtypes != {"float32"}:
         return (
             f"{place} multiplies {min(dtypes - {'float32'})} by itself: remove the "

@@ -49,6 +49,13 @@ def converges(params, x):
 
 
 HALF = {"w": W.astype(np.float16)}, X.astype(np.float16)
+
+
+def converges_precisely(params, x):
+    step = lambda x: jnp.dot(jnp.tanh(x), params["w"], precision="highest") / 2  # noqa: E731
+    return jnp.mean(lax.while_loop(lambda x: jnp.max(x) > 0.1, step, x))  # loop two
+
+
 CASES = {
     "by itself": (
         by_itself,
@@ -82,18 +89,24 @@ CASES = {
         {},
         "{precise} asks for precision .*HIGHEST.*: leave precision and .* out",
     ),
-    "loop": (converges, ({"w": W}, X), {}, r"{loop} computes in float32, .* \(while\)"),
+    "solver": (converges, ({"w": W}, X), {}, "{loop} runs a loop that ends when .*"),
+    "solver that asks for a precision": (
+        converges_precisely,
+        ({"w": W}, X),
+        {},
+        "{loop two} runs a loop that ends when floating-point values are close",
+    ),
 }
 
 
 @pytest.mark.parametrize(("f", "args", "options", "reason"), CASES.values(), ids=CASES)
 def test_the_first_reason_once(f, args, options, reason):
-    for mark in ("casts", "precise", "loop"):
+    for mark in ("casts", "precise", "loop", "loop two"):
         place = f"test_reasons.py:{line_of(mark, __file__)}"
         reason = reason.replace(f"{{{mark}}}", place)
     cast = autocast(f, **options)
     match = f"nothing of {f.__name__} in float16: {reason}.*, or leave autocast out.$"
-    if f in (no_product, dot_alone, converges):
+    if f in (no_product, dot_alone, converges, converges_precisely):
         match = match.replace(", or", ":")
     with pytest.warns(UserWarning, match=match):
         jax.eval_shape(cast, *args)
