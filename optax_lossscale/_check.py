@@ -8,7 +8,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from optax_lossscale._nnx import position_of
 from optax_lossscale._tree import Args, Out, in_half, is_half
 
 # Within these bounds the scale and its reciprocal are normal float32 numbers.
@@ -45,7 +44,7 @@ def _between(low: float, high: float, wanted: str) -> Callable[[str, Any], float
     return check
 
 
-def _of(is_right: Callable[[Any], bool], wanted: str) -> Callable[..., Any]:
+def kind(is_right: Callable[[Any], bool], wanted: str) -> Callable[..., Any]:
     """Makes a check that returns a value, if it is of the right type."""
 
     def check(name, value, advice=""):
@@ -64,16 +63,8 @@ fixed_scale = _between(
 )
 share = _between(0, 1, "from 0 to 1")
 bits = _between(0, 128, "from 0 to 128")
-boolean = _of(lambda x: isinstance(x, bool), "True or False")
-function = _of(callable, "a function")
-
-
-def _are_argnums(value: Any) -> bool:
-    places = value if isinstance(value, tuple | list) else [value]
-    return all(isinstance(position_of(x), numbers.Integral) for x in places)
-
-
-argnums = _of(_are_argnums, "an integer or a tuple of integers")
+boolean = kind(lambda x: isinstance(x, bool), "True or False")
+function = kind(callable, "a function")
 
 
 def count(name: str, value: Any, least: int = 1) -> int:

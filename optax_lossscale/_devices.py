@@ -13,17 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lossscale._jaxprs.parts import has_name, varying_axes
+from optax_lossscale._libraries import TRANSFORMS
 from optax_lossscale._tree import inexact_leaves
 from optax_lossscale._warn import warn
-
-# Functions that users pass as `transform=` and that average no gradients, by module and
-# name: a library may be missing. Any other function may average, so that nothing warns.
-TRANSFORMS = (
-    ("jax", "value_and_grad"),
-    ("flax.nnx", "value_and_grad"),
-    ("equinox", "filter_value_and_grad"),
-    ("haiku", "value_and_grad"),
-)
 
 
 def axes_of(axis_name: Hashable | None) -> tuple[Hashable, ...]:

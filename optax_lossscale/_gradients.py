@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+import numbers
 import reprlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from optax_lossscale import _check as check, _devices, _models, _nnx, _uses
+from optax_lossscale import _check as check, _devices, _models, _uses
 from optax_lossscale._hints import hint
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._rules.fixed import FixedLossScale
@@ -131,9 +132,9 @@ def _argnums_by_position(argnums: Any, args: tuple[Any, ...]) -> dict[int, Any]:
         )
     found = {}
     for x in several:
-        i = _nnx.position_of(x)
+        i = _models.position_of(x)
         if -len(args) <= i < len(args):
-            found[i % len(args)] = x if _nnx.chooses_variables(x) else i % len(args)
+            found[i % len(args)] = x if _models.chooses_variables(x) else i % len(args)
     if len(found) != len(several):
         raise ValueError(
             "argnums must name each of some positional arguments once, got "
@@ -159,7 +160,7 @@ def scaled_grad(
       argnums: Which positional arguments to differentiate with respect to.
     """
     check.function("loss_fn", fun, ORDER)
-    check.argnums("argnums", argnums, ORDER)
+    _check_argnums("argnums", argnums, ORDER)
     # eqx.filter_value_and_grad has no argnums: it uses the first argument.
     options = {"argnums": argnums} if argnums != 0 else {}
     transform_fun = functools.partial(transform or value_and_grad, **options)
@@ -184,8 +185,8 @@ def scaled_grad(
         if kwargs:  # Flax nnx reads their positions from the signature of `fun`.
             vars(loss_times_scale)["__wrapped__"] = fun
         with (
-            _nnx.hint_of_trace(),
-            _nnx.hint_of_sharing(),
+            _models.hint_of_trace(),
+            _models.hint_of_sharing(),
             hint(TRAIN_STATE, lambda _: has_state(args)),
         ):
             result = transform_fun(loss_times_scale, has_aux=True)(*args, **kwargs)
@@ -196,10 +197,18 @@ def scaled_grad(
     return of_scale
 
 
+def _are_argnums(value: Any) -> bool:
+    places = value if isinstance(value, tuple | list) else [value]
+    return all(isinstance(_models.position_of(x), numbers.Integral) for x in places)
+
+
+_check_argnums = check.kind(_are_argnums, "an integer or a tuple of integers")
+
+
 def check_argnums(transform: Callable[..., Any] | None) -> None:
     """Raises if a transform differentiates anything but the first argument."""
     argnums = getattr(transform, "keywords", {}).get("argnums", 0)
-    if _nnx.position_of(argnums) != 0:
+    if _models.position_of(argnums) != 0:
         raise ValueError(
             "minimize trains the first argument of loss_fn, got a transform with "
             f"argnums={argnums!r}. Pass all parameters as one tree, and no argnums."
@@ -222,7 +231,7 @@ def _warn_of_independent(loss: Any, args: Any, transform: Callable[..., Any]) ->
     """
     argnums = getattr(transform, "keywords", {}).get("argnums", 0)
     places = argnums if isinstance(argnums, tuple | list) else (argnums,)
-    if any(map(_nnx.chooses_variables, places)):
+    if any(map(_models.chooses_variables, places)):
         return  # Not all parameters are differentiated.
     trained = [_models.trainable(_models.partition(args[i])[0]) for i in places]
     types = {type(x) for x in jax.tree.leaves(trained) if isinstance(x, Tracer)}

@@ -10,6 +10,15 @@ from typing import Any
 import jax
 
 from optax_lossscale import _nnx, _tree
+from optax_lossscale._libraries import SETTINGS
+
+# All that other files ask of modules that change in place. Flax nnx is the one library
+# that has them; another one would be asked here as well.
+is_module, is_model, is_mutable = _nnx.is_module, _nnx.is_model, _nnx.is_mutable
+has_modules, state_of, write = _nnx.has_modules, _nnx.state, _nnx.write
+position_of, chooses_variables = _nnx.position_of, _nnx.chooses_variables
+hint_of_trace, hint_of_sharing = _nnx.hint_of_trace, _nnx.hint_of_sharing
+unless_of_outer_trace = _nnx.unless_of_outer_trace
 
 
 def partition(tree: Any) -> tuple[Any, Any]:
@@ -45,16 +54,18 @@ def combine(trained: Any, rest: Any) -> Any:
 
 def _have_gradients(tree: Any) -> list[bool]:
     """Returns for each leaf whether it has a gradient; nnx modules are leaves."""
-    equinox = _tree.classes_of("equinox", "Module")
+    classes = tuple(x for names in SETTINGS for x in _tree.classes_of(*names))
 
-    def is_equinox(x):
-        return isinstance(x, equinox)
+    def has_settings(x):
+        return isinstance(x, classes)
 
     def has_gradient(x, node):
-        is_setting = is_equinox(node) and not _tree.is_array(x)
+        is_setting = has_settings(node) and not _tree.is_array(x)
         return _nnx.is_module(x) or (_tree.is_inexact(x) and not is_setting)
 
-    nodes = jax.tree.leaves(tree, is_leaf=lambda x: is_equinox(x) or _nnx.is_module(x))
+    nodes = jax.tree.leaves(
+        tree, is_leaf=lambda x: has_settings(x) or _nnx.is_module(x)
+    )
     return [
         has_gradient(x, node)
         for node in nodes

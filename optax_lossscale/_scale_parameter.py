@@ -14,7 +14,6 @@ from optax_lossscale import (
     _check as check,
     _gradients,
     _models,
-    _nnx,
     _state,
     _step,
     _tree,
@@ -192,13 +191,13 @@ def with_loss_scale(
 
 def _scaled_loss(loss_fn, name, has_aux, params, /, *args, **kwargs) -> Any:
     _uses.note(name, Use.IN_PARAMETERS)
-    is_module = _nnx.is_mutable(params)
-    if not is_module and _nnx.has_modules(params):
+    is_module = _models.is_mutable(params)
+    if not is_module and _models.has_modules(params):
         raise TypeError(
             "params must be an nnx module itself, not a tree with modules in it. Write "
             f"model.{name} = nnx.Param(jnp.float32(initial_scale)), and pass the model."
         )
-    tree = _nnx.state(params) if is_module else params
+    tree = _models.state_of(params) if is_module else params
     leaf, rest, place = _partition(name, tree, "params")
     scale = jnp.clip(leaf, check.SMALLEST_SCALE, check.LARGEST_SCALE)
     # Zero means that an outer with_loss_scale scales the loss already.
@@ -209,16 +208,16 @@ def _scaled_loss(loss_fn, name, has_aux, params, /, *args, **kwargs) -> Any:
     # Zero in place of the scale: a penalty on all parameters would add it to the loss.
     inside = place(join(arrays), jnp.zeros_like(leaf))
     args, kwargs = jax.tree.map(
-        lambda x: _unscaled(x, scale), (args, kwargs), is_leaf=_nnx.is_mutable
+        lambda x: _unscaled(x, scale), (args, kwargs), is_leaf=_models.is_mutable
     )
     if not is_module:
         out = loss_fn(inside, *args, **kwargs)
     else:
-        _nnx.write(params, inside)
+        _models.write(params, inside)
         try:
             out = loss_fn(params, *args, **kwargs)
         finally:
-            _nnx.write(params, place(_nnx.state(params), leaf))
+            _models.write(params, place(_models.state_of(params), leaf))
     loss = _gradients.loss_of(out, has_aux)
     _gradients.warn_of_float16(loss)
     loss = scale_gradient(loss, scale)
@@ -227,12 +226,12 @@ def _scaled_loss(loss_fn, name, has_aux, params, /, *args, **kwargs) -> Any:
 
 def _unscaled(x: Any, scale: jax.Array) -> Any:
     """Unscales gradients with respect to an argument that is not the parameters."""
-    if not _nnx.is_mutable(x):
+    if not _models.is_mutable(x):
         return scale_gradient(x, 1 / scale)
     # A module of an outer trace gets no gradient here.
-    with _nnx.unless_of_outer_trace():
-        if _nnx.is_module(x):
-            _nnx.write(x, scale_gradient(_nnx.state(x), 1 / scale))
+    with _models.unless_of_outer_trace():
+        if _models.is_module(x):
+            _models.write(x, scale_gradient(_models.state_of(x), 1 / scale))
     return x
 
 

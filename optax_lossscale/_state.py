@@ -9,7 +9,7 @@ import optax
 from jax import lax
 
 from optax_lossscale import _tree
-from optax_lossscale._nnx import is_mutable
+from optax_lossscale._models import is_mutable
 from optax_lossscale._rules.base import LossScale, types_of_state
 from optax_lossscale._tree import Tree
 from optax_lossscale._warn import warn

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_lossscale import _hints, _inner, _models, _nnx, _state, _tree
+from optax_lossscale import _hints, _inner, _models, _state, _tree
 from optax_lossscale._devices import axes_of, on_all_devices
 from optax_lossscale._rules.base import LossScale
 from optax_lossscale._scaling import all_finite
@@ -49,7 +49,7 @@ class Options(NamedTuple):
 def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
     """Returns the state before the first step."""
     _check_params(params)
-    leaves = jax.tree.leaves(params, is_leaf=_nnx.is_module)
+    leaves = jax.tree.leaves(params, is_leaf=_models.is_module)
     if leaves and not any(map(_is_parameter, leaves)):
         raise TypeError(
             f"params must hold arrays, got {reprlib.repr(_tree.types_of(params))}. "
@@ -81,7 +81,7 @@ def init(options: Options, params: Any) -> _state.LossScaleOptimizerState:
 def _is_parameter(leaf: Any) -> bool:
     """Whether a leaf may be a parameter: an array, a number or an nnx module."""
     is_number = hasattr(leaf, "dtype") or isinstance(leaf, numbers.Number)
-    return is_number or _nnx.is_module(leaf)
+    return is_number or _models.is_module(leaf)
 
 
 def take_step(

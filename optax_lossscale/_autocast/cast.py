@@ -22,8 +22,7 @@ from optax_lossscale._autocast.evaluate import DIAGNOSES, IDLE_MARK, MARK, evalu
 from optax_lossscale._autocast.plan import plan_call, state_of_array
 from optax_lossscale._autocast.roles import is_traced, roles_of_call
 from optax_lossscale._jaxprs import parts
-from optax_lossscale._models import Model
-from optax_lossscale._nnx import hint_of_trace, is_mutable
+from optax_lossscale._models import Model, hint_of_trace, is_mutable
 from optax_lossscale._tree import (
     Args,
     Out,

@@ -86,7 +86,8 @@ def _choice(chosen: Any) -> Choice:
             return Choice(name, functools.partial(_is_at, f"/{name}"), NO_LINE)
         # Haiku names parameters "mlp/~/linear", and the scope "mlp/linear".
         names = tuple(x for x in chosen.strip("/").split("/") if x != "~")
-        return Choice(name, functools.partial(_is_within, names), NO_SCOPE)
+        if names:
+            return Choice(name, functools.partial(_is_within, names), NO_SCOPE)
     functions = set(_functions(chosen))
     if not functions:
         raise TypeError(

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from optax_lossscale._autocast import policy
 from optax_lossscale._jaxprs import ends, flow, parts, primitives
@@ -33,6 +35,13 @@ FOLDS: dict[str, Callable[..., Any]] = {
     "convert_element_type": lambda x: x,
     "integer_pow": lambda x, y: x**y,
 }  # fmt: skip
+
+
+# NumPy rounds to integers otherwise than XLA, where inf is the largest integer.
+ROUNDED_BY_XLA: dict[str, Callable[..., Any]] = {
+    "div": lambda dtype, x, y: lax.div(x, y),
+    "convert_element_type": lambda dtype, x: lax.convert_element_type(x, dtype),
+}
 
 
 @dataclasses.dataclass(eq=False)
@@ -241,6 +250,15 @@ def _folded(equation: Any, values: Sequence[Any]) -> Any:
     is_known = values and all(x is not None for x in values)
     if name not in FOLDS or not is_known or not isinstance(aval.dtype, np.dtype):
         return None
+    if name in ROUNDED_BY_XLA and not jnp.issubdtype(aval.dtype, jnp.inexact):
+        return _computed_by_xla(ROUNDED_BY_XLA[name], values, aval.dtype)
     options = (equation.params["y"],) if name == "integer_pow" else ()
     with np.errstate(all="ignore"):
         return np.asarray(FOLDS[name](*values, *options)).astype(aval.dtype)[()]
+
+
+def _computed_by_xla(function: Any, values: Sequence[Any], dtype: Any) -> Any:
+    # Arrays with an axis: JAX converts scalars by NumPy.
+    arrays = [np.full(1, x) for x in values]
+    with jax.ensure_compile_time_eval():
+        return np.asarray(function(dtype, *arrays))[0]

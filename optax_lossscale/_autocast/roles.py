@@ -14,7 +14,7 @@ from jax.core import ShapedArray
 from optax_lossscale._autocast.program import Program, Step
 from optax_lossscale._jaxprs.parts import variable_of
 from optax_lossscale._jaxprs.primitives import Kind
-from optax_lossscale._nnx import is_model, is_mutable
+from optax_lossscale._models import is_model, is_mutable
 from optax_lossscale._tree import is_argument, is_inexact
 
 

@@ -13,14 +13,9 @@ from typing import Any
 import jax
 
 from optax_lossscale._jaxprs import parts
+from optax_lossscale._libraries import FRAMEWORKS
 
 CUSTOM_VJP = jax.custom_vjp.__call__.__qualname__
-# A line in these packages is not the user's: the line that called them is, where the
-# dtype of a layer is chosen. In other libraries, both lines are named.
-FRAMEWORKS = (
-    "jax", "jaxlib", "flax", "haiku", "equinox", "keras", "optax", "chex", "jmp",
-    "einops", "optree", "optax_lossscale",
-)  # fmt: skip
 # The names of input at consoles. Other names in angle brackets are of generated code.
 CONSOLES = re.compile(
     r"<([a-z]+-input|input|stdin|console|command|doctest|string|exec)\b"

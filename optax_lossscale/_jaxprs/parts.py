@@ -67,7 +67,13 @@ def type_like(type_: Any, **changes: Any) -> Any:
 
 def called_jaxpr(equation: Any) -> Any:
     """Returns the jaxpr that a primitive of the kind CALL calls."""
-    return next(equation.params[x] for x in CALLED if x in equation.params)
+    for name in CALLED:
+        if name in equation.params:
+            return equation.params[name]
+    raise NotImplementedError(
+        f"{equation.primitive} is a call in the table of primitives, but none of its "
+        f"parameters is one of {', '.join(CALLED)}."
+    )
 
 
 def all_equations(jaxpr: Any) -> Iterator[Any]:

@@ -13,8 +13,7 @@ import optax
 from optax_lossscale._autocast.cast import autocast, function_of
 from optax_lossscale._jaxprs.parts import all_equations
 from optax_lossscale._jaxprs.primitives import Kind, kind_of
-from optax_lossscale._models import combine, partition, trainable
-from optax_lossscale._nnx import is_module
+from optax_lossscale._models import combine, is_module, partition, trainable
 from optax_lossscale._optimizer import LossScaleOptimizer
 from optax_lossscale._tree import is_key, split_arrays
 from optax_lossscale.diagnostics._common import check_host, is_watched

@@ -438,3 +438,27 @@ def test_an_order_that_somebody_wrote_stays(enforce):
     (expected, grads), (loss, found) = (x.compile()(X) for x in programs)
     assert np.allclose(loss, expected)
     assert np.allclose(found, grads, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 1e10, -1.5, 2.5])
+@pytest.mark.parametrize("dtype", ["int32", "int8", "uint8"])
+def test_known_values_become_the_integers_of_xla(value, dtype):
+    def cast(w, x):
+        known = jnp.zeros(()) + np.float32(value)
+        return jnp.sum(x @ w), jax.lax.convert_element_type(known, dtype)
+
+    array = jax.device_put(np.full(1, value, np.float32))
+    wanted = jax.lax.convert_element_type(array, dtype)[0]
+    assert autocast(cast)(W, W)[1] == wanted
+
+
+def test_a_known_quotient_of_integers_is_that_of_xla():
+    def quotients(w, x):
+        pairs = [(-7, 2), (7, -2), (7, 0), (2**30 + 1, 1)]
+        known = [(jnp.zeros((), int) + a, jnp.zeros((), int) + b) for a, b in pairs]
+        return jnp.sum(x @ w), jnp.stack([jax.lax.div(*pair) for pair in known])
+
+    numbers, divisors = np.int32([[-7, 7, 7, 2**30 + 1], [2, -2, 0, 1]])
+    wanted = jax.lax.div(jax.device_put(numbers), jax.device_put(divisors))
+    found = autocast(quotients)(W, W)[1]
+    np.testing.assert_array_equal(found, wanted)

@@ -199,6 +199,12 @@ def test_what_matches_nothing_warns(match, float32):
         autocast(lambda w, x: kept(x, w) @ w, float32=[float32, kept])(W, X)
 
 
+@pytest.mark.parametrize("empty", ["/", "~", "~/~"])
+def test_a_name_of_nothing_is_refused(empty):
+    with pytest.raises(TypeError, match="float32 must hold lines"):
+        autocast(lambda w, x: x @ w, float32=empty)
+
+
 @pytest.mark.parametrize("f", [jnp.matmul, jnp.dot, jnp.vdot])
 def test_what_jax_inlines_is_refused(f):
     with pytest.raises(

@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers import INF, NAN
+from rules import RULES
 from states import (
     LOST,
     ONE,
@@ -33,7 +34,13 @@ from optax_lossscale import (
     all_finite,
 )
 from optax_lossscale._rules.dynamic import DynamicLossScaleState
-from optax_lossscale.diagnostics import Report, check_health, metrics, report
+from optax_lossscale.diagnostics import (
+    Report,
+    _reading,
+    check_health,
+    metrics,
+    report,
+)
 
 
 class TestThresholds:
@@ -412,3 +419,9 @@ class TestWhere:
         model.kernel[...] = model.kernel[...] * NAN
         with pytest.raises(FloatingPointError, match="kernel"):
             check_health(optimizer.opt_state, nnx.state(model, nnx.Param))
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_the_rules_of_the_package_skip_only_what_is_not_finite(rule):
+    """The report knows their states; of other rules it says less."""
+    assert isinstance(rule.init(), _reading.OURS)

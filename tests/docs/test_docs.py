@@ -1,5 +1,6 @@
 """Every public name is documented, with an example that runs."""
 
+import dataclasses
 import doctest
 import inspect
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 from rules import NAMES
 
 import optax_lossscale
-from optax_lossscale import diagnostics
+from optax_lossscale import LossScale, diagnostics
 
 
 def public_names(module):
@@ -76,7 +77,11 @@ def test_every_argument_result_and_error_is_documented(name):
 def test_every_class_documents_its_fields(name):
     public = PUBLIC[name]
     text = inspect.getdoc(public) or ""
-    if issubclass(public, tuple) and not hasattr(public, "inner_optimizer"):
+    is_rule = issubclass(public, LossScale)
+    if dataclasses.is_dataclass(public) and not is_rule:
+        for field in dataclasses.fields(public):
+            assert f"{field.name}: " in text.split("Attributes:")[1]
+    elif issubclass(public, tuple) and not hasattr(public, "inner_optimizer"):
         for field in public._fields:
             assert f"{field}: " in text.split("Attributes:")[1]
     elif name != "LossScale":
