@@ -3,7 +3,7 @@
 Compares it with float32, with casts by hand and with other libraries: the errors of
 public models, small trainings, the products in float16 of a transformer, and the time
 to trace. Adds to `results/casting.json`. Arguments name some of these parts: `models`.
-`peers` needs grampax (`pip install grampax`).
+`peers` needs `pip install grampax==0.1.0 quax==0.3.8`.
 """
 
 import functools
@@ -104,9 +104,9 @@ def peers() -> dict[str, dict[str, Any]]:
     import jmp
     import mpx
 
-    from benchmarks import models
+    from benchmarks.models import models
 
-    model = models.transformer()
+    model = models()["Haiku: transformer"]
     plain = model.loss()
     half = jmp.Policy(jnp.float32, jnp.float16, jnp.float32)
     ways = {
