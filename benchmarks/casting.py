@@ -1,10 +1,12 @@
 """Measures what `autocast` computes, and what it costs: `python -m benchmarks.casting`.
 
-Compares it with float32 and with casts by hand: the errors of public models, and the
-time to trace. Adds to `results/casting.json`, which also has small trainings, and what
-other libraries compute in float16. Arguments name some of these parts: `models`.
+Compares it with float32, with casts by hand and with other libraries: the errors of
+public models, small trainings, the products in float16 of a transformer, and the time
+to trace. Adds to `results/casting.json`. Arguments name some of these parts: `models`.
+`peers` needs `pip install grampax==0.1.0 quax==0.3.8`.
 """
 
+import functools
 import time
 from typing import Any
 
@@ -13,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks import by_hand, report
+from benchmarks import by_hand, need, report
+from benchmarks.tasks import TASKS
 from optax_lossscale import autocast
 from optax_lossscale._jaxprs.parts import all_equations
 
@@ -69,8 +72,70 @@ def differences(found: Gradients, right: Gradients) -> tuple[float, float] | Non
     return both if np.all(np.isfinite(both)) else None
 
 
+def trainings() -> dict[str, dict[str, list[float]]]:
+    """Returns by task and way the losses at the end of 100 steps, for three seeds."""
+    rows = {}
+    for make in TASKS:
+        task = make(100)
+
+        def mended(*args, dtype, loss_fn=task.loss_fn):
+            del dtype
+            return autocast(functools.partial(loss_fn, dtype=jnp.float32))(*args)
+
+        ways = {"float32": task, "float16, dynamic": task}
+        ways["autocast"] = task._replace(loss_fn=mended)
+        rows[task.name] = {
+            way: [
+                need.final_loss(x, "float16, dynamic" if x is not task else way, seed)
+                for seed in range(3)
+            ]
+            for way, x in ways.items()
+        }
+    return rows
+
+
 def _equations(f, *args):
     return list(all_equations(jax.make_jaxpr(f)(*args).jaxpr))
+
+
+def peers() -> dict[str, dict[str, Any]]:
+    """Returns what libraries compute in float16 of a transformer of Haiku."""
+    import grampax
+    import jmp
+    import mpx
+
+    from benchmarks.models import models
+
+    model = models()["Haiku: transformer"]
+    plain = model.loss()
+    half = jmp.Policy(jnp.float32, jnp.float16, jnp.float32)
+    ways = {
+        "float32": plain,
+        "autocast": autocast(plain),
+        "jmp": lambda *x: half.cast_to_output(plain(*half.cast_to_compute(x))),
+        "mpx": mpx.cast_function(plain, jnp.float16, jnp.float32),
+        "Haiku's policies": model.loss(jnp.float16),
+        "grampax": grampax.autocast(plain, dtype=jnp.float16),
+    }
+    rows = {}
+    for name, loss_fn in ways.items():
+        forward = _equations(loss_fn, model.params, model.x)
+        both = _equations(jax.grad(loss_fn), model.params, model.x)
+        counts = [_halves(x, ["dot_general"]) for x in (forward, both)]
+        sums = _halves(both, ["exp", "reduce_sum", "div", "rsqrt", "square"])
+        residuals = jax.eval_shape(
+            lambda p, f=loss_fn: jax.vjp(lambda p: f(p, model.x), p)[1], model.params
+        )
+        saved = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(residuals))
+        rows[name] = {"forward": counts[0], "both": counts[1], "sums": sums}
+        rows[name] |= {"saved_bytes": saved}
+    return rows
+
+
+def _halves(equations, names):
+    """Returns how many of these operations read float16, and how many there are."""
+    dtypes = [x.invars[0].aval.dtype for x in equations if x.primitive.name in names]
+    return [sum(x == jnp.float16 for x in dtypes), len(dtypes)]
 
 
 def tracing() -> list[dict[str, Any]]:
@@ -91,7 +156,7 @@ def tracing() -> list[dict[str, Any]]:
     return rows
 
 
-PARTS = {"models": errors, "CPU": tracing}
+PARTS = {"models": errors, "training": trainings, "peers": peers, "CPU": tracing}
 
 
 def _percent(pair):

@@ -22,16 +22,18 @@ from benchmarks.systems import PLAIN, System, lower
 from benchmarks.workloads import Workload, optimizer_step
 
 RESULTS = report.RESULTS / "compiled.json"
-TPU, H100 = "TPU v5e", "H100"
+TPU, H100, CPU = "TPU v5e", "H100", "CPU"
 
 
 def devices(target: str, **options: Any) -> list[jax.Device] | None:
     """Returns devices to compile for, or None if their compiler is not installed.
 
     Args:
-      target: `TPU` or `H100`.
+      target: `TPU`, `H100` or `CPU`.
       **options: Changes what is asked of `topologies.get_topology_desc`.
     """
+    if target == CPU:
+        return jax.devices("cpu")
     if target == TPU and importlib.util.find_spec("libtpu"):
         # No TPU is used, so several processes may compile at once.
         os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"

@@ -1,8 +1,9 @@
 """Measures how the cost grows: `python -m benchmarks.growth`.
 
-With chips for a training step, with layers for `trace_numerics`, and with leaves for
-`autocast`. It needs `jax[tpu]` for its compiler, but no TPU. It takes a quarter of an
-hour, and writes `results/growth.json`. A word chooses the rows with it: `python -m
+With leaves and parameters for Adam's step, with chips for a training step, with layers
+for `trace_numerics`, and with leaves for `autocast`. It needs `jax[tpu]` for its
+compiler, but no TPU, and `jax[cuda12]` for that of an H100. It takes half an hour, and
+writes `results/growth.json`. A word chooses the rows with it: `python -m
 benchmarks.growth trace`.
 """
 
@@ -21,15 +22,38 @@ from benchmarks import by_hand, compiled, report
 from benchmarks.gpu import arrays
 from benchmarks.measure import cpu_seconds
 from benchmarks.systems import PLAIN, System, lower
-from benchmarks.workloads import Workload, mlp, written
+from benchmarks.workloads import Workload, mlp, optimizer_step, written
 from examples.language_model.sharding import make_mesh, shard_batch, shard_state
 from optax_lossscale import autocast
 from optax_lossscale.diagnostics import trace_numerics
 
 RESULTS = report.RESULTS / "growth.json"
-MINIMIZE = "minimize"
-SIZE = 8  # numbers in a row of a leaf, where the time to trace is measured
+UPDATE, MINIMIZE = "update of unscaled", "minimize"
+SIZE = 8  # numbers in a leaf, or in its row, where times are measured
 WIDTH, BATCH = 4096, 256  # of the perceptron on chips; the batch is that of a chip
+
+
+def compile_both(workload: Workload, target: str) -> list[tuple[float, Compiled]]:
+    """Returns the processor time and the program, without and with loss scaling."""
+    pairs, on = [], compiled.device(target)
+    for name in (PLAIN, UPDATE):
+        system = workload.systems()[name]()
+        make = functools.partial(compiled.compile_step, workload, system, on)
+        # The first program of a compiler takes longer.
+        pairs.append(min((cpu_seconds(make) for _ in range(2)), key=lambda x: x[0]))
+    return pairs
+
+
+def seconds_to_compile(target: str, leaves: int) -> list[float]:
+    """Returns the processor time to compile the step of Adam."""
+    workload = optimizer_step(SIZE * leaves, leaves)
+    return [seconds for seconds, _ in compile_both(workload, target)]
+
+
+def bytes_of_a_step(parameters: float) -> list[float]:
+    """Returns the bytes that the step of Adam moves on a TPU."""
+    pairs = compile_both(optimizer_step(int(parameters), 20), compiled.TPU)
+    return [compiled.describe(program)["bytes"] for _, program in pairs]
 
 
 def compile_sharded(workload: Workload, name: str, mesh: Mesh) -> Compiled:
@@ -118,9 +142,18 @@ def seconds_to_cast(leaves: int) -> list[float]:
     return found
 
 
-CHIPS, LAYERS = (4, 64, 256), (1, 2, 6)
+LEAVES, CHIPS, LAYERS = (20, 200, 2000), (4, 64, 256), (1, 2, 6)
+TIMES = {
+    f"time to compile, {target}: {{}} leaves": (
+        functools.partial(seconds_to_compile, target),
+        LEAVES,
+    )
+    for target in (compiled.CPU, compiled.TPU, compiled.H100)
+}
 # What is measured without and with loss scaling, and the sizes at which it is.
 ROWS: dict[str, tuple[Callable[[Any], list], tuple]] = {
+    **TIMES,
+    "bytes, TPU v5e: {} parameters": (bytes_of_a_step, (1e7, 1e8, 1e9)),
     "bytes that a chip moves, TPU v5e: {} chips": (bytes_of_a_chip, CHIPS),
     "collectives, TPU v5e: {} chips": (collectives, CHIPS),
     "`trace_numerics` / first step of a perceptron, CPU: {} leaves": (

@@ -14,8 +14,12 @@ import numpy as np
 from benchmarks import (
     by_hand,
     casting,
+    compiling,
     gpu,
     growth,
+    grpo,
+    guards,
+    language_model,
     need,
     pytorch,
     report,
@@ -32,10 +36,12 @@ README = ROOT / "README.md"
 AUTOCAST, USE = (ROOT / f"docs/guide/{name}.md" for name in ("autocast", "use"))
 REPEATING = "minimize, retries=24"
 EXAMPLES = [ROOT / f"examples/{name}/README.md" for name in ("grpo", "language_model")]
-NAMES = "casting.md", "pytorch.md", "retries.md", "steps.md"
-RESULTS = CASTING, PYTORCH, RETRIES, STEPS = [report.RESULTS / name for name in NAMES]
+NAMES = "casting.md", "guards.md", "pytorch.md", "retries.md", "steps.md"
+RESULTS = [report.RESULTS / name for name in NAMES]
+CASTING, _, PYTORCH, RETRIES, STEPS = RESULTS
 PAGES = [README, *sorted(ROOT.glob("docs/guide/*.md")), *EXAMPLES, *RESULTS]
 NUMBER = r"(?<![\w.])\d+(?:\.\d+)?(?:e-\d+)?"
+STUDIES = growth, need, language_model, guards
 
 
 def tables() -> list[str]:
@@ -43,7 +49,9 @@ def tables() -> list[str]:
     return [
         *report.timing_tables(report.load(CPU)),
         *report.compiled_tables(report.load(report.RESULTS / "compiled.json")),
-        *(module.table(report.load(module.RESULTS)) for module in (growth, need)),
+        report.compiling_table(report.load(compiling.RESULTS)),
+        *(module.table(report.load(module.RESULTS)) for module in STUDIES),
+        language_model.flushed_table(report.load(language_model.RESULTS)),
         *retries.tables(report.load(retries.RESULTS)),
         *casting.tables(report.load(casting.RESULTS)),
         *pytorch.tables(report.load(pytorch.RESULTS)),
@@ -71,9 +79,8 @@ def sentences() -> dict[Path, list[str]]:
     rows = report.load(report.RESULTS / "compiled.json")[TPU]["rows"]
     names = "minimize", "update of unscaled", "with_loss_scale, update"
     more = [round(100 * row["ratio"] - 100) for row in rows if row["system"] in names]
-    runs = report.load(report.RESULTS / "grpo.json")["runs"].values()
-    differences = ([x["mean_difference"] for x in seeds] for seeds in runs)
-    _, half, *others = map(np.mean, differences)
+    runs = report.load(grpo.RESULTS)
+    _, half, *others = (np.mean(grpo.differences(runs, way)) for way in grpo.WAYS)
     default, as_written = (f"{other / half:.0f} times" for other in others)
     return {
         STEPS: [
@@ -128,7 +135,7 @@ def on_a_gpu() -> dict[Path, list[str]]:
 def by_compilers() -> dict[Path, list[str]]:
     """Returns the sentences on bytes, and on the time to compile and to trace."""
     repeating = report.load(retries.RESULTS)
-    compiling = report.load(report.RESULTS / "compiling.json")
+    compiled = report.load(compiling.RESULTS)
     tracing = report.load(casting.RESULTS)["CPU"]["rows"]
 
     def more(target, number):
@@ -136,7 +143,7 @@ def by_compilers() -> dict[Path, list[str]]:
         return max(row["with"][number] / row["without"][number] for row in rows)
 
     def longest(system):
-        parts = (part["rows"] for part in compiling.values())
+        parts = (part["rows"] for part in compiled.values())
         return max(part[system]["ratio"] for part in parts if system in part)
 
     again = *(more(x, "compile_seconds") for x in (TPU, H100)), longest(REPEATING)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from benchmarks.systems import PLAIN, PLAIN_KERAS
 from examples.common.command_line import OneLineParser
@@ -90,6 +91,11 @@ def measure_parts(
     return load(path)
 
 
+def read_csv(path: Path) -> np.ndarray:
+    """Reads the logs of a training; an empty field is nan."""
+    return np.genfromtxt(path, delimiter=",", names=True)
+
+
 def table(header: list[str], rows: list[list[str]]) -> str:
     """Returns a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
@@ -153,6 +159,13 @@ def compiled_tables(results: dict[str, Any]) -> list[str]:
         header = [f"compiled for {target}", "bytes / plain", "temporary MB"]
         tables.append(table([*header, "copied MB"], rows))
     return tables
+
+
+def compiling_table(results: dict[str, Any]) -> str:
+    """Returns a table of the times to compile, a column per part: the CPU is last."""
+    parts = sorted(results.items(), reverse=True)
+    columns = {part: _ratios(entry["rows"]) for part, entry in parts}
+    return _ratio_table("time to compile / plain", columns)
 
 
 def replace_tables(page: str, tables: list[str]) -> str:

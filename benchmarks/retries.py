@@ -1,27 +1,31 @@
 """Measures what it costs that an overflow repeats the pass, and its benefit.
 
-`python -m benchmarks.retries` measures time on the CPU, and compiles for a TPU v5e and
-an H100 as `benchmarks.compiled` does. It adds to `results/retries.json`, which also has
-trainings at several growth intervals. Arguments name some of these parts: `CPU`.
+`python -m benchmarks.retries` measures time on the CPU, compiles for a TPU v5e and an
+H100 as `benchmarks.compiled` does, and trains a network at several growth intervals. It
+adds to `results/retries.json`. Arguments name some of these parts: `CPU training`.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from rich.progress import track
 
 from benchmarks import compiled, hlo, report
 from benchmarks.measure import Running, compare, cpu_seconds
+from benchmarks.rules import train
 from benchmarks.systems import OPTIMIZERS, System, minimize
+from benchmarks.tasks import perceptron
 from benchmarks.workloads import Workload, convnet, mlp, transformer
 from optax_lossscale import DynamicLossScale
 
 RESULTS = report.RESULTS / "retries.json"
 RETRIES = 24
 SECONDS = 30.0  # that each comparison runs
-STEPS, INTERVALS = 5000, (50, 2000)  # of the trainings
+STEPS, EVERY, INTERVALS = 5000, 20, (50, 2000)  # of the trainings
 # The scale doubles in every step, and falls in the next: one retry in a step.
 ALWAYS = DynamicLossScale(2.0**24, growth_interval=1)
 
@@ -86,10 +90,30 @@ def by_compiler(target: str) -> list[dict[str, Any]] | None:
     return rows if device else None
 
 
+def trainings() -> list[dict[str, Any]]:
+    """Trains without and with retries at several growth intervals."""
+    task, rows = perceptron(STEPS), []
+    for interval, retries in itertools.product(INTERVALS, (0, RETRIES)):
+        rule = DynamicLossScale(2.0**24, growth_interval=interval)
+        keys = jax.random.split(jax.random.key(0), 5)
+        run = train(task, rule, keys, EVERY, retries)
+        row = {
+            "lost": run["skipped"].sum(1),
+            # Between the scale of a step and the next that overflows.
+            "bits": run["oracle"] + 1 - run["scale"][:, ::EVERY],
+            "flushed": run["underflow"],
+        }
+        means = {name: float(np.mean(values)) for name, values in row.items()}
+        means["loss"] = run["loss"][:, -STEPS // 10 :].mean(1).tolist()
+        rows.append({"interval": interval, "retries": retries, **means})
+    return rows
+
+
 PARTS: dict[str, Callable[[], list[dict[str, Any]] | None]] = {
     "CPU": on_cpu,
     compiled.TPU: functools.partial(by_compiler, compiled.TPU),
     compiled.H100: functools.partial(by_compiler, compiled.H100),
+    "training": trainings,
 }
 
 

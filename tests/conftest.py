@@ -18,7 +18,8 @@ if "xla_force_host_platform_device_count" not in os.environ["XLA_FLAGS"]:
 # One thread compiles a small program faster than several.
 os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
 # These emitters take most of the time of compiling small programs. Newer JAX has no
-# others and refuses the flag: there the tests marked `optimized` compile as users do.
+# others and refuses the flag: there a small program takes four times as long to
+# compile, and the tests marked `optimized` compile as users do.
 if [int(part) for part in version("jaxlib").split(".")[:2]] <= [0, 10]:
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 

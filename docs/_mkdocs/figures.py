@@ -1,12 +1,15 @@
 """Draws the figures of the pages, in light and dark: `python -m docs._mkdocs.figures`.
 
-It runs the demonstration, which takes a minute.
+It runs the demonstration, which takes a minute, and reads `benchmarks/results`.
 """
 
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import numpy as np
 
+from benchmarks import grpo
+from benchmarks.report import load
 from examples.digits import __main__ as digits, report, train
 from optax_lossscale import diagnostics
 
@@ -19,6 +22,7 @@ STYLES = {
     "": [SHARED],
     "-dark": ["dark_background", SHARED | FACES | {"legend.facecolor": "#1E2129"}],
 }
+COLORED = (train.FLOAT32, train.DYNAMIC, train.UNSCALED)
 
 
 def draw_all(runs: dict[train.Way, train.Run], suffix: str) -> None:
@@ -32,6 +36,34 @@ def draw_all(runs: dict[train.Way, train.Run], suffix: str) -> None:
     axes = diagnostics.plot_exponents(run.histograms[step], scale)
     axes.set_title(f"Gradients of the demonstration, step {step + 1}")
     axes.figure.savefig(DOCS / f"exponents{suffix}.png")
+    draw_grpo(grpo.RESULTS.with_name(f"grpo{suffix}.png"))
+
+
+def draw_grpo(path: Path) -> None:
+    """Draws float16 and bfloat16 in reinforcement learning."""
+    runs = load(grpo.RESULTS)["runs"]
+    figure, panels = plt.subplots(1, 2, figsize=(7, 3.6), layout="constrained")
+    colors = [*map(report.color_of, COLORED), report.GREEN]
+    for axes, name in zip(panels, grpo.CURVES, strict=True):
+        for color, (way, seeds) in zip(colors, runs.items(), strict=True):
+            curves = np.array([run[name] for run in seeds])
+            steps = (np.arange(curves.shape[1]) + 0.5) * grpo.EVERY
+            axes.plot(steps, curves.mean(0), color=color, linewidth=2)
+            spread = curves.min(0), curves.max(0)
+            axes.fill_between(steps, *spread, color=color, alpha=0.2, linewidth=0)
+            if name == "mean_difference":
+                is_above = way in ("float32", "bfloat16")
+                label = "without excess precision" if grpo.AS_WRITTEN in way else way
+                place = (2, curves[:, 0].mean() * (1.3 if is_above else 0.7))
+                style = {"color": color, "va": "bottom" if is_above else "top"}
+                axes.text(*place, label, **style)
+        axes.set_xlabel(f"step (band: {grpo.SEEDS} seeds)")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set(yscale="log", ylim=(3e-8, 3e-2), ylabel="mean difference")
+    panels[0].set_title("Log-probabilities of\nsampler and trainer", loc="left")
+    panels[1].set(ylabel="share of right answers", ylim=(0, 0.7))
+    panels[1].set_title("Reward\n(same colors)", loc="left")
+    figure.savefig(path)
 
 
 def main() -> None:

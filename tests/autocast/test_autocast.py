@@ -12,6 +12,7 @@ import optax
 import pytest
 from casting import error, errors, normal, products, saved
 from flax import nnx
+from networks import nnx_step
 
 from optax_lossscale import LossScaleOptimizer, autocast, with_loss_scale
 
@@ -162,14 +163,8 @@ def test_changes_in_place_come_back():
         loss, grads = nnx.jit(nnx.value_and_grad(f))(model, X)
         optimizer = LossScaleOptimizer(optax.adam(1e-2))
         optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
-
-        @nnx.jit
-        def step(model, optimizer):
-            loss, grads = nnx.value_and_grad(f)(model, X)
-            optimizer.update(model, grads)
-            return loss
-
-        losses = [loss, step(model, optimizer), step(model, optimizer)]
+        step = nnx_step(f)
+        losses = [loss, *(step(model, optimizer, X) for _ in range(2))]
         return jnp.stack(losses), nnx.to_pure_dict(nnx.state((model, grads)))
 
     (losses, state), (wanted, true_state) = map(run, (autocast(loss_of), loss_of))

@@ -37,13 +37,17 @@ PRODUCT = site(1, "dot_general", (0,))
 PROGRAM = [ARGUMENT, PRODUCT, site(2, "mul", (1,), "backward")]
 
 
+def numbers_of(found, sites):
+    """Returns the numbers of all sites: the usual ones, but for those of `found`."""
+    return {i: ZERO | USUAL | found.get(i, {}) for i, _ in enumerate(sites)}
+
+
 def record(found, sites=PROGRAM, losses=(1.0, 1.0), norms=(1.0, 0.0, 0.0), scale=1.0):
     """A run with one parameter, whose gradient is the last site; argument 0 first."""
     about, name = dict(enumerate(sites)), "params['w']"
     outline = Outline("float16", about, {0: name}, [name], 1, [len(sites) - 1], True)
-    numbers = {i: ZERO | USUAL | found.get(i, {}) for i in about}
-    waves = np.full(len(WAVES), norms[0])
-    return Run(outline, scale, numbers, losses, np.array([[*norms, *waves]]) * scale)
+    norms = np.array([[*norms, *np.full(len(WAVES), norms[0])]]) * scale
+    return Run(outline, scale, numbers_of(found, sites), losses, norms)
 
 
 def runs(found, **about):
@@ -141,7 +145,7 @@ def test_decisions_come_last(is_only):
         outline = run.outline._replace(gradients=[3, 4], parameters=["w", "b"])
         norms = np.concatenate([run.norms, run.norms])
         norms[:, 1] = np.array(errors) * scale
-        return Run(outline, scale, run._numbers, run.losses, norms)
+        return Run(outline, scale, numbers_of(found, sites), run.losses, norms)
 
     findings, _ = judged(at)
     assert [x.kind for x in findings] == ["precision"] * (not is_only) + ["decision"]

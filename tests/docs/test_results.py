@@ -4,9 +4,10 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from benchmarks import by_hand, need, pages
+from benchmarks import by_hand, grpo, guards, need, pages, report
 from benchmarks.tasks import detector, perceptron
 
 
@@ -41,6 +42,32 @@ def test_numbers_are_written_wherever_lines_end():
     assert pages.fill(page, sentence) == wanted
     with pytest.raises(ValueError, match="must say once"):
         pages.fill(page, "it took 12 times")
+
+
+def test_the_figure_shows_its_results(tmp_path):
+    import matplotlib.pyplot as plt
+
+    from docs._mkdocs import figures
+
+    figures.draw_grpo(tmp_path / "grpo.png")
+    panels = plt.gcf().axes
+    plt.close("all")
+    ways = report.load(grpo.RESULTS)["runs"].values()
+    for name, axes in zip(grpo.CURVES, panels, strict=True):
+        for line, runs in zip(axes.lines, ways, strict=True):
+            means = np.mean([run[name] for run in runs], axis=0)
+            np.testing.assert_array_equal(line.get_ydata(), means)
+    assert (tmp_path / "grpo.png").stat().st_size > 10_000
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("standard_dtype_promotion")
+@pytest.mark.parametrize("wrap", [guards.skipping, guards.guarded])
+def test_the_table_of_guards_is_right_about_us(wrap):
+    train = guards.make_training(wrap)
+    assert guards.judge(train, "inf gradients, finite loss", seed=0)["same bits"]
+    applied = guards.judge(train, "one spike of 100 times", seed=0)["applied"]
+    assert applied == (wrap is guards.skipping)
 
 
 @pytest.mark.exhaustive

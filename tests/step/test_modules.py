@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from helpers import assert_same_bits, relaxed, to_numpy
 from meshes import PARTS, WHOLE, mesh_of, over_devices, varying
-from networks import Net, in_one_call, in_two_calls
+from networks import Net, in_one_call, in_two_calls, nnx_step
 
 from optax_lossscale import DynamicLossScale, LossScaleOptimizer, autocast
 
@@ -81,15 +81,8 @@ def test_the_model_changes_as_by_the_optimizer_of_nnx(wrap, retries):
     inner = optax.sgd(0.1, 0.9)
     model, _, loss = train(*start(Model(), inner, LOW, retries=retries), wrap)
     expected = Model()
-    optimizer = nnx.Optimizer(expected, inner, wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer):
-        loss, grads = nnx.value_and_grad(loss_fn)(model, X)
-        optimizer.update(model, grads)
-        return loss
-
-    wanted = [step(expected, optimizer) for _ in range(3)][-1]
+    optimizer, step = nnx.Optimizer(expected, inner, wrt=nnx.Param), nnx_step(loss_fn)
+    wanted = [step(expected, optimizer, X) for _ in range(3)][-1]
     pairs = zip([*values(model), loss], [*values(expected), wanted], strict=True)
     for x, y in pairs:
         np.testing.assert_allclose(x, y, rtol=2e-3, atol=1e-5)

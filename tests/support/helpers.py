@@ -79,19 +79,21 @@ def plain_step(loss_fn, inner):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def scan_updates(scale, grads):
+def scan_updates(scale, grads, state=None):
     """Runs a scale over gradients, and returns the states and the decisions."""
 
     def step(state, grad):
         state, should_apply = scale.update({"w": grad, "none": None}, state)
         return state, (state, should_apply)
 
-    return jax.lax.scan(step, scale.init(), grads)[1]
+    start = scale.init() if state is None else state
+    return jax.lax.scan(step, start, grads)[1]
 
 
-def replay(scale, run):
+def replay(scale, run, state=None):
     """Runs a scale over finite and non-finite steps in one jitted scan."""
-    return scan_updates(scale, np.where(run, np.float32(1), np.float32(INF)))
+    grads = np.where(run, np.float32(1), np.float32(INF))
+    return scan_updates(scale, grads, state)
 
 
 def to_numpy(x):

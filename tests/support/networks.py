@@ -31,3 +31,15 @@ def in_two_calls(optimizer, loss_fn, **options):
         return *optimizer.apply_gradients(grads, model, state), loss
 
     return step
+
+
+def nnx_step(loss_fn):
+    """Makes the step that people take with `nnx.Optimizer`."""
+
+    @nnx.jit
+    def step(model, optimizer, *args):
+        loss, grads = nnx.value_and_grad(loss_fn)(model, *args)
+        optimizer.update(model, grads)
+        return loss
+
+    return step
