@@ -56,6 +56,12 @@ def check_keywords(kwargs: Mapping[str, Any]) -> None:
       kwargs: Arguments that the optimizer does not have.
     """
     renamed = {"init_scale": "initial_scale"}  # PyTorch, and Apex.
+    if kwargs.keys() == {"init_scale"}:
+        scale = kwargs["init_scale"]
+        raise TypeError(
+            "init_scale is initial_scale here. Write LossScaleOptimizer(inner, "
+            f"initial_scale={scale!r})."
+        )
     given = {renamed.get(name, name): value for name, value in kwargs.items()}
     for rule in (
         DynamicLossScale,

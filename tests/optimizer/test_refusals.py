@@ -148,7 +148,7 @@ class TestArgumentsOfARule:
         ("kwargs", "written"),
         [
             ({"growth_interval": 100}, "DynamicLossScale(growth_interval=100)"),
-            ({"init_scale": 2.0**16}, "DynamicLossScale(initial_scale=65536.0)"),
+            ({"init_scale": 2.0**16}, "initial_scale=65536.0"),
             (
                 {"init_scale": 8.0, "backoff_factor": 0.25},
                 "DynamicLossScale(initial_scale=8.0, backoff_factor=0.25)",
