@@ -44,7 +44,8 @@ class Origin(NamedTuple):
     Attributes:
       array: That array; the index of an argument stands for it.
       is_statistic: Whether it is a statistic of that array.
-      degree: Of twice that array it is 2**degree times as large.
+      degree: If that array doubles, it becomes 2**degree times as large: 2 for a sum of
+        squares, -1 for 1 / std.
     """
 
     array: Any

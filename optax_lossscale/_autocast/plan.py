@@ -27,6 +27,9 @@ class Readers(enum.Enum):
     - PRODUCTS: Only products read it, directly or through moves. Moves round nothing,
       so it may be rounded before them.
     - FLOAT32: All that read it compute in float32.
+
+    None stands for readers of several kinds, and for those that compute as the value
+    is held.
     """
 
     PRODUCTS = enum.auto()
@@ -35,7 +38,7 @@ class Readers(enum.Enum):
 
 # None for a value that is not float32.
 States = tuple[State | None, ...]
-# None for a value that is read in other ways, or in several.
+# By result of a program; None as `Readers` says.
 AllReaders = tuple[Readers | None, ...]
 # Calls that save nothing of their own, so that a value may be cast before it enters.
 CAST_BEFORE = primitives.names_of(Kind.CALL) - {"remat2"}

@@ -305,7 +305,7 @@ class Outline(NamedTuple):
     """What is known of a program before it runs.
 
     Attributes:
-      dtype: The name of the dtype in question.
+      dtype: The name of the dtype to judge.
       sites: All sites, by their numbers, in order of execution.
       names: By site, the names of the arguments.
       parameters: The names of the parameters that are differentiated.

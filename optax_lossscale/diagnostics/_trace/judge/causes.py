@@ -168,8 +168,8 @@ def vanished_inputs(run: Run, key: int) -> Explanation | None:
 def _origin_of_zeros(run, key):
     """Returns where the zeros that an operation reads begin; None if there are none.
 
-    Of a division these are in the divisor. A sum is zero only where all of its terms
-    are. So the line with as many zeros counts, and not the first with any.
+    The walk follows the operand with the most zeros, if it has at least as many: a sum
+    is zero only if all of its terms are. Of a division only the divisor counts.
     """
 
     def flushed(k):

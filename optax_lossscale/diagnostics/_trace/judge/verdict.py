@@ -240,7 +240,7 @@ def _bad_float32(search):
     """Finds where float32 itself makes inf or nan of the loss or of a gradient."""
     if not _float32_origins(search.run):
         return []
-    # Where a scale lifts a gradient above float32, a lower one has no such origin.
+    # A large scale alone may overflow float32: one that fits decides, or at most 1.
     run = search.best or search.at(min(search.run.scale, 1.0))
     key = next(iter(_float32_origins(run)), None)
     if key is None:

@@ -36,7 +36,7 @@ class Fault(NamedTuple):
       cause: Its cause.
       sources: The operations of other lines that have to change as well, in order of
         execution.
-      dtype: The dtype in question.
+      dtype: The dtype to judge.
       is_autocast: Whether `autocast` made the program.
       products: How many matrix products its line computes in the forward pass.
     """
@@ -219,7 +219,7 @@ def slow_solver(
 
     Args:
       operation: The loop; its largest number is how many iterations it takes.
-      dtype: The dtype in question.
+      dtype: The dtype to judge.
       stands_still: Whether its numbers never reach the tolerance.
     """
     count, wide = operation.output.largest, operation.output.float32_largest

@@ -130,10 +130,11 @@ class Interpreter:
 
     def _site(self, number, x, place, about):
         """Returns the site of a value."""
-        # Sites that depend on the loss scale become backward later, in `call`.
+        # `call._mark_backward` marks the sites that depend on the loss scale.
         phase = "forward" if place.phase == "backward" else place.phase
         if phase == "scale" and in_half(x.real):
-            # The gradient of a loss in half. As the scale, inf could not begin in it.
+            # The gradient of a loss in half. If its phase stayed "scale", inf could
+            # not begin here.
             phase = "backward"
         if phase == "scale":  # It is no operation of the user.
             about = NO_OPERATION._replace(same=about.same)
