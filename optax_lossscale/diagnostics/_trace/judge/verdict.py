@@ -282,7 +282,10 @@ def _beside_loss(run, finding):
 def _wrong(search, effect):
     """Says why the loss or the gradients are not those of float32."""
     run, best = search.run, search.best
-    in_loss, late = run.causes(run.ran([run.outline.loss])), run.causes(run.gradients)
+    in_loss, late = (
+        run.origins_behind(run.ran([run.outline.loss])),
+        run.origins_behind(run.gradients),
+    )
     if in_loss or (best is None and late):
         return _nonfinite(search, in_loss or late)
     if best is None or not effect.wrong:
