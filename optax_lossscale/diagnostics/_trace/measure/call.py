@@ -168,7 +168,7 @@ def gradients_of(call: Call) -> Callable[..., Any]:
     return program
 
 
-class Program(NamedTuple):
+class Compiled(NamedTuple):
     """A compiled program.
 
     Attributes:
@@ -248,7 +248,7 @@ class Traced:
         return Run(program.outline, scale, numbers, losses, norms)
 
     @functools.cached_property
-    def program(self) -> Program:
+    def program(self) -> Compiled:
         """The program, which is compiled once."""
         jaxpr, count = self._closed.jaxpr, len(self._call.arrays)
         closed_over = range(len(jaxpr.constvars))
@@ -280,7 +280,7 @@ class Traced:
             gradients=[x.site for x in grads],
             is_autocast=self.is_autocast,
         )
-        return Program(tape.compiled(results), recorder, outline)
+        return Compiled(tape.compiled(results), recorder, outline)
 
 
 def _mark_backward(sites):
