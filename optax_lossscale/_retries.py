@@ -148,8 +148,9 @@ def _repeat(attempt: Callable[[Any], Any], last: Any) -> Any:
         return last[-1]
 
     def body(last):
-        # In a jax.vmap in jax.shard_map, such a branch may read nothing that all
-        # devices share: JAX gives it to each of them, and the branch once more.
+        # In a jax.vmap in jax.shard_map, JAX makes all operands of such a branch vary
+        # over the devices. If the branch itself does so with an array that the devices
+        # share, JAX raises "pvary is a invariant->variant collective".
         if parts.varying_axes(again(last)):
             return attempt(last)
         # Always taken. On TPU, XLA copies the operands of a loop to the chip before the
