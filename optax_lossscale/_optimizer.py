@@ -360,6 +360,8 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs, metaclass=_Meta)
         value, grads, state, verdict = _retries.value_and_grad(
             options, scaled, has_aux, state, model
         )
+        # From here on nothing may change `grads`: with `retries`, `verdict` is what the
+        # rule said of them.
         old = model.parameters(grads)
 
         def value_fn(proposed):

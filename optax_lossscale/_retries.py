@@ -67,11 +67,11 @@ def value_and_grad(
     def judge(grads, old, scale, retries):
         verdict = update_rule(rule, one_pass.unscaled(grads, scale), old, axis_name)
         # In jax.shard_map it varies over the devices if the scale does.
-        finite = verdict.finite | lax.full_like(scale, False, bool)
+        passes = verdict.passes | lax.full_like(scale, False, bool)
         verdict = verdict._replace(
-            finite=finite, after=_tree.cast_like(verdict.after, old)
+            passes=passes, after=_tree.cast_like(verdict.after, old)
         )
-        again = ~finite & loss_is_finite & (rule(verdict.after) < scale)
+        again = ~passes & loss_is_finite & (rule(verdict.after) < scale)
         return verdict, again & (retries < options.retries)
 
     def attempt(last):
@@ -87,7 +87,7 @@ def value_and_grad(
     old = _tree.cast_like(old, like)
     none_yet = lax.full_like(scale, 0, jnp.int32)
     first, again = judge(grads, old, scale, none_yet)
-    varying = map(parts.varying_axes, (first.finite, scale))
+    varying = map(parts.varying_axes, (first.passes, scale))
     _check_axes(frozenset.difference(*varying), options)
     with jax.named_scope("retries"):  # The loop's name in a profile.
         last = none_yet, first, grads, again
@@ -97,8 +97,8 @@ def value_and_grad(
     if state.retries is not None:  # None in a state from before they were switched on.
         retries += jnp.asarray(state.retries, jnp.int32)
     retries = jnp.where(retries < 0, 2**31 - 1, retries)
-    before, after = _tree.select(verdict.finite, verdict[:2], (old, first.after))
-    verdict = RuleUpdate(before, after, verdict.finite)
+    before, after = _tree.select(verdict.passes, verdict[:2], (old, first.after))
+    verdict = RuleUpdate(before, after, verdict.passes)
     return value, grads, state._replace(retries=retries), verdict
 
 
@@ -148,8 +148,9 @@ def _repeat(attempt: Callable[[Any], Any], last: Any) -> Any:
         return last[-1]
 
     def body(last):
-        # In a jax.vmap in jax.shard_map, such a branch may read nothing that all
-        # devices share: JAX gives it to each of them, and the branch once more.
+        # In a jax.vmap in jax.shard_map, JAX makes all operands of such a branch vary
+        # over the devices. If the branch itself does so with an array that the devices
+        # share, JAX raises "pvary is a invariant->variant collective".
         if parts.varying_axes(again(last)):
             return attempt(last)
         # Always taken. On TPU, XLA copies the operands of a loop to the chip before the

@@ -388,14 +388,14 @@ def _update_rule(
     true_grads = jax.tree.map(
         lambda x: jnp.where(overflow, jnp.nan, x) if _tree.is_inexact(x) else x, grads
     )
-    before, after, finite = _step.update_rule(
+    before, after, passes = _step.update_rule(
         rule, true_grads, state.loss_scale_state, options.axis_name
     )
     if not rule.skip_nonfinite:  # The rule would apply the zeros.
-        finite = on_all_devices(~overflow, options.axis_name)
+        passes = on_all_devices(~overflow, options.axis_name)
     kept = _tree.cast_like(_state.within_bounds(rule, before), after)
     return _step.RuleUpdate(
-        before, _tree.select(is_lost, kept, after), finite & ~is_lost
+        before, _tree.select(is_lost, kept, after), passes & ~is_lost
     )
 
 

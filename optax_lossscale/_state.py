@@ -83,7 +83,7 @@ class LossScaleOptimizerState(NamedTuple):
 def count_step(
     state: LossScaleOptimizerState,
     should_apply: jax.Array | None,
-    finite: jax.Array,
+    passes: jax.Array,
     at_minimum: jax.Array,
     loss_is_finite: jax.Array | None,
     is_vetoed: jax.Array | None,
@@ -93,7 +93,7 @@ def count_step(
     Args:
       state: The state before the step, without `inner_state` and `loss_scale_state`.
       should_apply: bool[], or None where every step is applied.
-      finite: bool[], whether the rule let the gradients pass.
+      passes: bool[], whether the rule let the gradients pass.
       at_minimum: bool[], whether the scale could not have been lower.
       loss_is_finite: bool[], or None where the loss is not checked.
       is_vetoed: bool[], whether `skip_if` alone skips the step; None where it is not
@@ -117,7 +117,7 @@ def count_step(
             stuck_steps=zero,
             skip_reasons=reasons,
         )
-    is_stuck = ~finite & at_minimum
+    is_stuck = ~passes & at_minimum
     nonfinite_loss_steps = state.nonfinite_loss_steps
     if loss_is_finite is not None:
         # None in a state from before check_loss was switched on.

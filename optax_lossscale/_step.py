@@ -164,14 +164,14 @@ class Decision(NamedTuple):
 
     Attributes:
       should_apply: bool[]; None if every step is applied.
-      finite: bool[], whether the rule lets the gradients pass.
+      passes: bool[], whether the rule lets the gradients pass.
       at_minimum: bool[], whether the scale could not have been lower.
       loss_is_finite: bool[]; None if the loss is not checked.
       is_vetoed: bool[], whether `skip_if` alone skips the step; None without it.
     """
 
     should_apply: jax.Array | None
-    finite: jax.Array
+    passes: jax.Array
     at_minimum: jax.Array
     loss_is_finite: jax.Array | None
     is_vetoed: jax.Array | None
@@ -192,8 +192,8 @@ def decide(
       The decision, and the state of the rule after the step.
     """
     rule, axis_name = options.loss_scale, options.axis_name
-    old, new, finite = rule_update
-    should_apply = finite
+    old, new, passes = rule_update
+    should_apply = passes
     at_minimum = rule._is_at_minimum(rule(old), rule(new))
     loss_is_finite = is_vetoed = None
     if options.check_loss:
@@ -205,7 +205,7 @@ def decide(
     if skip_if is not None:
         veto = ~on_all_devices(~as_veto(skip_if), axis_name)
         is_vetoed, should_apply = should_apply & veto, should_apply & ~veto
-    decision = Decision(should_apply, finite, at_minimum, loss_is_finite, is_vetoed)
+    decision = Decision(should_apply, passes, at_minimum, loss_is_finite, is_vetoed)
     return decision, new
 
 
@@ -215,12 +215,12 @@ class RuleUpdate(NamedTuple):
     Attributes:
       before: The state of the rule before these gradients.
       after: Its state after them.
-      finite: bool[], whether the rule lets them pass.
+      passes: bool[], whether the rule lets them pass.
     """
 
     before: Any
     after: Any
-    finite: jax.Array
+    passes: jax.Array
 
 
 def update_rule(
@@ -228,10 +228,10 @@ def update_rule(
 ) -> RuleUpdate:
     """Updates the rule with the gradients."""
     with _hints.hint(_hints.DEVICES, _hints.is_of_axis):
-        new, finite = rule.update(grads, old, axis_name=axis_name)
-    finite = jnp.asarray(finite, bool)
+        new, passes = rule.update(grads, old, axis_name=axis_name)
+    passes = jnp.asarray(passes, bool)
     # The scale has no derivative.
-    return RuleUpdate(old, lax.stop_gradient(_state.within_bounds(rule, new)), finite)
+    return RuleUpdate(old, lax.stop_gradient(_state.within_bounds(rule, new)), passes)
 
 
 def check_no_state(params: Any) -> None:

@@ -23,7 +23,7 @@ class Use(enum.Enum):
 
 
 # By rule, or by the name of a scale among the parameters, for the life of the process.
-# JAX traces each compiled function in it at least once, so that its uses are noted.
+# JAX traces each compiled function at least once per process, so its uses are noted.
 _uses: dict[Any, set[Use]] = {}
 
 

@@ -1,4 +1,14 @@
-"""Functions with derivatives of their own: `jax.custom_jvp` and `jax.custom_vjp`."""
+"""Functions with derivatives of their own: `jax.custom_jvp` and `jax.custom_vjp`.
+
+The function and its rule become programs in half precision, each with a plan:
+
+    forward mode:  primals, tangents -> [rule] -> results, tangents of the results
+    reverse mode:  primals -> [forward] -> results, residuals
+                   residuals, cotangents -> [pull] -> gradients of the primals
+
+Primals are the arguments. Residuals are the arrays that the forward pass saves for the
+backward pass, as the plan of `forward` holds them: `pull` is planned for their states.
+"""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +30,7 @@ from optax_lossscale._jaxprs import lines, parts
 from optax_lossscale._tree import Template, is_inexact, split_arrays
 
 
-class Call:
+class CustomCall:
     """A call of such a function. Also its derivatives follow the policy."""
 
     def __init__(self, evaluate: Callable, planner: Planner, step: Step, plan: Plan):
@@ -33,14 +43,6 @@ class Call:
 
     def _primal(self, *args):
         return self._evaluate(self._planner, self._plan, args)
-
-    def _written_of(self, args, mask):
-        """Returns the function as it is written, of the arguments of a mask."""
-
-        def written(*taken):
-            return parts.bind(self._step.equation, _joined(taken, mask, args))
-
-        return written, list(compress(args, mask))
 
     def _follow(
         self,
@@ -92,7 +94,7 @@ class Call:
             n, floats = len(inputs), Template(is_inexact)
 
             def function(*args):
-                written, taken = self._written_of(args[:n], is_moved)
+                written, taken = written_of(self._step.equation, args[:n], is_moved)
                 out, tangents = jax.jvp(written, tuple(taken), args[n:])
                 return out, floats.take(tangents)
 
@@ -108,8 +110,7 @@ class Call:
     def custom_vjp(self) -> Callable[..., list[Any]]:
         """Returns the function with the rule of a `jax.custom_vjp`."""
         inputs, outputs = self._plan.inputs, self._plan.outputs
-        # The function may close over arrays, which have no gradient.
-        consts = self._step.equation.params.get("num_consts", 0)
+        consts = count_closed_over(self._step.equation)
 
         def forward(*args):
             mask = [i >= consts and x.perturbed for i, x in enumerate(args)]
@@ -117,7 +118,7 @@ class Call:
             pullback = Template(lambda _: True)
 
             def function(*args):
-                written, taken = self._written_of(args, mask)
+                written, taken = written_of(self._step.equation, args, mask)
                 out, pull = jax.vjp(written, *taken)
                 return out, pullback.take(pull)
 
@@ -147,6 +148,34 @@ class Call:
         args, states = [*residuals, *taken], (*states, *self._outputs)
         grads, _ = self._follow(function, args, states, outputs)
         return tuple(_joined(floats.fill(grads), mask, [None] * len(mask)))
+
+
+def written_of(
+    equation: Any, args: Sequence[Any], mask: Sequence[bool]
+) -> tuple[Callable[..., list[Any]], list[Any]]:
+    """Returns the function of an equation as it is written, of some of its arguments.
+
+    Args:
+      equation: The equation.
+      args: All arguments.
+      mask: Which of them the function takes. It keeps the others.
+
+    Returns:
+      The function, and its arguments.
+    """
+
+    def written(*taken):
+        return parts.bind(equation, _joined(taken, mask, args))
+
+    return written, list(compress(args, mask))
+
+
+def count_closed_over(equation: Any) -> int:
+    """Returns how many arrays a function closes over: its first operands.
+
+    They have no gradient.
+    """
+    return equation.params.get("num_consts", 0)
 
 
 def _closure(step: Step, held: Sequence[Any]) -> str:

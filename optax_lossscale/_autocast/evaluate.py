@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from optax_lossscale._autocast import policy
-from optax_lossscale._autocast.custom_rules import Call
+from optax_lossscale._autocast.custom_rules import CustomCall
 from optax_lossscale._autocast.plan import Plan, Planner, States
 from optax_lossscale._autocast.policy import State, is_float32
 from optax_lossscale._autocast.program import Program, Step
@@ -249,7 +249,7 @@ class _Evaluator:
     def custom(self, step: Step) -> list[Any]:
         """Computes a call of a function with a derivative of its own."""
         (plan,) = self._plan.bodies[step]
-        call = Call(evaluate, self._planner, step, plan)
+        call = CustomCall(evaluate, self._planner, step, plan)
         is_jvp = step.name == "custom_jvp_call"
         function = call.custom_jvp() if is_jvp else call.custom_vjp()
         return function(*self._operands(step))

@@ -38,13 +38,14 @@ class Layer(NamedTuple):
     is_norm: bool = False
 
 
-class Origin(NamedTuple):
+class MadeOf(NamedTuple):
     """The one array that an array is made of, as in a norm; parameters do not count.
 
     Attributes:
       array: That array; the index of an argument stands for it.
       is_statistic: Whether it is a statistic of that array.
-      degree: Of twice that array it is 2**degree times as large.
+      degree: If that array doubles, it becomes 2**degree times as large: 2 for a sum of
+        squares, -1 for 1 / std.
     """
 
     array: Any
@@ -70,17 +71,17 @@ class Layers:
         program: Program,
         roles: Roles,
         bodies: Mapping[Step, Sequence[tuple["Layers", Sequence[int]]]],
-        given: tuple[Origin, ...] | None = None,
+        given: tuple[MadeOf, ...] | None = None,
     ):
-        """Takes the attributes, and the origins of the arguments: their own if None."""
+        """Takes the attributes, and the arrays of the arguments: themselves if None."""
         variables = program.jaxpr.invars
         if given is None:
-            given = tuple(map(Origin, range(len(variables))))
+            given = tuple(map(MadeOf, range(len(variables))))
         self.program, self.roles, self.bodies = program, roles, bodies
         self._given, self._others = given, {}
         self._layers: dict[Step, Layer] = {}
         self._sources: dict[Any, Any] = {}  # by a copy, the variable
-        self._origins = dict(zip(variables, given, strict=True))
+        self._noted = dict(zip(variables, given, strict=True))
         self._products: set[Any] = set()
         self._centered: dict[Any, Any] = {}  # by an array less its mean, the array
         self._norms: dict[Any, Any] = {}  # by a norm, its input
@@ -98,13 +99,13 @@ class Layers:
             is_product = is_linear and self._products.issuperset(sources)
             if is_product or step.kind == Kind.PRODUCT:
                 self._products.update(results)
-            self._note_origins(step, inputs, results)
+            self._note_made_of(step, inputs, results)
 
     def __getitem__(self, step: Step) -> Layer:
         return self._layers.get(step, NO_LAYER)
 
-    def of_origins(self, given: tuple[Origin, ...]) -> "Layers":
-        """Returns the layers for arguments of these origins, found once for each."""
+    def for_arguments(self, given: tuple[MadeOf, ...]) -> "Layers":
+        """Returns the layers for arguments made of these arrays, found once each."""
         if given == self._given:
             return self
         if given not in self._others:
@@ -131,82 +132,108 @@ class Layers:
 
     def _layer(self, is_factor, large, part, result):
         """Returns the role of a sum or a product; None if no operand is a part."""
-        source, small = self._source(large), self._source(part)
+        inputs = large, part, result
+        if is_factor and (layer := self._mask(large, part) or self._norm(*inputs)):
+            return layer
+        if not self._is_parameter(is_factor, *inputs):
+            return None
+        affine = self._gain_or_bias_of_norm(is_factor, *inputs)
+        return affine or self._bias_or_scalar(is_factor, large, part)
+
+    def _mask(self, large, part):
+        """Returns the role of a product with a mask."""
         values = self.program.masks.get(part, [math.inf])
-        if is_factor and all(map(policy.is_moderate, values)):
-            return Layer(large, part)
-        origin = self._origin(large)
-        if is_factor and self._is_own(large, part, degree=-origin.degree):
-            self._note_gain(result, small in self._gained)
-            return Layer(self._centered.get(source, large), part, is_norm=True)
+        return Layer(large, part) if all(map(policy.is_moderate, values)) else None
+
+    def _norm(self, large, part, result):
+        """Returns the role of a product of an array and its own statistics."""
+        if not self._is_own(large, part, degree=-self._made_of(large).degree):
+            return None
+        self._note_gain(result, self._source(part) in self._gained)
+        operand = self._centered.get(self._source(large), large)
+        return Layer(operand, part, is_norm=True)
+
+    def _is_parameter(self, is_factor, large, part, result):
+        """Whether an operand may be a gain, a bias or a scalar of a layer."""
+        small = self._source(part)
         # Flax multiplies the statistics by the gain first, which broadcasts both.
-        is_whole = origin.is_statistic or large.aval.size == result.aval.size
+        is_statistic = self._made_of(large).is_statistic
+        is_whole = is_statistic or large.aval.size == result.aval.size
         is_vector = sum(n != 1 for n in small.aval.shape) < 2
         is_part = is_whole and self.roles.of(small) == Role.PARAMETER
-        if not is_part or not (is_factor or is_vector):
+        return is_part and (is_factor or is_vector)
+
+    def _gain_or_bias_of_norm(self, is_factor, large, part, result):
+        """Returns the role of a gain or a bias of a norm, which has one gain."""
+        source = self._source(large)
+        is_norm, has_gain = source in self._norms, source in self._gained
+        if not is_norm and not (is_factor and self._made_of(large).is_statistic):
             return None
-        is_scalar = not (part.aval.shape and small.aval.shape)
-        has_gain = source in self._gained
-        if source in self._norms or (is_factor and origin.is_statistic):
-            is_gain = is_factor and not is_scalar
-            if is_gain and has_gain:
-                return None
-            self._note_gain(result, is_gain or has_gain)
-            operand, is_norm = self._norms.get(source, large), source in self._norms
-            return Layer(operand, part, is_norm)
-        if not is_factor:
-            return Layer(large, part) if source in self._products else None
-        is_gain = is_scalar and self.roles.of(large) != Role.STATE
-        return Layer(large, part) if is_gain else None
+        is_gain = is_factor and not self._is_scalar(part)
+        if is_gain and has_gain:
+            return None
+        self._note_gain(result, is_gain or has_gain)
+        return Layer(self._norms.get(source, large), part, is_norm)
+
+    def _bias_or_scalar(self, is_factor, large, part):
+        """Returns the role of a bias of a product, or of a scalar that scales."""
+        if is_factor:
+            is_layer = self._is_scalar(part) and self.roles.of(large) != Role.STATE
+        else:
+            is_layer = self._source(large) in self._products
+        return Layer(large, part) if is_layer else None
+
+    def _is_scalar(self, part):
+        return not (part.aval.shape and self._source(part).aval.shape)
 
     def _note_gain(self, result, has_gain):
         if has_gain:
             self._gained.add(result)
 
-    def _origin(self, variable):
+    def _made_of(self, variable):
         source = self._source(variable)
-        return self._origins.get(source, Origin(source))
+        return self._noted.get(source, MadeOf(source))
 
     def _is_own(self, variable, other, degree):
-        """Whether an array is a statistic of another one's origin, of some degree."""
-        wanted = Origin(self._origin(variable).array, True, degree)
-        return self._origin(other) == wanted
+        """Whether `other` is a statistic, of a degree, of the array of `variable`."""
+        wanted = MadeOf(self._made_of(variable).array, True, degree)
+        return self._made_of(other) == wanted
 
-    def _note_origins(self, step, inputs, results):
-        """Notes the origins of results. A norm has none: its gain may be large."""
+    def _note_made_of(self, step, inputs, results):
+        """Notes the arrays of results. A norm has none: its gain may be large."""
         arrays = [x for x in inputs if self.roles.of(x) != Role.PARAMETER]
-        origins = dict(zip(arrays, map(self._origin, arrays), strict=True))
-        array, *others = {x.array for x in origins.values()} or [None]
+        made_of = dict(zip(arrays, map(self._made_of, arrays), strict=True))
+        array, *others = {x.array for x in made_of.values()} or [None]
         is_norm = others or array is None or self._norms.keys() & results
         if is_norm or not self._is_of_norm(step):
             return
         if step.bodies:
-            self._origins.update(self._origins_in(step, array, results))
-        elif (degree := self._degree(step, origins)) is not None:
-            is_statistic = all(x.is_statistic for x in origins.values())
+            self._noted.update(self._made_inside(step, array, results))
+        elif (degree := self._degree(step, made_of)) is not None:
+            is_statistic = all(x.is_statistic for x in made_of.values())
             for x in results:
                 is_smaller = all(x.aval.size != y.aval.size for y in arrays)
                 is_sum = step.name == "reduce_sum" and is_smaller
-                self._origins[x] = Origin(array, is_statistic or is_sum, degree)
+                self._noted[x] = MadeOf(array, is_statistic or is_sum, degree)
 
-    def _origins_in(self, step, array, results):
-        """Yields the results of a call that are made of an array, and their origins."""
+    def _made_inside(self, step, array, results):
+        """Yields the results of a call that are made of an array, and how."""
         bodies = self.bodies[step]
         if len(bodies) == 1 and not step.carry:
             ((body, operands),) = bodies
-            given = [self._origin(step.inputs[i]) for i in operands]
+            given = [self._made_of(step.inputs[i]) for i in operands]
             # An array is the first operand that is made of it, whoever calls.
             arrays = [x.array for x in given]
             places = (x._replace(array=arrays.index(x.array)) for x in given)
-            inside = body.of_origins(tuple(places))
+            inside = body.for_arguments(tuple(places))
             for x, y in zip(results, inside.of_results, strict=True):
                 if isinstance(y.array, int) and arrays[y.array] == array:
                     yield x, y._replace(array=array)
 
     @functools.cached_property
-    def of_results(self) -> list[Origin]:
-        """The origins of the results."""
-        return list(map(self._origin, self.program.outputs))
+    def of_results(self) -> list[MadeOf]:
+        """The arrays that the results are made of."""
+        return list(map(self._made_of, self.program.outputs))
 
     def _is_of_norm(self, step):
         """Whether a step moves, scales, sums up or takes powers, or all in it do."""
@@ -221,9 +248,9 @@ class Layers:
         """Whether all of its steps may be steps of a norm."""
         return all(map(self._is_of_norm, self.program.steps))
 
-    def _degree(self, step, origins):
+    def _degree(self, step, made_of):
         """Returns the degree of the results of a step; None if they have none."""
-        degrees = [origins[x].degree if x in origins else 0 for x in step.inputs]
+        degrees = [made_of[x].degree if x in made_of else 0 for x in step.inputs]
         if step.has(Trait.TIMES):
             return sum(degrees)
         if step.has(Trait.OVER):
@@ -231,7 +258,7 @@ class Layers:
         if step.has(Trait.POWER):
             exponent = _exponent(self.program, step)
             return None if exponent is None else degrees[0] * exponent
-        common = {x.degree for x in origins.values()}
+        common = {x.degree for x in made_of.values()}
         return common.pop() if len(common) == 1 else None
 
 

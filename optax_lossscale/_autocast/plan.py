@@ -27,6 +27,9 @@ class Readers(enum.Enum):
     - PRODUCTS: Only products read it, directly or through moves. Moves round nothing,
       so it may be rounded before them.
     - FLOAT32: All that read it compute in float32.
+
+    None stands for readers of several kinds, and for those that compute as the value
+    is held.
     """
 
     PRODUCTS = enum.auto()
@@ -35,7 +38,7 @@ class Readers(enum.Enum):
 
 # None for a value that is not float32.
 States = tuple[State | None, ...]
-# None for a value that is read in other ways, or in several.
+# By result of a program; None as `Readers` says.
 AllReaders = tuple[Readers | None, ...]
 # Calls that save nothing of their own, so that a value may be cast before it enters.
 CAST_BEFORE = primitives.names_of(Kind.CALL) - {"remat2"}
@@ -280,18 +283,7 @@ class Planner:
                 is_wide |= not wide.isdisjoint(step.equation.outvars)
             for i, x in enumerate(() if step.bodies else step.inputs):
                 result = results[i] if step.is_parallel else _common(results)
-                # An add of a residual stream, which others read, stays as it is.
-                is_alone = step.kind == Kind.SPREAD or count[x] == 1
-                if is_wide:
-                    of_it = Readers.FLOAT32
-                elif step.kind == Kind.PRODUCT:
-                    of_it = Readers.PRODUCTS
-                elif step.kind == Kind.MOVE:
-                    of_it = result
-                else:  # The gradient of a broadcast is a sum.
-                    is_followed = result == Readers.FLOAT32 and is_alone
-                    of_it = Readers.FLOAT32 if is_followed else None
-                found[x].append(of_it)
+                found[x].append(_as_reader(step, is_wide, count[x] == 1, result))
         common = {x: _common(of_it) for x, of_it in found.items()}
         return collections.defaultdict(type(None), common)
 
@@ -311,6 +303,29 @@ class Planner:
         """Whether a step computes in float32 whatever it reads."""
         kinds = Kind.PRODUCT, *policy.FOLLOWERS
         return self._is_chosen(step) or step.kind not in kinds
+
+
+def _as_reader(
+    step: Step, is_wide: bool, is_alone: bool, result: Readers | None
+) -> Readers | None:
+    """Returns how a step, a reader of an operand, computes.
+
+    Args:
+      step: The step, without programs in it.
+      is_wide: Whether it computes in float32.
+      is_alone: Whether nothing else reads the operand.
+      result: The readers of its result.
+    """
+    if is_wide:
+        return Readers.FLOAT32
+    if step.kind == Kind.PRODUCT:
+        return Readers.PRODUCTS
+    if step.kind == Kind.MOVE:
+        return result
+    # A value with other readers keeps its dtype, as a residual stream does. But the
+    # gradient of a broadcast is a sum, in float32.
+    follows = is_alone or step.kind == Kind.SPREAD
+    return Readers.FLOAT32 if follows and result == Readers.FLOAT32 else None
 
 
 def plan_call(

@@ -116,7 +116,7 @@ class Program:
       values: By variable, its value if that is known, or the value that fills it.
       steps: Its equations, without those whose results are known values.
       is_shared: Whether it is called more than once.
-      masks: By array of two known values, these.
+      masks: By array whose elements take one of two known values, the two.
     """
 
     jaxpr: Any

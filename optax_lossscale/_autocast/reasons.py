@@ -2,7 +2,6 @@
 
 import contextvars
 from collections.abc import Callable
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax
 from jax.tree_util import keystr
 
 from optax_lossscale._autocast import policy
+from optax_lossscale._autocast.custom_rules import count_closed_over, written_of
 from optax_lossscale._autocast.plan import Plan
 from optax_lossscale._autocast.program import Step, read, steps_of
 from optax_lossscale._jaxprs import ends, parts, primitives
@@ -53,18 +53,12 @@ def reason(
 def _casts_in_rule(step, is_chosen, dtype):
     """Whether a product in the rule of a function computes in half precision."""
     equation = step.equation
-    # The function may close over arrays, which have no gradient.
-    first = equation.params.get("num_consts", 0)
+    first = count_closed_over(equation)
     mask = [i >= first and is_inexact(x.aval) for i, x in enumerate(equation.invars)]
 
     def both_passes(*args):
-        def written(*floats):
-            rest = iter(floats)
-            pairs = zip(args, mask, strict=True)
-            given = [next(rest) if is_taken else x for x, is_taken in pairs]
-            return list(filter(is_inexact, parts.bind(equation, given)))
-
-        out, pull = jax.vjp(written, *compress(args, mask))
+        written, taken = written_of(equation, args, mask)
+        out, pull = jax.vjp(lambda *x: list(filter(is_inexact, written(*x))), *taken)
         return pull(out)
 
     try:

@@ -82,7 +82,8 @@ def roles_of_call(args: Any, kwargs: Any, n: int) -> tuple[Role, ...]:
     pairs = jax.tree.leaves_with_path((args, kwargs), is_leaf=is_mutable)
     models = [path[:2] for path, x in pairs if is_model(x)]
     held = [path[:2] for path, x in pairs if is_traced(x) or is_mutable(x)]
-    # Parameters may come after a name, but not by a name.
+    # Parameters come by position, also after a name; only an nnx module may be a
+    # keyword argument.
     first = (*models, *(path for path in held if path[0].idx == 0), None)[0]
     roles = [
         Role.PARAMETER if path[:2] == first else Role.DATA

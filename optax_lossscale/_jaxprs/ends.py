@@ -1,4 +1,18 @@
-"""Solvers: the loops that floating-point numbers end."""
+"""Solvers: the loops that floating-point numbers end.
+
+This loop finds the square root of 2:
+
+    def body(state):
+        x, _, n = state
+        new = (x + 2 / x) / 2
+        return new, jnp.abs(new - x) > 1e-6, n + 1
+
+    jax.lax.while_loop(lambda state: state[1], body, (jnp.float32(1), True, 0))
+
+A walk through the body says that `new` depends on the STATE. The flag compares numbers
+of the state, so it is COMPARED. The condition reads the flag, so the loop is a solver.
+With the condition `state[2] < 10` it is none: the counter is STATE.
+"""
 
 import collections
 import enum
@@ -12,8 +26,8 @@ from optax_lossscale._jaxprs.primitives import Trait
 from optax_lossscale._tree import is_inexact
 
 
-class Origin(enum.IntEnum):
-    """The origin of an array in a loop. Of several the largest wins.
+class Dependence(enum.IntEnum):
+    """What decides an array in a loop. Of several the largest wins.
 
     - FIXED: The same in each iteration.
     - DRAWN: Random, and made of nothing else that changes.
@@ -30,15 +44,15 @@ class Origin(enum.IntEnum):
     __hash__ = int.__hash__  # Python's own, of an `Enum`, is slow.
 
 
-Origins = list[Origin]
+Dependences = list[Dependence]
 
 
 class Walk:
-    """Follows origins through jaxprs, each once for the origins of its arguments."""
+    """Follows dependences through jaxprs, each once for those of its arguments."""
 
     def __init__(self):
         self._jaxprs: dict[Any, _Jaxpr] = {}
-        self._found: dict[Any, Origins] = {}
+        self._found: dict[Any, Dependences] = {}
         self._have_solvers: dict[int, bool] = {}  # by the id of a jaxpr
 
     def holds_solver(self, equation: Any) -> bool:
@@ -67,20 +81,20 @@ class Walk:
             return False
         asked, consts, carry = flow.while_parts(equation, equation.invars)
         state = [
-            Origin.FIXED if is_kept else Origin.STATE
+            Dependence.FIXED if is_kept else Dependence.STATE
             for is_kept in _kept(equation.params["body_jaxpr"], len(consts), len(carry))
         ]
-        given = [Origin.FIXED] * (len(asked) + len(consts)) + state
-        return self._while(equation, given)[0] == Origin.COMPARED
+        given = [Dependence.FIXED] * (len(asked) + len(consts)) + state
+        return self._while(equation, given)[0] == Dependence.COMPARED
 
-    def _results(self, x: Any, given: Sequence[Origin]) -> Origins:
-        """Returns the origins of the results of a jaxpr."""
+    def _results(self, x: Any, given: Sequence[Dependence]) -> Dependences:
+        """Returns the dependences of the results of a jaxpr."""
         jaxpr, _ = parts.opened(x)
         key = id(jaxpr), *given
         if key not in self._found:
             inside = self._inside(jaxpr)
             inside.assign(dict(zip(jaxpr.invars, given, strict=True)))
-            self._found[key] = list(map(inside.origin, jaxpr.outvars))
+            self._found[key] = list(map(inside.dependence, jaxpr.outvars))
         return self._found[key]
 
     def _inside(self, jaxpr):
@@ -88,8 +102,8 @@ class Walk:
             self._jaxprs[id(jaxpr)] = _Jaxpr(jaxpr, self)
         return self._jaxprs[id(jaxpr)]
 
-    def of(self, equation: Any, given: Sequence[Origin]) -> Sequence[Origin]:
-        """Returns the origins of the results of an equation."""
+    def of(self, equation: Any, given: Sequence[Dependence]) -> Sequence[Dependence]:
+        """Returns the dependences of the results of an equation."""
         name, n = equation.primitive.name, len(equation.outvars)
         if name == "while":
             return self._while(equation, given)[1]
@@ -104,20 +118,22 @@ class Walk:
             found = [self._results(x, [given[i] for i in on]) for x, on in jaxprs]
             return [max((*decides, *x)) for x in zip(*found, strict=True)]
         if primitives.has(name, Trait.RANDOM):
-            return [Origin.DRAWN] * n
+            return [Dependence.DRAWN] * n
         if primitives.has(name, Trait.PARALLEL) and n == len(given):
             return given
-        made = max(given, default=Origin.FIXED)
+        made = max(given, default=Dependence.FIXED)
         pairs = zip(equation.invars, given, strict=True)
-        floats = {origin for x, origin in pairs if is_inexact(x.aval)}
-        is_decided = max(floats, default=Origin.FIXED) == Origin.STATE
-        if is_decided and Origin.DRAWN not in floats:
+        floats = {dependence for x, dependence in pairs if is_inexact(x.aval)}
+        is_decided = max(floats, default=Dependence.FIXED) == Dependence.STATE
+        if is_decided and Dependence.DRAWN not in floats:
             # An operation that returns places, as `argmax`, decides nothing.
-            made = made if primitives.has(name, Trait.PLACE) else Origin.COMPARED
+            made = made if primitives.has(name, Trait.PLACE) else Dependence.COMPARED
         return [made] * n
 
-    def _while(self, equation: Any, given: Sequence[Origin]) -> tuple[Origin, Origins]:
-        """Returns the origins of the condition of a `while`, and of its results."""
+    def _while(
+        self, equation: Any, given: Sequence[Dependence]
+    ) -> tuple[Dependence, Dependences]:
+        """Returns the dependences of the condition of a `while`, and of its results."""
         asked, consts, carry = flow.while_parts(equation, given)
         params = equation.params
         last = self._loop(params["body_jaxpr"], consts, carry)
@@ -129,11 +145,11 @@ class Walk:
     def _loop(
         self,
         body: Any,
-        consts: Sequence[Origin],
-        carry: Sequence[Origin],
-        xs: Sequence[Origin] = (),
-    ) -> Origins:
-        """Returns the origins of the results of a loop, after many iterations."""
+        consts: Sequence[Dependence],
+        carry: Sequence[Dependence],
+        xs: Sequence[Dependence] = (),
+    ) -> Dependences:
+        """Returns the dependences of the results of a loop, after many iterations."""
         jaxpr, _ = parts.opened(body)
         key = "loop", id(jaxpr), *consts, *carry, *xs
         if key not in self._found:
@@ -144,21 +160,21 @@ class Walk:
             for x, y in zip(map(parts.variable_of, jaxpr.outvars), state, strict=False):
                 becomes[x].append(y)
             changed = set(becomes)
-            # Only origins that rise go around again: an iteration costs no walk.
+            # Only dependences that rise go around again: an iteration costs no walk.
             while risen := {
-                y: inside.origin(x)
+                y: inside.dependence(x)
                 for x in changed.intersection(becomes)
                 for y in becomes[x]
-                if inside.origin(x) > inside.origin(y)
+                if inside.dependence(x) > inside.dependence(y)
             }:
                 changed = inside.assign(risen)
             results = *state, *jaxpr.outvars[n:]
-            self._found[key] = list(map(inside.origin, results))
+            self._found[key] = list(map(inside.dependence, results))
         return self._found[key]
 
 
 class _Jaxpr:
-    """The origins of the variables of a jaxpr, for the arguments assigned last."""
+    """The dependences of the variables of a jaxpr, for the arguments assigned last."""
 
     def __init__(self, jaxpr: Any, walk: Walk):
         self._equations, self._walk = jaxpr.eqns, walk
@@ -173,45 +189,45 @@ class _Jaxpr:
         self._bounds = {x: _bounds(x) for x in variables}
         self._known = {x: lowest for x, (lowest, _) in self._bounds.items()}
 
-    def origin(self, atom: Any) -> Origin:
-        """Returns the origin of a result of the jaxpr."""
-        return self._known.get(parts.variable_of(atom), Origin.FIXED)
+    def dependence(self, atom: Any) -> Dependence:
+        """Returns the dependence of a result of the jaxpr."""
+        return self._known.get(parts.variable_of(atom), Dependence.FIXED)
 
-    def assign(self, origins: Mapping[Any, Origin]) -> set[Any]:
-        """Assigns origins to arguments, and returns the variables that this changes.
+    def assign(self, dependences: Mapping[Any, Dependence]) -> set[Any]:
+        """Assigns dependences to arguments; returns the variables that this changes.
 
         It follows only the equations that read these.
         """
         changed: set[Any] = set()
-        self._note(origins.items(), changed)
+        self._note(dependences.items(), changed)
         while self._waiting:
             i = heapq.heappop(self._waiting)
             if self._waiting and self._waiting[0] == i:
                 continue  # Two of its operands have changed.
-            given = [self._known.get(x, Origin.FIXED) for x in self._operands[i]]
+            given = [self._known.get(x, Dependence.FIXED) for x in self._operands[i]]
             results = self._walk.of(self._equations[i], given)
             pairs = zip(self._equations[i].outvars, results, strict=True)
             self._note(pairs, changed)
         return changed
 
-    def _note(self, origins, changed):
-        for x, origin in origins:
+    def _note(self, dependences, changed):
+        for x, dependence in dependences:
             lowest, highest = self._bounds[x]
-            origin = min(max(origin, lowest), highest)
-            if origin is not self._known[x]:
-                self._known[x] = origin
+            dependence = min(max(dependence, lowest), highest)
+            if dependence is not self._known[x]:
+                self._known[x] = dependence
                 changed.add(x)
                 for i in self._readers[x]:
                     heapq.heappush(self._waiting, i)
 
 
-def _bounds(variable: Any) -> tuple[Origin, Origin]:
-    """Returns the smallest and the largest origin that a variable can have."""
+def _bounds(variable: Any) -> tuple[Dependence, Dependence]:
+    """Returns the smallest and the largest dependence that a variable can have."""
     if parts.is_ref(variable):
-        return Origin.STATE, Origin.STATE  # Any iteration may write it.
+        return Dependence.STATE, Dependence.STATE  # Any iteration may write it.
     # A floating-point number ends no loop before something compares it.
     is_float = is_inexact(variable.aval)
-    return Origin.FIXED, Origin.STATE if is_float else Origin.COMPARED
+    return Dependence.FIXED, Dependence.STATE if is_float else Dependence.COMPARED
 
 
 def _kept(closed: Any, before: int, n: int) -> list[bool]:

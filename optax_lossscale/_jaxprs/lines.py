@@ -21,7 +21,7 @@ CONSOLES = re.compile(
     r"<([a-z]+-input|input|stdin|console|command|doctest|string|exec)\b"
 )
 # A file, a line, and the qualified name of the function with that line.
-Line = tuple[str, int, str]
+Frame = tuple[str, int, str]
 # A file, the qualified name of a function, and its first line.
 Function = tuple[str, str, int]
 
@@ -44,10 +44,10 @@ class Source:
     line: int = 0
     function: str = ""
     in_rule: bool = False
-    callers: tuple[Line, ...] = dataclasses.field(default=(), compare=False)
+    callers: tuple[Frame, ...] = dataclasses.field(default=(), compare=False)
 
     @property
-    def own(self) -> Line:
+    def own(self) -> Frame:
         """The innermost line that the user can change."""
         return own_of([(self.file, self.line, self.function), *self.callers])
 
@@ -63,7 +63,7 @@ def source_of(equation: Any, caller: Source, *, is_backward: bool) -> Source:
         custom rule the line of the call of the `jax.custom_vjp` function.
     """
     in_rule = False
-    lines: list[Line] = []
+    lines: list[Frame] = []
     for frame in parts.frames_of(equation):
         in_rule |= is_backward and not lines and frame.function_name == CUSTOM_VJP
         if parts.is_border(frame):
@@ -108,7 +108,7 @@ def is_installed(file: str) -> bool:
     return "-packages" + os.sep in file
 
 
-def own_of(lines: Sequence[Line]) -> Line:
+def own_of(lines: Sequence[Frame]) -> Frame:
     """Returns the first line that is not in a library; the first one if all are."""
     return next((x for x in lines if not is_installed(x[0])), lines[0])
 

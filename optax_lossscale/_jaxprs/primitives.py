@@ -186,10 +186,16 @@ TABLE = [
         reduce_scatter_start shard_to_full unreduced_pmax unreduced_pmin
         unreduced_psum_start unreduced_reduce_scatter_start vary_unreduced_cast
         vary_unreduced_cast_p"""),
-    # They hold programs, which follow the same table.
+    # They hold programs, which follow the same table. `autocast` opens calls, and so
+    # drops a derivative rule that belongs to the primitive itself: those with such a
+    # rule need a method in `evaluate.NESTED`, as the custom ones have.
     (Kind.CALL, NONE, """
         closed_call custom_jvp_call custom_vjp_call eval_jaxpr jit program_order
         remat2"""),
+    # A new loop also needs its bodies in `flow.bodies_of`, with a function that runs it
+    # again; a method in `evaluate.NESTED`; its state in `ends.Walk.of`; and a function
+    # in `bodies.BODIES` of the trace. `tape._iterations` and `Program.repeats` name
+    # `scan` because its length is known, and because it saves in each iteration.
     (Kind.LOOP, NONE, "scan while"),
     (Kind.BRANCH, NONE, "cond"),
     (Kind.DEVICES, NONE, "shard_map"),

@@ -283,13 +283,13 @@ def nested(depth, f):
 
 def test_calls_in_calls_are_looked_at_once(monkeypatch):
     """The statistic of a norm is found through all calls, each followed once."""
-    found, follow = [], Layers._note_origins
+    found, follow = [], Layers._note_made_of
 
     def counted(layers, step, *about):
         found.append(step)
         follow(layers, step, *about)
 
-    monkeypatch.setattr(Layers, "_note_origins", counted)
+    monkeypatch.setattr(Layers, "_note_made_of", counted)
 
     def looked_at(depth):
         found.clear()

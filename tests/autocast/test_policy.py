@@ -381,7 +381,7 @@ def with_any_gain(patch):
 
 def with_any_statistic(patch):
     def is_own(layers, x, other, degree):
-        return layers._origin(other)[:2] == (layers._origin(x).array, True)
+        return layers._made_of(other)[:2] == (layers._made_of(x).array, True)
 
     patch.setattr(Layers, "_is_own", is_own)
 

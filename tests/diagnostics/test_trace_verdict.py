@@ -231,6 +231,20 @@ def test_float32_is_advised_only_where_it_is_right(cause, found, why, advice):
     assert ("in float32, by autocast(" in message) == ("float32_nonfinite" not in found)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "end"),
+    [
+        ("float16", "2^16."),
+        ("bfloat16", "2^128."),
+        ("float8_e5m2", "2^15.9."),
+        ("float8_e4m3fn", "2^8.86."),
+    ],
+)
+def test_a_dtype_ends_where_it_overflows(dtype, end):
+    fault = Fault(FORWARD, operation(dtype=dtype, **LARGE), Cause.RANGE)
+    assert f"{dtype} ends at {end} " in words.explain(fault).message
+
+
 @pytest.mark.parametrize("cause", [Cause.FLUSHED, Cause.ROUNDED])
 def test_two_lines_to_change(cause):
     source = operation("square", number=1, flushed=1.0)

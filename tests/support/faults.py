@@ -61,7 +61,7 @@ class Fault:
       operation: What is known of the first operation that makes inf or nan, and of its
         result.
       scale: The loss scale at which it breaks.
-      dtype: The dtype in question.
+      dtype: The dtype to judge.
       exact: The program in float32.
       mended: The program without the fault; None if a loss scale is all that helps, or
         if nothing else is to be learned from it.

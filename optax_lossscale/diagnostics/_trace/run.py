@@ -26,6 +26,9 @@ FIELDS = (
     "seen", "begins", "zeros", "infs", "nans", "flushed", "float32_nonfinite",
     "largest", "float32_largest", "error", "smallest",
 )  # fmt: skip
+# The column "begins". Inf or nan begins at a result: it has some, and its operands are
+# finite; it has more than they have, or nan where they have inf alone; or nowhere.
+FROM_FINITE, MORE, NOWHERE = 2, 1, 0
 # A sketch of a gradient has a projection on a wave of each of these squared
 # frequencies, of which none is a multiple of another.
 WAVES = (1, 2, 3, 5)
@@ -305,7 +308,7 @@ class Outline(NamedTuple):
     """What is known of a program before it runs.
 
     Attributes:
-      dtype: The name of the dtype in question.
+      dtype: The name of the dtype to judge.
       sites: All sites, by their numbers, in order of execution.
       names: By site, the names of the arguments.
       parameters: The names of the parameters that are differentiated.
@@ -457,18 +460,18 @@ class Run:
         return self.site(key).is_decision and self.range(key).flushed > 0
 
     def _begins(self, key):
-        """Returns 2 if inf or nan begins with finite inputs, 1 if more of it does."""
+        """Returns how inf or nan begins at a site: `FROM_FINITE` and the others."""
         site = self.site(key)
         is_operation = site.primitive and site.row == key
-        return self._numbers[key]["begins"] if is_operation else 0
+        return self._numbers[key]["begins"] if is_operation else NOWHERE
 
     def is_origin(self, key: int) -> bool:
         """Whether inf or nan begins here."""
-        return self._begins(key) > 0
+        return self._begins(key) != NOWHERE
 
     def bad_operands(self, key: int) -> list[int]:
         """Returns the inputs with inf or nan from which an operation makes others."""
-        operands = self.operands(key) if self._begins(key) < 2 else ()
+        operands = () if self._begins(key) == FROM_FINITE else self.operands(key)
         return list(filter(self.is_bad, operands))
 
     def origins(self, phase: str | None = None) -> list[int]:
@@ -480,7 +483,7 @@ class Run:
         """Returns where inf or nan begins, but for constants: `jnp.var` holds a nan."""
         return [k for k in self.origins() if self.site(k).inputs and self.is_bad(k)]
 
-    def causes(self, keys: Iterable[int]) -> list[int]:
+    def origins_behind(self, keys: Iterable[int]) -> list[int]:
         """Returns where the inf and nan of these sites begin, in order of execution."""
         reached = self.ancestors(filter(self.is_bad, keys), self.bad_operands)
         origins = [k for k in self.sites if k in reached and self.is_origin(k)]

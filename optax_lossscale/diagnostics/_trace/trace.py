@@ -49,7 +49,7 @@ class NumericsTrace(NamedTuple):
       scale: The loss scale of this trace.
       loss: The loss. A compiled step may round it otherwise.
       float32_loss: The loss if every operation in half precision were in float32.
-      dtype: The dtype in question.
+      dtype: The dtype to judge.
       computes_in_dtype: Whether the program computes in `dtype`.
       operations: All floating-point results, in order of execution.
       summary: How many matrix products compute in `dtype`.
@@ -94,7 +94,7 @@ class NumericsTrace(NamedTuple):
 
 
 def summarize(traced: Traced, nothing: str, kept: Sequence[Any] = ()) -> str:
-    """Says how many products compute in the dtype in question.
+    """Says how many products compute in the dtype to judge.
 
     Args:
       traced: The call.
@@ -173,7 +173,7 @@ def trace_numerics(
         `LossScaleOptimizerState`.
       scale: The loss scale, from 2**-126 to 2**126, in place of a state. Without either
         it is 1.
-      dtype: The dtype in question: "float16", "bfloat16" or a float8. If no operation
+      dtype: The dtype to judge: "float16", "bfloat16" or a float8. If no operation
         computes in it, trace `autocast(loss_fn)` to try it for products.
       has_aux: Whether `loss_fn` returns auxiliary data as well.
       **kwargs: More arguments of `loss_fn`. If it has a keyword `state`, `scale`,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of
 from optax_lossscale._tree import is_half
 from optax_lossscale.diagnostics._trace.judge.findings import Cause, FindingKind
-from optax_lossscale.diagnostics._trace.judge.words import CASTS, Fault
+from optax_lossscale.diagnostics._trace.judge.words import CAST_PRIMITIVES, Fault
 from optax_lossscale.diagnostics._trace.run import INHERITED, Run, spacing
 
 # Of an array, a smaller share that is flushed to zero is not worth a word.
@@ -168,8 +168,8 @@ def vanished_inputs(run: Run, key: int) -> Explanation | None:
 def _origin_of_zeros(run, key):
     """Returns where the zeros that an operation reads begin; None if there are none.
 
-    Of a division these are in the divisor. A sum is zero only where all of its terms
-    are. So the line with as many zeros counts, and not the first with any.
+    The walk follows the operand with the most zeros, if it has at least as many: a sum
+    is zero only if all of its terms are. Of a division only the divisor counts.
     """
 
     def flushed(k):
@@ -276,7 +276,9 @@ def _explain_imprecision(run, key, close):
         cause = Cause.CANCEL if is_small else Cause.TERMS_LOST
     # A line that casts is not to be computed in float32: the next one is.
     before = sources_of_error(run, key, close)
-    return Explanation(cause, [k for k in before if run.site(k).primitive not in CASTS])
+    return Explanation(
+        cause, [k for k in before if run.site(k).primitive not in CAST_PRIMITIVES]
+    )
 
 
 def _explain_nonfinite(run, key):
@@ -304,7 +306,9 @@ def _cause_of_nonfinite(run: Run, key: int) -> Explanation:
         return vanished
     if has(site.primitive, Trait.SUM) or kind_of(site.primitive) == Kind.PRODUCT:
         return Explanation(Cause.TERMS)
-    return Explanation(Cause.CAST if site.primitive in CASTS else Cause.UNKNOWN)
+    return Explanation(
+        Cause.CAST if site.primitive in CAST_PRIMITIVES else Cause.UNKNOWN
+    )
 
 
 def _cause_of_overflow(site):

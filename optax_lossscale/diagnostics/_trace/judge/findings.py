@@ -8,7 +8,7 @@ from optax_lossscale.diagnostics._trace.run import NumericOperation
 
 
 class FindingKind(enum.StrEnum):
-    """The kinds of findings, the most urgent first. `NumericFinding` documents them.
+    """The kinds of findings, which `NumericFinding` documents.
 
     Attributes:
       event: The event at an operation, as a template that `words.event_of` fills in;
@@ -42,11 +42,6 @@ class FindingKind(enum.StrEnum):
     def of_nonfinite(cls, phase: str) -> "FindingKind":
         """Returns the kind of inf and nan that begin in a pass."""
         return cls.BACKWARD if phase == "backward" else cls.FORWARD
-
-    def precedes(self, other: "FindingKind") -> bool:
-        """Whether it is more urgent than another kind: it stands above."""
-        kinds = list(FindingKind)
-        return kinds.index(self) < kinds.index(other)
 
 
 class NumericFinding(NamedTuple):
@@ -104,7 +99,7 @@ class Words:
     is_before: bool = False
 
 
-OVERFLOW = "The largest {noun} would be 2^{size:.1f}; {dtype} ends at 2^{end:.0f}."
+OVERFLOW = "The largest {noun} would be 2^{size:.1f}; {dtype} ends at 2^{end:.3g}."
 TOO_LARGE = "The result is too large for float32 as well."
 CONSTANTS = "A constant like 1e-8 is 0 in float16, and one like -1e9 is -inf."
 HOLDS_INF = "An input holds inf, and inf - inf, inf / inf and 0 * inf are nan."

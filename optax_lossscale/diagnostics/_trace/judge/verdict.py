@@ -240,7 +240,7 @@ def _bad_float32(search):
     """Finds where float32 itself makes inf or nan of the loss or of a gradient."""
     if not _float32_origins(search.run):
         return []
-    # Where a scale lifts a gradient above float32, a lower one has no such origin.
+    # A large scale alone may overflow float32: one that fits decides, or at most 1.
     run = search.best or search.at(min(search.run.scale, 1.0))
     key = next(iter(_float32_origins(run)), None)
     if key is None:
@@ -282,7 +282,10 @@ def _beside_loss(run, finding):
 def _wrong(search, effect):
     """Says why the loss or the gradients are not those of float32."""
     run, best = search.run, search.best
-    in_loss, late = run.causes(run.ran([run.outline.loss])), run.causes(run.gradients)
+    in_loss, late = (
+        run.origins_behind(run.ran([run.outline.loss])),
+        run.origins_behind(run.gradients),
+    )
     if in_loss or (best is None and late):
         return _nonfinite(search, in_loss or late)
     if best is None or not effect.wrong:

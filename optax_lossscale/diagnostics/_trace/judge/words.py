@@ -24,7 +24,7 @@ from optax_lossscale.diagnostics._trace.run import (
 USUAL_BITS = 4
 # Smaller errors, relative to the largest number, do not matter by themselves.
 SMALL = 0.005
-CASTS = ("convert_element_type", "reduce_precision")
+CAST_PRIMITIVES = ("convert_element_type", "reduce_precision")
 
 
 class Fault(NamedTuple):
@@ -36,7 +36,7 @@ class Fault(NamedTuple):
       cause: Its cause.
       sources: The operations of other lines that have to change as well, in order of
         execution.
-      dtype: The dtype in question.
+      dtype: The dtype to judge.
       is_autocast: Whether `autocast` made the program.
       products: How many matrix products its line computes in the forward pass.
     """
@@ -126,7 +126,7 @@ def advice_of(fault: Fault) -> str:
         return f"compute {places}, and {line} in float32{passed}"
     is_float32 = operation.dtype == "float32"
     text = f"{'keep' if is_float32 else 'compute'} {line} in float32"
-    is_cast = operation.primitive in CASTS and not fault.is_autocast
+    is_cast = operation.primitive in CAST_PRIMITIVES and not fault.is_autocast
     text += " without a cast back" * (is_cast and fault.cause is Cause.RANGE)
     if places:
         is_before = fault.kind == FindingKind.PRECISION
@@ -219,7 +219,7 @@ def slow_solver(
 
     Args:
       operation: The loop; its largest number is how many iterations it takes.
-      dtype: The dtype in question.
+      dtype: The dtype to judge.
       stands_still: Whether its numbers never reach the tolerance.
     """
     count, wide = operation.output.largest, operation.output.float32_largest

@@ -168,7 +168,7 @@ def gradients_of(call: Call) -> Callable[..., Any]:
     return program
 
 
-class Program(NamedTuple):
+class Compiled(NamedTuple):
     """A compiled program.
 
     Attributes:
@@ -186,12 +186,12 @@ class Traced:
     """A call as a jaxpr that returns the loss and its scaled gradient.
 
     Attributes:
-      dtype: The name of the dtype in question.
+      dtype: The name of the dtype to judge.
       equations: All equations of the jaxpr.
       is_autocast: Whether `autocast` casts anything in it.
       is_idle: Whether it holds an `autocast` that casts nothing.
       reason: Why the outermost `autocast` casts nothing; "" if it does.
-      computes_in_dtype: Whether anything computes in the dtype in question.
+      computes_in_dtype: Whether anything computes in the dtype to judge.
     """
 
     def __init__(self, call: Call, dtype: Any):
@@ -209,7 +209,7 @@ class Traced:
         self._constants = twin.constants_of(self._closed)
         self.reason = reasons[-1] if reasons else ""
         self.equations = list(parts.all_equations(self._closed.jaxpr))
-        # JAX may have traced it for a diagnosis before, and then adds no reasons.
+        # A jaxpr from JAX's cache adds no reason, but holds the marks.
         marked = (x for x in self.equations if x.primitive.name == "name")
         marks = {x.params["name"] for x in marked}
         self.is_autocast, self.is_idle = MARK in marks, IDLE_MARK in marks
@@ -248,7 +248,7 @@ class Traced:
         return Run(program.outline, scale, numbers, losses, norms)
 
     @functools.cached_property
-    def program(self) -> Program:
+    def program(self) -> Compiled:
         """The program, which is compiled once."""
         jaxpr, count = self._closed.jaxpr, len(self._call.arrays)
         closed_over = range(len(jaxpr.constvars))
@@ -280,7 +280,7 @@ class Traced:
             gradients=[x.site for x in grads],
             is_autocast=self.is_autocast,
         )
-        return Program(tape.compiled(results), recorder, outline)
+        return Compiled(tape.compiled(results), recorder, outline)
 
 
 def _mark_backward(sites):

@@ -16,7 +16,7 @@ from optax_lossscale._jaxprs.primitives import Kind, Trait, has, kind_of, names_
 from optax_lossscale._tree import in_half, is_inexact
 from optax_lossscale.diagnostics._trace.measure import twin
 from optax_lossscale.diagnostics._trace.measure.bodies import BODIES, Place
-from optax_lossscale.diagnostics._trace.measure.rows import Origins
+from optax_lossscale.diagnostics._trace.measure.rows import Operands
 from optax_lossscale.diagnostics._trace.measure.tape import Slot, key_of
 from optax_lossscale.diagnostics._trace.measure.twin import Pair, widen, without_sites
 from optax_lossscale.diagnostics._trace.run import SOLVER, Site
@@ -123,17 +123,18 @@ class Interpreter:
         site = self.sites[number] = self._site(number, x, place, about)
         if about.same is None:  # A move has the row of the value that it moves.
             if site.primitive and not site.is_decision:
-                place.recorder.origins[number] = self._origins(site, about)
+                place.recorder.operands[number] = self._operands(site, about)
             place.recorder.add(number, x.real, x.twin)
         self._note_readers(number)
         return x.at(number)
 
     def _site(self, number, x, place, about):
         """Returns the site of a value."""
-        # Sites that depend on the loss scale become backward later, in `call`.
+        # `call._mark_backward` marks the sites that depend on the loss scale.
         phase = "forward" if place.phase == "backward" else place.phase
         if phase == "scale" and in_half(x.real):
-            # The gradient of a loss in half. As the scale, inf could not begin in it.
+            # The gradient of a loss in half. If its phase stayed "scale", inf could
+            # not begin here.
             phase = "backward"
         if phase == "scale":  # It is no operation of the user.
             about = NO_OPERATION._replace(same=about.same)
@@ -151,12 +152,12 @@ class Interpreter:
             opaque=about.opaque,
         )
 
-    def _origins(self, site, about):
+    def _operands(self, site, about):
         """Returns the operands from which inf and nan of a result may come."""
         operands = [self.sites[i] for i in site.inputs]
         is_elementwise = about.is_elementwise
         is_elementwise &= all(x.shape == site.shape for x in operands)
-        return Origins([x.row for x in operands], site.constants, is_elementwise)
+        return Operands([x.row for x in operands], site.constants, is_elementwise)
 
     def _note_readers(self, number):
         """Notes the readers of a cast without a line, which gets that of the first."""

@@ -15,7 +15,7 @@ from optax_lossscale.diagnostics._trace.measure.statistics import (
     Comparable,
     row_of,
 )
-from optax_lossscale.diagnostics._trace.run import FIELDS
+from optax_lossscale.diagnostics._trace.run import FIELDS, FROM_FINITE, MORE, NOWHERE
 
 BEGINS = FIELDS.index("begins")
 # The shares of inf and of nan, which stand side by side.
@@ -24,9 +24,14 @@ NONFINITE = slice(FIELDS.index("infs"), FIELDS.index("nans") + 1)
 # compile slowly. Small arrays are repeated up to ROW numbers, if that is a multiple of
 # their size. More numbers compile no faster, and each iteration of a loop counts them.
 ROW, GROUPED, MEMBERS = 2**8, 2**20, 2**8
+# Three more operands, after the rows, with their shares of inf and nan together and of
+# nan: none, to fill up short lists; a constant of inf; and that of a row which is no
+# result of an operation, as if all of its inf and nan were there before.
+NO_OPERAND, INF_MASK, NOTHING_BEGINS = range(3)
+EXTRA_SHARES = np.array([[0, 0], [1, 0], [1, 1]], np.float32)
 
 
-class Origins(NamedTuple):
+class Operands(NamedTuple):
     """The operands of a result, from which inf and nan may come.
 
     Attributes:
@@ -47,14 +52,14 @@ class Rows(abc.ABC):
     Attributes:
       sites: The sites, in the order of their rows.
       rows: The rows, in parts: each i32[n, len(FIELDS)], of some of the sites.
-      origins: By site, the operands of a result in which inf or nan may begin.
+      operands: By site, the operands of a result in which inf or nan may begin.
     """
 
     def __init__(self):
         """Begins without rows."""
         self.sites: list[int] = []
         self.rows: list[Any] = []
-        self.origins: dict[int, Origins] = {}
+        self.operands: dict[int, Operands] = {}
 
     @abc.abstractmethod
     def call(self, function: Callable[..., Any], *args: Any, key: Any = None) -> Any:
@@ -76,38 +81,42 @@ class Rows(abc.ABC):
         self.rows.append(rows)
 
     def with_beginnings(self, rows: Any) -> Any:
-        """Fills in the column "begins" of all rows.
-
-        It is 2 if inf or nan appears with finite operands, 1 if more of it appears, or
-        nan with operands of inf alone.
-        """
-        place_of = {site: i for i, site in enumerate(self.sites)}
-        # Three more rows: no operand, a mask of inf, and where nothing begins.
-        none, mask, never = range(len(place_of), len(place_of) + 3)
-        operands: list[list[int]] = [[never]] * len(place_of)
-        elementwise = np.zeros(len(place_of), bool)
-        for site, (inputs, constants, is_elementwise) in self.origins.items():
-            elementwise[place_of[site]] = is_elementwise
-            # An inf may be a mask, but with a constant of nan the nan begins here.
-            masks = [mask] * any(map(math.isinf, constants))
-            known = [place_of[k] for k in inputs if k in place_of]
-            operands[place_of[site]] = known + masks
-        width = max(map(len, operands), default=0)
-        padded = [x + [none] * (width - len(x)) for x in operands]
-        index = np.array(padded, np.int32).reshape(len(place_of), width)
+        """Fills in the column "begins" of all rows; see `run.FROM_FINITE`."""
+        index, is_elementwise = self._operand_table()
         xp = np if isinstance(rows, np.ndarray) else jnp
         infs, nans = rows[:, NONFINITE].view(np.float32).T
         # Of each row the share of inf and nan together, and that of nan.
         shares = xp.stack([infs + nans, nans], 1)
-        others = np.array([[0, 0], [1, 0], [1, 1]], np.float32)
-        before = xp.concatenate([shares, others])[index].sum(1)
+        before = xp.concatenate([shares, EXTRA_SHARES])[index].sum(1)
         is_first = (shares[:, 0] > 0) & (before[:, 0] == 0)
         is_more = (shares[:, 1] > 0) & (before[:, 1] == 0)
-        is_more |= elementwise & (shares[:, 0] > 1.001 * before[:, 0])
-        begins = xp.where(is_first, 2, xp.where(is_more, 1, 0)).astype(np.float32)
+        is_more |= is_elementwise & (shares[:, 0] > 1.001 * before[:, 0])
+        begins = xp.where(is_first, FROM_FINITE, xp.where(is_more, MORE, NOWHERE))
         # The rows of a loop or a branch inside have this column already.
         column = np.eye(len(FIELDS), dtype=np.int32)[[BEGINS]]
-        return xp.maximum(rows, begins.view(np.int32)[:, None] * column)
+        bits = begins.astype(np.float32).view(np.int32)
+        return xp.maximum(rows, bits[:, None] * column)
+
+    def _operand_table(self):
+        """Returns the rows of each row's operands, and whether it is elementwise.
+
+        Returns:
+          i32[rows, operands]: indices of rows, then of `EXTRA_SHARES`.
+          bool[rows].
+        """
+        n = len(self.sites)
+        place_of = {site: i for i, site in enumerate(self.sites)}
+        operands: list[list[int]] = [[n + NOTHING_BEGINS]] * n
+        is_elementwise = np.zeros(n, bool)
+        for site, (inputs, constants, each) in self.operands.items():
+            is_elementwise[place_of[site]] = each
+            # An inf may be a mask, but with a constant of nan the nan begins here.
+            masks = [n + INF_MASK] * any(map(math.isinf, constants))
+            known = [place_of[k] for k in inputs if k in place_of]
+            operands[place_of[site]] = known + masks
+        width = max(map(len, operands), default=0)
+        padded = [x + [n + NO_OPERAND] * (width - len(x)) for x in operands]
+        return np.array(padded, np.int32).reshape(n, width), is_elementwise
 
 
 class TapeRows(Rows):

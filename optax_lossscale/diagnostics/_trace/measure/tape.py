@@ -258,8 +258,8 @@ class _Kind:
 
     def fill(self, arrays: Sequence[Any]) -> Any:
         """Returns a result of the function that holds these arrays."""
-        # With a key, JAX may trace it again: under another mesh, or if it has forgotten
-        # the first time. Then the result is an equal tree.
+        # JAX may trace the function again, under another mesh, or if its caches were
+        # cleared. It returns an equal tree, so the first structure fits any.
         return self._fills[0](arrays)
 
 
