@@ -148,8 +148,8 @@ def by_compilers() -> dict[Path, list[str]]:
 
     again = *(more(x, "compile_seconds") for x in (TPU, H100)), longest(REPEATING)
     traced = [x["autocast"]["seconds"] / x["float32"]["seconds"] for x in tracing]
-    rows = report.load(by_hand.RESULTS).items()
-    hand = {name: by_hand.ratios(entry["rows"])[:2] for name, entry in rows}
+    found = report.load(by_hand.RESULTS)
+    hand = {name: by_hand.ratios(found[name]["rows"])[:2] for name in by_hand.MODELS}
     usual = sorted(moved for moved, _ in hand.values())[:-2]
     gpt, vit = (hand[name][0] for name in ("GPT-2", "ViT"))
     return {
