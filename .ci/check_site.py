@@ -65,6 +65,7 @@ QUERIES = {
     "outlier": "guide/guard-a-run/",
     "window of losses": "guide/guard-a-run/",
     "diverges": "guide/troubleshooting/",
+    "MaxText": "guide/in-a-trainer/",
     "checkpoint in half precision": "recipes/checkpoints/",
     "V100": "guide/do-you-need-it/",
     "T4": "guide/do-you-need-it/",

@@ -36,7 +36,7 @@ def _start(programs: list[Program], found: dict[str, Any]) -> str:
         changed = f"-{lines.removed} +{lines.added}"
         first = f"{ways[FLOAT32]['first_loss']:.4g}"
         rows.append([name, program.kind, changed, first, *losses, steps, skipped])
-    header = ["program", "", "lines", "loss at the start", "end, float32"]
+    header = ["program", "model", "lines", "loss at the start", "end, float32"]
     header += ["end, float16", "steps", "skipped"]
     return f"""# Public trainings
 
