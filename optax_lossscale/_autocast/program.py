@@ -258,7 +258,7 @@ def _folded(equation: Any, values: Sequence[Any]) -> Any:
 
 
 def _computed_by_xla(function: Any, values: Sequence[Any], dtype: Any) -> Any:
-    # Arrays with an axis: JAX converts scalars by NumPy.
-    arrays = [np.full(1, x) for x in values]
+    # Arrays of a device: JAX converts those of NumPy, and scalars, by NumPy.
     with jax.ensure_compile_time_eval():
-        return np.asarray(function(dtype, *arrays))[0]
+        arrays = [jax.device_put(np.full(1, x)) for x in values]
+        return jax.device_get(function(dtype, *arrays))[0]
