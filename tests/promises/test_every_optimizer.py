@@ -180,7 +180,7 @@ def test_fails_where_it_fails_alone(name):
         is_nnx = isinstance(model, nnx.Module)
         params = nnx.state(model, nnx.Param) if is_nnx else model
         params = eqx.filter(params, eqx.is_inexact_array)
-        words = "pytree structure error|no attribute 'dtype'|Expected dict, got None"
+        words = "structure error|no attribute 'dtype'|(got|value:) None"  # Older JAX.
         with pytest.raises((AttributeError, ValueError), match=words):
             inner.update(params, inner.init(params), params)
         for way in ways_of(name):
