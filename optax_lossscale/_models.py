@@ -14,11 +14,17 @@ from optax_lossscale._libraries import SETTINGS
 
 # All that other files ask of modules that change in place. Flax nnx is the one library
 # that has them; another one would be asked here as well.
-is_module, is_model, is_mutable = _nnx.is_module, _nnx.is_model, _nnx.is_mutable
-has_modules, state_of, write = _nnx.has_modules, _nnx.state, _nnx.write
-position_of, chooses_variables = _nnx.position_of, _nnx.chooses_variables
-hint_of_trace, hint_of_sharing = _nnx.hint_of_trace, _nnx.hint_of_sharing
+has_modules = _nnx.has_modules
+is_module = _nnx.is_module
+is_model = _nnx.is_model
+is_mutable = _nnx.is_mutable
+variables_of = _nnx.state
+write_variables = _nnx.write
+position_of = _nnx.position_of
+chooses_variables = _nnx.chooses_variables
 unless_of_outer_trace = _nnx.unless_of_outer_trace
+hint_of_trace = _nnx.hint_of_trace
+hint_of_sharing = _nnx.hint_of_sharing
 
 
 def partition(tree: Any) -> tuple[Any, Any]:

@@ -197,7 +197,7 @@ def _scaled_loss(loss_fn, name, has_aux, params, /, *args, **kwargs) -> Any:
             "params must be an nnx module itself, not a tree with modules in it. Write "
             f"model.{name} = nnx.Param(jnp.float32(initial_scale)), and pass the model."
         )
-    tree = _models.state_of(params) if is_module else params
+    tree = _models.variables_of(params) if is_module else params
     leaf, rest, place = _partition(name, tree, "params")
     scale = jnp.clip(leaf, check.SMALLEST_SCALE, check.LARGEST_SCALE)
     # Zero means that an outer with_loss_scale scales the loss already.
@@ -213,11 +213,11 @@ def _scaled_loss(loss_fn, name, has_aux, params, /, *args, **kwargs) -> Any:
     if not is_module:
         out = loss_fn(inside, *args, **kwargs)
     else:
-        _models.write(params, inside)
+        _models.write_variables(params, inside)
         try:
             out = loss_fn(params, *args, **kwargs)
         finally:
-            _models.write(params, place(_models.state_of(params), leaf))
+            _models.write_variables(params, place(_models.variables_of(params), leaf))
     loss = _gradients.loss_of(out, has_aux)
     _gradients.warn_of_float16(loss)
     loss = scale_gradient(loss, scale)
@@ -231,7 +231,9 @@ def _unscaled(x: Any, scale: jax.Array) -> Any:
     # A module of an outer trace gets no gradient here.
     with _models.unless_of_outer_trace():
         if _models.is_module(x):
-            _models.write(x, scale_gradient(_models.state_of(x), 1 / scale))
+            _models.write_variables(
+                x, scale_gradient(_models.variables_of(x), 1 / scale)
+            )
     return x
 
 
