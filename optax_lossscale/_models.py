@@ -131,12 +131,11 @@ class Model:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None):
         """Finds modules and variables among the arguments."""
         self.args, self.kwargs = args, kwargs or {}
-        leaves, self._treedef = jax.tree.flatten(
+        self._leaves, self._treedef = jax.tree.flatten(
             (args, self.kwargs), is_leaf=_nnx.is_mutable
         )
-        places = (i for i, x in enumerate(leaves) if _nnx.is_mutable(x))
-        self._mutable = {i: leaves[i] for i in places}
-        self._leaves = [None if i in self._mutable else x for i, x in enumerate(leaves)]
+        places = enumerate(self._leaves)
+        self._mutable = {i: x for i, x in places if _nnx.is_mutable(x)}
         self._before: dict[Any, Any] = {}
 
     @property
@@ -213,17 +212,19 @@ class Model:
           is_applied: bool[], whether the step is applied: otherwise the changes of the
             loss function are undone. None keeps them in any case.
         """
+        if is_applied is None:
+            return self.with_parameters(params, in_place=True)
         # Before the new parameters are written: they are changes as well.
-        changed = [] if is_applied is None else self.changed()
+        changed = self.changed()
         model = self.with_parameters(params, in_place=True)
-        if is_applied is not None:
-            self.restore(changed, is_applied)
+        self.restore(changed, is_applied)
         return model
 
     def __enter__(self):
         """Splits the modules into arrays and structure."""
         self._copies = _nnx.Copies(self._modules).__enter__()
-        self.arrays = self._leaves, self._copies.arrays
+        others = [None if i in self._mutable else x for i, x in enumerate(self._leaves)]
+        self.arrays = others, self._copies.arrays
         return self
 
     def __exit__(self, *error: Any):
