@@ -56,13 +56,13 @@ def check_keywords(kwargs: Mapping[str, Any]) -> None:
       kwargs: Arguments that the optimizer does not have.
     """
     renamed = {"init_scale": "initial_scale"}  # PyTorch, and Apex.
-    if kwargs.keys() == {"init_scale"}:
-        scale = kwargs["init_scale"]
-        raise TypeError(
-            "init_scale is initial_scale here. Write LossScaleOptimizer(inner, "
-            f"initial_scale={scale!r})."
-        )
     given = {renamed.get(name, name): value for name, value in kwargs.items()}
+    written = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    if given.keys() == {"initial_scale"}:  # The optimizer takes it as well.
+        raise TypeError(
+            f"{', '.join(kwargs)} is initial_scale here. Write LossScaleOptimizer("
+            f"inner, {written})."
+        )
     for rule in (
         DynamicLossScale,
         FixedLossScale,
@@ -70,7 +70,6 @@ def check_keywords(kwargs: Mapping[str, Any]) -> None:
         HeadroomLossScale,
     ):
         if given and given.keys() <= {x.name for x in dataclasses.fields(rule)}:
-            written = ", ".join(f"{name}={value!r}" for name, value in given.items())
             raise TypeError(
                 f"{', '.join(kwargs)} must be passed to the loss scale. Write "
                 f"LossScaleOptimizer(inner, {rule.__name__}({written}))."
