@@ -63,9 +63,8 @@ class Log:
         """Adds the loss of a step, and the state of its optimizer, compiled or not."""
         if loss is not None:
             jax.debug.callback(lambda x: self.losses.append(float(x)), loss)
-        with contextlib.suppress(
-            ValueError
-        ):  # In float32 no state counts skipped steps.
+        # In float32 no state counts skipped steps.
+        with contextlib.suppress(ValueError):
             applied = diagnostics.metrics(state)["last_step_applied"]
             jax.debug.callback(self._count, applied)
 
