@@ -20,6 +20,7 @@ from jax.sharding import SingleDeviceSharding
 
 from benchmarks import report
 from benchmarks.compiled import H100, TPU, describe, device, place
+from benchmarks.errors import differences, gradients
 from benchmarks.systems import lower, static
 from optax_lossscale import autocast
 
@@ -527,32 +528,31 @@ def stream_rows() -> list[dict[str, Any]] | None:
 
 def _stream_error(way: str, stream: Any, dtype: Any) -> float:
     """Returns the error of the worst gradient of a small GPT-2, of three draws."""
-    small = functools.partial(gpt, n=128, batch=2, length=64, vocabulary=512)
-    errors = []
+    small = functools.partial(gpt, n=128, batch=2, length=64, vocabulary=1000)
+    shapes, batch, make = small(stream=stream)
+    *_, exact = small()
+    functions = loss_of(make, way, dtype), exact(jnp.float32)
+    worst = []
     for seed in range(3):
-        rng = np.random.default_rng(seed)
-        shapes, (tokens,), make = small(stream=stream)
-        params = jax.tree.map_with_path(functools.partial(_draw, rng), shapes)
-        tokens = rng.integers(0, 512, tokens.shape)
-        exact = small()[2](jnp.float32)
-        found, right = (
-            jax.tree.leaves(jax.jit(jax.grad(f))(params, tokens))
-            for f in (loss_of(make, way, dtype), exact)
-        )
-        norms = [np.linalg.norm(x) for x in right]
-        # Some gradients are zero but for roundings, such as those of biases of keys.
-        least = 0.01 * np.linalg.norm(norms)
-        triples = zip(found, right, norms, strict=True)
-        errors += [np.linalg.norm(x - y) / max(norm, least) for x, y, norm in triples]
-    return float(max(errors))
+        params, (tokens,) = arrays((shapes, batch), seed)
+        found = differences(*(gradients(f, params, tokens) for f in functions))
+        worst.append(found[1] if found else np.inf)
+    return float(max(worst))
 
 
-def _draw(rng: np.random.Generator, path: Any, like: Any) -> Any:
-    """Returns a parameter: gains are 1, vectors 0, matrices small and random."""
-    if jax.tree_util.keystr(path[-1:], simple=True) == "gain":
-        return np.ones(like.shape, np.float32)
-    deviation = 0.08 if len(like.shape) > 1 else 0.0
-    return np.float32(deviation * rng.normal(size=like.shape))
+def arrays(shapes: Any, seed: int = 0) -> Any:
+    """Returns arrays of these shapes: tokens, and initial values of layers."""
+    rng = np.random.default_rng(seed)
+
+    def make(path, x):
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            return rng.integers(0, 1000, x.shape, dtype=x.dtype)
+        if len(x.shape) < 2:
+            return np.full(x.shape, float("gain" in jax.tree_util.keystr(path)), "f4")
+        size = (2 / np.prod(x.shape[:-1])) ** 0.5
+        return size * rng.standard_normal(x.shape, dtype=np.float32)
+
+    return jax.tree_util.tree_map_with_path(make, shapes)
 
 
 def ratios(rows: list[dict[str, Any]]) -> list[float]:

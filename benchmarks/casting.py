@@ -16,14 +16,12 @@ import numpy as np
 import optax
 
 from benchmarks import by_hand, need, report
+from benchmarks.errors import differences, gradients
 from benchmarks.tasks import TASKS
 from optax_lossscale import autocast
 from optax_lossscale._jaxprs.parts import all_equations
 
 RESULTS = report.RESULTS / "casting.json"
-SCALE = 2.0**12
-# A loss, and the gradients of its parameters.
-Gradients = tuple[float, list[np.ndarray]]
 FORMS = "GPT-2", "GPT-2, scanned", "GPT-2, rematerialized"
 
 
@@ -38,38 +36,19 @@ def errors() -> dict[str, dict[str, Any]]:
         ways = {"autocast": autocast(plain), "naive cast": naive}
         if model.takes_dtype:
             ways["by hand"] = model.loss(HALF)
-        right = _gradients(plain, model.params, x)
+        right = gradients(plain, model.params, x)
         rows[name] = {k: _errors(f, model.params, x, right) for k, f in ways.items()}
         print(name, rows[name], flush=True)
     return rows
 
 
-def _gradients(loss_fn, params, x):
-    scaled = jax.value_and_grad(lambda p, x: SCALE * loss_fn(p, x).astype(jnp.float32))
-    exact = {"xla_allow_excess_precision": False}
-    loss, grads = jax.jit(scaled).lower(params, x).compile(exact)(params, x)
-    return loss, [np.float64(g) for g in jax.tree.leaves(grads)]
-
-
 def _errors(loss_fn, params, x, right):
     """Returns both errors, None if not finite, or the error that is raised."""
     try:
-        found = _gradients(loss_fn, params, x)
+        found = gradients(loss_fn, params, x)
     except (TypeError, ValueError) as error:
         return type(error).__name__
     return differences(found, right)
-
-
-def differences(found: Gradients, right: Gradients) -> tuple[float, float] | None:
-    """Returns the errors of a loss and of its worst gradient; None if not finite."""
-    (loss, grads), (right_loss, rights) = found, right
-    # Some gradients are zero but for roundings, of biases before a norm for example.
-    least = 0.01 * np.sqrt(sum(np.sum(g**2) for g in rights))
-    norms = [max(np.linalg.norm(g), least) for g in rights]
-    pairs = zip(grads, rights, norms, strict=True)
-    worst = np.max([np.linalg.norm(a - b) / norm for a, b, norm in pairs])
-    both = abs(float(loss / right_loss) - 1), float(worst)
-    return both if np.all(np.isfinite(both)) else None
 
 
 def trainings() -> dict[str, dict[str, list[float]]]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from benchmarks import by_hand, report
@@ -66,21 +65,6 @@ def ways(
         **_compare.ways(float32, OPTIMIZER, **ours),
         **{name: Way(system.init, system.step) for name, system in systems.items()},
     }
-
-
-def arrays(shapes: Any) -> Any:
-    """Returns arrays of these shapes: tokens, and initial values of layers."""
-    rng = np.random.default_rng(0)
-
-    def make(path, x):
-        if jnp.issubdtype(x.dtype, jnp.integer):
-            return rng.integers(0, 1000, x.shape, dtype=x.dtype)
-        if len(x.shape) < 2:
-            return np.full(x.shape, float("gain" in jax.tree_util.keystr(path)), "f4")
-        size = (2 / np.prod(x.shape[:-1])) ** 0.5
-        return size * rng.standard_normal(x.shape, dtype=np.float32)
-
-    return jax.tree_util.tree_map_with_path(make, shapes)
 
 
 def _by_way(found):
@@ -148,7 +132,7 @@ def main() -> None:
     for name, make_model in MODELS.items():
         params, batch, make = make_model()
         systems = ways(make(jnp.float32), make(jnp.float16))
-        rows = _compare.measure(systems, arrays(params), arrays(batch))
+        rows = _compare.measure(systems, by_hand.arrays(params), by_hand.arrays(batch))
         rows = [{"way": way} | row for way, row in rows.items()]
         found[name] = {**report.about(), "rows": rows}
         report.save(RESULTS, found)

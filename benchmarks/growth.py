@@ -19,7 +19,6 @@ from jax.stages import Compiled
 from rich.progress import track
 
 from benchmarks import by_hand, compiled, report
-from benchmarks.gpu import arrays
 from benchmarks.measure import cpu_seconds
 from benchmarks.systems import PLAIN, System, lower
 from benchmarks.workloads import Workload, mlp, optimizer_step, written
@@ -112,7 +111,7 @@ def seconds_to_trace(name: str, size: int) -> list[float]:
     if name == "GPT":
         model = by_hand.gpt(size, 64, heads=4, batch=2, length=32, vocabulary=1000)
     *shapes, make = model
-    params, batch = map(arrays, shapes)
+    params, batch = map(by_hand.arrays, shapes)
     loss_fn = autocast(make(jnp.float32))
     step = jax.jit(jax.value_and_grad(loss_fn))
 

@@ -14,7 +14,7 @@ import numpy as np
 from rich.progress import track
 
 from benchmarks import report
-from benchmarks.casting import Gradients, differences
+from benchmarks.errors import Gradients, differences
 from benchmarks.networks import NETWORKS, in_jax
 from benchmarks.networks.draws import Network
 from optax_lossscale import autocast
